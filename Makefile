@@ -1,0 +1,39 @@
+# `make` alone explains itself.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/demo.yaml
+.DEFAULT_GOAL := help
+.PHONY: help setup demo target check test bench clean
+
+help:            ## what there is
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(VENV)/ready  ## make the virtual environment and install everything, the tested versions
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: setup      ## distil, judge and export a draft for the embedded target (under 10 minutes on 2 cores)
+	$(BIN)/understudy demo
+
+target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
+	$(BIN)/understudy tokenizer --source stdlib --vocab-size 4096 --max-length 384 --to distill/embedded
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no -m distill.train configs/target.yaml
+	$(BIN)/understudy publish-target runs/target --to distill/embedded
+
+check: setup     ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup      ## all tests (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+bench: setup     ## the numbers in README; writes bench/results/
+	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
+
+clean:           ## remove runs and caches; keeps the virtual environment
+	rm -rf runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

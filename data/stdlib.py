@@ -1,0 +1,107 @@
+"""The embedded domain: the Python standard library's own source, which is on every machine that runs us.
+
+Two uses. As a corpus it trains the embedded target (whole modules, and each documented function as a document of its own,
+so that the model learns where a function ends). As a source of prompts it gives function heads: signature and docstring.
+"""
+
+import ast
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+# Tests and IDLE's tests are not library code; the rest are generated tables or vendored copies, which teach a model
+# nothing but numbers.
+EXCLUDED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled"}
+)
+EXCLUDED_MODULES = frozenset({"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"})
+EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "lib2to3/pgen2/", "turtledemo/")
+
+# Never trained on; present in every supported Python. A name stands for the module or the package of that name.
+HELDOUT_MODULES = frozenset(
+    {
+        "calendar", "configparser", "csv", "difflib", "fractions", "heapq", "random", "shutil", "smtplib", "socketserver",
+        "statistics", "textwrap", "zipfile",
+    }
+)  # fmt: skip
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def library_folder() -> Path:
+    """The folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def is_heldout(module: str) -> bool:
+    """Whether a module path such as ``zipfile/_path.py`` belongs to the held-out set."""
+    return module.split("/")[0].removesuffix(".py") in HELDOUT_MODULES
+
+
+def modules(heldout: bool) -> Iterator[tuple[str, str]]:
+    """(path under the library, source text) of each module of one side, in sorted order.
+
+    Files that are not UTF-8 or do not parse with the running interpreter are left out.
+    """
+    root = library_folder()
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        name = relative.as_posix()
+        if EXCLUDED_FOLDERS & set(relative.parts) or name in EXCLUDED_MODULES or name.startswith(EXCLUDED_PREFIXES):
+            continue
+        if is_heldout(name) != heldout:
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            ast.parse(source)
+        except (UnicodeDecodeError, SyntaxError, OSError):
+            continue
+        if source.strip():
+            yield name, source
+
+
+def _documented_functions(source: str) -> Iterator[tuple[list[str], FunctionNode]]:
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, FunctionNode) and ast.get_docstring(node) and len(node.body) > 1:
+            yield lines, node
+
+
+def functions(source: str) -> Iterator[tuple[str, str]]:
+    """(head, whole function) of each documented function with a body: dedented source text.
+
+    The head runs from ``def`` to the end of the docstring's last line; the whole function starts with the head.
+    """
+    for lines, node in _documented_functions(source):
+        docstring = node.body[0]
+        start, end = node.lineno - 1, node.end_lineno or node.lineno
+        # A head and body that share a line (``def f(): "doc"; return 1``) cannot be cut at a line's end.
+        if (docstring.end_lineno or 0) >= node.body[1].lineno:
+            continue
+        whole = textwrap.dedent("".join(lines[start:end])).rstrip() + "\n"
+        head_lines = (docstring.end_lineno or 0) - start
+        head = "".join(whole.splitlines(keepends=True)[:head_lines])
+        if head and whole.startswith(head) and head.lstrip().startswith(("def ", "async def ")):
+            yield head, whole
+
+
+def function_head_rows(heldout: bool) -> list[tuple[str, str]]:
+    """(module path, function head) of each documented function of one side, in module order, exact repeats once."""
+    seen: set[str] = set()
+    rows = []
+    for name, source in modules(heldout):
+        for head, _ in functions(source):
+            if head not in seen:
+                seen.add(head)
+                rows.append((name, head))
+    return rows
+
+
+def corpus_documents(heldout: bool) -> list[str]:
+    """Training text of one side: every module, then every documented function as a document of its own."""
+    documents = []
+    for _, source in modules(heldout):
+        documents.append(source)
+        documents.extend(whole for _, whole in functions(source))
+    return documents

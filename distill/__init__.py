@@ -1,0 +1,1 @@
+"""Trains the draft: student, objectives, the Accelerate loop, checkpoints, verdict and export."""

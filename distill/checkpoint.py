@@ -1,0 +1,139 @@
+"""A run's folder and its checkpoints: written whole or not at all, found again, pruned.
+
+    runs/NAME/config.yaml             the resolved config
+             provenance.json          commit, versions, machine, command
+             metrics.jsonl            one line a step
+             responses/               token stores
+             checkpoints/step-000100/ student/ (a Hugging Face model), state/ (optimizer, scheduler, RNG), progress.json,
+                                      judgement.json
+             best                     link to the best checkpoint
+             verdict.json, plot.png
+"""
+
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from data.store import write_json
+from distill.config import RunConfig, dump_config, load_config
+from speculative.errors import UserError
+
+PROGRESS = "progress.json"
+JUDGEMENT = "judgement.json"
+
+
+@dataclass
+class Progress:
+    """What a resumed run needs besides tensors. The position in the data follows from `step`."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    best_step: int | None = None
+    best_score: float | None = None
+    judged_without_gain: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, stage: str, seconds: float) -> None:
+        """Adds to the time spent in a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+def claim_folder(config: RunConfig) -> None:
+    """Makes the run's folder, or accepts it when it holds the same config (apart from `resume`).
+
+    Raises:
+        UserError: another config is there (first differing line named), or the folder cannot be written.
+    """
+    folder, text = config.folder, dump_config(config)
+    path = folder / "config.yaml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            found = dump_config(load_config(path)).splitlines()
+            differing = [
+                (old, new) for old, new in zip(found, text.splitlines(), strict=False) if old != new and not old.startswith("resume:")
+            ]
+            if differing or len(found) != len(text.splitlines()):
+                old, new = differing[0] if differing else ("(fewer or more lines)", "")
+                raise UserError(
+                    f"{folder}: holds a run with another config ({old.strip()}, now {new.strip()}); "
+                    "choose another name=..., or delete the folder"
+                )
+            if config.resume == "never":
+                raise UserError(f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder")
+        temporary = path.with_name(".config.yaml.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can") from error
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Folder of the checkpoint at a step."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def list_steps(run: Path) -> list[int]:
+    """Steps that have a whole checkpoint, rising."""
+    found = (run / "checkpoints").glob("step-[0-9]*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / PROGRESS).exists())
+
+
+def last_resumable(run: Path) -> int | None:
+    """The newest checkpoint whose optimizer state is still kept."""
+    return next((step for step in reversed(list_steps(run)) if (step_folder(run, step) / "state").exists()), None)
+
+
+def save_checkpoint(
+    run: Path, accelerator: Accelerator, student: Any, tokenizer: Any, progress: Progress, provenance: dict[str, Any]
+) -> Path:
+    """Writes student, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
+
+    All ranks call it. ``student`` has `save_pretrained`: a model, or a peft model (its adapters).
+
+    Raises:
+        UserError: disk full or folder not writable; earlier checkpoints are untouched.
+    """
+    final = step_folder(run, progress.step)
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(temporary / "state"))
+        if accelerator.is_main_process:
+            student.save_pretrained(str(temporary / "student"))
+            tokenizer.save_pretrained(str(temporary / "student"))
+            write_json(temporary / "provenance.json", provenance)
+            write_json(temporary / PROGRESS, asdict(progress))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+        accelerator.wait_for_everyone()
+    except (OSError, RuntimeError) as error:
+        # torch and safetensors report a full disk as RuntimeError or their own subclass of it.
+        if isinstance(error, RuntimeError) and not any(word in str(error).lower() for word in ("space", "write", "disk", "i/o")):
+            raise
+        steps = list_steps(run)
+        kept = f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no earlier checkpoint"
+        raise UserError(f"{final}: cannot be written ({str(error).splitlines()[0]}); {kept}") from error
+    return final
+
+
+def prune_states(run: Path, keep: int) -> None:
+    """Deletes the optimizer state of all but the newest ``keep`` checkpoints; students stay."""
+    with_state = [step for step in list_steps(run) if (step_folder(run, step) / "state").exists()]
+    for step in with_state[:-keep]:
+        shutil.rmtree(step_folder(run, step) / "state", ignore_errors=True)
+
+
+def point_best(run: Path, step: int) -> None:
+    """Makes `best` a link to a step's checkpoint, in one rename."""
+    temporary = run / ".best.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(Path("checkpoints") / step_folder(run, step).name, target_is_directory=True)
+    os.replace(temporary, run / "best")

@@ -1,0 +1,78 @@
+"""Pre-training from text: windows of a corpus as examples, and held-out loss as the judge."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from data import stdlib
+from data.collate import Example, collate
+from data.packing import cut_windows
+from distill.config import RunConfig, SourceConfig
+from distill.student import DraftModule
+from speculative.errors import UserError
+
+
+def documents_of(source: SourceConfig) -> list[str]:
+    """Texts of a corpus source: the standard library, or the prompt column of any other source.
+
+    Raises:
+        UserError: nothing there.
+    """
+    if source.path == "stdlib":
+        return stdlib.corpus_documents(heldout=source.split == "heldout")
+    from data.sources import load_source
+
+    return [row.text or "" for row in load_source(**source.model_dump())]
+
+
+def windows_of(sources: tuple[SourceConfig, ...], tokenizer: PreTrainedTokenizerBase, window: int) -> np.ndarray:
+    """All documents of the sources as windows of ids. int32 (windows, window).
+
+    Raises:
+        UserError: less text than one window.
+    """
+    documents: list[list[int]] = []
+    for source in sources:
+        documents.extend(tokenizer(documents_of(source), verbose=False)["input_ids"])
+    windows = cut_windows(documents, window, tokenizer.eos_token_id)
+    if not len(windows):
+        raise UserError(f"data: less than one window of {window} tokens in {', '.join(s.path for s in sources)}")
+    return windows
+
+
+def window_examples(windows: np.ndarray) -> list[Example]:
+    """Every token but the first of a window is to be predicted."""
+    mask = np.ones(windows.shape[1], dtype=bool)
+    mask[0] = False
+    return [Example(window, mask) for window in windows]
+
+
+class HeldoutLoss:
+    """Judges a model trained from text: mean loss in nats a token on held-out windows; score = minus that."""
+
+    def __init__(self, config: RunConfig, accelerator: Accelerator, windows: np.ndarray) -> None:
+        """At most `judge.corpus_windows` windows, evenly spread."""
+        chosen = np.linspace(0, len(windows) - 1, min(len(windows), config.judge.corpus_windows)).astype(int)
+        self.examples = window_examples(windows[chosen])
+        self.accelerator = accelerator
+        self.micro_batch_size = config.train.micro_batch_size
+
+    @torch.no_grad()
+    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
+        """{step, heldout_loss, perplexity, heldout_tokens, score}."""
+        total, tokens = 0.0, 0
+        for start in range(0, len(self.examples), self.micro_batch_size):
+            batch = collate(self.examples[start : start + self.micro_batch_size], 0).to(self.accelerator.device)
+            with self.accelerator.autocast():
+                loss, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, None, None)
+            total, tokens = total + float(loss), tokens + batch.labels_R.numel()
+        mean = total / tokens
+        return {"step": step, "heldout_loss": mean, "perplexity": math.exp(mean), "heldout_tokens": tokens, "score": -mean}
+
+    def headline(self, record: dict[str, Any]) -> str:
+        """One line."""
+        return f"step {record['step']:>6}  held-out loss {record['heldout_loss']:.4f} nats  perplexity {record['perplexity']:.2f}"

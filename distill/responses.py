@@ -1,0 +1,112 @@
+"""The three stores of a run: training responses, held-out responses at the serving settings, greedy held-out ones."""
+
+from dataclasses import replace
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from data.respond import RenderedPrompt, prompts_fingerprint, respond, store_references
+from data.store import Row, Store
+from data.template import check_masks, template_fingerprint
+from distill.config import RunConfig, ServingConfig
+from distill.provenance import model_fingerprint, tokenizer_fingerprint
+from speculative.decode import end_token_ids
+from speculative.evaluate import HeldoutResponse
+from speculative.responses import DecodeSettings
+from speculative.sampling import SamplingSettings
+from speculative.verify import Rule
+
+STORE_FORMAT = 1
+
+
+def sampling_of(serving: ServingConfig) -> SamplingSettings:
+    """The serving section as sampling settings."""
+    return SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
+
+
+def decode_settings(config: RunConfig, target: PreTrainedModel, gamma: int = 0, rule: Rule | None = None) -> DecodeSettings:
+    """The serving settings of a run, for plain decoding (gamma 0) or judging. Rule `greedy` sets temperature 0."""
+    sampling = SamplingSettings(temperature=0.0) if rule == "greedy" else sampling_of(config.serving)
+    chosen: Rule = rule or ("greedy" if sampling.greedy else "sample")
+    return DecodeSettings(sampling, gamma, chosen, config.serving.max_tokens, end_token_ids(target), config.seed)
+
+
+class RunStores:
+    """Makes and reads the stores of a run; every rank makes its share."""
+
+    def __init__(self, config: RunConfig, accelerator: Accelerator, target: PreTrainedModel, tokenizer: Any) -> None:
+        """Fingerprints target and tokenizer; nothing is written yet."""
+        self.config, self.accelerator, self.target = config, accelerator, target
+        template = config.data.template
+        self.identity = {
+            "format": STORE_FORMAT,
+            "target": model_fingerprint(target),
+            "target_dtype": str(target.dtype).removeprefix("torch."),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
+        }
+
+    def training(self, prompts: list[RenderedPrompt]) -> list[Row]:
+        """Rows to train on: the target's answers, or the dataset's own."""
+        if self.config.data.responses == "target":
+            return self._make("train", prompts, decode_settings(self.config, self.target), self.config.serving.samples_per_prompt)
+        store = Store(self.config.folder / "responses" / "train")
+        manifest = self._manifest(prompts, decode_settings(self.config, self.target), 1) | {"responses": "reference"}
+        if self.accelerator.is_main_process:
+            sampling, max_tokens = sampling_of(self.config.serving), self.config.serving.max_tokens
+            store_references(store, manifest, self.target, prompts, sampling, max_tokens)
+        self.accelerator.wait_for_everyone()
+        return self._checked(store)
+
+    def heldout(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
+        """Held-out responses by rule: those of the configured rule first, then greedy ones when that is another rule."""
+        rule = self.config.judge.rule
+        plain = decode_settings(self.config, self.target)
+        # Another seed than the training responses': the same prompt under both would give the same text.
+        result = {rule: _frozen(self._make("heldout", prompts, replace(plain, seed=plain.seed + 1), 1))}
+        if rule != "greedy":
+            greedy = decode_settings(self.config, self.target, rule="greedy")
+            result["greedy"] = _frozen(self._make("heldout-greedy", prompts, greedy, 1))
+        return result
+
+    def _manifest(self, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> dict[str, Any]:
+        return self.identity | {
+            "prompts": prompts_fingerprint(prompts),
+            "sampling": settings.sampling.as_dict(),
+            "max_tokens": settings.max_tokens,
+            "eos_ids": list(settings.eos_ids),
+            "samples_per_prompt": samples,
+            "shard_size": self.config.serving.shard_size,
+            "seed": settings.seed,
+            "responses": "target",
+        }
+
+    def _make(self, name: str, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> list[Row]:
+        store = Store(self.config.folder / "responses" / name)
+        respond(
+            store,
+            self._manifest(prompts, settings, samples),
+            self.target,
+            prompts,
+            settings,
+            samples_per_prompt=samples,
+            batch_size=self.config.serving.batch_size,
+            shard_size=self.config.serving.shard_size,
+            rank=self.accelerator.process_index,
+            ranks=self.accelerator.num_processes,
+            label=f"{name} responses",
+        )
+        self.accelerator.wait_for_everyone()
+        return self._checked(store)
+
+    def _checked(self, store: Store) -> list[Row]:
+        rows = store.read()
+        check_masks([row.loss_mask for row in rows], str(store.folder))
+        return rows
+
+
+def _frozen(rows: list[Row]) -> list[HeldoutResponse]:
+    return [
+        HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs)) for row in rows
+    ]

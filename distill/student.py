@@ -1,0 +1,185 @@
+"""The draft's first weights: a ready-made model, layers carved from the target, or random ones; and the module that trains."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from distill.heads import SplitModel
+from distill.objective import Head, Objective, chunked_loss
+from speculative.errors import UserError
+
+EMBEDDED = "embedded"
+EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
+
+
+def resolve(path: str) -> str:
+    """`embedded` -> the folder of the target shipped with us; anything else as it is."""
+    return str(EMBEDDED_FOLDER) if path == EMBEDDED else path
+
+
+def _load(what: str, path: str, load: Any, **options: Any) -> Any:
+    """Calls a `from_pretrained` and turns its ways of failing into one line."""
+    local = resolve(path)
+    looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
+    if looks_local and not (Path(local) / "config.json").exists() and what != "tokenizer":
+        raise UserError(f"{what} {path!r}: no config.json there; give a Hugging Face model directory or a hub id")
+    try:
+        return load(local, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if looks_local:
+            raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
+        raise UserError(
+            f"{what} {path!r}: not a local directory, and the hub could not give it ({reason}); offline, download it elsewhere "
+            f"with `hf download {path}`, copy the folder here and give its path"
+        ) from error
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype | str:
+    """Config name -> dtype. `auto` is float32 on a CPU, where half precision saves no time, and as saved elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, name)
+
+
+def load_model(
+    what: str,
+    path: str,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal LM from a directory, hub id or `embedded`, in eval mode. ``what`` is its name in errors.
+
+    Raises:
+        UserError: not there, not loadable, hub not reachable.
+    """
+    options = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    return _load(what, path, AutoModelForCausalLM.from_pretrained, **options).eval()
+
+
+def saved_dtype(
+    path: str, model: PreTrainedModel, *, revision: str | None = None, trust_remote_code: bool = False
+) -> torch.dtype:
+    """The dtype that the weights at ``path`` are saved in, whatever ``model`` was loaded as: the one drafts are served in."""
+    config = AutoConfig.from_pretrained(resolve(path), revision=revision, trust_remote_code=trust_remote_code)
+    saved = getattr(config.get_text_config(), "dtype", None)
+    return saved if isinstance(saved, torch.dtype) else model.dtype
+
+
+def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A tokenizer from a directory, hub id or `embedded`.
+
+    Raises:
+        UserError: not there, not loadable, hub not reachable.
+    """
+    return _load("tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A draft made of some of the target's layers, its embeddings, final norm and head; all copied, float32.
+
+    Raises:
+        UserError: a layer the target does not have, the same layer twice, an architecture without a plain list of layers.
+    """
+    depth = target.config.get_text_config().num_hidden_layers
+    chosen = [layer + depth if layer < 0 else layer for layer in layers]
+    if not chosen or any(not 0 <= layer < depth for layer in chosen):
+        raise UserError(f"student.layers = {list(layers)}: the target has layers 0 to {depth - 1} (or -{depth} to -1)")
+    if len(set(chosen)) != len(chosen):
+        raise UserError(f"student.layers = {list(layers)}: names a layer of the target twice")
+    config = copy.deepcopy(target.config)
+    text_config = config.get_text_config()
+    text_config.num_hidden_layers = len(chosen)
+    # Per-layer settings (sliding or full attention, dense or sparse MLP) travel with their layers.
+    for name, value in list(vars(text_config).items()):
+        if isinstance(value, list) and len(value) == depth and not name.endswith(("_id", "_ids")) and name != "architectures":
+            setattr(text_config, name, [value[layer] for layer in chosen])
+    names = [name for name, module in target.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    if not names:
+        raise UserError(f"{type(target).__name__}: no list of {depth} layers to carve from; use student.init: config")
+    prefix = names[0] + "."
+    state = {}
+    for key, value in target.state_dict().items():
+        if not key.startswith(prefix):
+            state[key] = value
+            continue
+        index, _, rest = key.removeprefix(prefix).partition(".")
+        if int(index) in chosen:
+            state[f"{prefix}{chosen.index(int(index))}.{rest}"] = value
+    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing = draft.load_state_dict({key: value.float() for key, value in state.items()}, strict=False)
+    if missing.unexpected_keys or missing.missing_keys:
+        raise UserError(f"{type(target).__name__} cannot be carved: weights {(missing.missing_keys or missing.unexpected_keys)[:3]}")
+    draft.generation_config = copy.deepcopy(target.generation_config)
+    return draft.eval()
+
+
+def from_architecture(architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int) -> PreTrainedModel:
+    """A draft with random weights; vocabulary and special ids are the tokenizer's.
+
+    Raises:
+        UserError: no or unknown `model_type`, an impossible field.
+    """
+    fields = dict(architecture)
+    model_type = fields.pop("model_type", None)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    try:
+        config = AutoConfig.for_model(str(model_type), **{"vocab_size": vocab_rows, **ids, **fields})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"student.architecture: {str(error).splitlines()[0]}") from error
+
+
+def add_lora(model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: Sequence[str] | str) -> Any:
+    """The model with trainable low-rank adapters and everything else frozen (peft).
+
+    Raises:
+        UserError: a module name that the model does not have.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
+
+
+class DraftModule(nn.Module):
+    """What Accelerate wraps: its forward makes the loss, so that every parameter's gradient passes the wrapper's hooks."""
+
+    def __init__(self, student: nn.Module, objective: Objective) -> None:
+        """``student`` is a causal LM, or a peft model around one."""
+        super().__init__()
+        self.student = student
+        self.objective = objective
+        inner: Any = student.get_base_model() if hasattr(student, "get_base_model") else student
+        self._split = (SplitModel(inner),)  # in a tuple: a plain attribute, not a second registration of the same module
+
+    def forward(
+        self, input_ids_BT: Tensor, rows_R: Tensor, labels_R: Tensor, target_hidden_RD: Tensor | None, target_head: Head | None
+    ) -> tuple[Tensor, Tensor]:
+        """(summed loss, summed overlap) over the R response tokens of a micro-batch."""
+        split = self._split[0]
+        hidden_BTD = split.hidden(input_ids_BT)
+        hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
+        sums = chunked_loss(
+            self.objective, hidden_RD, split.head, split.head_parameters(), target_hidden_RD, target_head, labels_R
+        )
+        return sums.loss, sums.overlap
+
+    def exported(self) -> PreTrainedModel:
+        """A float32 causal LM of the current weights: adapters merged into a copy, otherwise the student itself."""
+        if not hasattr(self.student, "merge_and_unload"):
+            return self.student  # type: ignore[return-value]
+        return copy.deepcopy(self.student).merge_and_unload()

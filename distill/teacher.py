@@ -1,0 +1,31 @@
+"""The target while the draft learns: no gradient, its own dtype, logits only where they are asked for.
+
+Legend: B sequences, T positions, R response tokens, D hidden width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data.collate import Batch
+from distill.heads import SplitModel
+
+
+class Teacher:
+    """The target's hidden states at response positions, and its head."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        """The target is frozen and put into eval mode."""
+        self.split = SplitModel(target.requires_grad_(False).eval())
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states (R, D) that predict the response tokens of the micro-batch."""
+        hidden_BTD = self.split.hidden(batch.input_ids_BT)
+        return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R]
+
+    @torch.no_grad()
+    def head(self, hidden_CD: Tensor) -> Tensor:
+        """Logits (C, V), outside the student's autocast."""
+        with torch.autocast(hidden_CD.device.type, enabled=False):
+            return self.split.head(hidden_CD)

@@ -1,0 +1,240 @@
+"""`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers import PreTrainedModel
+
+from data.respond import RenderedPrompt
+from data.store import write_json
+from distill import checkpoint
+from distill.config import RunConfig, TargetConfig, load_config
+from distill.corpus import HeldoutLoss, window_examples, windows_of
+from distill.loop import Interrupted, Loop, resume_point
+from distill.objective import Objective
+from distill.plot import plot_run
+from distill.prompts import load_prompts
+from distill.provenance import describe_run, model_fingerprint, tokenizer_fingerprint
+from distill.responses import RunStores, decode_settings
+from distill.student import DraftModule, add_lora, carve, dtype_of, from_architecture, load_model, load_tokenizer, saved_dtype
+from distill.teacher import Teacher
+from distill.tracking import start_trackers
+from distill.validate import DraftJudge
+from distill.verdict import make_verdict
+from distill.vocabulary import repair_rows, require_agreement, vocabulary_rows
+from speculative.errors import UserError
+from speculative.evaluate import SelfCheckError, self_checks
+
+USAGE = """usage: accelerate launch -m distill.train CONFIG [key=value ...]
+
+CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
+    optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
+On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run goes on when the same command is given again."""
+
+
+def make_objective(config: RunConfig) -> Objective:
+    """The objective that the config names."""
+    loss = config.loss
+    return Objective(loss.weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens)
+
+
+def start(config: RunConfig) -> Accelerator:
+    """Claims the run's folder and starts Accelerate and the trackers.
+
+    Raises:
+        UserError: the folder holds another config or cannot be written; a tracker is not installed.
+    """
+    accelerator = Accelerator(
+        mixed_precision=config.train.mixed_precision,
+        log_with=list(config.tracking.trackers) or None,
+        project_dir=str(config.folder),
+    )
+    if accelerator.is_main_process:
+        checkpoint.claim_folder(config)
+    accelerator.wait_for_everyone()
+    set_seed(config.seed)
+    start_trackers(accelerator, config.tracking.trackers, config.tracking.project, config.name, config.model_dump(mode="json"))
+    return accelerator
+
+
+def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
+    """Trains a model from text alone (loss ce, target null); `best` is the checkpoint with the lowest held-out loss."""
+    student_config = config.student
+    if student_config.path is None and student_config.tokenizer is None:
+        raise UserError("student.tokenizer: name the tokenizer's directory (make one with `understudy tokenizer`)")
+    tokenizer = load_tokenizer(student_config.tokenizer or str(student_config.path))
+    if student_config.architecture is not None:
+        student = from_architecture(student_config.architecture, tokenizer, len(tokenizer), config.seed)
+    else:
+        student = load_model("student.path", str(student_config.path), dtype=torch.float32, revision=student_config.revision)
+    if student_config.gradient_checkpointing:
+        student.gradient_checkpointing_enable()
+    window = int(config.train.window or 0)
+    windows = windows_of(config.data.train, tokenizer, window)
+    heldout = windows_of(config.data.heldout, tokenizer, window) if config.data.heldout else windows[-len(windows) // 50 :]
+    if not config.data.heldout:
+        windows = windows[: -len(windows) // 50]
+    accelerator.print(f"{windows.size:,} training tokens, {sum(p.numel() for p in student.parameters()):,} parameters")
+    progress, _ = resume_point(config)
+    provenance = describe_run(config.seed) | {"tokenizer": tokenizer_fingerprint(tokenizer), "training_tokens": int(windows.size)}
+    module = DraftModule(student, make_objective(config))
+    validator = HeldoutLoss(config, accelerator, heldout)
+    loop = Loop(config, accelerator, module, None, window_examples(windows), tokenizer, validator, progress, provenance)
+    loop.fit()
+    accelerator.print(f"best: step {loop.progress.best_step}, held-out loss {-(loop.progress.best_score or 0):.4f}, {config.folder}/best")
+
+
+def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, Any, torch.dtype]:
+    """(target on its device, its tokenizer, the dtype its weights are saved in).
+
+    Raises:
+        UserError: not there, not loadable, hub not reachable.
+    """
+    how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    target = load_model("target.path", config.path, dtype=dtype_of(config.dtype, device), **how)
+    return target.to(device), load_tokenizer(config.path, **how), saved_dtype(config.path, target, **how)  # type: ignore[arg-type]
+
+
+def make_student(config: RunConfig, target: PreTrainedModel, tokenizer: Any) -> Any:
+    """The draft before training, float32, in the target's vocabulary; a peft model when LoRA is asked for.
+
+    Raises:
+        UserError: layers the target lacks, a vocabulary that cannot be made to agree, an impossible architecture.
+    """
+    student_config, rows = config.student, vocabulary_rows(target.config)
+    if student_config.init == "carved":
+        student = carve(target, student_config.layers)
+    elif student_config.init == "config":
+        student = from_architecture(student_config.architecture or {}, tokenizer, rows, config.seed)
+    else:
+        path, revision = str(student_config.path), student_config.revision
+        student = load_model("student.path", path, dtype=torch.float32, revision=revision)
+        own_tokenizer = load_tokenizer(path, revision=revision)
+        agreement = require_agreement(tokenizer, rows, own_tokenizer, vocabulary_rows(student.config))
+        if agreement.verdict == "repair":
+            repair_rows(student, rows, len(tokenizer))
+    if student_config.gradient_checkpointing:
+        student.gradient_checkpointing_enable()
+    if student_config.lora is not None:
+        lora = student_config.lora
+        return add_lora(student, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
+    return student
+
+
+def check_instrument(
+    config: RunConfig, accelerator: Accelerator, target: PreTrainedModel, prompts: Sequence[RenderedPrompt]
+) -> dict[str, Any]:
+    """The self-checks on the first held-out prompts, once per run.
+
+    Raises:
+        SelfCheckError: the judge contradicts itself.
+    """
+    path = config.folder / "self_checks.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
+    result = self_checks(target, keyed, decode_settings(config, target, config.judge.gamma, config.judge.rule))
+    if accelerator.is_main_process:
+        write_json(path, result)
+    accelerator.print(
+        f"self-checks: target as its own draft alpha {result['alpha_live']:.3f} live, {result['alpha_replay']:.3f} replay; "
+        f"speculative greedy = plain greedy on {result['greedy_equal']}/{result['prompts']} prompts"
+    )
+    accelerator.wait_for_everyone()
+    return result
+
+
+def distil(config: RunConfig, accelerator: Accelerator) -> None:
+    """Responses, self-checks, training with judged checkpoints, verdict and plot."""
+    assert config.target is not None
+    progress, _ = resume_point(config)
+    target, tokenizer, target_saved_dtype = load_target(config.target, accelerator.device)
+    target_context = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
+    context = min(target_context, config.data.context_length or target_context)
+    sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
+    accelerator.print(sets.report)
+    clock = _Clock(progress)
+    checks = check_instrument(config, accelerator, target, sets.heldout)
+    clock.stop("self_checks")
+    stores = RunStores(config, accelerator, target, tokenizer)
+    rows = stores.training(sets.train)
+    heldout = stores.heldout(sets.heldout)
+    clock.stop("respond")
+    module = DraftModule(make_student(config, target, tokenizer), make_objective(config))
+    accelerator.print(
+        f"{len(rows)} responses of {sum(map(len, (row.log_target_probs for row in rows))):,} tokens; "
+        f"target {_parameters(target):,} parameters, draft {_parameters(module):,}"
+    )
+    provenance = describe_run(config.seed) | {
+        "target": config.target.path, "target_fingerprint": model_fingerprint(target),
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": decode_settings(config, target).sampling.as_dict(),
+    }  # fmt: skip
+    teacher = Teacher(target) if set(config.loss.weights()) != {"ce"} else None
+    judge = DraftJudge(config, accelerator, target, target_saved_dtype, heldout)
+    examples = [row.example() for row in rows]
+    loop = Loop(config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance)
+    loop.fit()
+    if accelerator.is_main_process:
+        clock = _Clock(progress)
+        verdict = make_verdict(config, target, target_saved_dtype, heldout, checks, progress.seconds, target_context)
+        plot_run(config.folder)
+        clock.stop("verdict")
+        verdict["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
+        write_json(config.folder / "verdict.json", verdict)
+        accelerator.print(verdict["sentence"])
+    accelerator.wait_for_everyone()
+
+
+class _Clock:
+    """Time since the last stop, booked under a stage."""
+
+    def __init__(self, progress: checkpoint.Progress) -> None:
+        self.progress, self.started = progress, time.perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.progress.spend(stage, now - self.started)
+        self.started = now
+
+
+def _parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit status: 0 done, 1 failed self-check, 2 a mistake of the user, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    accelerator: Accelerator | None = None
+    try:
+        config = load_config(arguments[0], arguments[1:])
+        accelerator = start(config)
+        if config.target is None:
+            pretrain(config, accelerator)
+        else:
+            distil(config, accelerator)
+    except UserError as error:
+        print(f"understudy: {error}", file=sys.stderr)
+        return 2
+    except SelfCheckError as error:
+        print(f"understudy: self-check failed, nothing was measured: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as interrupted:
+        print(f"\ninterrupted: checkpoint {interrupted} is written; the same command goes on from it", file=sys.stderr)
+        return 130
+    finally:
+        if accelerator is not None:
+            accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

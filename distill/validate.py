@@ -1,0 +1,75 @@
+"""Judges a checkpoint of a draft by speculative decoding of held-out prompts; the score is tau of the configured rule."""
+
+import copy
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
+
+from distill.config import RunConfig
+from distill.responses import decode_settings
+from distill.student import DraftModule
+from speculative.evaluate import HeldoutResponse, judge
+from speculative.verify import Rule
+
+# |z| of live blocks against replay's prediction: beyond this the judge, not the draft, is to be doubted.
+REPLAY_Z_LIMIT = 4.0
+
+
+def served_copy(model: PreTrainedModel, saved_dtype: torch.dtype, target: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose weights are rounded to the dtype they will be exported in, computing in the target's dtype.
+
+    So the numbers belong to the draft that is served, not to the float32 weights that train.
+    """
+    rounded = copy.deepcopy(model).to(saved_dtype).to(target.dtype).to(target.device)
+    return rounded.requires_grad_(False).eval()
+
+
+class DraftJudge:
+    """Live decoding and replay on the frozen held-out responses, on the main process; the others get its record."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        accelerator: Accelerator,
+        target: PreTrainedModel,
+        saved_dtype: torch.dtype,
+        heldout: dict[Rule, list[HeldoutResponse]],
+    ) -> None:
+        """``heldout``: frozen target responses by rule, the configured rule first."""
+        self.config, self.accelerator, self.target = config, accelerator, target
+        self.saved_dtype, self.heldout = saved_dtype, heldout
+
+    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
+        """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}."""
+        shared: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            draft = served_copy(module.exported(), self.saved_dtype, self.target)
+            by_rule = {rule: self.judge(draft, rule) for rule in self.heldout}
+            main = by_rule.pop(self.config.judge.rule)
+            shared = [{"step": step, "score": main["tau"], **main, **by_rule}]
+        return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
+
+    def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+        """All numbers of a draft under one rule."""
+        settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
+        result = judge(self.target, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size)
+        del result["per_prompt"]
+        z = result["replay_check"]["z"]
+        result["replay_check"]["agrees"] = z is None or abs(z) <= REPLAY_Z_LIMIT
+        return result
+
+    def headline(self, record: dict[str, Any]) -> str:
+        """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""
+        low, high = record["alpha_ci"]
+        tau_low, tau_high = record["tau_ci"]
+        line = (
+            f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
+            f"tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']}  "
+            f"accepted/drafted {record['accepted_per_drafted']:.3f}"
+        )
+        if not record["replay_check"]["agrees"]:
+            line += f"\n  warning: live blocks are {record['replay_check']['z']:+.1f} standard errors off replay's prediction"
+        return line

@@ -1,0 +1,165 @@
+"""The verdict of a run: baseline against best, paired, timed, with the best gamma; verdict.json and its schema.
+
+    rule, gamma, prompts, tokens      engine rule, drafted tokens per block, held-out prompts, their response tokens
+    baseline, best                    {step, alpha, alpha_ci, tau, tau_ci, accepted_per_drafted, survival, tokens_per_second}
+    target_tokens_per_second          the target alone; all tokens/s are at batch 1, alternating on the same prompts
+    speed_up                          {baseline, best}: median over prompts of tokens/s over the target's
+    paired                            {alpha_gain, ci}: best minus baseline on the same frozen text
+    replay                            {gamma: tau} of the best, every gamma from 1 to 16
+    best_gamma, predicted_speed_up    argmax of tau / (gamma c + v); best_gamma 0: no gamma pays
+    costs                             measured seconds, cost ratio c, v of each gamma, break-even alpha
+    checkpoints                       one judgement each, step 0 first
+    self_checks                       what was checked before anything was measured
+    domains                           best, per domain
+    pays_off, sentence                the answer
+    seconds                           by stage
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from data.store import write_json
+from distill import checkpoint
+from distill.config import RunConfig
+from distill.responses import decode_settings
+from distill.student import load_model
+from distill.validate import served_copy
+from speculative.cost import StepCosts, best_gamma, break_even_alpha, measure_costs
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse, compare_speed
+from speculative.metrics import paired_alpha_gain
+from speculative.replay import score_responses
+from speculative.verify import Rule
+
+VERDICT = "verdict.json"
+JUDGED = ("step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival")
+# Keys and types of verdict.json; `understudy evaluate --json` prints the same shape.
+SCHEMA: dict[str, type | tuple[type, ...]] = {
+    "rule": str, "gamma": int, "prompts": int, "tokens": int, "baseline": dict, "best": dict,
+    "target_tokens_per_second": float, "speed_up": dict, "paired": dict, "replay": dict, "best_gamma": int,
+    "predicted_speed_up": float, "costs": dict, "checkpoints": list, "self_checks": dict, "domains": dict,
+    "pays_off": bool, "sentence": str, "seconds": dict,
+}  # fmt: skip
+
+
+def load_judgements(run: Path) -> list[dict[str, Any]]:
+    """The record of every judged checkpoint, step 0 first.
+
+    Raises:
+        UserError: the run has none.
+    """
+    records = []
+    for step in checkpoint.list_steps(run):
+        path = checkpoint.step_folder(run, step) / checkpoint.JUDGEMENT
+        if path.exists():
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+    if not records:
+        raise UserError(f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`")
+    return records
+
+
+def load_verdict(run: Path) -> dict[str, Any]:
+    """verdict.json of a finished run.
+
+    Raises:
+        UserError: not there or damaged.
+    """
+    try:
+        return json.loads((run / VERDICT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again") from error
+
+
+def step_costs(target: PreTrainedModel, draft: PreTrainedModel, config: RunConfig, context_limit: int) -> StepCosts:
+    """Stage times of this pair at batch 1, in a context as long as the run's typical one allows."""
+    gammas = tuple(sorted({1, 3, 5, 8, config.judge.gamma}))
+    blocks = 8
+    room = context_limit - (blocks + 3) * (max(gammas) + 1)
+    context = max(2, min(128, room))
+    return measure_costs(
+        target, draft, gammas=gammas, sampling=decode_settings(config, target).sampling, context=context, blocks=blocks
+    )
+
+
+def describe_costs(costs: StepCosts, gamma: int) -> dict[str, Any]:
+    """The measured costs as plain numbers."""
+    gammas = sorted(costs.verify_seconds)
+    return {
+        "target_step_seconds": costs.target_seconds,
+        "draft_step_seconds": costs.draft_step_seconds,
+        "cost_ratio": costs.cost_ratio,
+        "verify_ratio": {str(g): costs.verify_ratio(g) for g in gammas},
+        "break_even_alpha": break_even_alpha(gamma, costs.cost_ratio, costs.verify_ratio(gamma)),
+        "batch_size": costs.batch_size,
+        "context": costs.context,
+    }
+
+
+def sentence_of(speed_up: float, alpha_gain: float, ci: list[float], gamma: int) -> tuple[bool, str]:
+    """(does the best draft pay off, one plain sentence)."""
+    pays = speed_up > 1.0
+    how = f"decodes {speed_up:.2f}x as fast as the target alone at gamma {gamma}"
+    if ci[0] > 0:
+        learned = f"accepts {alpha_gain:+.3f} [{ci[0]:+.3f}, {ci[1]:+.3f}] alpha over the undistilled baseline"
+    else:
+        learned = f"has no certain gain in alpha over the undistilled baseline ({alpha_gain:+.3f} [{ci[0]:+.3f}, {ci[1]:+.3f}])"
+    return pays, f"{'It pays off' if pays else 'No gain'}: the distilled draft {how} and {learned}."
+
+
+def make_verdict(
+    config: RunConfig,
+    target: PreTrainedModel,
+    saved_dtype: Any,
+    heldout: dict[Rule, list[HeldoutResponse]],
+    self_checks: dict[str, Any],
+    seconds: dict[str, float],
+    context_limit: int,
+) -> dict[str, Any]:
+    """Times and pairs baseline and best of a run, writes verdict.json, returns it."""
+    run, rule, gamma = config.folder, config.judge.rule, config.judge.gamma
+    records = load_judgements(run)
+    best = max(records, key=lambda record: record["score"])
+    drafts = {
+        name: served_copy(load_model(name, str(checkpoint.step_folder(run, record["step"]) / "student")), saved_dtype, target)
+        for name, record in (("baseline", records[0]), ("best", best))
+    }
+    settings = decode_settings(config, target, gamma, rule)
+    frozen = heldout[rule]
+    probs = {name: score_responses(draft, frozen, settings.sampling, rule) for name, draft in drafts.items()}
+    paired = paired_alpha_gain(probs["best"], probs["baseline"], [response.prompt for response in frozen])
+    prompts = [(response.key, response.prompt_ids) for response in frozen[: config.judge.speed_prompts]]
+    speed = compare_speed(target, drafts, prompts, settings)
+    costs = step_costs(target, drafts["best"], config, context_limit)
+    replay = {int(g): tau for g, tau in best["replay"].items()}
+    chosen_gamma, predicted = best_gamma(replay, costs)
+    pays, sentence = sentence_of(speed["best"]["speed_up"], paired["alpha_gain"], paired["ci"], gamma)
+    verdict = {
+        "rule": rule,
+        "gamma": gamma,
+        "prompts": best["prompts"],
+        "tokens": best["tokens"],
+        "baseline": _judged(records[0]) | {"tokens_per_second": speed["baseline"]["tokens_per_second"]},
+        "best": _judged(best) | {"tokens_per_second": speed["best"]["tokens_per_second"]},
+        "target_tokens_per_second": speed["target"]["tokens_per_second"],
+        "speed_up": {name: speed[name]["speed_up"] for name in ("baseline", "best")},
+        "paired": {"alpha_gain": paired["alpha_gain"], "ci": paired["ci"]},
+        "replay": {str(g): tau for g, tau in replay.items()},
+        "best_gamma": chosen_gamma,
+        "predicted_speed_up": predicted,
+        "costs": describe_costs(costs, gamma),
+        "checkpoints": records,
+        "self_checks": self_checks,
+        "domains": best["domains"],
+        "pays_off": pays,
+        "sentence": sentence,
+        "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
+    }
+    write_json(run / VERDICT, verdict)
+    return verdict
+
+
+def _judged(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: record[key] for key in JUDGED}

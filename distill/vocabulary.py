@@ -1,0 +1,200 @@
+"""Do two models speak of the same tokens? Compare a draft's vocabulary with the target's, and mend row counts.
+
+A *token* is a string that a tokenizer maps to an id; a *row* is a line of the embedding matrix (`config.vocab_size`).
+Models often have more rows than tokens (padded rows, for speed): those may differ between draft and target and can be
+padded or trimmed. Token strings may not differ: a draft that means another string by an id proposes nonsense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from speculative.errors import UserError
+
+ROLES = ("bos", "eos", "pad", "unk")
+
+TokenDifference = tuple[int, str | None, str | None]  # id, string in the target, string in the draft (None: no token)
+
+
+@dataclass(frozen=True)
+class VocabularyAgreement:
+    """What `compare_vocabularies` found.
+
+    `agree`: same strings, same rows, same special ids. `repair`: same strings, but the number of padded rows or the
+    role of a token (bos, eos, pad, unk, the `special` flag) differs; rows are mended by `repair_rows`, roles by taking
+    the target's tokenizer. `refuse`: an id means two different strings.
+    """
+
+    verdict: Literal["agree", "repair", "refuse"]
+    target_rows: int
+    draft_rows: int
+    tokens: int  # ids whose strings were compared
+    token_rows: int  # rows 0 .. token_rows-1 hold the target's tokens; the target's rows after them are padding
+    first_difference: TokenDifference | None
+    detail: str
+
+
+def vocabulary_rows(config: Any) -> int:
+    """Rows of the token embedding of the model with this `transformers` config (the text part of a composite one)."""
+    return int(config.get_text_config().vocab_size)
+
+
+def tokens_by_id(tokenizer: Any) -> dict[int, str]:
+    """Every token string by its id, added and special tokens included."""
+    strings: dict[int, str] = {}
+    for string, token_id in tokenizer.get_vocab().items():
+        # Two strings may share an id (aliases in some older tokenizers): the smaller one, so that order cannot matter.
+        strings[token_id] = min(string, strings.get(token_id, string))
+    return strings
+
+
+def first_string_difference(
+    target_tokens: dict[int, str], draft_tokens: dict[int, str], start: int = 0
+) -> TokenDifference | None:
+    """The lowest id >= `start` that stands for different strings, or for a string in one of the two only."""
+    for token_id in sorted(target_tokens.keys() | draft_tokens.keys()):
+        if token_id >= start and target_tokens.get(token_id) != draft_tokens.get(token_id):
+            return token_id, target_tokens.get(token_id), draft_tokens.get(token_id)
+    return None
+
+
+def compare_vocabularies(
+    target_tokenizer: Any, target_rows: int, draft_tokenizer: Any, draft_rows: int
+) -> VocabularyAgreement:
+    """Compare the two vocabularies id by id.
+
+    Args:
+        target_tokenizer, draft_tokenizer: `transformers` tokenizers.
+        target_rows, draft_rows: rows of each model's embedding (see `vocabulary_rows`).
+    """
+    target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
+    compared = len(target_tokens.keys() | draft_tokens.keys())
+    token_rows = min(max(target_tokens, default=-1) + 1, target_rows)
+
+    def agreement(verdict: Any, difference: TokenDifference | None, detail: str) -> VocabularyAgreement:
+        return VocabularyAgreement(verdict, target_rows, draft_rows, compared, token_rows, difference, detail)
+
+    difference = first_string_difference(target_tokens, draft_tokens)
+    if difference is not None:
+        token_id, target_string, draft_string = difference
+        sides = f"{_quoted(target_string)} in the target and {_quoted(draft_string)} in the draft"
+        return agreement("refuse", difference, f"token id {token_id} is {sides}")
+    rowless = next((i for i in sorted(target_tokens) if draft_rows <= i < target_rows), None)
+    if rowless is not None:
+        detail = f"token id {rowless} is {_quoted(target_tokens[rowless])} and the draft has only {draft_rows} rows"
+        return agreement("refuse", (rowless, target_tokens[rowless], None), detail)
+
+    repairs: list[str] = []
+    if draft_rows < target_rows:
+        repairs.append(f"the draft's {draft_rows} rows are padded to the target's {target_rows}")
+    elif draft_rows > target_rows:
+        repairs.append(f"the draft's {draft_rows} rows are trimmed to the target's {target_rows}")
+    role_difference, role_detail = _first_role_difference(target_tokenizer, draft_tokenizer, target_tokens)
+    if role_detail:
+        repairs.append(role_detail)
+    if not repairs:
+        return agreement("agree", None, f"all {compared} token strings and {target_rows} rows are the same")
+    return agreement("repair", role_difference, f"all {compared} token strings are the same; " + "; ".join(repairs))
+
+
+def require_agreement(
+    target_tokenizer: Any, target_rows: int, draft_tokenizer: Any, draft_rows: int
+) -> VocabularyAgreement:
+    """`compare_vocabularies`, but a refusal raises `UserError` naming the first differing id and both strings."""
+    found = compare_vocabularies(target_tokenizer, target_rows, draft_tokenizer, draft_rows)
+    if found.verdict == "refuse":
+        raise UserError(
+            f"draft and target do not share a vocabulary: {found.detail}; choose a draft of the target's family, "
+            "or carve one from the target"
+        )
+    return found
+
+
+def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
+    """Pad or trim the input embedding and the head of a causal LM to `rows`, in place; `config.vocab_size` follows.
+
+    A new row is the mean of the real rows, in the embedding, the head and the head's bias. Its logit is then
+    mean_v(logit_v), a convex combination of the real logits, so it is never the strict maximum: a padded id is never
+    the draft's argmax, and by Jensen's inequality its softmax weight is at most that of an average token. (In low
+    precision the rounding of the mean counts only where all logits are equal to within that rounding.)
+    Tied weights stay tied. Parameters are replaced: build the optimizer afterwards.
+
+    Args:
+        model: a `transformers` causal LM.
+        rows: rows wanted, the target's.
+        token_rows: rows 0 .. token_rows-1 hold tokens (`VocabularyAgreement.token_rows`). Rows after them do not enter
+            the mean. None: every row counts as real, so that nothing may be trimmed.
+
+    Raises:
+        UserError: when `rows` is not positive or a row that holds a token would be trimmed.
+    """
+    old_rows = model.get_input_embeddings().weight.shape[0]
+    real_rows = old_rows if token_rows is None else min(token_rows, old_rows)
+    if rows < 1:
+        raise UserError(f"a vocabulary of {rows} rows is impossible; give the target's row count")
+    if rows < real_rows:
+        raise UserError(
+            f"cannot trim the draft to {rows} rows: row {rows} holds a token ({real_rows} rows do); "
+            "use a draft with the target's tokenizer"
+        )
+    if rows == old_rows:
+        return
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # The library re-initialises new rows at random; the fork keeps that draw out of the run's random state.
+        matrices = _row_tensors(model)
+        means = [(tensor[:real_rows].to(_wide(tensor)).mean(dim=0)) for tensor in matrices]
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        for tensor, mean in zip(_row_tensors(model), means, strict=True):
+            assert tensor.shape[0] == rows
+            tensor[old_rows:] = mean.to(tensor.dtype)
+    model.config.get_text_config().vocab_size = rows
+
+
+def _row_tensors(model: Any) -> list[torch.Tensor]:
+    """Tensors with one line per vocabulary row: embedding, head (once when tied), head bias."""
+    tensors = [model.get_input_embeddings().weight]
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is not None:
+        if head.weight is not tensors[0]:
+            tensors.append(head.weight)  # type: ignore[arg-type]
+        if getattr(head, "bias", None) is not None:
+            tensors.append(head.bias)  # type: ignore[arg-type]
+    return tensors
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _first_role_difference(
+    target_tokenizer: Any, draft_tokenizer: Any, target_tokens: dict[int, str]
+) -> tuple[TokenDifference | None, str]:
+    """The first of bos, eos, pad, unk that differs, else the first id whose `special` flag differs, with a sentence."""
+    for role in ROLES:
+        target_id = getattr(target_tokenizer, f"{role}_token_id", None)
+        draft_id = getattr(draft_tokenizer, f"{role}_token_id", None)
+        if target_id != draft_id:
+            target_string, draft_string = (None if i is None else target_tokens.get(i) for i in (target_id, draft_id))
+            sides = f"{_quoted(target_string)} in the target and {_quoted(draft_string)} in the draft"
+            known_ids = [i for i in (target_id, draft_id) if i is not None]
+            return (known_ids[0], target_string, draft_string), f"{role} is {sides}: the target's is used"
+    differing = _special_ids(target_tokenizer) ^ _special_ids(draft_tokenizer)
+    if differing:
+        token_id = min(differing)
+        string = target_tokens.get(token_id)
+        detail = f"{_quoted(string)} is special in one tokenizer only: the target's flag is used"
+        return (token_id, string, string), detail
+    return None, ""
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    flagged = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    return flagged | set(tokenizer.all_special_ids)
+
+
+def _quoted(string: str | None) -> str:
+    return "no token" if string is None else repr(string)

@@ -1,0 +1,1 @@
+"""Judges drafts: proposing, verifying, measuring. It imports neither `data` nor `distill`."""

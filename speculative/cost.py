@@ -1,0 +1,133 @@
+"""What drafting costs on this machine, and what a tau is worth at that cost.
+
+Shapes: none; seconds are per batch, gammas are drafted tokens per block.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from speculative.cache import evaluating, vocab_rows
+from speculative.decode import BlockLoop
+from speculative.drafters import ModelDrafter
+from speculative.responses import DecodeSettings
+from speculative.sampling import SamplingSettings
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds measured inside the block loop at one batch size and context.
+
+    target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
+    verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance.
+    """
+
+    target_seconds: float
+    draft_seconds: dict[int, float]
+    verify_seconds: dict[int, float]
+    batch_size: int
+    context: int
+
+    @property
+    def draft_step_seconds(self) -> float:
+        return statistics.median(seconds / gamma for gamma, seconds in self.draft_seconds.items())
+
+    @property
+    def cost_ratio(self) -> float:
+        """c: one draft step over one target step."""
+        return self.draft_step_seconds / self.target_seconds
+
+    def verify_ratio(self, gamma: int) -> float:
+        """v(gamma): a (gamma + 1)-token target call over a 1-token call, interpolated linearly between the measured."""
+        gammas = [0, *sorted(self.verify_seconds)]
+        seconds = [self.target_seconds, *(self.verify_seconds[measured] for measured in gammas[1:])]
+        if gamma > gammas[-1] and len(gammas) > 1:
+            slope = (seconds[-1] - seconds[0]) / gammas[-1]
+            return (seconds[-1] + slope * (gamma - gammas[-1])) / self.target_seconds
+        return float(np.interp(gamma, gammas, seconds)) / self.target_seconds
+
+
+def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
+    """Tokens per second, tau / (gamma * c + v), over the target alone (2211.17192 Theorem 3.8 with a measured v)."""
+    return tau / (gamma * c + v)
+
+
+def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
+    """The gamma of `taus` with the highest predicted speed-up, and that speed-up; (0, 1.0) when none beats 1."""
+    speed_ups = {
+        gamma: predicted_speed_up(tau, gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+        for gamma, tau in taus.items()
+    }
+    gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)
+    return (gamma, speed_ups[gamma]) if gamma and speed_ups[gamma] > 1.0 else (0, 1.0)
+
+
+def iid_tau(alpha: float, gamma: int) -> float:
+    """(1 - alpha^(gamma+1)) / (1 - alpha): tau if every token were accepted independently (2211.17192 equation 1).
+
+    Real acceptance is autocorrelated, so this overstates tau by 4-15 %: for planning, never for a measurement.
+    """
+    return float(sum(alpha**accepted for accepted in range(gamma + 1)))
+
+
+def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
+    """The alpha at which the i.i.d. tau just pays gamma * c + v; 0.0 when any pays, None when even alpha 1 does not."""
+    cost = gamma * c + v
+    if cost <= 1.0:
+        return 0.0
+    if cost > gamma + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if iid_tau(middle, gamma) < cost else (low, middle)
+    return high
+
+
+def measure_costs(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    *,
+    gammas: Sequence[int] = (1, 3, 5, 8),
+    sampling: SamplingSettings | None = None,
+    batch_size: int = 1,
+    context: int = 128,
+    blocks: int = 8,
+    repeats: int = 3,
+    seed: int = 0,
+) -> StepCosts:
+    """Time the stages of the real block loop on random tokens; medians over blocks, gammas interleaved in each repeat.
+
+    A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
+    its own from the caches. The context must leave room for `blocks` blocks in both models.
+    """
+    ids = np.random.default_rng(seed).integers(0, vocab_rows(target), size=(batch_size, context))
+    prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
+    samples: dict[int, list[tuple[float, float]]] = {gamma: [] for gamma in (0, *gammas)}
+    with evaluating(target, draft):
+        for _ in range(repeats):
+            for gamma, seen in samples.items():
+                settings = DecodeSettings(
+                    sampling or SamplingSettings(), gamma=gamma, max_tokens=(blocks + 1) * (gamma + 1), seed=seed
+                )
+                loop = BlockLoop(target, ModelDrafter(draft), prompts, settings, exact_stages=True)
+                seen += _block_seconds(loop, blocks)
+    drafting = {gamma: statistics.median(drafted for drafted, _ in samples[gamma]) for gamma in gammas}
+    verifying = {gamma: statistics.median(verified for _, verified in samples[gamma]) for gamma in samples}
+    return StepCosts(verifying.pop(0), drafting, verifying, batch_size, context)
+
+
+def _block_seconds(loop: BlockLoop, blocks: int) -> list[tuple[float, float]]:
+    """(draft, verify) seconds of `blocks` blocks after one that is not counted."""
+    loop.run_block()
+    seconds = []
+    for _ in range(blocks):
+        drafted, verified = loop.timing.draft_seconds, loop.timing.verify_seconds
+        loop.run_block()
+        seconds.append((loop.timing.draft_seconds - drafted, loop.timing.verify_seconds - verified))
+    return seconds

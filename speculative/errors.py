@@ -1,0 +1,9 @@
+"""The one exception that means "the user can fix this"."""
+
+
+class UserError(ValueError):
+    """A mistake in a file, an option or a model that the user can mend.
+
+    The message is a single line that names the file, key or value and the fix. Command-line programs print it without a
+    traceback and exit with status 2.
+    """

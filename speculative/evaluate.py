@@ -1,0 +1,259 @@
+"""Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau.
+
+Run alone: python -m speculative.evaluate --target DIR --draft DIR --prompts FILE.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from speculative.cost import best_gamma, measure_costs
+from speculative.decode import decode, end_token_ids
+from speculative.drafters import ModelDrafter
+from speculative.errors import UserError
+from speculative.metrics import alpha_with_interval, live_metrics
+from speculative.replay import GAMMAS, replay, replay_agreement, score_responses
+from speculative.responses import DecodeSettings, Prompt, Response
+from speculative.sampling import SamplingSettings
+from speculative.self_checks import SelfCheckError, self_checks
+
+__all__ = ["HeldoutResponse", "SelfCheckError", "compare_speed", "judge", "judge_frozen", "self_checks"]
+
+
+@dataclass(frozen=True)
+class HeldoutResponse:
+    """A frozen response of the target, sampled at the serving settings, with its log target probabilities."""
+
+    key: str
+    domain: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    log_target_probs: list[float]
+
+    @property
+    def prompt(self) -> Hashable:
+        """What makes two responses belong to one prompt: the resampling unit of every interval."""
+        return tuple(self.prompt_ids)
+
+
+def judge_frozen(
+    draft: PreTrainedModel,
+    heldout: Sequence[HeldoutResponse],
+    settings: DecodeSettings,
+    replay_gammas: Iterable[int] = GAMMAS,
+) -> dict[str, Any]:
+    """The cheap half of `judge`: one draft pass over frozen text, no target in memory.
+
+    {alpha, alpha_ci, rule, prompts, tokens, replay: {gamma: tau}, domains: {name: the same without rule},
+    per_prompt: {"keys": [...], "accept_probs": [one array per response]}}. `per_prompt` is what
+    `metrics.paired_alpha_gain(ours, baseline, keys)` takes.
+    """
+    if not any(response.response_ids for response in heldout):
+        raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
+    accept_probs = score_responses(draft, heldout, settings.sampling, settings.rule)
+    gammas = tuple(replay_gammas)
+
+    def numbers(indices: Sequence[int]) -> dict[str, Any]:
+        probs = [accept_probs[index] for index in indices]
+        alpha, interval = alpha_with_interval(probs, [heldout[index].prompt for index in indices])
+        return {
+            "alpha": alpha,
+            "alpha_ci": list(interval),
+            "prompts": len({heldout[index].prompt for index in indices}),
+            "tokens": sum(len(values) for values in probs),
+            "replay": replay(probs, gammas),
+        }
+
+    return {
+        **numbers(range(len(heldout))),
+        "rule": settings.rule,
+        "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items()},
+        "per_prompt": {"keys": [response.prompt for response in heldout], "accept_probs": accept_probs},
+    }
+
+
+def judge(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    heldout: Sequence[HeldoutResponse],
+    settings: DecodeSettings,
+    *,
+    batch_size: int = 16,
+    replay_gammas: Iterable[int] = GAMMAS,
+) -> dict[str, Any]:
+    """All numbers of one draft: `judge_frozen` on the stored text, and live decoding of each held-out prompt once.
+
+    Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
+    tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
+    live numbers also per domain. `replay_check` replays the very text of the live run: |z| above 4 means a fault.
+
+    Raises UserError when gamma is 0, for empty input and whatever `decode` refuses.
+    """
+    if settings.gamma < 1:
+        raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
+    result = judge_frozen(draft, heldout, settings, replay_gammas)
+    first_of_prompt = {response.prompt: response for response in reversed(heldout)}
+    chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
+    prompts = [(response.key, response.prompt_ids) for response in chosen]
+    responses, timing = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size)
+
+    for name, indices in _by_domain(chosen).items():
+        result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
+    own_probs = score_responses(draft, responses, settings.sampling, settings.rule)
+    return {
+        **result,
+        **live_metrics(responses, settings.gamma),
+        "gamma": settings.gamma,
+        "tokens_per_second": sum(len(response.response_ids) for response in responses) / timing.total_seconds,
+        "batch_size": batch_size,
+        "replay_check": replay_agreement(own_probs, [response.blocks for response in responses], settings.gamma),
+    }
+
+
+def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:
+    domains: dict[str, list[int]] = {}
+    for index, response in enumerate(heldout):
+        domains.setdefault(response.domain, []).append(index)
+    return domains
+
+
+def measure_tokens_per_second(
+    target: PreTrainedModel, draft: PreTrainedModel | None, prompts: Sequence[Prompt], settings: DecodeSettings
+) -> list[float]:
+    """Tokens per second of each prompt decoded alone (batch 1), prefill included; without a draft, plain decoding."""
+    own = settings if draft is not None else replace(settings, gamma=0)
+    rates = []
+    for prompt in prompts:
+        responses, timing = decode(target, ModelDrafter(draft) if draft is not None else None, [prompt], own)
+        rates.append(len(responses[0].response_ids) / timing.total_seconds)
+    return rates
+
+
+def compare_speed(
+    target: PreTrainedModel,
+    drafts: Mapping[str, PreTrainedModel],
+    prompts: Sequence[Prompt],
+    settings: DecodeSettings,
+    *,
+    repeats: int = 1,
+) -> dict[str, dict[str, float]]:
+    """Speed at batch 1 of the target alone ("target") and with each draft, {name: {tokens_per_second, speed_up}}.
+
+    The contestants alternate on each prompt, so that a drifting machine slows all of them alike; the speed-up is the
+    median over prompts and repeats of tokens per second over the target's on the same prompt.
+    """
+    contestants: dict[str, PreTrainedModel | None] = {"target": None, **drafts}
+    for draft in contestants.values():
+        measure_tokens_per_second(target, draft, prompts[:1], settings)  # warm-up, not counted
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for prompt in prompts:
+            for name, draft in contestants.items():
+                rates[name] += measure_tokens_per_second(target, draft, [prompt], settings)
+    return {
+        name: {
+            "tokens_per_second": statistics.median(own),
+            "speed_up": statistics.median(np.divide(own, rates["target"]).tolist()),
+        }
+        for name, own in rates.items()
+    }
+
+
+def frozen_responses(
+    target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
+) -> tuple[list[HeldoutResponse], list[Response]]:
+    """Let the target answer alone, as the frozen text to judge drafts on."""
+    responses, _ = decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)
+    frozen = [
+        HeldoutResponse(text.key, domain, text.prompt_ids, text.response_ids, text.log_target_probs)
+        for text in responses
+    ]
+    return frozen, responses
+
+
+def _load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[Prompt]:
+    if not path.is_file():
+        raise UserError(f"--prompts {path}: no such file")
+    prompts: list[Prompt] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        row = json.loads(line) if line.strip() else {}
+        if not isinstance(row.get("prompt"), str):
+            raise UserError(f'{path}:{number}: each line must be a JSON object with a "prompt" text')
+        if chat:
+            messages = [{"role": "user", "content": row["prompt"]}]
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            ids = tokenizer(row["prompt"]).input_ids
+        prompts.append((f"{path.name}:{number}", ids))
+    if not prompts:
+        raise UserError(f"--prompts {path}: the file is empty")
+    return prompts
+
+
+def evaluate_pair(
+    target_dir: Path, draft_dir: Path, prompts_file: Path, settings: DecodeSettings, chat: bool, dtype: str
+) -> dict[str, Any]:
+    """Load a pair, check the judge, judge the draft and its price; `settings.eos_ids` come from the target."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=device)
+        for folder in (target_dir, draft_dir)
+    )
+    settings = replace(settings, eos_ids=end_token_ids(target))
+    prompts = _load_prompts(prompts_file, tokenizer, chat)
+    checks = self_checks(target, prompts[:8], settings)
+    heldout, _ = frozen_responses(target, prompts, replace(settings, seed=settings.seed + 1), prompts_file.stem)
+    result = judge(target, draft, heldout, settings)
+    del result["per_prompt"]
+    costs = measure_costs(target, draft, sampling=settings.sampling)
+    gamma, speed_up = best_gamma(result["replay"], costs)
+    return {
+        **result,
+        "self_checks": checks,
+        "cost_ratio": costs.cost_ratio,
+        "best_gamma": gamma,
+        "predicted_speed_up": speed_up,
+        "speed": compare_speed(target, {"draft": draft}, prompts[:8], settings),
+    }
+
+
+def main(
+    target: Annotated[Path, typer.Option(help="directory of the target model and its tokenizer")],
+    draft: Annotated[Path, typer.Option(help="directory of the draft model")],
+    prompts: Annotated[Path, typer.Option(help='JSON lines, each with a "prompt" text')],
+    gamma: Annotated[int, typer.Option(help="drafted tokens per block")] = 5,
+    rule: Annotated[str, typer.Option(help="sample, greedy-draft or greedy")] = "sample",
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="longest response in tokens")] = 96,
+    seed: Annotated[int, typer.Option(help="seed of all sampling")] = 0,
+    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="also write the result here as JSON")] = None,
+) -> None:
+    """Judge a draft by real speculative decoding."""
+    try:
+        settings = DecodeSettings(SamplingSettings(temperature), gamma, rule, max_tokens, seed=seed)  # type: ignore[arg-type]
+        result = evaluate_pair(target, draft, prompts, settings, chat, dtype)
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    text = json.dumps(result, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+    typer.echo(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

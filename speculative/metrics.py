@@ -1,0 +1,122 @@
+"""Counts to numbers: alpha, tau, survival, accepted per drafted, each with an interval over prompts. No models here.
+
+Shapes: N responses, P prompts (the resampling unit: tokens of one prompt are not independent), J = 1..gamma.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from speculative.responses import Response
+
+Interval = tuple[float, float]
+
+RESAMPLES = 2000
+
+
+def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.ndarray:
+    """Sums (P,) of the values of each prompt, prompts in order of first appearance."""
+    index: dict[Hashable, int] = {}
+    prompt_of_N = [index.setdefault(key, len(index)) for key in prompt_keys]
+    return np.bincount(prompt_of_N, weights=np.asarray(values_N, dtype=np.float64), minlength=len(index))
+
+
+def ratio_interval(
+    numerators_P: np.ndarray, denominators_P: np.ndarray, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Bootstrap interval of sum(numerators) / sum(denominators) over prompts.
+
+    Bias-corrected and accelerated (BCa); percentile when BCa is undefined because the resamples hardly differ; the
+    estimate twice for a single prompt or when every prompt has the same ratio.
+    """
+    numerators_P = np.asarray(numerators_P, dtype=np.float64)
+    denominators_P = np.asarray(denominators_P, dtype=np.float64)
+    estimate = float(numerators_P.sum() / denominators_P.sum())
+    if len(numerators_P) < 2 or np.ptp(numerators_P - estimate * denominators_P) < 1e-12:
+        return estimate, estimate
+
+    def ratio(numerators: np.ndarray, denominators: np.ndarray, axis: int = -1) -> np.ndarray:
+        return numerators.sum(axis) / denominators.sum(axis)
+
+    for method in ("BCa", "percentile"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", category=RuntimeWarning)
+            interval = stats.bootstrap(
+                (numerators_P, denominators_P),
+                ratio,
+                paired=True,
+                vectorized=True,
+                n_resamples=RESAMPLES,
+                batch=max(1, 4_000_000 // len(numerators_P)),
+                confidence_level=confidence,
+                method=method,
+                rng=np.random.default_rng(seed),
+            ).confidence_interval
+        if np.isfinite(interval.low) and np.isfinite(interval.high):
+            break
+    return float(interval.low), float(interval.high)
+
+
+def alpha_with_interval(accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]) -> tuple[float, Interval]:
+    """Acceptance rate alpha: mean acceptance probability over all positions of target-written text, and its interval.
+
+    `accept_probs` holds one array of per-token probabilities for each response (`replay.score_responses`).
+    """
+    sums_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
+    tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
+    return float(sums_P.sum() / tokens_P.sum()), ratio_interval(sums_P, tokens_P)
+
+
+def paired_alpha_gain(
+    accept_probs: Sequence[np.ndarray], baseline_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]
+) -> dict[str, Any]:
+    """Gain in alpha over the baseline: alpha minus the baseline's alpha on the same frozen text, {"alpha_gain", "ci"}.
+
+    Pairing token by token removes the variance of the text: far tighter than the difference of two intervals.
+    """
+    assert [len(probs) for probs in accept_probs] == [len(probs) for probs in baseline_probs], "not the same text"
+    gains_P = sum_by_prompt(
+        prompt_keys, np.array([(ours - base).sum() for ours, base in zip(accept_probs, baseline_probs, strict=True)])
+    )
+    tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
+    return {"alpha_gain": float(gains_P.sum() / tokens_P.sum()), "ci": list(ratio_interval(gains_P, tokens_P))}
+
+
+def survival(accepted_counts: Sequence[int], gamma: int) -> list[float]:
+    """P(the first j drafted tokens of a block are all accepted) for j = 1..gamma."""
+    counts = np.asarray(accepted_counts)
+    return [float((counts >= j).mean()) for j in range(1, gamma + 1)]
+
+
+def live_metrics(
+    responses: Sequence[Response], gamma: int, prompt_keys: Sequence[Hashable] | None = None
+) -> dict[str, Any]:
+    """Numbers of a live run at one gamma >= 1.
+
+    tau: emitted tokens per target call, bonus or corrected token included, with its interval. The last block of a
+    response counts as one call even where the end token or the budget cut it, as replay counts it.
+    accepted_per_drafted, accepted_per_tested, survival: from the *uncut* accepted counts of each block, so a budget
+    does not lower them; the few drafted tokens behind an end token are therefore included.
+    overlap: mean sum_v min(target, draft) at the tested positions, the low-variance twin of accepted_per_tested. Both
+    see only positions that blocks reach, which are harder than the average one: neither is alpha.
+    """
+    keys = [response.key for response in responses] if prompt_keys is None else prompt_keys
+    tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
+    blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))
+    counts = [count for response in responses for count in response.accepted_counts]
+    tested = sum(response.tested for response in responses)
+    return {
+        "tau": float(tokens_P.sum() / blocks_P.sum()),
+        "tau_ci": list(ratio_interval(tokens_P, blocks_P)),
+        "accepted_per_drafted": sum(counts) / (len(counts) * gamma),
+        "accepted_per_tested": sum(counts) / tested,
+        "overlap": sum(response.overlap_sum for response in responses) / tested,
+        "survival": survival(counts, gamma),
+        "live_tokens": int(tokens_P.sum()),
+        "blocks": int(blocks_P.sum()),
+    }

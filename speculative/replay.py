@@ -1,0 +1,206 @@
+"""Every gamma from one draft pass over stored target responses (DESIGN section 5): no target in memory.
+
+Shapes: N responses, T positions (padded), K gammas, J1 = accepted so far in the block, 0..max gamma; B rows, R tokens,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.cache import evaluating, takes_logits_to_keep
+from speculative.errors import UserError
+from speculative.sampling import SamplingSettings, logits_to_probs
+from speculative.verify import draft_settings_for
+
+GAMMAS = tuple(range(1, 17))
+# Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
+LOGITS_PER_FORWARD = 1 << 26
+# Rows turned into float32 probabilities at once: rows x vocabulary.
+PROBS_PER_CHUNK = 1 << 22
+
+
+class StoredText(Protocol):
+    """A target response with the log target probability of each of its tokens; `decode.Response` is one."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+
+    @property
+    def log_target_probs(self) -> Sequence[float]: ...
+
+
+def accept_probabilities(draft_log_probs_T: np.ndarray, log_target_probs_T: np.ndarray) -> np.ndarray:
+    """a_t = min(1, draft / target) of stored tokens under rule `sample`, by maximal coupling.
+
+    Given that the target's token x_t was emitted, it was an accepted drafted token with this probability. Its mean over
+    target-written text is an unbiased alpha (= E sum_v min(target, draft), 2211.17192 Corollary 3.6).
+    """
+    return np.exp(np.minimum(draft_log_probs_T - log_target_probs_T, 0.0))
+
+
+def _padded(accept_probs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities (T, N), zero behind each response's end, and lengths (N,)."""
+    lengths_N = np.array([len(probs) for probs in accept_probs])
+    padded_TN = np.zeros((int(lengths_N.max(initial=0)), len(lengths_N)))
+    for row, probs in enumerate(accept_probs):
+        padded_TN[: len(probs), row] = probs
+    return padded_TN, lengths_N
+
+
+def _next_state(state_NKJ1: np.ndarray, accept_N: np.ndarray, may_draft_KJ1: np.ndarray) -> np.ndarray:
+    """One token of the block process: accepted -> j + 1; corrected, or bonus at j = gamma -> a new block, j = 0."""
+    accepted_NKJ1 = state_NKJ1 * may_draft_KJ1 * accept_N[:, None, None]
+    following_NKJ1 = np.empty_like(state_NKJ1)
+    following_NKJ1[..., 1:] = accepted_NKJ1[..., :-1]
+    following_NKJ1[..., 0] = state_NKJ1.sum(-1) - accepted_NKJ1.sum(-1)
+    return following_NKJ1
+
+
+def _may_draft(gammas: Sequence[int]) -> np.ndarray:
+    return (np.arange(max(gammas) + 1) < np.array(gammas)[:, None]).astype(np.float64)
+
+
+def expected_blocks(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> np.ndarray:
+    """Expected target calls (N, K) that speculative decoding needs for each stored response, at each gamma >= 1.
+
+    The expectation of sum_t P(a block starts at t) along the text, exact (no i.i.d. assumption); the last block counts
+    in full even though the text ends inside it.
+    """
+    gammas = tuple(gammas)
+    padded_TN, lengths_N = _padded(accept_probs)
+    may_draft_KJ1 = _may_draft(gammas)
+    state_NKJ1 = np.zeros((len(lengths_N), *may_draft_KJ1.shape))
+    state_NKJ1[..., 0] = 1.0
+    blocks_NK = np.zeros(state_NKJ1.shape[:2])
+    for position, accept_N in enumerate(padded_TN):
+        blocks_NK += state_NKJ1[..., 0] * (position < lengths_N)[:, None]
+        state_NKJ1 = _next_state(state_NKJ1, accept_N, may_draft_KJ1)
+    return blocks_NK
+
+
+def block_variance(accept_probs: Sequence[np.ndarray], gamma: int) -> np.ndarray:
+    """Variance (N,) of the number of blocks around `expected_blocks`, given the text; 0 where all a_t are 0 or 1."""
+    padded_TN, lengths_N = _padded(accept_probs)
+    may_draft_KJ1 = _may_draft((gamma,))
+    # Along K: P(state), E[blocks; state], E[blocks^2; state].
+    state_N3J1 = np.zeros((len(lengths_N), 3, gamma + 1))
+    state_N3J1[:, 0, 0] = 1.0
+    for position, accept_N in enumerate(padded_TN):
+        probability_N, first_N = state_N3J1[:, :2, 0].T * (position < lengths_N)
+        state_N3J1[:, 2, 0] += 2 * first_N + probability_N
+        state_N3J1[:, 1, 0] += probability_N
+        state_N3J1 = _next_state(state_N3J1, accept_N, may_draft_KJ1)
+    _, mean_N, square_N = state_N3J1.sum(-1).T
+    return np.maximum(square_N - mean_N**2, 0.0)
+
+
+def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:
+    """{gamma: tau}: tokens of all responses over expected target calls."""
+    gammas = tuple(gammas)
+    tokens = sum(len(probs) for probs in accept_probs)
+    return dict(zip(gammas, (tokens / expected_blocks(accept_probs, gammas).sum(0)).tolist(), strict=True))
+
+
+def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
+    """Replay of the very text a live run produced against the blocks it counted.
+
+    {"predicted_blocks", "live_blocks", "z"}: z is in standard deviations of the coins; where nothing is random (greedy)
+    it is 0 when both are equal within rounding and infinite otherwise. It sees faults that leave the text right and
+    only lower acceptance, such as draft positions off by one.
+    """
+    predicted = float(expected_blocks(accept_probs, (gamma,)).sum())
+    counted = int(sum(counted_blocks_N))
+    deviation = float(np.sqrt(block_variance(accept_probs, gamma).sum()))
+    gap = counted - predicted
+    if abs(gap) < 1e-6:
+        z = 0.0
+    else:
+        z = gap / deviation if deviation > 1e-6 else float(np.copysign(np.inf, gap))
+    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z}
+
+
+def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:
+    """Indices in batches of similar length whose logits stay within LOGITS_PER_FORWARD (at least one a batch)."""
+    order = sorted(
+        (index for index, text in enumerate(texts) if text.response_ids),
+        key=lambda index: len(texts[index].prompt_ids) + len(texts[index].response_ids),
+    )
+    batch: list[int] = []
+    for index in order:
+        total = len(texts[index].prompt_ids) + len(texts[index].response_ids)  # the longest so far
+        if batch and (len(batch) + 1) * total * vocab_size > LOGITS_PER_FORWARD:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _response_logits(draft: PreTrainedModel, texts: Sequence[StoredText]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (rows, V) that predict the response tokens of right-padded texts, text after text; and those tokens."""
+    longest = max(len(text.prompt_ids) + len(text.response_ids) for text in texts)
+    ids_BT = torch.zeros((len(texts), longest), dtype=torch.int64)
+    scored_BT = torch.zeros((len(texts), longest), dtype=torch.bool)
+    for row, text in enumerate(texts):
+        prompt, total = len(text.prompt_ids), len(text.prompt_ids) + len(text.response_ids)
+        ids_BT[row, :total] = torch.tensor([*text.prompt_ids, *text.response_ids])
+        scored_BT[row, prompt - 1 : total - 1] = True
+    ids_BT, scored_BT = ids_BT.to(draft.device), scored_BT.to(draft.device)
+    columns = longest - min(len(text.prompt_ids) for text in texts) + 1
+    keep = {"logits_to_keep": columns} if takes_logits_to_keep(draft) else {}
+    # No padding mask: a causal model never looks right, where the padding is.
+    logits_BTV = draft(input_ids=ids_BT, use_cache=False, **keep).logits
+    return logits_BTV[:, -columns:][scored_BT[:, -columns:]], ids_BT[scored_BT.roll(1, 1)]
+
+
+def score_responses(
+    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: str = "sample"
+) -> list[np.ndarray]:
+    """Acceptance probability of every stored response token, one float64 array per text, in order.
+
+    Rule `sample`: min(1, draft / target), draft probabilities under the same serving settings. Rules `greedy-draft` and
+    `greedy`: 1 where the draft's argmax is the stored token. One forward per batch of right-padded texts; logits are
+    bounded by LOGITS_PER_FORWARD entries and become float32 probabilities PROBS_PER_CHUNK entries at a time.
+
+    Raises UserError when the draft returns NaN, and for a rule that contradicts the temperature.
+    """
+    draft_settings = draft_settings_for(rule, settings)
+    scores: list[np.ndarray] = [np.zeros(0) for _ in texts]
+    vocab_size = draft.config.get_text_config(decoder=True).vocab_size
+    with evaluating(draft):
+        for batch in _batches(texts, vocab_size):
+            logits_RV, token_ids_R = _response_logits(draft, [texts[index] for index in batch])
+            rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
+            parts = [
+                _token_scores(*chunk, draft_settings)
+                for chunk in zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True)
+            ]
+            flat_R = torch.cat(parts).cpu().numpy()
+            if np.isnan(flat_R).any():
+                raise UserError("the draft returned NaN or infinite logits on stored text: check its weights and dtype")
+            lengths = [len(texts[index].response_ids) for index in batch]
+            for index, values in zip(batch, np.split(flat_R, np.cumsum(lengths)[:-1]), strict=True):
+                if draft_settings.greedy:
+                    scores[index] = values
+                else:
+                    scores[index] = accept_probabilities(values, np.asarray(texts[index].log_target_probs))
+    return scores
+
+
+def _token_scores(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, draft_settings: SamplingSettings) -> torch.Tensor:
+    """Per row in float64: log draft probability of the token, or 1 / 0 for argmax equality; NaN for broken logits."""
+    if draft_settings.greedy:
+        scores_R = (logits_RV.argmax(-1) == token_ids_R).double()
+    else:
+        probs_RV = logits_to_probs(logits_RV, draft_settings)
+        scores_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
+    return scores_R.where(logits_RV.amax(-1).isfinite(), torch.nan)

@@ -1,0 +1,112 @@
+"""Logits to probabilities, and probabilities to tokens: the only place where either happens.
+
+Shapes: R rows (any leading dimensions), V vocabulary, L response positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from speculative.errors import UserError
+
+# Columns of `row_uniforms`.
+DRAFT_UNIFORM, ACCEPTANCE_COIN, RESIDUAL_UNIFORM = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the target is served. `temperature` 0 is greedy and makes the other fields idle; `top_k` 0 is off.
+
+    Raises UserError for a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature = {self.temperature}: must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise UserError(f"top_k = {self.top_k}: must be 0 (off) or a positive number of tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top_p = {self.top_p}: must be above 0 and at most 1 (1 = off)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise UserError(f"min_p = {self.min_p}: must be between 0 (off) and 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def as_dict(self) -> dict[str, float | int]:
+        return asdict(self)
+
+
+GREEDY = SamplingSettings(temperature=0.0)
+
+
+def one_hot(ids_R: torch.Tensor, vocab_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of probability 1 at `ids_R`; shape (*R, V)."""
+    probs_RV = torch.zeros((*ids_R.shape, vocab_size), dtype=dtype, device=ids_R.device)
+    return probs_RV.scatter_(-1, ids_R.unsqueeze(-1), 1.0)
+
+
+def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """Probabilities (*R, V) under the serving settings: float32, or float64 when the logits are float64.
+
+    Order and tie handling are those of transformers' warpers: temperature, top-k (ties of the k-th stay), top-p (the
+    smallest set whose mass reaches top_p), min-p (relative to the most likely token left), softmax. Greedy rows are
+    one-hot at the argmax.
+    """
+    scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    if settings.greedy:
+        return one_hot(scores_RV.argmax(-1), scores_RV.shape[-1], scores_RV.dtype)
+    if settings.temperature != 1.0:
+        scores_RV = scores_RV / settings.temperature
+    if 0 < settings.top_k < scores_RV.shape[-1]:
+        kth_R1 = scores_RV.topk(settings.top_k, dim=-1).values[..., -1:]
+        scores_RV = scores_RV.masked_fill(scores_RV < kth_R1, -torch.inf)
+    if settings.top_p < 1.0:
+        ascending_RV, order_RV = scores_RV.sort(dim=-1)
+        removed_RV = ascending_RV.softmax(-1).cumsum(-1) <= 1.0 - settings.top_p
+        removed_RV[..., -1] = False
+        scores_RV = scores_RV.masked_fill(removed_RV.scatter(-1, order_RV, removed_RV), -torch.inf)
+    probs_RV = scores_RV.softmax(-1)
+    if settings.min_p > 0.0:
+        scores_RV = scores_RV.masked_fill(probs_RV < settings.min_p * probs_RV.amax(-1, keepdim=True), -torch.inf)
+        probs_RV = scores_RV.softmax(-1)
+    return probs_RV
+
+
+def sample(probs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """Ids (*R,) by inverse transform: the first token whose cumulative probability exceeds the uniform in [0, 1).
+
+    Rows need not sum to one (they are scaled by their mass). A token of probability 0 is never returned as long as the
+    row has any mass. The sum runs in float64: in float32 it is off by more than the tail of a large vocabulary.
+    """
+    positive_RV = probs_RV > 0
+    # A parallel scan may round two equal prefixes apart, so zero-probability entries are masked and not only skipped.
+    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64).masked_fill_(~positive_RV, 0.0)
+    mass_R1 = cumulative_RV.amax(-1, keepdim=True)
+    below_mass_R1 = torch.nextafter(mass_R1, torch.zeros_like(mass_R1))
+    threshold_R1 = torch.minimum(uniforms_R.to(torch.float64).unsqueeze(-1) * mass_R1, below_mass_R1)
+    # argmax of a 0/1 row is its first 1.
+    return (cumulative_RV > threshold_R1).to(torch.uint8).argmax(-1)
+
+
+def row_uniforms(seed: int, key: str, length: int) -> torch.Tensor:
+    """Uniforms (L, 3) in float64 for one response: draft draw, acceptance coin, residual or bonus draw, by position.
+
+    They depend on (seed, key) and the position only, so a response is the same whatever batch it is decoded in, and a
+    longer stream begins with the shorter one. Using the numbers of a position again after its drafted token was thrown
+    away stays lossless: what is committed up to position t is a function of the uniforms up to t, so those after t
+    are still independent of everything the reader has seen.
+    """
+    digest = hashlib.blake2b(f"{seed}\x00{key}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    return torch.from_numpy(generator.random((length, 3)))
