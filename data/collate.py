@@ -44,4 +44,6 @@ def collate(examples: Sequence[Example], pad_id: int) -> Batch:
         predicts_BT[row, : length - 1] = example.loss_mask[1:]
         labels_BT[row, : length - 1] = example.input_ids[1:]
     rows_R = np.flatnonzero(predicts_BT)
-    return Batch(torch.from_numpy(input_ids_BT), torch.from_numpy(rows_R), torch.from_numpy(labels_BT.reshape(-1)[rows_R]))
+    return Batch(
+        torch.from_numpy(input_ids_BT), torch.from_numpy(rows_R), torch.from_numpy(labels_BT.reshape(-1)[rows_R])
+    )

@@ -13,9 +13,21 @@ from pathlib import Path
 # Tests and IDLE's tests are not library code; the rest are generated tables or vendored copies, which teach a model
 # nothing but numbers.
 EXCLUDED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_bundled"}
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+        "_bundled",
+    }
 )
-EXCLUDED_MODULES = frozenset({"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"})
+EXCLUDED_MODULES = frozenset(
+    {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "msilib/text.py", "stringprep.py"}
+)
 EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "lib2to3/pgen2/", "turtledemo/")
 
 # Never trained on; present in every supported Python. A name stands for the module or the package of that name.

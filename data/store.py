@@ -51,7 +51,9 @@ class Row:
     @property
     def prompt_ids(self) -> list[int]:
         """Ids before the first response token."""
-        return [int(token) for token, is_response in zip(self.input_ids, self.loss_mask, strict=True) if not is_response]
+        return [
+            int(token) for token, is_response in zip(self.input_ids, self.loss_mask, strict=True) if not is_response
+        ]
 
     @property
     def response_ids(self) -> list[int]:
@@ -106,7 +108,9 @@ class Store:
         try:
             return json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.folder / MANIFEST}: not a readable manifest; delete the folder to make it again") from error
+            raise UserError(
+                f"{self.folder / MANIFEST}: not a readable manifest; delete the folder to make it again"
+            ) from error
 
     def shard_path(self, shard: int) -> Path:
         """File of a shard."""
@@ -125,11 +129,15 @@ class Store:
         path = self.shard_path(shard)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), temporary, compression="zstd")
+            pq.write_table(
+                pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), temporary, compression="zstd"
+            )
             os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise UserError(f"{path}: cannot be written ({error.strerror or error}); what was there before is whole") from error
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror or error}); what was there before is whole"
+            ) from error
 
     def read(self) -> list[Row]:
         """All rows in shard order.

@@ -1,7 +1,7 @@
 """An outside opinion: the exported draft run by `transformers` itself, compared with plain greedy decoding.
 
-Calls are counted by forward hooks. `model.forward` is never wrapped: a `*args, **kwargs` wrapper hides its signature and
-makes the library re-read the whole sequence every round.
+Calls are counted by forward hooks. `model.forward` is never wrapped: a `*args, **kwargs` wrapper hides its signature
+and makes the library re-read the whole sequence every round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_with_transformers(
     Args:
         target_model: causal LM, on any device; float32 if tokens are to be compared strictly, since a one-token and a
             (gamma+1)-token matrix product round differently.
-        export_dir: directory of the draft.
+        export_dir: directory of the draft; it computes in the target's dtype, from its exported weights.
         prompts_ids: token ids of each prompt.
         max_new_tokens: budget per prompt.
         gamma: drafted tokens per block.
@@ -43,8 +43,11 @@ def check_with_transformers(
         `first_difference` (None, or prompt, position, plain and assisted token, and `gap`, the target's logit distance
         between the two: a gap within rounding is a tie, not a fault), `target_calls`, `drafted`, `accepted`, `tau`
         (tokens per target call), `accepted_per_drafted`, and `per_prompt` rows {tokens, target_calls, drafted, equal}.
+
     """
-    draft = AutoModelForCausalLM.from_pretrained(export_dir, dtype="auto", trust_remote_code=trust_remote_code)
+    draft = AutoModelForCausalLM.from_pretrained(
+        export_dir, dtype=target_model.dtype, trust_remote_code=trust_remote_code
+    )
     draft = draft.to(target_model.device).eval()
     draft.generation_config.num_assistant_tokens = gamma
     draft.generation_config.num_assistant_tokens_schedule = "constant"
@@ -88,9 +91,7 @@ def counted_calls(model: Any) -> Iterator[list[int]]:
 
 def _greedy(target_model: Any, max_new_tokens: int) -> GenerationConfig:
     own = target_model.generation_config
-    pad_id = own.pad_token_id
-    if pad_id is None and own.eos_token_id is not None:
-        pad_id = own.eos_token_id if isinstance(own.eos_token_id, int) else own.eos_token_id[0]
+    eos_ids = [own.eos_token_id] if isinstance(own.eos_token_id, int) else list(own.eos_token_id or [])
     return GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -98,7 +99,9 @@ def _greedy(target_model: Any, max_new_tokens: int) -> GenerationConfig:
         max_new_tokens=max_new_tokens,
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
-        pad_token_id=pad_id,
+        # The library guesses the draft's attention mask and hides every pad id in the text from it, real ones too
+        # (bos is often the pad id), which lowers acceptance. It does not guess when the pad id is an eos or no id.
+        pad_token_id=eos_ids[0] if eos_ids else -1,
     )
 
 

@@ -6,13 +6,15 @@ The records are `serving.json` (see `distill.export`) and a run's `verdict.json`
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import yaml
 
+LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No gain: at no gamma did this draft measure faster than the target alone, so the best measured gamma is 0. "
-    "The commands use gamma {gamma} all the same; expect them to be slower than the target alone."
+    "No gain: on the run's machine the target with this draft was not measured faster than the target alone. "
+    "The commands use gamma {gamma} all the same; expect no speed-up."
 )
 NOT_MEASURED = "not measured: this export carries no verdict; run `understudy evaluate` on it before serving it."
 
@@ -23,8 +25,9 @@ def model_card(serving: dict[str, Any], verdict: dict[str, Any] | None, provenan
     Args:
         serving: the directory's `serving.json`.
         verdict: the run's `verdict.json`, or None when nothing was measured.
-        provenance: what the run wrote about itself; `base`, `data` (name or list), `license`, `command` are shown by
-            name and the rest as it is.
+        provenance: what the run wrote about itself; `base`, `data` (name or list), `license`, `command` (or
+            `argv`) are shown by name and the rest as it is.
+
     """
     facts = provenance or {}
     target = serving["target"]["name"]
@@ -35,8 +38,8 @@ def model_card(serving: dict[str, Any], verdict: dict[str, Any] | None, provenan
         f"# A draft model for `{target}`",
         "",
         (
-            f"An independent draft for speculative decoding, distilled from the answers of `{target}` with Understudy. It "
-            "is an ordinary causal language model with the target's tokenizer; how to serve it is in SERVING.md."
+            f"An independent draft for speculative decoding, distilled from the answers of `{target}` with Understudy. "
+            "It is an ordinary causal language model with the target's tokenizer; how to serve it is in SERVING.md."
         ),
         "",
         f"- target: `{target}`",
@@ -44,8 +47,8 @@ def model_card(serving: dict[str, Any], verdict: dict[str, Any] | None, provenan
         f"- data: {', '.join(data) if data else 'not recorded'}",
         f"- parameters: {serving['draft']['parameters']:,} in {serving['draft']['dtype']}",
         (
-            f"- licence: {licence or 'not recorded'}. Licence note: these weights derive from the base and were trained on "
-            "the target's output; the licences of both, and of the prompts, apply."
+            f"- licence: {licence or 'not recorded'}. Licence note: these weights derive from the base and were "
+            "trained on the target's output; the licences of both, and of the prompts, apply."
         ),
         "",
         "## Verdict",
@@ -85,8 +88,8 @@ def serving_page(serving: dict[str, Any]) -> str:
     lines += [
         "",
         (
-            "TGI cannot serve an independent draft. Of the commands above only the transformers code is run by our tests; "
-            "the others follow the engines' documentation."
+            "TGI cannot serve an independent draft. Of the commands above only the transformers code is run by our "
+            "tests; the others follow the engines' documentation."
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -112,11 +115,13 @@ def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> l
     lines = []
     if serving["gain"] is False:
         lines += [NO_GAIN.format(gamma=serving["gamma"]), ""]
+    if verdict.get("sentence"):
+        lines += [str(verdict["sentence"]), ""]
     lines += [
         (
             f"Rule `{verdict.get('rule')}`, gamma {verdict.get('gamma')}, {_number(verdict.get('prompts'))} held-out "
-            f"prompts, {_number(verdict.get('tokens'))} tokens. alpha is the acceptance rate per position, tau the tokens "
-            "per target call with the corrected or bonus token counted; intervals are 95 %, over prompts."
+            f"prompts, {_number(verdict.get('tokens'))} tokens. alpha is the acceptance rate per position, tau the "
+            "tokens per target call with the corrected or bonus token counted; intervals are 95 %, over prompts."
         ),
         "",
         "| draft | step | alpha | tau | accepted / drafted | tokens/s |",
@@ -124,10 +129,9 @@ def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> l
     ]
     for label, row in (("undistilled baseline", verdict.get("baseline")), ("this draft", verdict.get("best"))):
         if row:
-            lines.append(
-                f"| {label} | {_number(row.get('step'))} | {_with_interval(row, 'alpha')} | {_with_interval(row, 'tau')}"
-                f" | {_number(row.get('accepted_per_drafted'))} | {_number(row.get('tokens_per_second'), 1)} |"
-            )
+            cells = [label, _number(row.get("step")), _with_interval(row, "alpha"), _with_interval(row, "tau")]
+            cells += [_number(row.get("accepted_per_drafted")), _number(row.get("tokens_per_second"), 1)]
+            lines.append(f"| {' | '.join(cells)} |")
     lines.append(f"| the target alone | | | | | {_number(verdict.get('target_tokens_per_second'), 1)} |")
     paired = verdict.get("paired") or {}
     if paired.get("alpha_gain") is not None:
@@ -143,12 +147,18 @@ def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> l
 
 def _reproduction_lines(facts: dict[str, Any]) -> list[str]:
     lines = []
-    if facts.get("command"):
-        lines += ["```bash", str(facts["command"]), "```", ""]
-    rest = {key: value for key, value in facts.items() if key != "command"}
+    command = facts.get("command") or shlex.join(map(str, facts.get("argv") or []))
+    if command:
+        lines += ["```bash", str(command), "```", ""]
+    rest = {key: _short(value) for key, value in facts.items() if key not in ("command", "argv")}
     if rest:
         lines += ["```json", json.dumps(rest, indent=2, default=str, ensure_ascii=False), "```"]
     return lines or ["Not recorded."]
+
+
+def _short(value: Any) -> Any:
+    """A diff of uncommitted changes would bury the card."""
+    return "see provenance.json" if isinstance(value, str) and len(value) > LONGEST_SHOWN else value
 
 
 def _names(data: Any) -> list[str]:

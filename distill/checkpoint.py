@@ -1,15 +1,17 @@
 """A run's folder and its checkpoints: written whole or not at all, found again, pruned.
 
-    runs/NAME/config.yaml             the resolved config
-             provenance.json          commit, versions, machine, command
-             metrics.jsonl            one line a step
-             responses/               token stores
-             checkpoints/step-000100/ student/ (a Hugging Face model), state/ (optimizer, scheduler, RNG), progress.json,
-                                      judgement.json
-             best                     link to the best checkpoint
-             verdict.json, plot.png
+runs/NAME/config.yaml             the resolved config
+         provenance.json          commit, versions, machine, command
+         metrics.jsonl            one line a step
+         responses/               token stores
+         checkpoints/step-000100/ student/ (a Hugging Face model), state/ (optimizer, scheduler, RNG), progress.json,
+                                  judgement.json
+         best                     link to the best checkpoint
+         verdict.json, plot.png
 """
 
+import json
+import logging
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers.utils.logging import disable_progress_bar
 
 from data.store import write_json
 from distill.config import RunConfig, dump_config, load_config
@@ -55,7 +58,9 @@ def claim_folder(config: RunConfig) -> None:
         if path.exists():
             found = dump_config(load_config(path)).splitlines()
             differing = [
-                (old, new) for old, new in zip(found, text.splitlines(), strict=False) if old != new and not old.startswith("resume:")
+                (old, new)
+                for old, new in zip(found, text.splitlines(), strict=False)
+                if old != new and not old.startswith("resume:")
             ]
             if differing or len(found) != len(text.splitlines()):
                 old, new = differing[0] if differing else ("(fewer or more lines)", "")
@@ -64,12 +69,16 @@ def claim_folder(config: RunConfig) -> None:
                     "choose another name=..., or delete the folder"
                 )
             if config.resume == "never":
-                raise UserError(f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder")
+                raise UserError(
+                    f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
+                )
         temporary = path.with_name(".config.yaml.tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can") from error
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can"
+        ) from error
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -98,6 +107,9 @@ def save_checkpoint(
     Raises:
         UserError: disk full or folder not writable; earlier checkpoints are untouched.
     """
+    # Accelerate notes at each save that tied weights are stored once: as it should be.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    disable_progress_bar()
     final = step_folder(run, progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
     try:
@@ -116,10 +128,14 @@ def save_checkpoint(
         accelerator.wait_for_everyone()
     except (OSError, RuntimeError) as error:
         # torch and safetensors report a full disk as RuntimeError or their own subclass of it.
-        if isinstance(error, RuntimeError) and not any(word in str(error).lower() for word in ("space", "write", "disk", "i/o")):
+        if isinstance(error, RuntimeError) and not any(
+            word in str(error).lower() for word in ("space", "write", "disk", "i/o")
+        ):
             raise
         steps = list_steps(run)
-        kept = f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no earlier checkpoint"
+        kept = (
+            f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no earlier checkpoint"
+        )
         raise UserError(f"{final}: cannot be written ({str(error).splitlines()[0]}); {kept}") from error
     return final
 
@@ -137,3 +153,42 @@ def point_best(run: Path, step: int) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(Path("checkpoints") / step_folder(run, step).name, target_is_directory=True)
     os.replace(temporary, run / "best")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What an export needs to know of a run."""
+
+    student: Path
+    target: str
+    verdict: dict[str, Any] | None
+    provenance: dict[str, Any]
+    sampling: dict[str, Any]
+
+
+def read_run(path: Path) -> RunFacts:
+    """Facts of a run's best checkpoint, or of one checkpoint of a run.
+
+    Raises:
+        UserError: neither a run's folder nor a checkpoint of one, or nothing judged yet.
+    """
+    run = path if (path / "config.yaml").exists() else path.resolve().parent.parent
+    if not (run / "config.yaml").exists():
+        raise UserError(f"{path}: neither a run's folder (config.yaml in it) nor a checkpoint of one")
+    folder = path if run != path else run / "best"
+    if not (folder / "student").exists():
+        raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
+    config = load_config(run / "config.yaml")
+    if config.target is None:
+        raise UserError(
+            f"{run}: pre-trained from text (target: null), not a draft; its best/student is an ordinary model"
+        )
+    verdict_file = run / "verdict.json"
+    verdict = json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None
+    if verdict is not None and folder.resolve() != step_folder(run, verdict["best"]["step"]).resolve():
+        verdict = None  # the verdict is of another checkpoint
+    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    data = [source.path for source in config.data.train]
+    provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
+    sampling = {key: getattr(config.serving, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+    return RunFacts(folder / "student", config.target.path, verdict, provenance, sampling)

@@ -24,7 +24,9 @@ class Section(BaseModel):
 class TargetConfig(Section):
     """The model to be imitated (the teacher while the draft learns)."""
 
-    path: str = Field("embedded", description="directory, hub id, or `embedded`: the small Python target shipped with us")
+    path: str = Field(
+        "embedded", description="directory, hub id, or `embedded`: the small Python target shipped with us"
+    )
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights and forward of the target; auto = as saved on an accelerator, float32 on a CPU"
@@ -47,17 +49,22 @@ class StudentConfig(Section):
     """The draft: where its first weights come from, and what of it is trained."""
 
     init: Literal["carved", "pretrained", "config"] = Field(
-        "carved", description="carved: layers of the target; pretrained: `path`; config: random weights from `architecture`"
+        "carved",
+        description="carved: layers of the target; pretrained: `path`; config: random weights from `architecture`",
     )
     path: str | None = Field(None, description="directory or hub id of a ready-made draft (init: pretrained)")
     revision: str | None = Field(None, description="hub revision of `path`")
-    layers: tuple[int, ...] = Field((0, -1), description="which layers of the target a carved draft keeps; negative from the end")
+    layers: tuple[int, ...] = Field(
+        (0, -1), description="which layers of the target a carved draft keeps; negative from the end"
+    )
     architecture: dict[str, Any] | None = Field(
         None, description="fields of a transformers config, `model_type` among them (init: config)"
     )
     tokenizer: str | None = Field(None, description="tokenizer directory; only without a target (loss ce)")
     lora: LoraConfig | None = Field(None, description="train adapters only; null = all weights")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, more time")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
 
 
 class SourceConfig(Section):
@@ -94,11 +101,16 @@ class DataConfig(Section):
     heldout_count: int = Field(64, ge=2, description="held-out prompts (at most)")
     template: TemplateConfig = Field(default_factory=TemplateConfig)
     responses: Literal["target", "reference"] = Field(
-        "target", description="train on the target's own answers (right for acceptance) or on the dataset's (reference_column)"
+        "target",
+        description="train on the target's own answers (right for acceptance) or on the dataset's (reference_column)",
     )
-    context_length: int | None = Field(None, ge=8, description="tokens of prompt + response; null = the target's own limit")
+    context_length: int | None = Field(
+        None, ge=8, description="tokens of prompt + response; null = the target's own limit"
+    )
     too_long: Literal["error", "drop"] = Field("error", description="a prompt that does not fit: stop, or leave it out")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="leave out longer prompts (counted in the log); null = keep all")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="leave out longer prompts (counted in the log); null = keep all"
+    )
 
 
 class ServingConfig(Section):
@@ -111,15 +123,21 @@ class ServingConfig(Section):
     max_tokens: int = Field(128, ge=1, description="tokens of a response at most")
     samples_per_prompt: int = Field(1, ge=1, description="responses per training prompt")
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
-    shard_size: int = Field(64, ge=1, description="responses per shard file; a killed run loses at most one shard per rank")
+    shard_size: int = Field(
+        64, ge=1, description="responses per shard file; a killed run loses at most one shard per rank"
+    )
 
 
 class LossConfig(Section):
     """What the student minimises, per response token, averaged over all response tokens of a step."""
 
     name: LossName = Field("lk_hybrid", description="objective; see distill/losses.py")
-    mix: dict[LossName, float] | None = Field(None, description="weighted sum of objectives instead of `name`, e.g. {forward_kl: 1, tv: 0.5}")
-    temperature: float = Field(1.0, gt=0, description="softens both distributions inside the loss (not the server's temperature)")
+    mix: dict[LossName, float] | None = Field(
+        None, description="weighted sum of objectives instead of `name`, e.g. {forward_kl: 1, tv: 0.5}"
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="softens both distributions inside the loss (not the server's temperature)"
+    )
     beta: float = Field(0.5, gt=0, lt=1, description="weight of the target in the mixture of jsd")
     eta: float = Field(3.0, ge=0, description="lk_hybrid: how fast KL gives way to TV as alpha rises")
     chunk_tokens: int = Field(1024, ge=1, description="response tokens whose logits exist at once")
@@ -130,10 +148,13 @@ class LossConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW or Muon with linear warm-up and cosine decay."""
 
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: orthogonalised updates for the layers' matrices, AdamW for the rest"
+    )
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moments")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay on matrices")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="share of the steps with rising learning rate")
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end / peak")
@@ -146,7 +167,9 @@ class TrainConfig(Section):
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch_size: int = Field(32, ge=1, description="sequences per step, over all ranks and micro-batches")
     micro_batch_size: int = Field(32, ge=1, description="sequences per forward on one rank")
-    window: int | None = Field(None, ge=8, description="tokens per sequence of a text corpus (loss ce without a target)")
+    window: int | None = Field(
+        None, ge=8, description="tokens per sequence of a text corpus (loss ce without a target)"
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="autocast of the student")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     keep_states: int = Field(2, ge=1, description="checkpoints whose optimizer state is kept for resuming")
@@ -158,11 +181,15 @@ class JudgeConfig(Section):
     every: int = Field(100, ge=1, description="steps between checkpoints, each judged")
     prompts: int = Field(64, ge=2, description="held-out prompts per judgement")
     gamma: int = Field(5, ge=1, le=16, description="drafted tokens per block")
-    rule: Literal["sample", "greedy-draft", "greedy"] = Field("sample", description="engine rule that picks the best checkpoint")
+    rule: Literal["sample", "greedy-draft", "greedy"] = Field(
+        "sample", description="engine rule that picks the best checkpoint"
+    )
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
     patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")
     speed_prompts: int = Field(16, ge=1, description="prompts timed one at a time for the verdict's tokens/s")
-    corpus_windows: int = Field(64, ge=1, description="held-out windows scored per checkpoint (loss ce without a target)")
+    corpus_windows: int = Field(
+        64, ge=1, description="held-out windows scored per checkpoint (loss ce without a target)"
+    )
 
 
 class TrackingConfig(Section):
@@ -178,8 +205,12 @@ class RunConfig(Section):
     name: str = Field(description="the run's folder under `output`")
     output: str = Field("runs", description="folder of runs")
     seed: int = Field(0, ge=0, lt=2**31, description="every random choice follows from it")
-    resume: Literal["auto", "never"] = Field("auto", description="auto = go on from the last checkpoint of this run folder")
-    target: TargetConfig | None = Field(default_factory=TargetConfig, description="null = train from text alone (loss ce)")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto = go on from the last checkpoint of this run folder"
+    )
+    target: TargetConfig | None = Field(
+        default_factory=TargetConfig, description="null = train from text alone (loss ce)"
+    )
     student: StudentConfig = Field(default_factory=StudentConfig)
     data: DataConfig
     serving: ServingConfig = Field(default_factory=ServingConfig)
@@ -202,7 +233,9 @@ class RunConfig(Section):
             raise ValueError("student.architecture goes with student.init: config, and only with it")
         if train.batch_size % train.micro_batch_size:
             raise ValueError("train.batch_size must be a multiple of train.micro_batch_size")
-        if self.target is None and (set(self.loss.weights()) != {"ce"} or train.window is None or student.init == "carved"):
+        if self.target is None and (
+            set(self.loss.weights()) != {"ce"} or train.window is None or student.init == "carved"
+        ):
             raise ValueError("target: null needs loss.name: ce, train.window, and a student that is not carved")
         if self.target is not None and (train.window is not None or student.tokenizer is not None):
             raise ValueError("train.window and student.tokenizer go with target: null")
@@ -224,7 +257,9 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"),
+    re.compile(
+        r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -302,7 +337,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         near = sorted(str(p) for p in Path("configs").glob("*.yaml"))
-        raise UserError(f"{path}: cannot read the config ({error.strerror}); shipped ones: {', '.join(near) or 'none here'}") from error
+        raise UserError(
+            f"{path}: cannot read the config ({error.strerror}); shipped ones: {', '.join(near) or 'none here'}"
+        ) from error
     try:
         tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -313,7 +350,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
     for assignment in overrides:
         _set(tree, assignment)
-    origin = str(path) if not overrides else f"{path} (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})"
+    origin = (
+        str(path) if not overrides else f"{path} (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})"
+    )
     return parse_config(tree, origin)
 
 

@@ -71,7 +71,13 @@ class HeldoutLoss:
                 loss, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, None, None)
             total, tokens = total + float(loss), tokens + batch.labels_R.numel()
         mean = total / tokens
-        return {"step": step, "heldout_loss": mean, "perplexity": math.exp(mean), "heldout_tokens": tokens, "score": -mean}
+        return {
+            "step": step,
+            "heldout_loss": mean,
+            "perplexity": math.exp(mean),
+            "heldout_tokens": tokens,
+            "score": -mean,
+        }
 
     def headline(self, record: dict[str, Any]) -> str:
         """One line."""

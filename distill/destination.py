@@ -29,6 +29,7 @@ def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = 
     Raises:
         UserError: for '/', the home directory, a file, a directory that is not empty, a path in or around a source, or
             a path that vLLM would re-route.
+
     """
     path = Path(to).expanduser().resolve()
     check_directory_name(path)

@@ -120,6 +120,7 @@ def check(engine: str, facts: EngineFacts) -> EngineVerdict:
 
     Raises:
         UserError: for an engine that is not in `ENGINES`.
+
     """
     if engine not in RULES:
         raise UserError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
@@ -160,6 +161,7 @@ def check_directory_name(path: str | Path) -> None:
 
     Raises:
         UserError: naming the path and the word in it.
+
     """
     word = rerouted_word(path)
     if word is not None:
@@ -232,11 +234,12 @@ def _sglang(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
 def _llama_cpp(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
     # Both beside the exported directory, and named after it, so that neither can overwrite the other or the target.
     target_gguf, draft_gguf = f"{facts.draft}-target.gguf", f"{facts.draft}.gguf"
+    serve = ["llama-server", "-m", target_gguf, "-md", draft_gguf]
+    serve += ["--spec-type", "draft-simple", "--spec-draft-n-max", str(facts.gamma)]
     lines = [
         ["python", "convert_hf_to_gguf.py", facts.target, "--outfile", target_gguf],
         ["python", "convert_hf_to_gguf.py", facts.draft, "--outfile", draft_gguf],
-        ["llama-server", "-m", target_gguf, "-md", draft_gguf, "--spec-type", "draft-simple"]
-        + ["--spec-draft-n-max", str(facts.gamma)],
+        serve,
     ]
     notes = [
         "Older builds: --draft-max instead of --spec-type draft-simple --spec-draft-n-max.",
@@ -260,6 +263,8 @@ output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))"""
     notes = [
         "Batch size 1 only.",
+        "A pad id inside the text (bos is often the pad id) is hidden from the draft and lowers acceptance; "
+        "pass pad_token_id=tokenizer.eos_token_id to generate() then.",
         (
             "These settings are read from the draft's generation config, not from generate()'s arguments; the exported "
             "directory already holds them."

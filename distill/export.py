@@ -74,6 +74,7 @@ def export_draft(
 
     Raises:
         UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
+
     """
     student_dir = Path(student_dir)
     path = check_destination(to, sources=_directories_read(student_dir, target), overwrite=overwrite)
@@ -134,7 +135,8 @@ def serving_gamma(verdict: dict[str, Any] | None) -> tuple[int, str, bool | None
         return judged_gamma, "the gamma of the verdict; the best one was not measured", None
     if best_gamma == 0:
         return judged_gamma, "the gamma of the verdict; no gamma gained", False
-    return int(best_gamma), "the best measured gamma", True
+    # best_gamma is the best by measured step times; whether it paid was measured by the clock (pays_off).
+    return int(best_gamma), "the best measured gamma", verdict.get("pays_off") is not False
 
 
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
@@ -142,6 +144,7 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
 
     Raises:
         RuntimeError: when logits, vocabulary or chat template differ: a fault of ours, not of the user.
+
     """
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code).eval()
     loaded_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)

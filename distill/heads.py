@@ -24,7 +24,9 @@ class SplitModel:
         self.body: nn.Module = model.base_model
         embeddings = model.get_output_embeddings()
         if embeddings is None or self.body is model:
-            raise UserError(f"{type(model).__name__} has no separate output head: not a causal LM that can be distilled")
+            raise UserError(
+                f"{type(model).__name__} has no separate output head: not a causal LM that can be distilled"
+            )
         self.projection: nn.Module = embeddings
         text_config: Any = model.config.get_text_config()
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
@@ -53,7 +55,9 @@ class SplitModel:
 
     def _check(self) -> None:
         parameter = next(self.model.parameters())
-        probe_BT = torch.arange(8, device=parameter.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
+        probe_BT = (
+            torch.arange(8, device=parameter.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
+        )
         training = self.model.training
         self.model.eval()
         with torch.no_grad():

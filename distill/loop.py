@@ -4,6 +4,7 @@ Legend: R response tokens of a micro-batch.
 """
 
 import contextlib
+import json
 import math
 import signal
 import time
@@ -15,7 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as ProgressBar, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import (
+    Progress as ProgressBar,
+)
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from data.collate import Batch, Example, collate
@@ -110,15 +120,18 @@ class Loop:
         self.lengths = np.array([len(example.input_ids) for example in examples])
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.run = config.folder
-        optimizer = make_optimizer(module, config.optim)
-        self.wrapped, self.optimizer = accelerator.prepare(module, optimizer)
-        self.scheduler = get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer,
-            num_warmup_steps=round(config.optim.warmup_ratio * train.steps),
-            num_training_steps=train.steps,
-            min_lr_rate=config.optim.final_lr_ratio,
-        )
-        accelerator.register_for_checkpointing(self.scheduler)
+        optimizers = make_optimizers(module, config.optim)
+        self.wrapped, *self.optimizers = accelerator.prepare(module, *optimizers)
+        self.schedulers = [
+            get_cosine_with_min_lr_schedule_with_warmup(
+                optimizer,
+                num_warmup_steps=round(config.optim.warmup_ratio * train.steps),
+                num_training_steps=train.steps,
+                min_lr_rate=config.optim.final_lr_ratio,
+            )
+            for optimizer in optimizers
+        ]
+        accelerator.register_for_checkpointing(*self.schedulers)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
         if progress.step or (checkpoint.step_folder(self.run, 0) / "state").exists():
             accelerator.load_state(str(checkpoint.step_folder(self.run, progress.step) / "state"))
@@ -167,7 +180,9 @@ class Loop:
             NotFinite: loss or gradient norm is nan or infinite; weights and optimizer are as before the step.
         """
         accelerator = self.accelerator
-        tokens = int(accelerator.reduce(torch.tensor(sum(b.labels_R.numel() for b in window), device=accelerator.device)).item())
+        tokens = int(
+            accelerator.reduce(torch.tensor(sum(b.labels_R.numel() for b in window), device=accelerator.device)).item()
+        )
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
         for index, batch in enumerate(window):
@@ -183,14 +198,15 @@ class Loop:
         mean_loss, mean_overlap = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             self._refuse_update(mean_loss, grad_norm)
-        lr = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        lr = self.schedulers[0].get_last_lr()[0]
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
         return StepResult(mean_loss, mean_overlap, tokens, grad_norm, lr)
 
     def _refuse_update(self, loss: float, grad_norm: float) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.wrapped.zero_grad(set_to_none=True)
         steps = checkpoint.list_steps(self.run)
         good = f"last good checkpoint: {checkpoint.step_folder(self.run, steps[-1])}" if steps else "no checkpoint yet"
         raise NotFinite(
@@ -204,7 +220,9 @@ class Loop:
         epoch, index = divmod(step, batches_per_epoch(len(self.examples), train.batch_size))
         if getattr(self, "_planned_epoch", None) != epoch:
             self._plan, self._planned_epoch = plan_epoch(self.lengths, train.batch_size, self.config.seed, epoch), epoch
-        shares = micro_batches(self._plan[index], train.micro_batch_size, accelerator.process_index, accelerator.num_processes)
+        shares = micro_batches(
+            self._plan[index], train.micro_batch_size, accelerator.process_index, accelerator.num_processes
+        )
         return [collate([self.examples[i] for i in share], self.pad_id) for share in shares]
 
     def _record(self, result: StepResult, tokens_per_second: float, show: Callable[[StepResult, float], None]) -> None:
@@ -275,20 +293,34 @@ class Loop:
             yield show
 
 
-def make_optimizer(module: torch.nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW over what is trainable; weight decay on matrices only."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def make_optimizers(module: torch.nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
+    """Optimizers of all that is trainable, at one learning rate; weight decay on matrices only.
+
+    `adamw`: one AdamW. `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, its updates
+    scaled to AdamW's size so that the same learning rate serves; AdamW for embeddings, head and vectors.
+    """
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
+    hidden = [p for _, p in named if p.dim() == 2 and id(p) not in tables] if optim.name == "muon" else []
+    chosen = {id(p) for p in hidden}
+    rest = [p for _, p in named if id(p) not in chosen]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas)
+    optimizers: list[torch.optim.Optimizer] = []
+    if any(group["params"] for group in groups):
+        optimizers.append(torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas))
+    if hidden:
+        optimizers.append(
+            torch.optim.Muon(hidden, lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers
 
 
 def resume_point(config: RunConfig) -> tuple[checkpoint.Progress, Path | None]:
     """Progress of the newest resumable checkpoint and its folder; fresh progress when there is none."""
-    import json
-
     step = checkpoint.last_resumable(config.folder)
     if step is None:
         return checkpoint.Progress(), None

@@ -27,7 +27,7 @@ def reverse_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Ten
 
 
 def jsd(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor, beta: float) -> Tensor:
-    """beta KL(target || mix) + (1 - beta) KL(student || mix), mix = beta target + (1 - beta) student (GKD, arXiv 2306.13649). (N,)"""
+    """Beta KL(target || mix) + (1 - beta) KL(student || mix), mix = beta target + (1 - beta) student (GKD, arXiv 2306.13649). (N,)"""
     weights = torch.tensor([beta, 1.0 - beta], dtype=target_log_probs_NV.dtype, device=target_log_probs_NV.device).log()
     mix_log_probs_NV = torch.logaddexp(target_log_probs_NV + weights[0], student_log_probs_NV + weights[1])
     return beta * _weighted_difference(target_log_probs_NV, mix_log_probs_NV) + (1.0 - beta) * _weighted_difference(
@@ -49,7 +49,7 @@ def neg_log_alpha(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> 
 
 
 def lk_hybrid(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor, eta: float) -> Tensor:
-    """lambda KL(target || student) + (1 - lambda) TV, lambda = exp(-eta stop_grad(alpha)) (arXiv 2602.23881). (N,)"""
+    """Lambda KL(target || student) + (1 - lambda) TV, lambda = exp(-eta stop_grad(alpha)) (arXiv 2602.23881). (N,)"""
     alpha_N = overlap(target_log_probs_NV, student_log_probs_NV)
     weight_N = torch.exp(-eta * alpha_N.detach())
     return weight_N * forward_kl(target_log_probs_NV, student_log_probs_NV) + (1.0 - weight_N) * (1.0 - alpha_N)

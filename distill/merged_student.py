@@ -1,4 +1,4 @@
-"""A trained student as one plain model: full checkpoint or adapter on its base, in the target's vocabulary, in one dtype."""
+"""A trained student as one plain model: checkpoint or merged adapter, in the target's vocabulary, in one dtype."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def base_of_adapter(student_dir: Path) -> str | None:
 
     Raises:
         UserError: when the adapter names no base.
+
     """
     adapter_file = student_dir / ADAPTER_FILE
     if not adapter_file.is_file():
@@ -56,6 +57,7 @@ def load_merged_student(
 
     Raises:
         UserError: for a missing or incomplete directory, a vocabulary that differs, an adapter that does not merge.
+
     """
     if not student_dir.is_dir():
         raise UserError(f"student {student_dir}: no such directory; give a checkpoint directory of a run")
@@ -87,6 +89,7 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
 
     Raises:
         UserError: when a weight overflows in `dtype`.
+
     """
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)
@@ -129,8 +132,8 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
     merge_error = float((after - before).abs().max())
     if not merge_error <= MERGE_TOLERANCE * float(before.abs().max()):
         raise UserError(
-            f"adapter {adapter_dir}: merging moves a logit by {merge_error:.3g}; leave tied embeddings and the head out "
-            "of target_modules"
+            f"adapter {adapter_dir}: merging moves a logit by {merge_error:.3g}; leave tied embeddings and the head "
+            "out of target_modules"
         )
     return merged, merge_error
 

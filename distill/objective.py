@@ -29,7 +29,9 @@ class Objective:
     eta: float = 3.0
     chunk_tokens: int = 1024
 
-    def per_token(self, target_logits_CV: Tensor | None, student_logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    def per_token(
+        self, target_logits_CV: Tensor | None, student_logits_CV: Tensor, labels_C: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(loss per token, overlap per token), each (C,), in float32 or better.
 
         The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient
@@ -38,12 +40,17 @@ class Objective:
         """
         student_log_probs_CV = _log_probs(student_logits_CV, self.temperature)
         target_log_probs_CV = None if target_logits_CV is None else _log_probs(target_logits_CV, self.temperature)
-        loss_C = losses.mixed(target_log_probs_CV, student_log_probs_CV, labels_C, self.weights, beta=self.beta, eta=self.eta)
+        loss_C = losses.mixed(
+            target_log_probs_CV, student_log_probs_CV, labels_C, self.weights, beta=self.beta, eta=self.eta
+        )
         if target_logits_CV is None or target_log_probs_CV is None:
             return loss_C, torch.zeros_like(loss_C)
         with torch.no_grad():
             if self.temperature != 1.0:
-                target_log_probs_CV, student_log_probs_CV = _log_probs(target_logits_CV, 1.0), _log_probs(student_logits_CV, 1.0)
+                target_log_probs_CV, student_log_probs_CV = (
+                    _log_probs(target_logits_CV, 1.0),
+                    _log_probs(student_logits_CV, 1.0),
+                )
             overlap_C = losses.overlap(target_log_probs_CV, student_log_probs_CV)
         return loss_C, overlap_C
 
@@ -115,7 +122,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Gradient in the forward; the backward only scales it. Correct because the loss enters the step linearly."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 -- autograd.Function takes its inputs one by one
+    def forward(
         ctx: Any,
         objective: Objective,
         student_head: Head,

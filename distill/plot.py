@@ -27,7 +27,9 @@ def plot_run(run: Path) -> Path:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, (key, label) in zip(axes, _PANELS, strict=True):
         _panel(axis, records, best, key, label)
-    figure.suptitle(f"{run.name}: rule {records[0]['rule']}, gamma {records[0]['gamma']}, {records[0]['prompts']} held-out prompts")
+    figure.suptitle(
+        f"{run.name}: rule {records[0]['rule']}, gamma {records[0]['gamma']}, {records[0]['prompts']} held-out prompts"
+    )
     temporary = run / f".{PLOT}.tmp"
     figure.savefig(temporary, dpi=120, format="png")
     plt.close(figure)

@@ -22,7 +22,13 @@ class PromptSets:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int, heldout_prompts: int, *, heldout_only: bool = False
+    data: DataConfig,
+    tokenizer: Any,
+    context_length: int,
+    max_tokens: int,
+    heldout_prompts: int,
+    *,
+    heldout_only: bool = False,
 ) -> PromptSets:
     """All prompts of a run, rendered by the target's tokenizer.
 
@@ -39,14 +45,18 @@ def load_prompts(
         heldout_rows, _ = deduplicate([row for source in data.heldout for row in _rows(source)])
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
     else:
-        train_rows, heldout_rows = split_rows(train_rows, heldout_count=min(data.heldout_count, max(2, len(train_rows) // 5)))
+        train_rows, heldout_rows = split_rows(
+            train_rows, heldout_count=min(data.heldout_count, max(2, len(train_rows) // 5))
+        )
         overlapping = 0
     render = _Renderer(data, tokenizer, context_length, max_tokens)
     heldout = [prompt for row in _by_hash(heldout_rows) if (prompt := render(row)) is not None][:heldout_prompts]
     train = [] if heldout_only else [prompt for row in train_rows if (prompt := render(row)) is not None]
     if not heldout or not (train or heldout_only):
         side = "heldout" if not heldout else "train"
-        raise UserError(f"data.{side}: every prompt is too long ({render.dropped} left out); raise data.max_prompt_tokens")
+        raise UserError(
+            f"data.{side}: every prompt is too long ({render.dropped} left out); raise data.max_prompt_tokens"
+        )
     parts = [f"{len(train)} training and {len(heldout)} held-out prompts"]
     for count, what in (
         (repeats.rows - repeats.kept, "duplicates"), (overlapping, "in both sets"), (render.dropped, "too long")
@@ -83,7 +93,9 @@ class _Renderer:
         reference_ids = None
         if self.data.responses == "reference":
             if row.reference is None:
-                raise UserError(f"{row.origin}: data.responses is reference, but the row has none; map reference_column")
+                raise UserError(
+                    f"{row.origin}: data.responses is reference, but the row has none; map reference_column"
+                )
             prompt_ids, answer_ids = render_reference(row, self.tokenizer, **how)
             reference_ids = tuple(answer_ids)
         else:

@@ -25,7 +25,9 @@ def sampling_of(serving: ServingConfig) -> SamplingSettings:
     return SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
 
 
-def decode_settings(config: RunConfig, target: PreTrainedModel, gamma: int = 0, rule: Rule | None = None) -> DecodeSettings:
+def decode_settings(
+    config: RunConfig, target: PreTrainedModel, gamma: int = 0, rule: Rule | None = None
+) -> DecodeSettings:
     """The serving settings of a run, for plain decoding (gamma 0) or judging. Rule `greedy` sets temperature 0."""
     sampling = SamplingSettings(temperature=0.0) if rule == "greedy" else sampling_of(config.serving)
     chosen: Rule = rule or ("greedy" if sampling.greedy else "sample")
@@ -50,7 +52,9 @@ class RunStores:
     def training(self, prompts: list[RenderedPrompt]) -> list[Row]:
         """Rows to train on: the target's answers, or the dataset's own."""
         if self.config.data.responses == "target":
-            return self._make("train", prompts, decode_settings(self.config, self.target), self.config.serving.samples_per_prompt)
+            return self._make(
+                "train", prompts, decode_settings(self.config, self.target), self.config.serving.samples_per_prompt
+            )
         store = Store(self.config.folder / "responses" / "train")
         manifest = self._manifest(prompts, decode_settings(self.config, self.target), 1) | {"responses": "reference"}
         if self.accelerator.is_main_process:
@@ -59,16 +63,19 @@ class RunStores:
         self.accelerator.wait_for_everyone()
         return self._checked(store)
 
-    def heldout(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
-        """Held-out responses by rule: those of the configured rule first, then greedy ones when that is another rule."""
-        rule = self.config.judge.rule
-        plain = decode_settings(self.config, self.target)
+    def heldout(self, prompts: list[RenderedPrompt], rule: Rule) -> list[HeldoutResponse]:
+        """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings."""
+        if rule == "greedy":
+            settings, name = decode_settings(self.config, self.target, rule="greedy"), "heldout-greedy"
+        else:
+            settings, name = decode_settings(self.config, self.target), "heldout"
         # Another seed than the training responses': the same prompt under both would give the same text.
-        result = {rule: _frozen(self._make("heldout", prompts, replace(plain, seed=plain.seed + 1), 1))}
-        if rule != "greedy":
-            greedy = decode_settings(self.config, self.target, rule="greedy")
-            result["greedy"] = _frozen(self._make("heldout-greedy", prompts, greedy, 1))
-        return result
+        return _frozen(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1))
+
+    def heldout_by_rule(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
+        """Held-out responses for the configured rule, then greedy ones when that is another rule."""
+        rules: tuple[Rule, ...] = (self.config.judge.rule, "greedy")
+        return {rule: self.heldout(prompts, rule) for rule in dict.fromkeys(rules)}
 
     def _manifest(self, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> dict[str, Any]:
         return self.identity | {
@@ -108,5 +115,6 @@ class RunStores:
 
 def _frozen(rows: list[Row]) -> list[HeldoutResponse]:
     return [
-        HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs)) for row in rows
+        HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs))
+        for row in rows
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from distill.heads import SplitModel
 from distill.objective import Head, Objective, chunked_loss
@@ -28,6 +29,8 @@ def _load(what: str, path: str, load: Any, **options: Any) -> Any:
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
     if looks_local and not (Path(local) / "config.json").exists() and what != "tokenizer":
         raise UserError(f"{what} {path!r}: no config.json there; give a Hugging Face model directory or a hub id")
+    # A bar is for downloads: the ones for reading local weights break our own progress lines.
+    (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
     except (OSError, ValueError, KeyError) as error:
@@ -73,13 +76,17 @@ def saved_dtype(
     return saved if isinstance(saved, torch.dtype) else model.dtype
 
 
-def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """A tokenizer from a directory, hub id or `embedded`.
 
     Raises:
         UserError: not there, not loadable, hub not reachable.
     """
-    return _load("tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
+    return _load(
+        "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+    )
 
 
 def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -99,9 +106,16 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     text_config.num_hidden_layers = len(chosen)
     # Per-layer settings (sliding or full attention, dense or sparse MLP) travel with their layers.
     for name, value in list(vars(text_config).items()):
-        if isinstance(value, list) and len(value) == depth and not name.endswith(("_id", "_ids")) and name != "architectures":
+        if (
+            isinstance(value, list)
+            and len(value) == depth
+            and not name.endswith(("_id", "_ids"))
+            and name != "architectures"
+        ):
             setattr(text_config, name, [value[layer] for layer in chosen])
-    names = [name for name, module in target.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    names = [
+        name for name, module in target.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
     if not names:
         raise UserError(f"{type(target).__name__}: no list of {depth} layers to carve from; use student.init: config")
     prefix = names[0] + "."
@@ -116,12 +130,16 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     missing = draft.load_state_dict({key: value.float() for key, value in state.items()}, strict=False)
     if missing.unexpected_keys or missing.missing_keys:
-        raise UserError(f"{type(target).__name__} cannot be carved: weights {(missing.missing_keys or missing.unexpected_keys)[:3]}")
+        raise UserError(
+            f"{type(target).__name__} cannot be carved: weights {(missing.missing_keys or missing.unexpected_keys)[:3]}"
+        )
     draft.generation_config = copy.deepcopy(target.generation_config)
     return draft.eval()
 
 
-def from_architecture(architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int) -> PreTrainedModel:
+def from_architecture(
+    architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int
+) -> PreTrainedModel:
     """A draft with random weights; vocabulary and special ids are the tokenizer's.
 
     Raises:
@@ -129,7 +147,11 @@ def from_architecture(architecture: dict[str, Any], tokenizer: PreTrainedTokeniz
     """
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     try:
         config = AutoConfig.for_model(str(model_type), **{"vocab_size": vocab_rows, **ids, **fields})
         with torch.random.fork_rng(devices=[]):
@@ -139,7 +161,9 @@ def from_architecture(architecture: dict[str, Any], tokenizer: PreTrainedTokeniz
         raise UserError(f"student.architecture: {str(error).splitlines()[0]}") from error
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: Sequence[str] | str) -> Any:
+def add_lora(
+    model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: Sequence[str] | str
+) -> Any:
     """The model with trainable low-rank adapters and everything else frozen (peft).
 
     Raises:
@@ -164,10 +188,17 @@ class DraftModule(nn.Module):
         self.student = student
         self.objective = objective
         inner: Any = student.get_base_model() if hasattr(student, "get_base_model") else student
-        self._split = (SplitModel(inner),)  # in a tuple: a plain attribute, not a second registration of the same module
+        self._split = (
+            SplitModel(inner),
+        )  # in a tuple: a plain attribute, not a second registration of the same module
 
     def forward(
-        self, input_ids_BT: Tensor, rows_R: Tensor, labels_R: Tensor, target_hidden_RD: Tensor | None, target_head: Head | None
+        self,
+        input_ids_BT: Tensor,
+        rows_R: Tensor,
+        labels_R: Tensor,
+        target_hidden_RD: Tensor | None,
+        target_head: Head | None,
     ) -> tuple[Tensor, Tensor]:
         """(summed loss, summed overlap) over the R response tokens of a micro-batch."""
         split = self._split[0]

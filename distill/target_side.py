@@ -28,6 +28,7 @@ def load_target_side(target: str, trust_remote_code: bool = False) -> TargetSide
 
     Raises:
         UserError: when the directory or hub id cannot be read.
+
     """
     name = resolve(target)
     name = str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -43,10 +43,14 @@ class Metrics:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.has_trackers and (always or step % self.log_every == 0):
-            self.accelerator.log({key: value for key, value in values.items() if isinstance(value, int | float)}, step=step)
+            self.accelerator.log(
+                {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
+            )
 
 
-def start_trackers(accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]) -> None:
+def start_trackers(
+    accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]
+) -> None:
     """Starts Accelerate's trackers; wandb goes offline when nobody is logged in.
 
     Raises:
@@ -61,6 +65,9 @@ def start_trackers(accelerator: Accelerator, trackers: tuple[str, ...], project:
             raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
         if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
             os.environ["WANDB_MODE"] = "offline"
-    flat = {key: value if isinstance(value, int | float | str | bool) else json.dumps(value) for key, value in config.items()}
+    flat = {
+        key: value if isinstance(value, int | float | str | bool) else json.dumps(value)
+        for key, value in config.items()
+    }
     kwargs = {"wandb": {"name": name, "dir": str(accelerator.logging_dir)}} if "wandb" in trackers else {}
     accelerator.init_trackers(project, config=flat, init_kwargs=kwargs)

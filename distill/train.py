@@ -16,13 +16,23 @@ from data.store import write_json
 from distill import checkpoint
 from distill.config import RunConfig, TargetConfig, load_config
 from distill.corpus import HeldoutLoss, window_examples, windows_of
+from distill.guard import check_imports
 from distill.loop import Interrupted, Loop, resume_point
 from distill.objective import Objective
 from distill.plot import plot_run
 from distill.prompts import load_prompts
 from distill.provenance import describe_run, model_fingerprint, tokenizer_fingerprint
 from distill.responses import RunStores, decode_settings
-from distill.student import DraftModule, add_lora, carve, dtype_of, from_architecture, load_model, load_tokenizer, saved_dtype
+from distill.student import (
+    DraftModule,
+    add_lora,
+    carve,
+    dtype_of,
+    from_architecture,
+    load_model,
+    load_tokenizer,
+    saved_dtype,
+)
 from distill.teacher import Teacher
 from distill.tracking import start_trackers
 from distill.validate import DraftJudge
@@ -59,7 +69,9 @@ def start(config: RunConfig) -> Accelerator:
         checkpoint.claim_folder(config)
     accelerator.wait_for_everyone()
     set_seed(config.seed)
-    start_trackers(accelerator, config.tracking.trackers, config.tracking.project, config.name, config.model_dump(mode="json"))
+    start_trackers(
+        accelerator, config.tracking.trackers, config.tracking.project, config.name, config.model_dump(mode="json")
+    )
     return accelerator
 
 
@@ -72,22 +84,31 @@ def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
     if student_config.architecture is not None:
         student = from_architecture(student_config.architecture, tokenizer, len(tokenizer), config.seed)
     else:
-        student = load_model("student.path", str(student_config.path), dtype=torch.float32, revision=student_config.revision)
+        student = load_model(
+            "student.path", str(student_config.path), dtype=torch.float32, revision=student_config.revision
+        )
     if student_config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     window = int(config.train.window or 0)
     windows = windows_of(config.data.train, tokenizer, window)
-    heldout = windows_of(config.data.heldout, tokenizer, window) if config.data.heldout else windows[-len(windows) // 50 :]
+    heldout = (
+        windows_of(config.data.heldout, tokenizer, window) if config.data.heldout else windows[-len(windows) // 50 :]
+    )
     if not config.data.heldout:
         windows = windows[: -len(windows) // 50]
     accelerator.print(f"{windows.size:,} training tokens, {sum(p.numel() for p in student.parameters()):,} parameters")
     progress, _ = resume_point(config)
-    provenance = describe_run(config.seed) | {"tokenizer": tokenizer_fingerprint(tokenizer), "training_tokens": int(windows.size)}
+    provenance = describe_run(config.seed) | {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "training_tokens": int(windows.size),
+    }
     module = DraftModule(student, make_objective(config))
     validator = HeldoutLoss(config, accelerator, heldout)
     loop = Loop(config, accelerator, module, None, window_examples(windows), tokenizer, validator, progress, provenance)
     loop.fit()
-    accelerator.print(f"best: step {loop.progress.best_step}, held-out loss {-(loop.progress.best_score or 0):.4f}, {config.folder}/best")
+    accelerator.print(
+        f"best: step {loop.progress.best_step}, held-out loss {-(loop.progress.best_score or 0):.4f}, {config.folder}/best"
+    )
 
 
 def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, Any, torch.dtype]:
@@ -99,6 +120,12 @@ def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedM
     how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     target = load_model("target.path", config.path, dtype=dtype_of(config.dtype, device), **how)
     return target.to(device), load_tokenizer(config.path, **how), saved_dtype(config.path, target, **how)  # type: ignore[arg-type]
+
+
+def context_limit(config: RunConfig, target: PreTrainedModel) -> int:
+    """Tokens of prompt + response that fit: the target's own limit, or a lower `data.context_length`."""
+    own = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
+    return min(own, config.data.context_length or own)
 
 
 def make_student(config: RunConfig, target: PreTrainedModel, tokenizer: Any) -> Any:
@@ -155,8 +182,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     assert config.target is not None
     progress, _ = resume_point(config)
     target, tokenizer, target_saved_dtype = load_target(config.target, accelerator.device)
-    target_context = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
-    context = min(target_context, config.data.context_length or target_context)
+    context = context_limit(config, target)
     sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
     clock = _Clock(progress)
@@ -164,7 +190,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     clock.stop("self_checks")
     stores = RunStores(config, accelerator, target, tokenizer)
     rows = stores.training(sets.train)
-    heldout = stores.heldout(sets.heldout)
+    heldout = stores.heldout_by_rule(sets.heldout)
     clock.stop("respond")
     module = DraftModule(make_student(config, target, tokenizer), make_objective(config))
     accelerator.print(
@@ -182,7 +208,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     loop.fit()
     if accelerator.is_main_process:
         clock = _Clock(progress)
-        verdict = make_verdict(config, target, target_saved_dtype, heldout, checks, progress.seconds, target_context)
+        verdict = make_verdict(config, target, target_saved_dtype, heldout, checks, progress.seconds, context)
         plot_run(config.folder)
         clock.stop("verdict")
         verdict["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
@@ -215,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     accelerator: Accelerator | None = None
     try:
+        check_imports()
         config = load_config(arguments[0], arguments[1:])
         accelerator = start(config)
         if config.target is None:

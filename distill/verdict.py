@@ -1,22 +1,23 @@
 """The verdict of a run: baseline against best, paired, timed, with the best gamma; verdict.json and its schema.
 
-    rule, gamma, prompts, tokens      engine rule, drafted tokens per block, held-out prompts, their response tokens
-    baseline, best                    {step, alpha, alpha_ci, tau, tau_ci, accepted_per_drafted, survival, tokens_per_second}
-    target_tokens_per_second          the target alone; all tokens/s are at batch 1, alternating on the same prompts
-    speed_up                          {baseline, best}: median over prompts of tokens/s over the target's
-    paired                            {alpha_gain, ci}: best minus baseline on the same frozen text
-    replay                            {gamma: tau} of the best, every gamma from 1 to 16
-    best_gamma, predicted_speed_up    argmax of tau / (gamma c + v); best_gamma 0: no gamma pays
-    costs                             measured seconds, cost ratio c, v of each gamma, break-even alpha
-    checkpoints                       one judgement each, step 0 first
-    self_checks                       what was checked before anything was measured
-    domains                           best, per domain
-    pays_off, sentence                the answer
-    seconds                           by stage
+rule, gamma, prompts, tokens      engine rule, drafted tokens per block, held-out prompts, their response tokens
+baseline, best                    {step, alpha, alpha_ci, tau, tau_ci, accepted_per_drafted, survival, tokens_per_second}
+target_tokens_per_second          the target alone; all tokens/s are at batch 1, alternating on the same prompts
+speed_up                          {baseline, best}: median over prompts of tokens/s over the target's
+paired                            {alpha_gain, ci}: best minus baseline on the same frozen text
+replay                            {gamma: tau} of the best, every gamma from 1 to 16
+best_gamma, predicted_speed_up    argmax of tau / (gamma c + v); best_gamma 0: no gamma pays
+costs                             measured seconds, cost ratio c, v of each gamma, break-even alpha
+checkpoints                       one judgement each, step 0 first
+self_checks                       what was checked before anything was measured
+domains                           best, per domain
+pays_off, sentence                the answer
+seconds                           by stage
 """
 
 import json
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -38,8 +39,8 @@ VERDICT = "verdict.json"
 JUDGED = ("step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival")
 # Keys and types of verdict.json; `understudy evaluate --json` prints the same shape.
 SCHEMA: dict[str, type | tuple[type, ...]] = {
-    "rule": str, "gamma": int, "prompts": int, "tokens": int, "baseline": dict, "best": dict,
-    "target_tokens_per_second": float, "speed_up": dict, "paired": dict, "replay": dict, "best_gamma": int,
+    "rule": str, "gamma": int, "prompts": int, "tokens": int, "baseline": (dict, NoneType), "best": dict,
+    "target_tokens_per_second": float, "speed_up": dict, "paired": (dict, NoneType), "replay": dict, "best_gamma": int,
     "predicted_speed_up": float, "costs": dict, "checkpoints": list, "self_checks": dict, "domains": dict,
     "pays_off": bool, "sentence": str, "seconds": dict,
 }  # fmt: skip
@@ -57,7 +58,9 @@ def load_judgements(run: Path) -> list[dict[str, Any]]:
         if path.exists():
             records.append(json.loads(path.read_text(encoding="utf-8")))
     if not records:
-        raise UserError(f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`")
+        raise UserError(
+            f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`"
+        )
     return records
 
 
@@ -70,7 +73,9 @@ def load_verdict(run: Path) -> dict[str, Any]:
     try:
         return json.loads((run / VERDICT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again") from error
+        raise UserError(
+            f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again"
+        ) from error
 
 
 def step_costs(target: PreTrainedModel, draft: PreTrainedModel, config: RunConfig, context_limit: int) -> StepCosts:
@@ -123,18 +128,16 @@ def make_verdict(
     records = load_judgements(run)
     best = max(records, key=lambda record: record["score"])
     drafts = {
-        name: served_copy(load_model(name, str(checkpoint.step_folder(run, record["step"]) / "student")), saved_dtype, target)
+        name: served_copy(
+            load_model(name, str(checkpoint.step_folder(run, record["step"]) / "student")), saved_dtype, target
+        )
         for name, record in (("baseline", records[0]), ("best", best))
     }
     settings = decode_settings(config, target, gamma, rule)
     frozen = heldout[rule]
     probs = {name: score_responses(draft, frozen, settings.sampling, rule) for name, draft in drafts.items()}
     paired = paired_alpha_gain(probs["best"], probs["baseline"], [response.prompt for response in frozen])
-    prompts = [(response.key, response.prompt_ids) for response in frozen[: config.judge.speed_prompts]]
-    speed = compare_speed(target, drafts, prompts, settings)
-    costs = step_costs(target, drafts["best"], config, context_limit)
-    replay = {int(g): tau for g, tau in best["replay"].items()}
-    chosen_gamma, predicted = best_gamma(replay, costs)
+    speed = time_drafts(config, target, drafts, frozen, gamma, rule)
     pays, sentence = sentence_of(speed["best"]["speed_up"], paired["alpha_gain"], paired["ci"], gamma)
     verdict = {
         "rule": rule,
@@ -144,12 +147,9 @@ def make_verdict(
         "baseline": _judged(records[0]) | {"tokens_per_second": speed["baseline"]["tokens_per_second"]},
         "best": _judged(best) | {"tokens_per_second": speed["best"]["tokens_per_second"]},
         "target_tokens_per_second": speed["target"]["tokens_per_second"],
-        "speed_up": {name: speed[name]["speed_up"] for name in ("baseline", "best")},
-        "paired": {"alpha_gain": paired["alpha_gain"], "ci": paired["ci"]},
-        "replay": {str(g): tau for g, tau in replay.items()},
-        "best_gamma": chosen_gamma,
-        "predicted_speed_up": predicted,
-        "costs": describe_costs(costs, gamma),
+        "speed_up": {name: speed[name]["speed_up"] for name in drafts},
+        "paired": paired,
+        **best_gamma_facts(config, target, drafts["best"], best["replay"], context_limit),
         "checkpoints": records,
         "self_checks": self_checks,
         "domains": best["domains"],
@@ -161,5 +161,63 @@ def make_verdict(
     return verdict
 
 
+def time_drafts(
+    config: RunConfig,
+    target: PreTrainedModel,
+    drafts: dict[str, PreTrainedModel],
+    frozen: list[HeldoutResponse],
+    gamma: int,
+    rule: Rule,
+) -> dict[str, dict[str, float]]:
+    """Tokens/s at batch 1 of the target alone and with each draft, alternating on the same held-out prompts."""
+    prompts = [(response.key, response.prompt_ids) for response in frozen[: config.judge.speed_prompts]]
+    return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))
+
+
+def best_gamma_facts(
+    config: RunConfig, target: PreTrainedModel, draft: PreTrainedModel, replay: dict[Any, float], context_limit: int
+) -> dict[str, Any]:
+    """{replay, best_gamma, predicted_speed_up, costs} of a draft."""
+    taus = {int(gamma): tau for gamma, tau in replay.items()}
+    costs = step_costs(target, draft, config, context_limit)
+    chosen, predicted = best_gamma(taus, costs)
+    return {
+        "replay": {str(gamma): tau for gamma, tau in taus.items()},
+        "best_gamma": chosen,
+        "predicted_speed_up": predicted,
+        "costs": describe_costs(costs, config.judge.gamma),
+    }
+
+
+def verdict_of_one(
+    judged: dict[str, Any],
+    gamma_facts: dict[str, Any],
+    speed: dict[str, dict[str, float]],
+    checks: dict[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    """The shape of verdict.json for one draft that was not trained here: `baseline` and `paired` are null."""
+    speed_up = speed["best"]["speed_up"]
+    return {
+        "rule": judged["rule"],
+        "gamma": judged["gamma"],
+        "prompts": judged["prompts"],
+        "tokens": judged["tokens"],
+        "baseline": None,
+        "best": _judged(judged) | {"tokens_per_second": speed["best"]["tokens_per_second"]},
+        "target_tokens_per_second": speed["target"]["tokens_per_second"],
+        "speed_up": {"best": speed_up},
+        "paired": None,
+        **gamma_facts,
+        "checkpoints": [judged],
+        "self_checks": checks,
+        "domains": judged["domains"],
+        "pays_off": speed_up > 1.0,
+        "sentence": f"{'It pays off' if speed_up > 1.0 else 'No gain'}: {name} decodes {speed_up:.2f}x as fast as the target "
+        f"alone at gamma {judged['gamma']}.",
+        "seconds": {},
+    }
+
+
 def _judged(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record[key] for key in JUDGED}
+    return {key: record[key] for key in JUDGED if key in record}

@@ -70,6 +70,7 @@ def compare_vocabularies(
     Args:
         target_tokenizer, draft_tokenizer: `transformers` tokenizers.
         target_rows, draft_rows: rows of each model's embedding (see `vocabulary_rows`).
+
     """
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
     compared = len(target_tokens.keys() | draft_tokens.keys())
@@ -131,6 +132,7 @@ def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
 
     Raises:
         UserError: when `rows` is not positive or a row that holds a token would be trimmed.
+
     """
     old_rows = model.get_input_embeddings().weight.shape[0]
     real_rows = old_rows if token_rows is None else min(token_rows, old_rows)

@@ -81,9 +81,10 @@ class RaggedCache(Cache):
     position. Buffers are allocated by the first call, in the dtype and on the device of the states it brings.
     """
 
-    def __init__(self, layer_count: int, rows: int, capacity: int):
+    def __init__(self, layer_count: int, rows: int, capacity: int, device: torch.device):
         self.rows, self.capacity = rows, capacity
-        self.write_index = torch.zeros(0, dtype=torch.int64)
+        self.first_slots_R1 = torch.arange(0, rows * capacity, capacity, device=device).unsqueeze(1)
+        self.write_index = self.first_slots_R1.flatten()
         self.prefix = 0
         super().__init__(layers=[RaggedLayer(self) for _ in range(layer_count)])
 
@@ -91,13 +92,13 @@ class RaggedCache(Cache):
         """Announce a call that writes at `positions_RQ`; `used` is one more than the largest of them."""
         assert positions_RQ.shape[0] == self.rows, (positions_RQ.shape, self.rows)
         assert used <= self.capacity, (used, self.capacity)
-        first_slots_R1 = torch.arange(self.rows, device=positions_RQ.device).unsqueeze(1) * self.capacity
-        self.write_index = (first_slots_R1 + positions_RQ).flatten()
+        self.write_index = (self.first_slots_R1 + positions_RQ).flatten()
         self.prefix = min(-(-used // PREFIX_STEP) * PREFIX_STEP, self.capacity)
 
     def keep(self, rows_K: torch.Tensor) -> None:
         """Compact to the given rows, in that order."""
         self.rows = len(rows_K)
+        self.first_slots_R1 = self.first_slots_R1[: self.rows]
         for layer in self.layers:
             assert isinstance(layer, RaggedLayer)
             layer.keep(rows_K)
@@ -118,7 +119,14 @@ def vocab_rows(model: PreTrainedModel) -> int:
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether the model can be asked for the logits of its last tokens only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+    return "logits_to_keep" in _forward_parameters(model)
+
+
+def _forward_parameters(model: PreTrainedModel) -> set[str]:
+    """Names the causal LM's forward takes; a peft wrapper passes them on without naming them."""
+    unwrap = getattr(model, "get_base_model", None)
+    inner = unwrap() if callable(unwrap) else model
+    return set(inspect.signature(inner.forward).parameters)
 
 
 def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -139,13 +147,11 @@ def check_decodable(model: PreTrainedModel, name: str, needed: int) -> None:
     """
     config = model.config.get_text_config(decoder=True)
     who = f"{name} ({type(model).__name__})"
-    parameters = inspect.signature(model.forward).parameters
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{who} is an encoder-decoder: give a decoder-only causal LM")
     if getattr(model, "_is_stateful", False):
         raise UserError(f"{who} keeps a recurrent state, which cannot be rolled back by a length: give an attention LM")
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if getattr(config, "alibi", False) or not ({"position_ids"} <= parameters.keys() or takes_any):
+    if getattr(config, "alibi", False) or "position_ids" not in _forward_parameters(model):
         raise UserError(f"{who} takes no position ids (ALiBi or older code): rows of different length need them")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise UserError(
@@ -190,7 +196,8 @@ class CachedModel:
         self.model, self.name = model, name
         self.device = model.device
         config = model.config.get_text_config(decoder=True)
-        self.cache = RaggedCache(config.num_hidden_layers, rows, capacity)
+        self.cache = RaggedCache(config.num_hidden_layers, rows, capacity, self.device)
+        self._positions_C = torch.arange(capacity, device=self.device)
         self._additive_mask = config._attn_implementation == "eager"
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         longest = max_positions(model)
@@ -202,9 +209,9 @@ class CachedModel:
         `used` is max(starts) + Q, known to the caller without asking the device.
         """
         query_length = ids_RQ.shape[1]
-        positions_RQ = starts_R.unsqueeze(1) + torch.arange(query_length, device=self.device)
+        positions_RQ = starts_R.unsqueeze(1) + self._positions_C[:query_length]
         self.cache.begin(positions_RQ, used)
-        visible = torch.arange(self.cache.prefix, device=self.device) <= positions_RQ[:, None, :, None]
+        visible = self._positions_C[: self.cache.prefix] <= positions_RQ[:, None, :, None]
         if self._additive_mask:
             zeros = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
             visible = zeros.masked_fill_(~visible, torch.finfo(self.model.dtype).min)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.assisted import _difference, check_with_transformers, counted_calls
 
-PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44], [10]]
+PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44], [10], [0, 9]]  # the last starts with the pad id, as bos often is
 
 
 def make_llama(seed, layers=2, eos=None):
@@ -25,15 +25,16 @@ def make_llama(seed, layers=2, eos=None):
     return LlamaForCausalLM(config).eval()
 
 
-def test_the_target_as_its_own_draft_is_fully_accepted(tmp_path):
-    target = make_llama(0)
+@pytest.mark.parametrize("eos", [None, 63])
+def test_the_target_as_its_own_draft_is_fully_accepted(tmp_path, eos):
+    target = make_llama(0, eos=eos)
     target.save_pretrained(tmp_path)
     result = check_with_transformers(target, tmp_path, PROMPTS, 20, 4)
     # 20 tokens are 4 blocks of 4 accepted tokens and one bonus token: the gate is off and gamma stays 4.
     assert result["tau"] == 5.0
     assert result["accepted_per_drafted"] == 1.0
-    assert [row["target_calls"] for row in result["per_prompt"]] == [4, 4, 4]
-    assert [row["drafted"] for row in result["per_prompt"]] == [16, 16, 16]
+    assert [row["target_calls"] for row in result["per_prompt"]] == [4, 4, 4, 4]
+    assert [row["drafted"] for row in result["per_prompt"]] == [16, 16, 16, 16]
     assert not target._forward_hooks
 
 
@@ -42,7 +43,7 @@ def test_another_draft_gives_the_same_text_and_consistent_counts(tmp_path, gamma
     target = make_llama(0, eos=3)
     make_llama(1, layers=1, eos=3).save_pretrained(tmp_path)
     result = check_with_transformers(target, tmp_path, PROMPTS, 16, gamma)
-    assert (result["equal"], result["same_tokens"], result["first_difference"]) == (3, True, None)
+    assert (result["equal"], result["same_tokens"], result["first_difference"]) == (4, True, None)
     assert result["accepted"] + result["target_calls"] == result["tokens"]
     assert result["tokens"] == sum(row["tokens"] for row in result["per_prompt"])
     assert result["drafted"] <= gamma * result["target_calls"]

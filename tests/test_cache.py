@@ -111,9 +111,11 @@ def test_vocabularies_of_different_size_are_refused_with_both_numbers():
 
 def test_evaluating_restores_each_models_mode_and_keeps_gradients_off():
     training, evaluated = tiny_model().train(), tiny_model()
-    with pytest.raises(KeyError), evaluating(training, None, evaluated):
+    with evaluating(training, None, evaluated):
         assert not training.training
         assert not torch.is_grad_enabled()
+    assert training.training
+    with pytest.raises(KeyError), evaluating(training):
         raise KeyError
     assert training.training
     assert not evaluated.training

@@ -1,4 +1,4 @@
-"""The block loop: the target's text at any gamma, batch, end token and budget; sampled text from the right distribution.
+"""The block loop: the target's text at any gamma, batch, end token and budget; sampled text in the right distribution.
 
 Two-layer random models in float32 on one CPU thread: near-ties do not occur with these seeds, so equality is exact.
 """
@@ -13,7 +13,7 @@ from tiny_models import VOCAB, perturbed, prompts_of, tiny_model
 from speculative.decode import DecodeSettings, decode, end_token_ids
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
-from speculative.sampling import GREEDY, SamplingSettings
+from speculative.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET)
@@ -25,7 +25,7 @@ def texts(responses):
 
 
 def generated(model, prompts, max_tokens, eos_ids=()):
-    """transformers' own greedy text, one prompt at a time."""
+    """Greedy text of transformers itself, one prompt at a time."""
     outputs = []
     for _, ids in prompts:
         out = model.generate(
@@ -44,14 +44,15 @@ def generated(model, prompts, max_tokens, eos_ids=()):
 @pytest.mark.parametrize("gamma", [0, 1, 5])
 def test_greedy_equals_transformers_generate_for_ragged_prompts(batch_size, gamma):
     prompts = prompts_of(RAGGED)
-    expected = generated(TARGET, prompts, 40)
-    settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=40)
+    expected = generated(TARGET, prompts, 24)
+    settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=24)
     responses, timing = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size)
     assert texts(responses) == expected
     if gamma:
         counts = [count for response in responses for count in response.accepted_counts]
         assert set(counts) >= {0, 1, gamma}, "the draft must be right and wrong for this test to mean anything"
-        assert timing.target_calls < -(-len(prompts) // batch_size) * 40
+        assert sum(response.blocks for response in responses) < 24 * len(prompts)
+        assert timing.target_calls >= max(response.blocks for response in responses)
 
 
 @pytest.mark.parametrize(
@@ -69,15 +70,15 @@ def test_architectures_equal_transformers_generate(kind):
 
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_every_end_token_is_cut_exactly_where_plain_greedy_stops(gamma):
-    prompts = prompts_of(RAGGED)
-    full = generated(TARGET, prompts, 30)
-    for offset in range(30):
+    prompts, length = prompts_of(RAGGED[:3]), 14
+    full = generated(TARGET, prompts, length)
+    for offset in range(length):
         eos_ids = (full[0][offset], full[2][-1])
         expected = []
         for text in full:
             ends = [place for place, token in enumerate(text) if token in eos_ids]
             expected.append(text[: ends[0] + 1] if ends else text)
-        settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=30, eos_ids=eos_ids)
+        settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=length, eos_ids=eos_ids)
         responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
         assert texts(responses) == expected, offset
         assert [response.finished for response in responses] == [text[-1] in eos_ids for text in expected]
@@ -87,9 +88,9 @@ def test_every_end_token_is_cut_exactly_where_plain_greedy_stops(gamma):
 def test_every_budget_is_a_prefix_of_the_longest(rule):
     prompts = prompts_of(RAGGED[:4])
     sampling = GREEDY if rule == "greedy" else SamplingSettings(0.8)
-    longest = DecodeSettings(sampling, 4, rule, max_tokens=20)
+    longest = DecodeSettings(sampling, 4, rule, max_tokens=12)
     full, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, longest)
-    for budget in range(1, 20):
+    for budget in range(1, 12):
         settings = dataclasses.replace(longest, max_tokens=budget)
         responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
         assert texts(responses) == [text[:budget] for text in texts(full)], budget
@@ -142,8 +143,6 @@ def test_log_target_probs_are_those_of_a_fresh_forward(gamma):
     sampling = SamplingSettings(0.7, top_p=0.9)
     prompts = prompts_of(RAGGED)
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, DecodeSettings(sampling, gamma, max_tokens=16))
-    from speculative.sampling import logits_to_probs
-
     for response in responses:
         with torch.no_grad():
             ids = torch.tensor([response.prompt_ids + response.response_ids])
@@ -178,7 +177,7 @@ def test_counts_and_hook_describe_the_text():
         on_commit=lambda index, ids: committed.setdefault(index, []).append(ids),
     )
     for index, response in enumerate(responses):
-        assert sum(committed[index], []) == response.response_ids
+        assert [token for ids in committed[index] for token in ids] == response.response_ids
         assert len(committed[index]) == response.blocks == len(response.accepted_counts)
         assert response.drafted == 3 * response.blocks
         assert response.accepted == sum(response.accepted_counts)

@@ -84,9 +84,14 @@ def test_an_exception_leaves_what_was_there(tmp_path, earlier):
     path = tmp_path / "out"
     if earlier:
         make_export(path)
-    with pytest.raises(KeyboardInterrupt), appearing_directory(path) as working:
-        (working / "half").write_text("x")
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with appearing_directory(path) as working:
+            (working / "half").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if earlier else [])
     assert not (path / "half").exists()
 

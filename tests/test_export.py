@@ -250,18 +250,30 @@ def test_without_a_verdict_it_says_not_measured(tmp_path, student_dir, target_di
     assert json.loads((report.path / "serving.json").read_text())["measured"] is None
 
 
+def test_a_long_diff_does_not_bury_the_card(tmp_path, student_dir, target_dir):
+    provenance = {"argv": ["train.py", "a b"], "uncommitted_changes": "+" * 5000, "commit": "abc"}
+    card = (export(student_dir, target_dir, tmp_path / "out", provenance=provenance).path / "README.md").read_text()
+    assert "train.py 'a b'" in card
+    assert "+++" not in card
+    assert "+++" in (tmp_path / "out" / "provenance.json").read_text()
+
+
 def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
-    report = export(student_dir, target_dir, tmp_path / "out", verdict=make_verdict(best_gamma=0))
+    report = export(
+        student_dir, target_dir, tmp_path / "out", verdict=make_verdict(best_gamma=0, sentence="It cost time.")
+    )
     assert (report.gain, report.gamma) == (False, 5)
     for page in ("README.md", "SERVING.md"):
         assert "No gain" in (report.path / page).read_text()
     assert "num_assistant_tokens = 5" in (report.path / "SERVING.md").read_text()
+    assert "It cost time." in (report.path / "README.md").read_text()
 
 
 def test_gamma_of_the_commands():
     assert serving_gamma(make_verdict(best_gamma=7))[::2] == (7, True)
     assert serving_gamma(make_verdict(best_gamma=None))[::2] == (5, None)
     assert serving_gamma(make_verdict(best_gamma=0, gamma=0))[::2] == (4, False)
+    assert serving_gamma(make_verdict(best_gamma=7, pays_off=False))[::2] == (7, False)
 
 
 def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):

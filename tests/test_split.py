@@ -58,6 +58,7 @@ def test_content_hash_is_the_exact_content():
     [
         ("Hello, world!", "  hello\tWORLD "),
         ("\uff28ello", "hello"),  # full-width
+        ("\u2121 1", "tel 1"),  # one sign that stands for capitals
         ("Stra\u00dfe", "STRASSE"),
         ("caf\u00e9", "cafe\u0301"),  # composed and combining accent
         ('"Why?" (he asked)', "why he asked"),

@@ -1,7 +1,7 @@
 """Losslessness proved by enumeration in float64, and the rule's edges.
 
-The proof: the distribution of one block's emitted tokens, integrated over all coins and continued by the target, must be
-the target's own joint distribution of gamma + 1 tokens.
+The proof: the distribution of one block's emitted tokens, integrated over all coins and continued by the target, must
+be the target's own joint distribution of gamma + 1 tokens.
 """
 
 import itertools

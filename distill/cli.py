@@ -1,0 +1,193 @@
+"""The `understudy` command. Training itself is `accelerate launch -m distill.train CONFIG`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from speculative.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Draft models that a target LLM agrees with: evaluate and export them. "
+    "Train with `accelerate launch -m distill.train CONFIG key=value ...`.",
+)
+DEMO_CONFIG = "configs/demo.yaml"
+
+
+@app.command()
+def demo(
+    config: Annotated[str, typer.Argument(help="the demo's config")] = DEMO_CONFIG,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.steps=100")] = None,
+) -> None:
+    """Distil, judge and export a draft for the embedded target; ends with the numbers and what to type next."""
+    from distill import train
+    from distill.config import load_config
+
+    status = train.main([config, *(overrides or [])])
+    if status:
+        raise typer.Exit(status)
+    run = load_config(config, overrides or []).folder
+    exported = _export(run, run / "export", "auto", overwrite=True)
+    _show(run, exported.path)
+
+
+@app.command()
+def evaluate(
+    draft: Annotated[str, typer.Argument(help="run folder, checkpoint folder, model directory or hub id")],
+    config: Annotated[str, typer.Option(help="config that names the target, held-out prompts and serving settings")],
+    gamma: Annotated[str, typer.Option(help="drafted tokens per block: 5, or a range 1:8")] = "",
+    rule: Annotated[str, typer.Option(help="sample, greedy-draft or greedy; default: the config's judge.rule")] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the result as JSON, in the shape of verdict.json")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="where the result is written")] = Path("result.json"),
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
+) -> None:
+    """Judge a draft by real speculative decoding on held-out prompts: a table and result.json."""
+    from data.store import write_json
+    from distill.config import load_config
+    from distill.evaluate import evaluate as judge_draft
+    from distill.evaluate import parse_gammas
+    from distill.screen import judgement_table
+    from speculative.verify import RULES
+
+    settings = load_config(config, overrides or [])
+    chosen: Any = rule or settings.judge.rule
+    if chosen not in RULES:
+        raise UserError(f"--rule {rule}: one of {', '.join(RULES)}")
+    gammas = parse_gammas(gamma) if gamma else [settings.judge.gamma]
+    result, by_gamma = judge_draft(settings, draft, gammas, chosen)
+    result["gammas"] = {str(number): record for number, record in by_gamma.items()}
+    _writable(out, write_json, result)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    console = Console()
+    for number, record in by_gamma.items():
+        console.print(judgement_table(f"rule {chosen}, gamma {number}", record))
+    console.print(result["sentence"], style="bold")
+    console.print(
+        f"best gamma {result['best_gamma']}, predicted speed-up {result['predicted_speed_up']:.2f}x; "
+        f"target alone {result['target_tokens_per_second']:.0f} tokens/s, with the draft {result['best']['tokens_per_second']:.0f}; "
+        f"written to {out}",
+        highlight=False,
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="run folder (its best checkpoint) or a checkpoint folder")],
+    to: Annotated[Path, typer.Option(help="directory to make")],
+    dtype: Annotated[
+        str, typer.Option(help="auto = the dtype the target is saved in; float32, bfloat16, float16")
+    ] = "auto",
+    overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False,
+) -> None:
+    """Write the best draft as an ordinary Hugging Face directory with the commands to serve it."""
+    from distill.screen import export_lines
+
+    for line in export_lines(_export(run, to, dtype, overwrite)):
+        print(line)
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="run folder")]) -> None:
+    """The verdict of a finished run, with completions whose accepted tokens are marked."""
+    _show(run, run / "export" if (run / "export").exists() else None)
+
+
+@app.command()
+def tokenizer(
+    to: Annotated[Path, typer.Option(help="directory to write")],
+    source: Annotated[str, typer.Option(help="text to learn from: `stdlib`, a file, directory or hub id")] = "stdlib",
+    vocab_size: Annotated[int, typer.Option(help="number of tokens", min=300)] = 4096,
+    max_length: Annotated[int, typer.Option(help="context of the model it is for, in tokens", min=8)] = 2048,
+) -> None:
+    """Train a byte-level BPE tokenizer, for a model that starts from nothing."""
+    from data import stdlib
+    from data.tokenizer import save_tokenizer, train_tokenizer
+    from distill.config import SourceConfig
+    from distill.corpus import documents_of
+
+    texts = (
+        [text for _, text in stdlib.modules(False)] if source == "stdlib" else documents_of(SourceConfig(path=source))
+    )
+    made = train_tokenizer(texts, vocab_size, max_length)
+    save_tokenizer(made, to)
+    print(f"{len(made)} tokens learnt from {len(texts)} texts, written to {to}")
+
+
+@app.command("publish-target")
+def publish(
+    run: Annotated[Path, typer.Argument(help="pre-training run, e.g. runs/target")],
+    to: Annotated[Path, typer.Option(help="folder of the shipped target")] = Path("distill/embedded"),
+) -> None:
+    """Put a pre-trained model where the package ships its embedded target, with a card (part of `make target`)."""
+    from distill.embedded_target import publish_target
+
+    card = publish_target(run, to)
+    print(
+        f"{card['parameters']:,} parameters, held-out loss {card['heldout_loss_nats']:.3f}, fingerprint {card['fingerprint']}: {to}"
+    )
+
+
+@app.command("config")
+def config_reference() -> None:
+    """Every key of a config with its default and meaning."""
+    from distill.reference import config_table
+
+    print(config_table())
+
+
+def _export(run: Path, to: Path, dtype: str, overwrite: bool) -> Any:
+    from distill.checkpoint import read_run
+    from distill.export import export_draft
+
+    facts = read_run(run)
+    return export_draft(
+        student_dir=facts.student, target=facts.target, to=to, dtype=dtype, verdict=facts.verdict, provenance=facts.provenance,
+        sampling=facts.sampling, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _show(run: Path, exported: Path | None) -> None:
+    from distill.completions import held_out_completions
+    from distill.screen import last_screen
+    from distill.verdict import load_verdict
+
+    verdict = load_verdict(run)
+    last_screen(Console(), run, verdict, held_out_completions(run, count=3), exported)
+
+
+def _writable(path: Path, write: Any, value: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, value)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def main() -> None:
+    """Entry point: a mistake of the user is one line and exit status 2."""
+    from distill.guard import check_imports
+    from speculative.evaluate import SelfCheckError
+
+    try:
+        check_imports()
+        app()
+    except UserError as error:
+        print(f"understudy: {error}", file=sys.stderr)
+        sys.exit(2)
+    except SelfCheckError as error:
+        print(f"understudy: self-check failed, nothing was measured: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

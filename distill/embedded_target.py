@@ -1,0 +1,85 @@
+"""Puts a pre-trained run where the package ships its embedded target: bf16 weights and a card with how they came to be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data import stdlib
+from data.store import write_json
+from distill import checkpoint
+from distill.config import load_config
+from distill.provenance import model_fingerprint
+from distill.student import load_model, load_tokenizer
+from speculative.errors import UserError
+
+MAX_BYTES = 16_000_000
+CARD = "card.json"
+
+
+def publish_target(run: Path, to: Path) -> dict[str, Any]:
+    """Writes the best checkpoint of a pre-training run to ``to`` with card.json and README.md; returns the card.
+
+    Raises:
+        UserError: the run has no best checkpoint, or its weights are larger than may be shipped.
+    """
+    if not (run / "best").exists():
+        raise UserError(f"{run}: no best checkpoint; run `make target` first")
+    folder = (run / "best").resolve()
+    config = load_config(run / "config.yaml")
+    model = load_model("best checkpoint", str(folder / "student")).to(torch.bfloat16)
+    size = sum(p.numel() for p in model.parameters()) * 2
+    if size > MAX_BYTES:
+        raise UserError(f"{run}: {size:,} bytes of weights are more than the {MAX_BYTES:,} that may be shipped")
+    tokenizer = load_tokenizer(str(folder / "student"))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(str(to))
+    tokenizer.save_pretrained(str(to))
+    judgement = json.loads((folder / checkpoint.JUDGEMENT).read_text(encoding="utf-8"))
+    progress = json.loads((folder / checkpoint.PROGRESS).read_text(encoding="utf-8"))
+    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    card = {
+        "data": "Python standard library source (PSF licence): every module, then every documented function by itself",
+        "python": provenance["python"],
+        "left_out": "tests, IDLE's tests, encodings, pydoc topics and other generated tables",
+        "heldout_modules": sorted(stdlib.HELDOUT_MODULES),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "architecture": config.student.architecture,
+        "recipe": "configs/target.yaml",
+        "optimizer": config.optim.model_dump(mode="json"),
+        "steps": progress["step"],
+        "tokens_seen": progress["tokens_seen"],
+        "heldout_loss_nats": judgement["heldout_loss"],
+        "heldout_perplexity": judgement["perplexity"],
+        "heldout_tokens": judgement["heldout_tokens"],
+        "training_seconds": round(progress["seconds"].get("train", 0.0)),
+        "seed": config.seed,
+        "fingerprint": model_fingerprint(model),
+        "versions": provenance["versions"],
+    }
+    write_json(to / CARD, card)
+    (to / "README.md").write_text(card_text(card), encoding="utf-8")
+    return card
+
+
+def card_text(card: dict[str, Any]) -> str:
+    """The card for people."""
+    rows = "\n".join(
+        f"| {key.replace('_', ' ')} | {', '.join(map(str, value)) if isinstance(value, list) else value} |"
+        for key, value in card.items()
+        if not isinstance(value, dict)
+    )
+    return f"""# The embedded target
+
+A small Llama that writes Python, so that `make demo` needs no hub, no data and no GPU. Trained by this project from nothing with
+`make target`: its own byte-level BPE tokenizer of 4096 and `configs/target.yaml`, through the same loop that distils drafts.
+It is for trying the tool and for tests; it is no coding assistant.
+
+| | |
+|---|---|
+{rows}
+
+Licence: Apache-2.0 for the weights; the text they were trained on is under the Python Software Foundation licence.
+"""

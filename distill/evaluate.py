@@ -1,0 +1,94 @@
+"""Judges one draft by a config's target, held-out prompts and serving settings: what `understudy evaluate` does."""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from distill.config import RunConfig
+from distill.prompts import load_prompts
+from distill.responses import RunStores, decode_settings
+from distill.student import load_model, load_tokenizer
+from distill.train import context_limit, load_target
+from distill.validate import served_copy
+from distill.verdict import best_gamma_facts, time_drafts, verdict_of_one
+from distill.vocabulary import repair_rows, require_agreement, vocabulary_rows
+from speculative.errors import UserError
+from speculative.evaluate import judge, self_checks
+from speculative.verify import Rule
+
+
+def parse_gammas(text: str) -> list[int]:
+    """`5` -> [5]; `1:8` -> [1, ..., 8].
+
+    Raises:
+        UserError: anything else, or outside 1..16.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        gammas = list(range(int(first), int(last) + 1)) if colon else [int(first)]
+    except ValueError:
+        gammas = []
+    if not gammas or gammas[0] < 1 or gammas[-1] > 16:
+        raise UserError(f"--gamma {text}: give a number such as 5, or a range such as 1:8, between 1 and 16")
+    return gammas
+
+
+def find_student(path: str) -> str:
+    """A run's folder, a checkpoint's folder or a model directory -> the model directory; a hub id stays as it is."""
+    folder = Path(path)
+    for candidate in (folder / "best" / "student", folder / "student", folder):
+        if (candidate / "config.json").exists():
+            return str(candidate)
+    return path
+
+
+def load_draft(path: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
+    """A draft from a run, checkpoint, directory or hub id, its vocabulary checked against the target's.
+
+    Raises:
+        UserError: not there, or another vocabulary.
+    """
+    name = find_student(path)
+    draft = load_model("draft", name)
+    rows = vocabulary_rows(target.config)
+    agreement = require_agreement(tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
+    if agreement.verdict == "repair":
+        repair_rows(draft, rows, len(tokenizer))
+    return draft
+
+
+def evaluate(
+    config: RunConfig, path: str, gammas: list[int], rule: Rule
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """(verdict of one draft at the gamma with the highest measured tau per cost, judgement of every gamma).
+
+    The held-out responses are taken from the config's run folder, or made there.
+
+    Raises:
+        UserError: see `load_draft` and `load_prompts`.
+        SelfCheckError: the judge contradicts itself on this target.
+    """
+    if config.target is None:
+        raise UserError("this config has no target (target: null): there is nothing to judge a draft against")
+    if (rule != "greedy") and config.serving.temperature == 0:
+        raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
+    accelerator = Accelerator()
+    target, tokenizer, saved = load_target(config.target, accelerator.device)
+    draft = served_copy(load_draft(path, target, tokenizer), saved, target)
+    context = context_limit(config, target)
+    max_tokens = config.serving.max_tokens
+    prompts = load_prompts(config.data, tokenizer, context, max_tokens, config.judge.prompts, heldout_only=True).heldout
+    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
+    checks = self_checks(target, keyed, decode_settings(config, target, gammas[0], rule))
+    frozen = RunStores(config, accelerator, target, tokenizer).heldout(prompts, rule)
+    by_gamma = {}
+    for gamma in gammas:
+        settings = decode_settings(config, target, gamma, rule)
+        by_gamma[gamma] = judge(target, draft, frozen, settings, batch_size=config.judge.batch_size)
+        del by_gamma[gamma]["per_prompt"]
+    facts = best_gamma_facts(config, target, draft, by_gamma[gammas[0]]["replay"], context)
+    chosen = min(gammas, key=lambda gamma: abs(gamma - (facts["best_gamma"] or 1)))
+    speed = time_drafts(config, target, {"best": draft}, frozen, chosen, rule)
+    return verdict_of_one({"step": None, **by_gamma[chosen]}, facts, speed, checks, path), by_gamma
