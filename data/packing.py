@@ -30,7 +30,7 @@ def plan_epoch(lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int, 
     if len(order) < batch_size:
         order = np.resize(order, batch_size)
     order = order[: len(order) // batch_size * batch_size]
-    batches = []
+    batches: list[np.ndarray] = []
     for start in range(0, len(order), POOL_BATCHES * batch_size):
         pool = order[start : start + POOL_BATCHES * batch_size]
         pool = pool[np.argsort(-lengths[pool], kind="stable")]

@@ -245,8 +245,8 @@ def _chat_text(
 
 def _plain_ids(text: str, tokenizer: Any) -> list[int]:
     """The text's ids with the special tokens the tokenizer puts in front, and without those it puts behind."""
-    bare_ids = tokenizer(text, add_special_tokens=False).input_ids
-    whole_ids = tokenizer(text).input_ids
+    bare_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    whole_ids = tokenizer(text, verbose=False).input_ids
     extra = len(whole_ids) - len(bare_ids)
     front = next((n for n in range(extra + 1) if whole_ids[n : n + len(bare_ids)] == bare_ids), None)
     # Some tokenizers write the text differently between special tokens: then only a final EOS is known to be extra.

@@ -102,7 +102,7 @@ def save_checkpoint(
 ) -> Path:
     """Writes student, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
 
-    All ranks call it. ``student`` has `save_pretrained`: a model, or a peft model (its adapters).
+    All ranks call it. ``student`` is a causal LM on the main process, and not looked at elsewhere.
 
     Raises:
         UserError: disk full or folder not writable; earlier checkpoints are untouched.
@@ -126,18 +126,22 @@ def save_checkpoint(
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
         accelerator.wait_for_everyone()
-    except (OSError, RuntimeError) as error:
-        # torch and safetensors report a full disk as RuntimeError or their own subclass of it.
-        if isinstance(error, RuntimeError) and not any(
-            word in str(error).lower() for word in ("space", "write", "disk", "i/o")
-        ):
+    except Exception as error:
+        if not _is_disk_trouble(error):
             raise
+        shutil.rmtree(temporary, ignore_errors=True)
         steps = list_steps(run)
         kept = (
             f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no earlier checkpoint"
         )
         raise UserError(f"{final}: cannot be written ({str(error).splitlines()[0]}); {kept}") from error
     return final
+
+
+def _is_disk_trouble(error: Exception) -> bool:
+    """A full or unwritable disk in the words of Python, torch (RuntimeError), safetensors and tokenizers (bare Exception)."""
+    words = ("os error", "i/o error", "no space", "file write failed", "unexpected pos")
+    return isinstance(error, OSError) or any(word in str(error).lower() for word in words)
 
 
 def prune_states(run: Path, keep: int) -> None:

@@ -38,7 +38,7 @@ class LoraConfig(Section):
     """Low-rank adapters instead of full fine-tuning (peft)."""
 
     rank: int = Field(16, ge=1, description="rank of the update")
-    alpha: float = Field(32.0, gt=0, description="scale: the update is multiplied by alpha / rank")
+    alpha: int = Field(32, gt=0, description="scale: the update is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input")
     target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
         "all-linear", description="module names that get an adapter"
@@ -144,7 +144,7 @@ class LossConfig(Section):
 
     def weights(self) -> dict[str, float]:
         """Objective name -> weight."""
-        return dict(self.mix) if self.mix else {self.name: 1.0}
+        return {str(name): weight for name, weight in self.mix.items()} if self.mix else {self.name: 1.0}
 
 
 class OptimConfig(Section):

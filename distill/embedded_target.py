@@ -10,6 +10,7 @@ from data import stdlib
 from data.store import write_json
 from distill import checkpoint
 from distill.config import load_config
+from distill.merged_student import cast_weights
 from distill.provenance import model_fingerprint
 from distill.student import load_model, load_tokenizer
 from speculative.errors import UserError
@@ -28,7 +29,8 @@ def publish_target(run: Path, to: Path) -> dict[str, Any]:
         raise UserError(f"{run}: no best checkpoint; run `make target` first")
     folder = (run / "best").resolve()
     config = load_config(run / "config.yaml")
-    model = load_model("best checkpoint", str(folder / "student")).to(torch.bfloat16)
+    model = load_model("best checkpoint", str(folder / "student"))
+    cast_weights(model, torch.bfloat16)
     size = sum(p.numel() for p in model.parameters()) * 2
     if size > MAX_BYTES:
         raise UserError(f"{run}: {size:,} bytes of weights are more than the {MAX_BYTES:,} that may be shipped")

@@ -55,7 +55,7 @@ def load_draft(path: str, target: PreTrainedModel, tokenizer: Any) -> PreTrained
     rows = vocabulary_rows(target.config)
     agreement = require_agreement(tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
     if agreement.verdict == "repair":
-        repair_rows(draft, rows, len(tokenizer))
+        repair_rows(draft, rows, agreement.token_rows)
     return draft
 
 

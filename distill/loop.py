@@ -261,7 +261,8 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
-        exported = self.module.student
+        # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
+        exported = self.module.exported() if self.accelerator.is_main_process else None
         checkpoint.save_checkpoint(self.run, self.accelerator, exported, self.tokenizer, self.progress, self.provenance)
         if self.accelerator.is_main_process:
             checkpoint.prune_states(self.run, self.config.train.keep_states)

@@ -95,9 +95,11 @@ def chunked_loss(
         target_hidden_RD, target_head: the target's; None when no objective needs them.
     """
     overlaps: list[Tensor] = []
+    # Inside the function's forward gradients are off, so whether the caller wants them is asked here.
     loss = _ChunkedLoss.apply(
-        objective, student_head, target_head, target_hidden_RD, labels_R, overlaps, student_hidden_RD, *head_parameters
-    )
+        objective, torch.is_grad_enabled(), student_head, target_head, target_hidden_RD, labels_R, overlaps, student_hidden_RD,
+        *head_parameters,
+    )  # fmt: skip
     return Sums(loss=loss, overlap=torch.stack(overlaps).sum(), tokens=labels_R.numel())
 
 
@@ -125,6 +127,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         objective: Objective,
+        wants_gradient: bool,
         student_head: Head,
         target_head: Head | None,
         target_hidden_RD: Tensor | None,
@@ -133,7 +136,7 @@ class _ChunkedLoss(torch.autograd.Function):
         student_hidden_RD: Tensor,
         *head_parameters: Tensor,
     ) -> Tensor:
-        needs_gradient = any(ctx.needs_input_grad)
+        needs_gradient = wants_gradient and any(ctx.needs_input_grad)
         trainable = [p for p in head_parameters if p.requires_grad] if needs_gradient else []
         gradients = _Gradients(torch.zeros_like(student_hidden_RD), [torch.zeros_like(p) for p in trainable])
         total = torch.zeros((), dtype=torch.float64, device=student_hidden_RD.device)
@@ -164,4 +167,4 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_RD, *parameters = ctx.saved_tensors
         remaining = iter(parameters)
         scaled = [next(remaining) * scale if trains else None for trains in ctx.trainable]
-        return (None, None, None, None, None, None, hidden_RD * scale.to(hidden_RD.dtype), *scaled)
+        return (None, None, None, None, None, None, None, hidden_RD * scale.to(hidden_RD.dtype), *scaled)

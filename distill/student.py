@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
@@ -23,6 +25,12 @@ def resolve(path: str) -> str:
     return str(EMBEDDED_FOLDER) if path == EMBEDDED else path
 
 
+def _reason(error: Exception) -> str:
+    """The first line of an error; transformers' config validation has its reason on the second."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
+
+
 def _load(what: str, path: str, load: Any, **options: Any) -> Any:
     """Calls a `from_pretrained` and turns its ways of failing into one line."""
     local = resolve(path)
@@ -33,8 +41,8 @@ def _load(what: str, path: str, load: Any, **options: Any) -> Any:
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        reason = _reason(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
         raise UserError(
@@ -157,13 +165,11 @@ def from_architecture(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"student.architecture: {str(error).splitlines()[0]}") from error
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"student.architecture: {_reason(error)}") from error
 
 
-def add_lora(
-    model: PreTrainedModel, rank: int, alpha: float, dropout: float, target_modules: Sequence[str] | str
-) -> Any:
+def add_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: Sequence[str] | str) -> Any:
     """The model with trainable low-rank adapters and everything else frozen (peft).
 
     Raises:
@@ -187,10 +193,11 @@ class DraftModule(nn.Module):
         super().__init__()
         self.student = student
         self.objective = objective
-        inner: Any = student.get_base_model() if hasattr(student, "get_base_model") else student
-        self._split = (
-            SplitModel(inner),
-        )  # in a tuple: a plain attribute, not a second registration of the same module
+        # A peft model wraps a causal LM whose layers carry the adapters in place.
+        adapted: Any = student
+        inner: Any = adapted.get_base_model() if hasattr(student, "get_base_model") else student
+        # In a tuple: a plain attribute, not a second registration of the same module.
+        self._split = (SplitModel(inner),)
 
     def forward(
         self,
@@ -213,4 +220,5 @@ class DraftModule(nn.Module):
         """A float32 causal LM of the current weights: adapters merged into a copy, otherwise the student itself."""
         if not hasattr(self.student, "merge_and_unload"):
             return self.student  # type: ignore[return-value]
-        return copy.deepcopy(self.student).merge_and_unload()
+        adapted: Any = copy.deepcopy(self.student)
+        return adapted.merge_and_unload()

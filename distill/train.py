@@ -145,7 +145,7 @@ def make_student(config: RunConfig, target: PreTrainedModel, tokenizer: Any) -> 
         own_tokenizer = load_tokenizer(path, revision=revision)
         agreement = require_agreement(tokenizer, rows, own_tokenizer, vocabulary_rows(student.config))
         if agreement.verdict == "repair":
-            repair_rows(student, rows, len(tokenizer))
+            repair_rows(student, rows, agreement.token_rows)
     if student_config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if student_config.lora is not None:

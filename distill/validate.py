@@ -9,6 +9,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from distill.config import RunConfig
+from distill.merged_student import cast_weights
 from distill.responses import decode_settings
 from distill.student import DraftModule
 from speculative.evaluate import HeldoutResponse, judge
@@ -23,7 +24,11 @@ def served_copy(model: PreTrainedModel, saved_dtype: torch.dtype, target: PreTra
 
     So the numbers belong to the draft that is served, not to the float32 weights that train.
     """
-    rounded = copy.deepcopy(model).to(saved_dtype).to(target.dtype).to(target.device)
+    rounded = copy.deepcopy(model)
+    # Weights only: rounding the rotary frequencies, which are computed and not saved, would be another model.
+    cast_weights(rounded, saved_dtype)
+    cast_weights(rounded, target.dtype)
+    rounded.to(target.device)  # type: ignore[arg-type]
     return rounded.requires_grad_(False).eval()
 
 

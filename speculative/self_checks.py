@@ -20,7 +20,7 @@ from speculative.verify import Rule
 
 # How far alpha of a target against itself may be from 1. The two sides run the same weights in calls of different
 # shape, whose matrix products round differently: an error e in a log probability costs |e| / 2 on average. Float32 has
-# e about 1e-5; bfloat16 keeps 8 bits, so logits of size 10-20 move by up to 0.06 (measured on a real model: alpha .997).
+# e about 1e-5; bfloat16 keeps 8 bits, so logits of size 10-20 move by up to 0.06 (seen on a real model: alpha .997).
 ALPHA_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.015}
 # Two greedy texts may part only where the target's two candidate logits are this close, relative to the largest
 # logit: a few roundings of the dtype, accumulated over the layers.
@@ -73,12 +73,16 @@ def self_checks(
     plain, _ = decode(target, None, prompts, replace(as_itself, gamma=0), batch_size=batch_size)
     live, _ = decode(target, ModelDrafter(target), prompts, as_itself, batch_size=batch_size)
     alpha_replay = float(np.concatenate(score_responses(target, plain, settings.sampling, rule)).mean())
-    alpha_live = sum(response.accepted for response in live) / sum(response.tested for response in live)
+    tested = sum(response.tested for response in live)
+    alpha_live = sum(response.accepted for response in live) / tested
     tolerance = ALPHA_TOLERANCE.get(dtype, ALPHA_TOLERANCE[torch.bfloat16])
-    for how, alpha in (("replay", alpha_replay), ("live decoding", alpha_live)):
-        if not abs(alpha - 1.0) <= tolerance:
+    # Live decoding counts coins: with few tokens one honest rejection weighs more than the mean error, which is about a
+    # fifth of the tolerance, so three standard deviations of such a count are granted on top.
+    tolerance_live = tolerance + 3 * (tolerance / 5 / tested) ** 0.5
+    for how, alpha, allowed in (("replay", alpha_replay, tolerance), ("live decoding", alpha_live, tolerance_live)):
+        if not abs(alpha - 1.0) <= allowed:
             raise SelfCheckError(
-                f"the target as its own draft scores alpha {alpha:.4f} by {how}, not 1.000 within {tolerance} ({dtype})"
+                f"the target as its own draft scores alpha {alpha:.4f} by {how}, not 1.000 within {allowed:.3g} ({dtype})"
             )
 
     greedy = DecodeSettings(GREEDY, gamma, "greedy", settings.max_tokens, settings.eos_ids, settings.seed)

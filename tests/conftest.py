@@ -1,0 +1,82 @@
+"""Shared settings: one thread, no network, and one tiny finished run that several files look at."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distill import train
+from distill.student import EMBEDDED_FOLDER, load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tiny models lose more to thread hand-over than they gain.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random three-layer Llama with the embedded target's tokenizer, as a directory."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tokenizer = load_tokenizer(str(EMBEDDED_FOLDER))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.3,
+            bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+    )  # fmt: skip
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A config of a run of seconds on `tiny_target`; `output` is a folder of its own."""
+    folder = tmp_path_factory.mktemp("tiny-run")
+    path = folder / "tiny.yaml"
+    path.write_text(
+        f"""
+name: tiny
+output: {folder}/runs
+target: {{path: {tiny_target}}}
+student: {{init: carved, layers: [0, -1]}}
+data:
+  train: [{{path: stdlib, limit: 40}}]
+  heldout: [{{path: stdlib, split: heldout}}]
+  template: {{mode: plain}}
+  max_prompt_tokens: 60
+serving: {{temperature: 0.7, max_tokens: 16, shard_size: 16}}
+loss: {{name: forward_kl, chunk_tokens: 64}}
+optim: {{lr: 3.0e-3}}
+train: {{steps: 12, batch_size: 8, micro_batch_size: 4}}
+judge: {{every: 4, prompts: 10, gamma: 3, speed_prompts: 2}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_config: Path) -> Path:
+    """The finished run of `tiny_config`."""
+    assert train.main([str(tiny_config)]) == 0
+    return tiny_config.parent / "runs" / "tiny"
