@@ -70,8 +70,8 @@ def respond(
         UserError: the store was made with another manifest; a prompt that does not fit; disk full.
     """
     shards = plan_shards(prompts, samples_per_prompt, shard_size)
-    if rank == 0:
-        store.open(manifest)
+    # Every rank: one that does not look would write into a store that another refuses.
+    store.open(manifest)
     missing = store.missing(len(shards))
     mine = [shard for shard in range(len(shards)) if shard % ranks == rank]
     done = sum(len(shards[shard]) for shard in mine if shard not in missing)

@@ -83,13 +83,17 @@ class Store:
         """Creates the store, or accepts the one that is there when its manifest is the same.
 
         Raises:
-            UserError: the store was made with something else; the first differing key and both values are named.
+            UserError: the store was made with something else; the first differing key and both values are named. Or the
+                folder cannot be written.
         """
         wanted = json.loads(json.dumps(manifest))
         path = self.folder / MANIFEST
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, wanted)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(path, wanted)
+            except OSError as error:
+                raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
             return
         found = self.manifest()
         for key in sorted(set(wanted) | set(found)):

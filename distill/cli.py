@@ -96,6 +96,31 @@ def export(
         print(line)
 
 
+@app.command("check-export")
+def check_export(
+    exported: Annotated[Path, typer.Argument(help="an exported directory")],
+    config: Annotated[str, typer.Option(help="config that names the target and held-out prompts")],
+    prompts: Annotated[int, typer.Option(help="held-out prompts", min=1)] = 20,
+    gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1, max=16)] = 4,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
+) -> None:
+    """Run an exported draft in transformers' own assisted generation: same greedy tokens? same tau as ours?"""
+    from distill.config import load_config
+    from distill.outside_check import outside_check
+
+    found = outside_check(load_config(config, overrides or []), exported, prompts, gamma)
+    theirs, ours = found["transformers"], found["ours"]
+    print(f"same greedy tokens as the target alone on {found['equal']} of {found['prompts']} prompts")
+    if found["first_difference"]:
+        print(f"first difference: {found['first_difference']}")
+    print(
+        f"tau at gamma {gamma}: transformers {theirs['tau']:.3f}, ours {ours['tau']:.3f} "
+        f"[{ours['tau_ci'][0]:.3f}, {ours['tau_ci'][1]:.3f}]"
+    )
+    if found["equal"] < found["prompts"] or not found["within_interval"]:
+        raise typer.Exit(1)
+
+
 @app.command()
 def show(run: Annotated[Path, typer.Argument(help="run folder")]) -> None:
     """The verdict of a finished run, with completions whose accepted tokens are marked."""

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,7 +18,7 @@ LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk
 class Section(BaseModel):
     """Frozen; an unknown key or a wrong type is an error, never a guess."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -147,6 +147,9 @@ class LossConfig(Section):
         return {str(name): weight for name, weight in self.mix.items()} if self.mix else {self.name: 1.0}
 
 
+Moment = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Section):
     """AdamW or Muon with linear warm-up and cosine decay."""
 
@@ -154,7 +157,7 @@ class OptimConfig(Section):
         "adamw", description="muon: orthogonalised updates for the layers' matrices, AdamW for the rest"
     )
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moments")
+    betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's moments")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay on matrices")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="share of the steps with rising learning rate")
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end / peak")
@@ -312,7 +315,8 @@ def _known_keys(location: Sequence[str | int]) -> list[str]:
 def _explain(error: ValidationError, origin: str) -> str:
     first = error.errors()[0]
     location = first["loc"]
-    key = ".".join(str(part) for part in location)
+    # pydantic names the branch of a union, or `[key]`, as if it were a key.
+    key = ".".join(part for part in map(str, location) if "[" not in part)
     if first["type"] == "extra_forbidden":
         known = _known_keys(location)
         near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
@@ -320,7 +324,8 @@ def _explain(error: ValidationError, origin: str) -> str:
         return f"{origin}: unknown key `{key}`: {hint}"
     if first["type"] == "missing":
         return f"{origin}: `{key}` is missing"
-    message = first["msg"].removeprefix("Value error, ")
+    message = re.sub(r"valid dictionary or instance of \w+", "section of `key: value` lines", first["msg"])
+    message = message.removeprefix("Value error, ").replace("valid tuple", "list")
     if not key:
         return f"{origin}: {message}"
     return f"{origin}: `{key}` = {json.dumps(first['input'], default=str)[:80]}: {message[0].lower()}{message[1:]}"
@@ -335,6 +340,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text, so not YAML") from error
     except OSError as error:
         near = sorted(str(p) for p in Path("configs").glob("*.yaml"))
         raise UserError(
@@ -345,7 +352,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}:{where} is not YAML: {getattr(error, 'problem', error)}") from error
+        raise UserError(f"{path}:{where} is not YAML: {str(getattr(error, 'problem', error)).splitlines()[0]}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
     for assignment in overrides:

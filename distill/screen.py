@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -25,18 +26,19 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
     """Target alone, baseline and best draft side by side."""
     table = Table(
         title=f"{verdict['prompts']} held-out prompts ({verdict['tokens']:,} tokens), rule {verdict['rule']}, gamma {verdict['gamma']}",
-        caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval over prompts]",
+        caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]",
+        box=box.SIMPLE_HEAD,
     )
-    for column in ("", "alpha", "tau", "accepted/drafted", "tokens/s", "speed-up"):
-        table.add_column(column, justify="left" if not column else "right")
+    for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed-up"):
+        table.add_column(column, justify="left" if column == "draft" else "right", no_wrap=True)
     alone = verdict["target_tokens_per_second"]
-    table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x", end_section=True)
-    for name, key in (("+ undistilled draft", "baseline"), ("+ distilled draft", "best")):
+    table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
+    for name, key in (("undistilled", "baseline"), ("distilled", "best")):
         row = verdict[key]
         if row is None:
             continue
         table.add_row(
-            f"{name}\n(step {row['step']})",
+            name if row["step"] is None else f"{name}\n  (step {row['step']})",
             f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
             f"{row['tau']:.2f}\n{interval(row['tau_ci'], 2)}",
             f"{row['accepted_per_drafted']:.3f}",
@@ -49,8 +51,8 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
 
 def judgement_table(title: str, result: dict[str, Any]) -> Table:
     """Numbers of one draft: overall and by domain."""
-    table = Table(title=title)
-    for column in ("", "alpha", "tau", "accepted/drafted", "survival 1..gamma", "prompts", "tokens"):
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for column in ("", "alpha", "tau", "accepted\n/drafted", "survival 1..gamma", "prompts", "tokens"):
         table.add_column(column, justify="left" if not column else "right")
     rows = [("all", result)] + (sorted(result["domains"].items()) if len(result["domains"]) > 1 else [])
     for name, row in rows:

@@ -58,16 +58,17 @@ def start_trackers(
     """
     if not trackers:
         return
+    options = {"wandb": {"name": name, "dir": str(accelerator.logging_dir)}} if "wandb" in trackers else {}
     if "wandb" in trackers and accelerator.is_main_process:
         try:
             import wandb
         except ImportError as error:
             raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
         if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
-            os.environ["WANDB_MODE"] = "offline"
+            # Not through WANDB_MODE: wandb has read its environment by now.
+            options["wandb"]["mode"] = "offline"
     flat = {
         key: value if isinstance(value, int | float | str | bool) else json.dumps(value)
         for key, value in config.items()
     }
-    kwargs = {"wandb": {"name": name, "dir": str(accelerator.logging_dir)}} if "wandb" in trackers else {}
-    accelerator.init_trackers(project, config=flat, init_kwargs=kwargs)
+    accelerator.init_trackers(project, config=flat, init_kwargs=options)
