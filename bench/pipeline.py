@@ -72,7 +72,13 @@ def bench_responses(target: Any, prompts: list[RenderedPrompt], max_tokens: int,
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=target.device)
             torch.manual_seed(start)
             out = target.generate(
-                ids, attention_mask=mask, do_sample=True, temperature=0.8, top_k=0, max_new_tokens=max_tokens, pad_token_id=0
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=0.8,
+                top_k=0,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
             )
             eos = torch.tensor(settings.eos_ids, device=out.device)
             ended = torch.isin(out[:, width:], eos).cumsum(1)
@@ -157,7 +163,10 @@ def main(
     draft = carve(model, (0, depth - 1)).to(device=device, dtype=model.dtype)  # type: ignore[call-overload]
     settings = DecodeSettings(SamplingSettings(temperature=0.8), 0, "sample", max_tokens, end_token_ids(model))
     responses, _ = decode(model, None, [(p.prompt_id, p.prompt_ids) for p in rendered], settings, batch_size=batch_size)
-    examples = [row_of(p, 0, r.response_ids, r.log_target_probs, True).example() for p, r in zip(rendered, responses, strict=True)]
+    examples = [
+        row_of(p, 0, r.response_ids, r.log_target_probs, True).example()
+        for p, r in zip(rendered, responses, strict=True)
+    ]
     heldout = [HeldoutResponse(r.key, "stdlib", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     ModelDrafter(draft)
     result = {
@@ -175,11 +184,23 @@ def main(
         table.add_column(column)
     rates, step, judged = result["responses"], result["step"], result["judge"]
     both = rates["tokens_per_second"]
-    table.add_row("responses, tokens/s", f"{both['ours']:.0f}", f"transformers {both['transformers']:.0f}", f"{rates['ratio']:.2f}")
+    table.add_row(
+        "responses, tokens/s",
+        f"{both['ours']:.0f}",
+        f"transformers {both['transformers']:.0f}",
+        f"{rates['ratio']:.2f}",
+    )
     both = step["tokens_per_second"]
-    table.add_row("training step, tokens/s", f"{both['chunked']:.0f}", f"all logits {both['all_logits']:.0f}", f"{step['ratio']:.2f}")
+    table.add_row(
+        "training step, tokens/s",
+        f"{both['chunked']:.0f}",
+        f"all logits {both['all_logits']:.0f}",
+        f"{step['ratio']:.2f}",
+    )
     both = judged["seconds"]
-    table.add_row("judgement, s", f"{both['replay_and_live']:.2f}", f"replay alone {both['replay']:.2f}", f"{judged['ratio']:.2f}")
+    table.add_row(
+        "judgement, s", f"{both['replay_and_live']:.2f}", f"replay alone {both['replay']:.2f}", f"{judged['ratio']:.2f}"
+    )
     Console().print(table)
 
 

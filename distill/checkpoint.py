@@ -55,17 +55,13 @@ def claim_folder(config: RunConfig) -> None:
     path = folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            found = dump_config(load_config(path)).splitlines()
-            differing = [
-                (old, new)
-                for old, new in zip(found, text.splitlines(), strict=False)
-                if old != new and not old.startswith("resume:")
-            ]
-            if differing or len(found) != len(text.splitlines()):
-                old, new = differing[0] if differing else ("(fewer or more lines)", "")
+        # Without responses or checkpoints nothing hangs on the earlier config: a start that failed may be mended.
+        if path.exists() and any((folder / product).exists() for product in ("responses", "checkpoints")):
+            difference = _first_difference(load_config(path).model_dump(mode="json"), config.model_dump(mode="json"))
+            if difference is not None:
+                key, old, new = difference
                 raise UserError(
-                    f"{folder}: holds a run with another config ({old.strip()}, now {new.strip()}); "
+                    f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
                     "choose another name=..., or delete the folder"
                 )
             if config.resume == "never":
@@ -79,6 +75,17 @@ def claim_folder(config: RunConfig) -> None:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can"
         ) from error
+
+
+def _first_difference(old: Any, new: Any, key: str = "") -> tuple[str, str, str] | None:
+    """(dotted key, old value, new value) of the first difference between two trees; `resume` may differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in (*old, *(name for name in new if name not in old)):
+            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+            if found is not None:
+                return found
+        return None
+    return None if old == new or key == "resume" else (key, json.dumps(old), json.dumps(new))
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -149,6 +156,14 @@ def prune_states(run: Path, keep: int) -> None:
     with_state = [step for step in list_steps(run) if (step_folder(run, step) / "state").exists()]
     for step in with_state[:-keep]:
         shutil.rmtree(step_folder(run, step) / "state", ignore_errors=True)
+
+
+def judged_scores(run: Path) -> list[tuple[int, float]]:
+    """(step, score) of every judged checkpoint, steps rising."""
+    paths = {step: step_folder(run, step) / JUDGEMENT for step in list_steps(run)}
+    return [
+        (step, json.loads(path.read_text(encoding="utf-8"))["score"]) for step, path in paths.items() if path.exists()
+    ]
 
 
 def point_best(run: Path, step: int) -> None:

@@ -173,7 +173,7 @@ class TrainConfig(Section):
     window: int | None = Field(
         None, ge=8, description="tokens per sequence of a text corpus (loss ce without a target)"
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="autocast of the student")
+    mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast of the student; its weights stay float32")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     keep_states: int = Field(2, ge=1, description="checkpoints whose optimizer state is kept for resuming")
 
@@ -246,6 +246,8 @@ class RunConfig(Section):
             raise ValueError("loss.mix: weights above zero, at least one")
         if (self.judge.rule == "greedy") != (self.serving.temperature == 0):
             raise ValueError("judge.rule: greedy goes with serving.temperature: 0, and only with it")
+        if self.serving.temperature == 0 and self.serving.samples_per_prompt > 1:
+            raise ValueError("serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response")
         return self
 
     @property
@@ -352,7 +354,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}:{where} is not YAML: {str(getattr(error, 'problem', error)).splitlines()[0]}") from error
+        raise UserError(
+            f"{path}:{where} is not YAML: {str(getattr(error, 'problem', error)).splitlines()[0]}"
+        ) from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
     for assignment in overrides:

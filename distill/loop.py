@@ -238,29 +238,34 @@ class Loop:
     def _judge_if_due(self) -> None:
         """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""
         folder = checkpoint.step_folder(self.run, self.progress.step)
-        if (folder / checkpoint.JUDGEMENT).exists():
-            return
-        if not (folder / checkpoint.PROGRESS).exists():
-            self._save()
+        self._save()
+        if not (folder / checkpoint.JUDGEMENT).exists():
+            self._judge(folder)
+        # From the files, not from memory: a kill between two writes cannot make them disagree.
+        scores = checkpoint.judged_scores(self.run)
+        self.progress.best_step, self.progress.best_score = max(scores, key=lambda item: item[1])
+        self.progress.judged_without_gain = sum(step > self.progress.best_step for step, _ in scores)
+        if self.accelerator.is_main_process:
+            write_json(folder / checkpoint.PROGRESS, vars(self.progress))
+            checkpoint.point_best(self.run, self.progress.best_step)
+        self.accelerator.wait_for_everyone()
+
+    def _judge(self, folder: Path) -> None:
         started = time.perf_counter()
         self.wrapped.eval()
         record = self.validator(self.progress.step, self.module)
         self.progress.spend("judge", time.perf_counter() - started)
-        if self.progress.best_score is None or record["score"] > self.progress.best_score:
-            self.progress.best_step, self.progress.best_score = self.progress.step, record["score"]
-            self.progress.judged_without_gain = 0
-        else:
-            self.progress.judged_without_gain += 1
         if self.accelerator.is_main_process:
-            write_json(folder / checkpoint.PROGRESS, vars(self.progress))
             write_json(folder / checkpoint.JUDGEMENT, record)
-            checkpoint.point_best(self.run, self.progress.best_step or 0)
             self.accelerator.print(self.validator.headline(record))
         flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
         self.metrics.write(self.progress.step, flat, always=True)
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
+        """Writes the checkpoint of this step, unless it is there."""
+        if (checkpoint.step_folder(self.run, self.progress.step) / checkpoint.PROGRESS).exists():
+            return
         # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
         exported = self.module.exported() if self.accelerator.is_main_process else None
         checkpoint.save_checkpoint(self.run, self.accelerator, exported, self.tokenizer, self.progress, self.provenance)

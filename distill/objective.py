@@ -4,7 +4,7 @@ Legend: R response tokens (rows) of a micro-batch, C tokens of a chunk, D hidden
 
 The head and the loss run chunk by chunk, and each chunk's gradient with respect to hidden states and head weights is taken
 at once, in the forward pass. So the peak is O(C x V), and a training step costs four head products (target forward, student
-forward, two for the student's backward) where recomputation would cost five.
+forward, two for the student's backward); recomputing both forwards in the backward would cost six.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ class Objective:
     beta: float = 0.5
     eta: float = 3.0
     chunk_tokens: int = 1024
+    serving_temperature: float = 1.0
 
     def per_token(
         self, target_logits_CV: Tensor | None, student_logits_CV: Tensor, labels_C: Tensor
@@ -35,7 +36,7 @@ class Objective:
         """(loss per token, overlap per token), each (C,), in float32 or better.
 
         The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient
-        shrinks as the temperature grows. The overlap (sum_v min) is taken at temperature 1 and carries no gradient; it is 0
+        shrinks as the temperature grows. The overlap (sum_v min) is taken at `serving_temperature` and carries no gradient; it is 0
         without a target.
         """
         student_log_probs_CV = _log_probs(student_logits_CV, self.temperature)
@@ -46,10 +47,10 @@ class Objective:
         if target_logits_CV is None or target_log_probs_CV is None:
             return loss_C, torch.zeros_like(loss_C)
         with torch.no_grad():
-            if self.temperature != 1.0:
+            if self.temperature != self.serving_temperature:
                 target_log_probs_CV, student_log_probs_CV = (
-                    _log_probs(target_logits_CV, 1.0),
-                    _log_probs(student_logits_CV, 1.0),
+                    _log_probs(target_logits_CV, self.serving_temperature),
+                    _log_probs(student_logits_CV, self.serving_temperature),
                 )
             overlap_C = losses.overlap(target_log_probs_CV, student_log_probs_CV)
         return loss_C, overlap_C

@@ -90,10 +90,13 @@ class RunStores:
         }
 
     def _make(self, name: str, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> list[Row]:
-        store = Store(self.config.folder / "responses" / name)
+        store, manifest = Store(self.config.folder / "responses" / name), self._manifest(prompts, settings, samples)
+        if self.accelerator.is_main_process:
+            store.open(manifest)
+        self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it
         respond(
             store,
-            self._manifest(prompts, settings, samples),
+            manifest,
             self.target,
             prompts,
             settings,

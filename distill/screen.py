@@ -29,7 +29,7 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
         caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed-up"):
+    for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"):
         table.add_column(column, justify="left" if column == "draft" else "right", no_wrap=True)
     alone = verdict["target_tokens_per_second"]
     table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")

@@ -1,5 +1,6 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
 
+import errno
 import json
 import sys
 import time
@@ -51,7 +52,9 @@ On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run g
 def make_objective(config: RunConfig) -> Objective:
     """The objective that the config names."""
     loss = config.loss
-    return Objective(loss.weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens)
+    # Greedy serving has no temperature: the estimate of alpha on the progress line is then the one at temperature 1.
+    serving_temperature = config.serving.temperature or 1.0
+    return Objective(loss.weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature)
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -257,6 +260,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as interrupted:
         print(f"\ninterrupted: checkpoint {interrupted} is written; the same command goes on from it", file=sys.stderr)
         return 130
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was written stays; the same command goes on from it", file=sys.stderr)
+        return 130
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        print(
+            f"understudy: out of memory ({reason}); lower train.micro_batch_size, loss.chunk_tokens, serving.batch_size or "
+            "judge.batch_size (other key values need another name=...), then start again",
+            file=sys.stderr,
+        )
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        where = error.filename or (accelerator and accelerator.project_dir) or "the run's folder"
+        print(
+            f"understudy: {where}: cannot be written ({error.strerror}); earlier checkpoints are whole", file=sys.stderr
+        )
+        return 2
     finally:
         if accelerator is not None:
             accelerator.end_training()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from distill.config import RunConfig, SourceConfig, dump_config, load_config, parse_config
@@ -53,14 +54,17 @@ def test_shipped_config_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-4", 1e-4), ("3E-4", 3e-4), ("1e4", 1e4), ("5e+3", 5e3), ("1.5e-3", 1.5e-3), (".5", 0.5), ("2", 2.0)]
+    ("text", "value"),
+    [("1e-4", 1e-4), ("3E-4", 3e-4), ("1e4", 1e4), ("5e+3", 5e3), ("1.5e-3", 1.5e-3), (".5", 0.5), ("2", 2.0)],
 )
 def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
     assert load_config(write(tmp_path, MINIMAL + f"optim: {{lr: {text}}}\n")).optim.lr == value
     assert load_config(write(tmp_path, MINIMAL), [f"optim.lr={text}"]).optim.lr == value
 
 
-@pytest.mark.parametrize("quoted", ['"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "null", "[1]", ".inf", ".nan", "-1e-4", "0"])
+@pytest.mark.parametrize(
+    "quoted", ['"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "null", "[1]", ".inf", ".nan", "-1e-4", "0"]
+)
 def test_a_learning_rate_that_is_no_positive_number_is_refused(tmp_path: Path, quoted: str) -> None:
     text = refused(lambda: load_config(write(tmp_path, MINIMAL + f"optim: {{lr: {quoted}}}\n")))
     assert "config.yaml" in text
@@ -113,7 +117,11 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
         ({"loss": {"tempreature": 1.0}}, "loss.tempreature", "temperature"),
         ({"student": {"lora": {"rnk": 4}}}, "student.lora.rnk", "rank"),
         ({"target": {"pth": "x"}}, "target.pth", "path"),
-        ({"data": {"train": [{"path": "x"}, {"path": "y", "prompt_colum": "q"}]}}, "data.train.1.prompt_colum", "prompt_column"),
+        (
+            {"data": {"train": [{"path": "x"}, {"path": "y", "prompt_colum": "q"}]}},
+            "data.train.1.prompt_colum",
+            "prompt_column",
+        ),
         ({"data": {"train": [{"path": "x"}], "template": {"mod": "chat"}}}, "data.template.mod", "mode"),
         ({"judge": {"gama": 3}}, "judge.gama", "gamma"),
     ],
@@ -127,7 +135,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"train": {"steps": "10"}}, "`train.steps` = \"10\""),
+        ({"train": {"steps": "10"}}, '`train.steps` = "10"'),
         ({"train": {"steps": 10.0}}, "integer"),
         ({"train": {"steps": 0}}, "greater than or equal to 1"),
         ({"train": {"steps": True}}, "integer"),
@@ -190,6 +198,7 @@ def test_a_source_without_a_path_is_named() -> None:
         ({"loss": {"mix": {"tv": -1.0, "ce": 1.0}}}, "loss.mix"),
         ({"judge": {"rule": "greedy"}}, "serving.temperature"),
         ({"serving": {"temperature": 0}}, "judge.rule"),
+        ({"serving": {"temperature": 0, "samples_per_prompt": 2}, "judge": {"rule": "greedy"}}, "samples_per_prompt"),
     ],
 )
 def test_impossible_pairs(section: dict[str, Any], said: str) -> None:
@@ -203,7 +212,12 @@ def test_impossible_pairs(section: dict[str, Any], said: str) -> None:
         {"judge": {"rule": "greedy-draft"}},
         {"student": {"init": "pretrained", "path": "x"}},
         {"student": {"init": "config", "architecture": {"model_type": "llama"}}},
-        {"target": None, "loss": {"name": "ce"}, "train": {"window": 64}, "student": {"init": "pretrained", "path": "x"}},
+        {
+            "target": None,
+            "loss": {"name": "ce"},
+            "train": {"window": 64},
+            "student": {"init": "pretrained", "path": "x"},
+        },
         {"loss": {"mix": {"tv": 1, "ce": 0.5}}},
     ],
 )

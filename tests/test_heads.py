@@ -73,7 +73,7 @@ def tiny_config(spread: float) -> LlamaConfig:
 @pytest.mark.parametrize("spread", [0.2, 0.02])
 def test_an_unknown_tail_is_refused(spread: float) -> None:
     torch.manual_seed(0)
-    with pytest.raises(UserError, match="ScaledLlama.*final step") as caught:
+    with pytest.raises(UserError, match=r"ScaledLlama.*final step") as caught:
         SplitModel(ScaledLlama(tiny_config(spread)))
     assert "\n" not in str(caught.value)
 

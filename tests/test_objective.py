@@ -150,6 +150,16 @@ def test_temperature_softens_the_loss_and_not_the_overlap() -> None:
     torch.testing.assert_close(hot.overlap, cold.overlap, rtol=0, atol=0)
 
 
+def test_overlap_is_taken_at_the_temperature_of_the_server() -> None:
+    setting = Setting()
+    for loss_temperature in (1.0, 0.6, 2.0):
+        objective = Objective(MIXES["tv"], temperature=loss_temperature, serving_temperature=0.6, chunk_tokens=4)
+        target_NV = (setting.target_head.layer(setting.target_hidden_RD) / 0.6).softmax(-1)
+        student_NV = (setting.student_head.layer(setting.student_hidden_RD) / 0.6).softmax(-1)
+        expected = torch.minimum(target_NV, student_NV).sum().detach()
+        torch.testing.assert_close(setting.chunked(objective).overlap, expected, rtol=1e-10, atol=0)  # exp of log-probs
+
+
 def test_without_a_target_the_overlap_is_zero() -> None:
     setting = Setting()
     sums = chunked_loss(

@@ -23,7 +23,9 @@ def test_the_tree_names_every_module() -> None:
     for package in ("distill", "speculative", "data"):
         for path in (ROOT / package).glob("*.py"):
             if path.name != "__init__.py":
-                assert re.search(rf"\b{re.escape(path.name)}\b", README), f"{package}/{path.name} is not in README's tree"
+                assert re.search(rf"\b{re.escape(path.name)}\b", README), (
+                    f"{package}/{path.name} is not in README's tree"
+                )
 
 
 def test_every_understudy_command_of_the_readme_exists() -> None:

@@ -113,7 +113,7 @@ def test_a_half_precision_target_gives_a_float32_draft() -> None:
     ("layers", "said"), [([0, 3], "0 to 2"), ([-4], "-3"), ([], "0 to 2"), ([0, -3], "twice"), ([1, 1], "twice")]
 )
 def test_impossible_layers_are_refused(layers: list[int], said: str) -> None:
-    with pytest.raises(UserError, match="student.layers") as error:
+    with pytest.raises(UserError, match=r"student\.layers") as error:
         carve(tiny_model(num_hidden_layers=3), layers)
     assert said in one_line(error)
 
@@ -148,13 +148,13 @@ def test_making_random_weights_leaves_the_random_state_alone() -> None:
     ],
 )
 def test_impossible_architectures_are_refused_in_one_line(change: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="student.architecture") as error:
+    with pytest.raises(UserError, match=r"student\.architecture") as error:
         from_architecture(ARCHITECTURE | change, tiny_tokenizer(), 320, seed=0)
     assert len(one_line(error)) > len("student.architecture: ") + 20, "says why"
 
 
 def test_unknown_adapter_module_is_refused() -> None:
-    with pytest.raises(UserError, match="target_modules.*q_prj") as error:
+    with pytest.raises(UserError, match=r"target_modules.*q_prj") as error:
         add_lora(tiny_model(), 4, 8.0, 0.0, ["q_prj"])
     one_line(error)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
+import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,11 +56,16 @@ def write_prompts(path: Path, count: int) -> Path:
     return path
 
 
-def fresh_accelerator(folder: Path, **options: Any) -> Accelerator:
-    """An Accelerator on the CPU that knows nothing of earlier ones in this process."""
+def forget_accelerators() -> None:
+    """Accelerate keeps one state per process: the next Accelerator starts anew."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
+
+
+def fresh_accelerator(folder: Path, **options: Any) -> Accelerator:
+    """An Accelerator on the CPU that knows nothing of earlier ones in this process."""
+    forget_accelerators()
     return Accelerator(cpu=True, project_dir=str(folder), **options)
 
 
@@ -148,3 +156,41 @@ def final_weights(config: RunConfig) -> dict[str, torch.Tensor]:
 
     newest = checkpoint.list_steps(config.folder)[-1]
     return load_file(checkpoint.step_folder(config.folder, newest) / "student" / "model.safetensors")
+
+
+FORK = multiprocessing.get_context("fork")  # a child that has everything imported already
+
+
+def run_child(work: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> int:
+    """Runs work in a forked process to its end; its exit code."""
+    return _until(work, arguments, lambda: False, limit)
+
+
+def run_and_kill(
+    work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], generator: random.Random, most: int
+) -> int:
+    """Kill -9 at a random moment: a little after 1 to ``most`` more units of progress were seen. The exit code."""
+    enough = progress() + generator.randint(1, most)
+    pause = generator.uniform(0.0, 0.05)
+
+    def reached() -> bool:
+        if progress() < enough:
+            return False
+        time.sleep(pause)
+        return True
+
+    return _until(work, arguments, reached, 120.0)
+
+
+def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callable[[], bool], limit: float) -> int:
+    child = FORK.Process(target=work, args=arguments)
+    child.start()
+    deadline = time.monotonic() + limit
+    while child.is_alive() and time.monotonic() < deadline and not deadly():
+        child.join(0.005)
+    late = time.monotonic() >= deadline
+    child.kill()
+    child.join()
+    assert not late, f"still running after {limit:g} seconds"
+    assert child.exitcode is not None
+    return child.exitcode
