@@ -83,7 +83,9 @@ def _documented_functions(source: str) -> Iterator[tuple[list[str], FunctionNode
 def functions(source: str) -> Iterator[tuple[str, str]]:
     """(head, whole function) of each documented function with a body: dedented source text.
 
-    The head runs from ``def`` to the end of the docstring's last line; the whole function starts with the head.
+    The head runs from ``def`` to the docstring's closing quotes; the whole function starts with the head. The head has no
+    line break at its end: in running text a line break and the indentation behind it are one token, so a prompt that ends
+    in a bare line break is one that the model has seen only at the end of a function.
     """
     for lines, node in _documented_functions(source):
         docstring = node.body[0]
@@ -93,7 +95,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
             continue
         whole = textwrap.dedent("".join(lines[start:end])).rstrip() + "\n"
         head_lines = (docstring.end_lineno or 0) - start
-        head = "".join(whole.splitlines(keepends=True)[:head_lines])
+        head = "".join(whole.splitlines(keepends=True)[:head_lines]).rstrip()
         if head and whole.startswith(head) and head.lstrip().startswith(("def ", "async def ")):
             yield head, whole
 

@@ -173,7 +173,9 @@ class TrainConfig(Section):
     window: int | None = Field(
         None, ge=8, description="tokens per sequence of a text corpus (loss ce without a target)"
     )
-    mixed_precision: Literal["no", "bf16"] = Field("no", description="autocast of the student; its weights stay float32")
+    mixed_precision: Literal["no", "bf16"] = Field(
+        "no", description="autocast of the student; its weights stay float32"
+    )
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     keep_states: int = Field(2, ge=1, description="checkpoints whose optimizer state is kept for resuming")
 
@@ -260,13 +262,18 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's floats: PyYAML alone reads `1e-4` as a string."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"
-    ),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would read as a number, such as a revision `12e5`."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"
+        ),
+        list("-+0123456789."),
+    )
 
 
 def _set(tree: dict[str, Any], assignment: str) -> None:
@@ -381,4 +388,4 @@ def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML that `load_config` reads back to the same value."""
-    return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)
+    return yaml.dump(json.loads(config.model_dump_json()), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

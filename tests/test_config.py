@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -313,6 +313,7 @@ trees = st.fixed_dictionaries(
 
 
 @settings(max_examples=80, deadline=None)
+@example(tree_of(name="1e5", target={"revision": "0E0"}, output="1_0.e3"))
 @given(trees)
 def test_what_is_dumped_loads_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     config = parse_config(_lists(tree), "test")

@@ -602,7 +602,7 @@ def test_the_whole_program_killed_at_random_moments_ends_as_if_it_had_not_been(t
     generator = random.Random(1)
 
     def files() -> int:
-        return sum(path.is_file() for path in (tmp_path / "killed").rglob("*"))
+        return sum(len(names) for _, _, names in os.walk(tmp_path / "killed"))  # forgiving of folders that vanish
 
     kills = 0
     for _ in range(4):

@@ -186,11 +186,13 @@ def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callabl
     child = FORK.Process(target=work, args=arguments)
     child.start()
     deadline = time.monotonic() + limit
-    while child.is_alive() and time.monotonic() < deadline and not deadly():
-        child.join(0.005)
-    late = time.monotonic() >= deadline
-    child.kill()
-    child.join()
+    try:
+        while child.is_alive() and time.monotonic() < deadline and not deadly():
+            child.join(0.005)
+        late = time.monotonic() >= deadline
+    finally:
+        child.kill()
+        child.join()
     assert not late, f"still running after {limit:g} seconds"
     assert child.exitcode is not None
     return child.exitcode
