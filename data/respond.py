@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
@@ -151,7 +152,10 @@ class _bar:  # noqa: N801 -- a context manager used like a function
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        self.progress = Progress(*columns, disable=not show or done == total, refresh_per_second=2)
+        # On stderr: stdout may be JSON for a script.
+        self.progress = Progress(
+            *columns, console=Console(stderr=True), disable=not show or done == total, refresh_per_second=2
+        )
         self.task = self.progress.add_task(label, total=total, completed=done, rate="")
         self.tokens = 0
 

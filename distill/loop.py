@@ -161,9 +161,7 @@ class Loop:
                     self.progress.tokens_seen += result.tokens
                     self.progress.spend("train", elapsed)
                     self._record(result, result.tokens / elapsed, show)
-                    last = self.progress.step == self.config.train.steps
-                    if last or self.progress.step % self.config.judge.every == 0:
-                        self._judge_if_due()
+                    self._judge_if_due()
                     if self._any_rank(interrupt.requested):
                         self._save()
                         raise Interrupted(str(checkpoint.step_folder(self.run, self.progress.step)))
@@ -237,10 +235,14 @@ class Loop:
 
     def _judge_if_due(self) -> None:
         """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""
-        folder = checkpoint.step_folder(self.run, self.progress.step)
+        step = self.progress.step
+        if step % self.config.judge.every and step != self.config.train.steps:
+            return  # an interrupt's checkpoint, met again after a resume
+        folder = checkpoint.step_folder(self.run, step)
         self._save()
-        if not (folder / checkpoint.JUDGEMENT).exists():
-            self._judge(folder)
+        record = self._judgement(folder / checkpoint.JUDGEMENT)
+        flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        self.metrics.write(step, flat, always=True)
         # From the files, not from memory: a kill between two writes cannot make them disagree.
         scores = checkpoint.judged_scores(self.run)
         self.progress.best_step, self.progress.best_score = max(scores, key=lambda item: item[1])
@@ -250,17 +252,24 @@ class Loop:
             checkpoint.point_best(self.run, self.progress.best_step)
         self.accelerator.wait_for_everyone()
 
-    def _judge(self, folder: Path) -> None:
+    def _judgement(self, path: Path) -> dict[str, Any]:
+        """The record at ``path``, made first when there is none."""
+        judged = path.exists()
+        # All ranks have looked before the first of them can write it: else they would part ways here.
+        self.accelerator.wait_for_everyone()
+        if judged:
+            return json.loads(path.read_text(encoding="utf-8"))
         started = time.perf_counter()
         self.wrapped.eval()
-        record = self.validator(self.progress.step, self.module)
+        # What the judge draws must not reach the training: after a resume the judgement is not repeated.
+        with torch.random.fork_rng():
+            record = self.validator(self.progress.step, self.module)
         self.progress.spend("judge", time.perf_counter() - started)
         if self.accelerator.is_main_process:
-            write_json(folder / checkpoint.JUDGEMENT, record)
+            write_json(path, record)
             self.accelerator.print(self.validator.headline(record))
-        flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-        self.metrics.write(self.progress.step, flat, always=True)
         self.accelerator.wait_for_everyone()
+        return record
 
     def _save(self) -> None:
         """Writes the checkpoint of this step, unless it is there."""

@@ -24,13 +24,16 @@ class Metrics:
         self.has_trackers = has_trackers
 
     def cut_after(self, step: int) -> None:
-        """Drops lines of later steps: they will be made again."""
+        """Drops what will be written again: lines of later steps, and the judgement of this one."""
         if not self.accelerator.is_main_process or not self.path.exists():
             return
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             # A kill in the middle of a write leaves a torn last line.
-            if line.endswith("}") and json.loads(line)["step"] <= step:
+            if not line.endswith("}"):
+                continue
+            values = json.loads(line)
+            if values["step"] < step or (values["step"] == step and "judge/score" not in values):
                 kept.append(line)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
