@@ -55,8 +55,10 @@ def claim_folder(config: RunConfig) -> None:
     path = folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Without responses or checkpoints nothing hangs on the earlier config: a start that failed may be mended.
-        if path.exists() and any((folder / product).exists() for product in ("responses", "checkpoints")):
+        # Without any product nothing hangs on the earlier config: a start that failed may be mended.
+        if path.exists() and any(
+            (folder / product).exists() for product in ("responses", "checkpoints", "self_checks.json")
+        ):
             difference = _first_difference(load_config(path).model_dump(mode="json"), config.model_dump(mode="json"))
             if difference is not None:
                 key, old, new = difference

@@ -1,6 +1,7 @@
 """The draft's first weights: a ready-made model, layers carved from the target, or random ones; and the module that trains."""
 
 import copy
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def from_architecture(
     """A draft with random weights; vocabulary and special ids are the tokenizer's.
 
     Raises:
-        UserError: no or unknown `model_type`, an impossible field.
+        UserError: no or unknown `model_type`, an unknown or impossible field.
     """
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
@@ -161,10 +162,19 @@ def from_architecture(
         "pad_token_id": tokenizer.pad_token_id,
     }
     try:
+        # transformers takes any field and ignores the ones it does not know.
+        plain = AutoConfig.for_model(str(model_type))
+        for name in fields:
+            if not hasattr(plain, name):
+                near = difflib.get_close_matches(name, plain.to_dict(), n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise UserError(f"student.architecture.{name}: {model_type} has no such field{hint}")
         config = AutoConfig.for_model(str(model_type), **{"vocab_size": vocab_rows, **ids, **fields})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except UserError:
+        raise
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"student.architecture: {_reason(error)}") from error
 

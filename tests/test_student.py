@@ -231,3 +231,8 @@ def test_saved_dtype_is_that_of_the_files(tmp_path: Path) -> None:
     assert saved_dtype(str(tmp_path), model) == torch.bfloat16
     assert dtype_of("auto", torch.device("cuda")) == "auto"
     assert dtype_of("bfloat16", torch.device("cpu")) == torch.bfloat16
+
+
+def test_a_misspelt_architecture_field_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="hiden_size: llama has no such field: did you mean hidden_size"):
+        from_architecture({"model_type": "llama", "hiden_size": 32}, tiny_tokenizer(), 300, seed=0)
