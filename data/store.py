@@ -68,7 +68,7 @@ class Row:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON under a temporary name, then renames."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 

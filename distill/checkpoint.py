@@ -55,21 +55,22 @@ def claim_folder(config: RunConfig) -> None:
     path = folder / "config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Without any product nothing hangs on the earlier config: a start that failed may be mended.
-        if path.exists() and any(
-            (folder / product).exists() for product in ("responses", "checkpoints", "self_checks.json")
-        ):
+        # Before the first checkpoint only the responses could hang on the config, and their manifests guard them: a start
+        # that failed may be mended.
+        if path.exists() and (folder / "checkpoints").exists():
             difference = _first_difference(load_config(path).model_dump(mode="json"), config.model_dump(mode="json"))
             if difference is not None:
                 key, old, new = difference
                 raise UserError(
                     f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
-                    "choose another name=..., or delete the folder"
+                    "choose another name=... (its responses may be copied there), or delete the folder"
                 )
             if config.resume == "never":
                 raise UserError(
                     f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
                 )
+        elif path.exists() and path.read_text(encoding="utf-8") != text:
+            (folder / "self_checks.json").unlink(missing_ok=True)
         temporary = path.with_name(".config.yaml.tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
@@ -127,6 +128,7 @@ def save_checkpoint(
             temporary.mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(temporary / "state"))
+        accelerator.wait_for_everyone()  # every rank's RNG is in the folder before it is renamed
         if accelerator.is_main_process:
             student.save_pretrained(str(temporary / "student"))
             tokenizer.save_pretrained(str(temporary / "student"))
@@ -185,6 +187,8 @@ class RunFacts:
     verdict: dict[str, Any] | None
     provenance: dict[str, Any]
     sampling: dict[str, Any]
+    revision: str | None
+    trust_remote_code: bool
 
 
 def read_run(path: Path) -> RunFacts:
@@ -212,4 +216,7 @@ def read_run(path: Path) -> RunFacts:
     data = [source.path for source in config.data.train]
     provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
     sampling = {key: getattr(config.serving, key) for key in ("temperature", "top_k", "top_p", "min_p")}
-    return RunFacts(folder / "student", config.target.path, verdict, provenance, sampling)
+    where = config.target
+    return RunFacts(
+        folder / "student", where.path, verdict, provenance, sampling, where.revision, where.trust_remote_code
+    )

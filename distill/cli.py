@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from distill.guard import check_imports
 from speculative.errors import UserError
 
 app = typer.Typer(
@@ -26,15 +27,26 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.steps=100")] = None,
 ) -> None:
     """Distil, judge and export a draft for the embedded target; ends with the numbers and what to type next."""
-    from distill import train
+    from distill import train as program
     from distill.config import load_config
 
-    status = train.main([config, *(overrides or [])])
+    status = program.main([config, *(overrides or [])])
     if status:
         raise typer.Exit(status)
     run = load_config(config, overrides or []).folder
     exported = _export(run, run / "export", "auto", overwrite=True)
     _show(run, exported.path)
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. optim.lr=3e-4")] = None,
+) -> None:
+    """Train on this machine's one device; for several use `accelerate launch -m distill.train CONFIG`."""
+    from distill import train as program
+
+    raise typer.Exit(program.main([config, *(overrides or [])]))
 
 
 @app.command()
@@ -177,7 +189,7 @@ def _export(run: Path, to: Path, dtype: str, overwrite: bool) -> Any:
     facts = read_run(run)
     return export_draft(
         student_dir=facts.student, target=facts.target, to=to, dtype=dtype, verdict=facts.verdict, provenance=facts.provenance,
-        sampling=facts.sampling, overwrite=overwrite,
+        sampling=facts.sampling, overwrite=overwrite, revision=facts.revision, trust_remote_code=facts.trust_remote_code,
     )  # fmt: skip
 
 
@@ -200,18 +212,17 @@ def _writable(path: Path, write: Any, value: Any) -> None:
 
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit status 2."""
-    from distill.guard import check_imports
-    from speculative.evaluate import SelfCheckError
-
     try:
         check_imports()
         app()
-    except UserError as error:
-        print(f"understudy: {error}", file=sys.stderr)
-        sys.exit(2)
-    except SelfCheckError as error:
-        print(f"understudy: self-check failed, nothing was measured: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (Exception, KeyboardInterrupt) as error:
+        from distill.faults import explain
+
+        explained = explain(error)
+        if explained is None:
+            raise
+        print(explained[0], file=sys.stderr)
+        sys.exit(explained[1])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate import Accelerator
 from rich.panel import Panel
 
 from distill.config import load_config
@@ -11,7 +10,7 @@ from distill.prompts import load_prompts
 from distill.responses import decode_settings
 from distill.screen import marked_completion
 from distill.student import load_model
-from distill.train import context_limit, load_target
+from distill.train import context_limit, load_target, new_accelerator
 from distill.validate import served_copy
 from speculative.decode import decode
 from speculative.drafters import ModelDrafter
@@ -27,7 +26,7 @@ def held_out_completions(run: Path, count: int) -> list[Panel]:
     config = load_config(run / "config.yaml")
     if config.target is None:
         raise UserError(f"{run}: a pre-training run has no target to decode with")
-    target, tokenizer, saved = load_target(config.target, Accelerator().device)
+    target, tokenizer, saved = load_target(config.target, new_accelerator().device)
     draft = served_copy(load_model("best checkpoint", str(run / "best" / "student")), saved, target)
     sets = load_prompts(
         config.data,

@@ -98,7 +98,9 @@ class DataConfig(Section):
 
     train: tuple[SourceConfig, ...] = Field((), description="sources of training prompts")
     heldout: tuple[SourceConfig, ...] = Field((), description="sources of held-out prompts; empty = split from train")
-    heldout_count: int = Field(64, ge=2, description="held-out prompts (at most)")
+    heldout_count: int | None = Field(
+        None, ge=2, description="prompts held out of `train` when `heldout` is empty; null = judge.prompts"
+    )
     template: TemplateConfig = Field(default_factory=TemplateConfig)
     responses: Literal["target", "reference"] = Field(
         "target",
@@ -176,7 +178,9 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16"] = Field(
         "no", description="autocast of the student; its weights stay float32"
     )
-    log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
+    log_every: int = Field(
+        10, ge=1, description="steps between points sent to the trackers; metrics.jsonl has every step"
+    )
     keep_states: int = Field(2, ge=1, description="checkpoints whose optimizer state is kept for resuming")
 
 
@@ -248,6 +252,14 @@ class RunConfig(Section):
             raise ValueError("loss.mix: weights above zero, at least one")
         if (self.judge.rule == "greedy") != (self.serving.temperature == 0):
             raise ValueError("judge.rule: greedy goes with serving.temperature: 0, and only with it")
+        if self.serving.batch_size > self.serving.shard_size:
+            raise ValueError(
+                "serving.batch_size above serving.shard_size: a shard is decoded by itself; raise shard_size too"
+            )
+        if self.target is None and student.lora is not None:
+            raise ValueError("student.lora goes with a target; target: null trains all weights")
+        if self.target is None and any(s.path == "stdlib" and s.limit for s in (*self.data.train, *self.data.heldout)):
+            raise ValueError("data: limit counts prompts; the stdlib corpus of target: null has none")
         if self.serving.temperature == 0 and self.serving.samples_per_prompt > 1:
             raise ValueError("serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response")
         return self

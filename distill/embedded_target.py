@@ -1,6 +1,8 @@
 """Puts a pre-trained run where the package ships its embedded target: bf16 weights and a card with how they came to be."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,12 @@ def publish_target(run: Path, to: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(str(folder / "student"))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(str(to))
-    tokenizer.save_pretrained(str(to))
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".target-") as working:
+        model.save_pretrained(working)
+        tokenizer.save_pretrained(working)
+        to.mkdir(exist_ok=True)
+        for file in Path(working).iterdir():
+            os.replace(file, to / file.name)
     judgement = json.loads((folder / checkpoint.JUDGEMENT).read_text(encoding="utf-8"))
     progress = json.loads((folder / checkpoint.PROGRESS).read_text(encoding="utf-8"))
     provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))

@@ -3,16 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from distill.config import RunConfig
 from distill.prompts import load_prompts
 from distill.responses import RunStores, decode_settings
 from distill.student import load_model, load_tokenizer
-from distill.train import context_limit, load_target
+from distill.train import context_limit, load_target, new_accelerator
 from distill.validate import served_copy
-from distill.verdict import best_gamma_facts, time_drafts, verdict_of_one
+from distill.verdict import best_gamma_facts, describe_costs, step_costs, time_drafts, verdict_of_one
 from distill.vocabulary import repair_rows, require_agreement, vocabulary_rows
 from speculative.errors import UserError
 from speculative.evaluate import judge, self_checks
@@ -62,7 +61,7 @@ def load_draft(path: str, target: PreTrainedModel, tokenizer: Any) -> PreTrained
 def evaluate(
     config: RunConfig, path: str, gammas: list[int], rule: Rule
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """(verdict of one draft at the gamma with the highest measured tau per cost, judgement of every gamma).
+    """(verdict of one draft at the listed gamma nearest to the best one, judgement of every gamma).
 
     The held-out responses are taken from the config's run folder, or made there.
 
@@ -74,10 +73,10 @@ def evaluate(
         raise UserError("this config has no target (target: null): there is nothing to judge a draft against")
     if (rule != "greedy") and config.serving.temperature == 0:
         raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
-    accelerator = Accelerator()
+    accelerator = new_accelerator()
     target, tokenizer, saved = load_target(config.target, accelerator.device)
     draft = served_copy(load_draft(path, target, tokenizer), saved, target)
-    context = context_limit(config, target)
+    context = context_limit(config, target, draft)
     max_tokens = config.serving.max_tokens
     prompts = load_prompts(config.data, tokenizer, context, max_tokens, config.judge.prompts, heldout_only=True).heldout
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
@@ -88,7 +87,9 @@ def evaluate(
         settings = decode_settings(config, target, gamma, rule)
         by_gamma[gamma] = judge(target, draft, frozen, settings, batch_size=config.judge.batch_size)
         del by_gamma[gamma]["per_prompt"]
-    facts = best_gamma_facts(config, target, draft, by_gamma[gammas[0]]["replay"], context)
-    chosen = min(gammas, key=lambda gamma: abs(gamma - (facts["best_gamma"] or 1)))
+    costs = step_costs(config, target, draft, rule, max(gammas), context)
+    best = best_gamma_facts(by_gamma[gammas[0]]["replay"], costs)
+    chosen = min(gammas, key=lambda gamma: abs(gamma - (best["best_gamma"] or 1)))
+    facts = best | {"costs": describe_costs(costs, chosen)}
     speed = time_drafts(config, target, {"best": draft}, frozen, chosen, rule)
     return verdict_of_one({"step": None, **by_gamma[chosen]}, facts, speed, checks, path), by_gamma

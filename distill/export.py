@@ -57,6 +57,7 @@ def export_draft(
     provenance: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
     overwrite: bool = False,
+    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ExportReport:
     """Export `student_dir` as the draft of `target`.
@@ -71,6 +72,7 @@ def export_draft(
         sampling: `temperature`, `top_k`, `top_p`, `min_p` of the run, for the generation config; defaults to
             `provenance["sampling"]`.
         overwrite: replace an earlier export at `to`.
+        revision: hub revision of the target.
 
     Raises:
         UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
@@ -78,7 +80,7 @@ def export_draft(
     """
     student_dir = Path(student_dir)
     path = check_destination(to, sources=_directories_read(student_dir, target), overwrite=overwrite)
-    target_side = load_target_side(target, trust_remote_code)
+    target_side = load_target_side(target, trust_remote_code, revision)
     served_dtype = _served_dtype(dtype, target_side.config)
     rows = vocabulary_rows(target_side.config)
     student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from data.collate import Batch, Example, collate
 from data.packing import batches_per_epoch, micro_batches, plan_epoch
 from data.store import write_json
 from distill import checkpoint
-from distill.config import OptimConfig, RunConfig
+from distill.config import OptimConfig, RunConfig, TrainConfig
 from distill.student import DraftModule
 from distill.teacher import Teacher
 from distill.tracking import Metrics
@@ -82,6 +83,7 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr)
 
     def restore(self) -> None:
         """Puts the earlier handlers back."""
@@ -109,12 +111,8 @@ class Loop:
         Raises:
             UserError: batch, micro-batch and number of ranks do not divide.
         """
-        train, ranks = config.train, accelerator.num_processes
-        if train.batch_size % (train.micro_batch_size * ranks):
-            raise UserError(
-                f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
-                f"{train.micro_batch_size} x {ranks}"
-            )
+        train = config.train
+        check_batches(train, accelerator.num_processes)
         self.config, self.accelerator, self.teacher, self.examples = config, accelerator, teacher, examples
         self.tokenizer, self.validator, self.progress, self.provenance = tokenizer, validator, progress, provenance
         self.lengths = np.array([len(example.input_ids) for example in examples])
@@ -306,6 +304,15 @@ class Loop:
                 bar.update(task, completed=self.progress.step, facts=facts)
 
             yield show
+
+
+def check_batches(train: TrainConfig, ranks: int) -> None:
+    """Raises UserError when the sequences of a step do not divide into micro-batches of all ranks."""
+    if train.batch_size % (train.micro_batch_size * ranks):
+        raise UserError(
+            f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
+            f"{train.micro_batch_size} x {ranks}"
+        )
 
 
 def make_optimizers(module: torch.nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:

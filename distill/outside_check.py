@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from distill.assisted import check_with_transformers
 from distill.config import RunConfig
 from distill.evaluate import load_draft
 from distill.prompts import load_prompts
 from distill.responses import decode_settings
-from distill.train import context_limit, load_target
+from distill.train import context_limit, load_target, new_accelerator
+from distill.validate import served_copy
 from speculative.decode import decode
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
@@ -27,15 +26,22 @@ def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -
     """
     if config.target is None:
         raise UserError("this config has no target (target: null): there is nothing to check a draft against")
-    target, tokenizer, _ = load_target(config.target, Accelerator().device)
-    draft = load_draft(str(exported), target, tokenizer)
+    target, tokenizer, saved = load_target(config.target, new_accelerator().device)
+    draft = served_copy(load_draft(str(exported), target, tokenizer), saved, target)
     max_tokens = config.serving.max_tokens
     context = context_limit(config, target)
     heldout = load_prompts(config.data, tokenizer, context, max_tokens, prompts, heldout_only=True).heldout
-    theirs = check_with_transformers(target, exported, [prompt.prompt_ids for prompt in heldout], max_tokens, gamma)
+    theirs = check_with_transformers(
+        target,
+        exported,
+        [prompt.prompt_ids for prompt in heldout],
+        max_tokens,
+        gamma,
+        trust_remote_code=config.target.trust_remote_code,
+    )
     settings = decode_settings(config, target, gamma, "greedy")
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in heldout]
-    ours = live_metrics(decode(target, ModelDrafter(draft.to(target.dtype)), keyed, settings)[0], gamma)  # type: ignore[arg-type]
+    ours = live_metrics(decode(target, ModelDrafter(draft), keyed, settings)[0], gamma)
     low, high = ours["tau_ci"]
     del theirs["per_prompt"]
     return {

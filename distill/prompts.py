@@ -1,5 +1,6 @@
 """From the config's sources to rendered prompts: read, de-duplicate, split, render, check."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +47,19 @@ def load_prompts(
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
     else:
         train_rows, heldout_rows = split_rows(
-            train_rows, heldout_count=min(data.heldout_count, max(2, len(train_rows) // 5))
+            train_rows, heldout_count=min(data.heldout_count or heldout_prompts, max(2, len(train_rows) // 5))
         )
         overlapping = 0
     render = _Renderer(data, tokenizer, context_length, max_tokens)
-    heldout = [prompt for row in _by_hash(heldout_rows) if (prompt := render(row)) is not None][:heldout_prompts]
+    # Lazily: rows behind the last prompt that is needed are not even looked at.
+    fitting = (prompt for row in _by_hash(heldout_rows) if (prompt := render(row, with_reference=False)) is not None)
+    heldout = list(itertools.islice(fitting, heldout_prompts))
     train = [] if heldout_only else [prompt for row in train_rows if (prompt := render(row)) is not None]
     if not heldout or not (train or heldout_only):
         side = "heldout" if not heldout else "train"
         raise UserError(
-            f"data.{side}: every prompt is too long ({render.dropped} left out); raise data.max_prompt_tokens"
+            f"data.{side}: every prompt is too long ({render.dropped} left out): lower serving.max_tokens, or raise "
+            f"data.max_prompt_tokens or the context (now {context_length} tokens for prompt and response)"
         )
     parts = [f"{len(train)} training and {len(heldout)} held-out prompts"]
     for count, what in (
@@ -85,13 +89,13 @@ class _Renderer:
         self.context_length, self.max_tokens = context_length, max_tokens
         self.dropped = 0
 
-    def __call__(self, row: PromptRow) -> RenderedPrompt | None:
+    def __call__(self, row: PromptRow, with_reference: bool = True) -> RenderedPrompt | None:
         """The rendered prompt, or None when it is too long and may be left out."""
         how: dict[str, Any] = {
             "mode": self.data.template.mode, "chat_template_kwargs": self.data.template.chat_template_kwargs
         }  # fmt: skip
         reference_ids = None
-        if self.data.responses == "reference":
+        if self.data.responses == "reference" and with_reference:
             if row.reference is None:
                 raise UserError(
                     f"{row.origin}: data.responses is reference, but the row has none; map reference_column"

@@ -23,7 +23,9 @@ EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 
 def resolve(path: str) -> str:
     """`embedded` -> the folder of the target shipped with us; anything else as it is."""
-    return str(EMBEDDED_FOLDER) if path == EMBEDDED else path
+    if path == EMBEDDED:
+        return str(EMBEDDED_FOLDER)
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _reason(error: Exception) -> str:
@@ -190,9 +192,19 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float, targ
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
     lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
     try:
-        return get_peft_model(model, lora)
+        adapted = get_peft_model(model, lora)
     except ValueError as error:
         raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted_table = any(
+        "lora_" in name for table in tables if table is not None for name, _ in table.named_parameters()
+    )
+    if adapted_table and model.config.get_text_config().tie_word_embeddings:
+        raise UserError(
+            f"student.lora.target_modules = {modules}: the head is tied to the embedding, and merging an adapter into one "
+            "would change the other; leave lm_head and the embedding out"
+        )
+    return adapted
 
 
 class DraftModule(nn.Module):
@@ -208,6 +220,11 @@ class DraftModule(nn.Module):
         inner: Any = adapted.get_base_model() if hasattr(student, "get_base_model") else student
         # In a tuple: a plain attribute, not a second registration of the same module.
         self._split = (SplitModel(inner),)
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The causal LM that trains, inside its adapters if it has any."""
+        return self._split[0].model
 
     def forward(
         self,

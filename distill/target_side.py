@@ -23,7 +23,7 @@ class TargetSide:
     generation: GenerationConfig
 
 
-def load_target_side(target: str, trust_remote_code: bool = False) -> TargetSide:
+def load_target_side(target: str, trust_remote_code: bool = False, revision: str | None = None) -> TargetSide:
     """Config, tokenizer and generation config of the target.
 
     Raises:
@@ -33,15 +33,15 @@ def load_target_side(target: str, trust_remote_code: bool = False) -> TargetSide
     name = resolve(target)
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
         fix = (
             "give a model directory" if Path(name).is_dir() else "give a local directory, or offline fill the hub cache"
         )
         raise UserError(f"target {target} cannot be read: {str(error).splitlines()[0]}; {fix}") from error
-    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
     try:
-        generation = GenerationConfig.from_pretrained(name)
+        generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:  # many targets have none; the model config then holds the ids
         generation = GenerationConfig.from_model_config(config)
     return TargetSide(name, config, tokenizer, generation)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import is_tensorboard_available
 
 from speculative.errors import UserError
 
@@ -61,6 +62,8 @@ def start_trackers(
     """
     if not trackers:
         return
+    if "tensorboard" in trackers and not is_tensorboard_available():
+        raise UserError("tracking.trackers: tensorboard is not installed here; `pip install tensorboard` or drop it")
     options = {"wandb": {"name": name, "dir": str(accelerator.logging_dir)}} if "wandb" in trackers else {}
     if "wandb" in trackers and accelerator.is_main_process:
         try:

@@ -1,15 +1,15 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
 
-import errno
 import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from transformers import PreTrainedModel
 
 from data.respond import RenderedPrompt
@@ -17,8 +17,9 @@ from data.store import write_json
 from distill import checkpoint
 from distill.config import RunConfig, TargetConfig, load_config
 from distill.corpus import HeldoutLoss, window_examples, windows_of
+from distill.faults import explain
 from distill.guard import check_imports
-from distill.loop import Interrupted, Loop, resume_point
+from distill.loop import Loop, check_batches, resume_point
 from distill.objective import Objective
 from distill.plot import plot_run
 from distill.prompts import load_prompts
@@ -40,7 +41,7 @@ from distill.validate import DraftJudge
 from distill.verdict import make_verdict
 from distill.vocabulary import repair_rows, require_agreement, vocabulary_rows
 from speculative.errors import UserError
-from speculative.evaluate import SelfCheckError, self_checks
+from speculative.evaluate import self_checks
 
 USAGE = """usage: accelerate launch -m distill.train CONFIG [key=value ...]
 
@@ -57,17 +58,30 @@ def make_objective(config: RunConfig) -> Objective:
     return Objective(loss.weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature)
 
 
+def new_accelerator(**options: Any) -> Accelerator:
+    """An Accelerator on the best device that has float64, which the sums need: Apple's GPU does not, its CPU does."""
+    # The other ranks wait while the main process judges: for longer than the usual ten minutes on real prompts.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=12))
+    return Accelerator(cpu=torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
+
+
 def start(config: RunConfig) -> Accelerator:
     """Claims the run's folder and starts Accelerate and the trackers.
 
     Raises:
         UserError: the folder holds another config or cannot be written; a tracker is not installed.
     """
-    accelerator = Accelerator(
+    accelerator = new_accelerator(
         mixed_precision=config.train.mixed_precision,
         log_with=list(config.tracking.trackers) or None,
         project_dir=str(config.folder),
     )
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        raise UserError(
+            f"the launcher asks for {accelerator.distributed_type.value}; one process per device (MULTI_GPU, MULTI_CPU) is "
+            "what is supported: run `accelerate config` again without FSDP or DeepSpeed"
+        )
+    check_batches(config.train, accelerator.num_processes)
     if accelerator.is_main_process:
         checkpoint.claim_folder(config)
     accelerator.wait_for_everyone()
@@ -92,6 +106,8 @@ def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
         )
     if student_config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
+    if tokenizer.eos_token_id is None:
+        raise UserError("student.tokenizer: it has no eos token, which separates documents")
     window = int(config.train.window or 0)
     windows = windows_of(config.data.train, tokenizer, window)
     heldout = (
@@ -99,6 +115,8 @@ def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
     )
     if not config.data.heldout:
         windows = windows[: -len(windows) // 50]
+        if not len(windows):
+            raise UserError("data: one window of text is too little to hold some out; give more text or data.heldout")
     accelerator.print(f"{windows.size:,} training tokens, {sum(p.numel() for p in student.parameters()):,} parameters")
     progress, _ = resume_point(config)
     provenance = describe_run(config.seed) | {
@@ -125,10 +143,10 @@ def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedM
     return target.to(device), load_tokenizer(config.path, **how), saved_dtype(config.path, target, **how)  # type: ignore[arg-type]
 
 
-def context_limit(config: RunConfig, target: PreTrainedModel) -> int:
-    """Tokens of prompt + response that fit: the target's own limit, or a lower `data.context_length`."""
-    own = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
-    return min(own, config.data.context_length or own)
+def context_limit(config: RunConfig, *models: PreTrainedModel) -> int:
+    """Tokens of prompt + response that fit: the smallest limit of the models, or a lower `data.context_length`."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
+    return min([limit for limit in (*limits, config.data.context_length) if limit], default=1 << 20)
 
 
 def make_student(config: RunConfig, target: PreTrainedModel, tokenizer: Any) -> Any:
@@ -166,7 +184,9 @@ def check_instrument(
         SelfCheckError: the judge contradicts itself.
     """
     path = config.folder / "self_checks.json"
-    if path.exists():
+    found = path.exists()
+    accelerator.wait_for_everyone()  # all ranks have looked before one of them writes
+    if found:
         return json.loads(path.read_text(encoding="utf-8"))
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
     result = self_checks(target, keyed, decode_settings(config, target, config.judge.gamma, config.judge.rule))
@@ -185,7 +205,9 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     assert config.target is not None
     progress, _ = resume_point(config)
     target, tokenizer, target_saved_dtype = load_target(config.target, accelerator.device)
-    context = context_limit(config, target)
+    # Before the long work: whatever is wrong with the student is told now, not after the target has answered.
+    module = DraftModule(make_student(config, target, tokenizer), make_objective(config))
+    context = context_limit(config, target, module.inner)
     sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
     clock = _Clock(progress)
@@ -195,7 +217,6 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     rows = stores.training(sets.train)
     heldout = stores.heldout_by_rule(sets.heldout)
     clock.stop("respond")
-    module = DraftModule(make_student(config, target, tokenizer), make_objective(config))
     accelerator.print(
         f"{len(rows)} responses of {sum(map(len, (row.log_target_probs for row in rows))):,} tokens; "
         f"target {_parameters(target):,} parameters, draft {_parameters(module):,}"
@@ -251,34 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pretrain(config, accelerator)
         else:
             distil(config, accelerator)
-    except UserError as error:
-        print(f"understudy: {error}", file=sys.stderr)
-        return 2
-    except SelfCheckError as error:
-        print(f"understudy: self-check failed, nothing was measured: {error}", file=sys.stderr)
-        return 1
-    except Interrupted as interrupted:
-        print(f"\ninterrupted: checkpoint {interrupted} is written; the same command goes on from it", file=sys.stderr)
-        return 130
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was written stays; the same command goes on from it", file=sys.stderr)
-        return 130
-    except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
-        print(
-            f"understudy: out of memory ({reason}); lower train.micro_batch_size, loss.chunk_tokens, serving.batch_size or "
-            "judge.batch_size (other key values need another name=...), then start again",
-            file=sys.stderr,
-        )
-        return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+    except (Exception, KeyboardInterrupt) as error:
+        explained = explain(error)
+        if explained is None:
             raise
-        where = error.filename or (accelerator and accelerator.project_dir) or "the run's folder"
-        print(
-            f"understudy: {where}: cannot be written ({error.strerror}); earlier checkpoints are whole", file=sys.stderr
-        )
-        return 2
+        print(explained[0], file=sys.stderr)
+        return explained[1]
     finally:
         if accelerator is not None:
             accelerator.end_training()

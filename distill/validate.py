@@ -17,6 +17,7 @@ from speculative.verify import Rule
 
 # |z| of live blocks against replay's prediction: beyond this the judge, not the draft, is to be doubted.
 REPLAY_Z_LIMIT = 4.0
+GREEDY_BLOCK_TOLERANCE = 0.02
 
 
 def served_copy(model: PreTrainedModel, saved_dtype: torch.dtype, target: PreTrainedModel) -> PreTrainedModel:
@@ -62,8 +63,13 @@ class DraftJudge:
         settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
         result = judge(self.target, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size)
         del result["per_prompt"]
-        z = result["replay_check"]["z"]
-        result["replay_check"]["agrees"] = z is None or abs(z) <= REPLAY_Z_LIMIT
+        check = result["replay_check"]
+        if check["z"] is None:
+            # Greedy has no coins to excuse a difference, but a near-tie may fall otherwise in a batch of another shape.
+            gap = abs(check["live_blocks"] - check["predicted_blocks"])
+            check["agrees"] = gap <= GREEDY_BLOCK_TOLERANCE * check["predicted_blocks"]
+        else:
+            check["agrees"] = abs(check["z"]) <= REPLAY_Z_LIMIT
         return result
 
     def headline(self, record: dict[str, Any]) -> str:
@@ -76,5 +82,6 @@ class DraftJudge:
             f"accepted/drafted {record['accepted_per_drafted']:.3f}"
         )
         if not record["replay_check"]["agrees"]:
-            line += f"\n  warning: live blocks are {record['replay_check']['z']:+.1f} standard errors off replay's prediction"
+            check = record["replay_check"]
+            line += f"\n  warning: {check['live_blocks']} live blocks where replay predicts {check['predicted_blocks']:.1f}: doubt the judge"
         return line

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from data.store import write_json
@@ -78,14 +79,18 @@ def load_verdict(run: Path) -> dict[str, Any]:
         ) from error
 
 
-def step_costs(target: PreTrainedModel, draft: PreTrainedModel, config: RunConfig, context_limit: int) -> StepCosts:
-    """Stage times of this pair at batch 1, in a context as long as the run's typical one allows."""
-    gammas = tuple(sorted({1, 3, 5, 8, config.judge.gamma}))
+def step_costs(
+    config: RunConfig, target: PreTrainedModel, draft: PreTrainedModel, rule: Rule, gamma: int, context_limit: int
+) -> StepCosts:
+    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room."""
     blocks = 8
-    room = context_limit - (blocks + 3) * (max(gammas) + 1)
-    context = max(2, min(128, room))
+    gammas = sorted(
+        g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
+    )
+    context = max(2, min(128, context_limit - (blocks + 3) * (max(gammas) + 1)))
+    settings = decode_settings(config, target, rule=rule)
     return measure_costs(
-        target, draft, gammas=gammas, sampling=decode_settings(config, target).sampling, context=context, blocks=blocks
+        target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
     )
 
 
@@ -138,6 +143,7 @@ def make_verdict(
     probs = {name: score_responses(draft, frozen, settings.sampling, rule) for name, draft in drafts.items()}
     paired = paired_alpha_gain(probs["best"], probs["baseline"], [response.prompt for response in frozen])
     speed = time_drafts(config, target, drafts, frozen, gamma, rule)
+    costs = step_costs(config, target, drafts["best"], rule, gamma, context_limit)
     pays, sentence = sentence_of(speed["best"]["speed_up"], paired["alpha_gain"], paired["ci"], gamma)
     verdict = {
         "rule": rule,
@@ -149,7 +155,8 @@ def make_verdict(
         "target_tokens_per_second": speed["target"]["tokens_per_second"],
         "speed_up": {name: speed[name]["speed_up"] for name in drafts},
         "paired": paired,
-        **best_gamma_facts(config, target, drafts["best"], best["replay"], context_limit),
+        **best_gamma_facts(best["replay"], costs),
+        "costs": describe_costs(costs, gamma),
         "checkpoints": records,
         "self_checks": self_checks,
         "domains": best["domains"],
@@ -170,22 +177,20 @@ def time_drafts(
     rule: Rule,
 ) -> dict[str, dict[str, float]]:
     """Tokens/s at batch 1 of the target alone and with each draft, alternating on the same held-out prompts."""
-    prompts = [(response.key, response.prompt_ids) for response in frozen[: config.judge.speed_prompts]]
+    # Spread over the set, which is stored longest prompt first.
+    spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
+    prompts = [(frozen[index].key, frozen[index].prompt_ids) for index in spread]
     return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))
 
 
-def best_gamma_facts(
-    config: RunConfig, target: PreTrainedModel, draft: PreTrainedModel, replay: dict[Any, float], context_limit: int
-) -> dict[str, Any]:
-    """{replay, best_gamma, predicted_speed_up, costs} of a draft."""
+def best_gamma_facts(replay: dict[Any, float], costs: StepCosts) -> dict[str, Any]:
+    """{replay, best_gamma, predicted_speed_up}: the best among the gammas whose costs were measured or lie between."""
     taus = {int(gamma): tau for gamma, tau in replay.items()}
-    costs = step_costs(target, draft, config, context_limit)
-    chosen, predicted = best_gamma(taus, costs)
+    chosen, predicted = best_gamma({g: tau for g, tau in taus.items() if g <= max(costs.verify_seconds)}, costs)
     return {
         "replay": {str(gamma): tau for gamma, tau in taus.items()},
         "best_gamma": chosen,
         "predicted_speed_up": predicted,
-        "costs": describe_costs(costs, config.judge.gamma),
     }
 
 

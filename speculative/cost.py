@@ -17,6 +17,7 @@ from speculative.decode import BlockLoop
 from speculative.drafters import ModelDrafter
 from speculative.responses import DecodeSettings
 from speculative.sampling import SamplingSettings
+from speculative.verify import Rule
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def measure_costs(
     *,
     gammas: Sequence[int] = (1, 3, 5, 8),
     sampling: SamplingSettings | None = None,
+    rule: Rule = "sample",
     batch_size: int = 1,
     context: int = 128,
     blocks: int = 8,
@@ -113,7 +115,11 @@ def measure_costs(
         for _ in range(repeats):
             for gamma, seen in samples.items():
                 settings = DecodeSettings(
-                    sampling or SamplingSettings(), gamma=gamma, max_tokens=(blocks + 1) * (gamma + 1), seed=seed
+                    sampling or SamplingSettings(),
+                    gamma=gamma,
+                    rule=rule,
+                    max_tokens=(blocks + 1) * (gamma + 1),
+                    seed=seed,
                 )
                 loop = BlockLoop(target, ModelDrafter(draft), prompts, settings, exact_stages=True)
                 seen += _block_seconds(loop, blocks)

@@ -186,9 +186,14 @@ def _load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, chat: bool) ->
         raise UserError(f"--prompts {path}: no such file")
     prompts: list[Prompt] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        row = json.loads(line) if line.strip() else {}
-        if not isinstance(row.get("prompt"), str):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise UserError(f'{path}:{number}: each line must be a JSON object with a "prompt" text')
+        if chat and not tokenizer.chat_template:
+            raise UserError("--chat: the target's tokenizer has no chat template")
         if chat:
             messages = [{"role": "user", "content": row["prompt"]}]
             text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
@@ -205,6 +210,11 @@ def evaluate_pair(
     target_dir: Path, draft_dir: Path, prompts_file: Path, settings: DecodeSettings, chat: bool, dtype: str
 ) -> dict[str, Any]:
     """Load a pair, check the judge, judge the draft and its price; `settings.eos_ids` come from the target."""
+    for name, folder in (("--target", target_dir), ("--draft", draft_dir)):
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name} {folder}: no config.json there: give a Hugging Face model directory")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {dtype}: float32, bfloat16 or float16")
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = (
@@ -249,6 +259,9 @@ def main(
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    except SelfCheckError as error:
+        typer.echo(f"error: self-check failed, nothing was measured: {error}", err=True)
+        raise typer.Exit(1) from None
     text = json.dumps(result, indent=1)
     if out is not None:
         out.write_text(text + "\n")

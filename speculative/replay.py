@@ -114,17 +114,14 @@ def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Seque
     """Replay of the very text a live run produced against the blocks it counted.
 
     {"predicted_blocks", "live_blocks", "z"}: z is in standard deviations of the coins; where nothing is random (greedy)
-    it is 0 when both are equal within rounding and infinite otherwise. It sees faults that leave the text right and
+    it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
     only lower acceptance, such as draft positions off by one.
     """
     predicted = float(expected_blocks(accept_probs, (gamma,)).sum())
     counted = int(sum(counted_blocks_N))
     deviation = float(np.sqrt(block_variance(accept_probs, gamma).sum()))
     gap = counted - predicted
-    if abs(gap) < 1e-6:
-        z = 0.0
-    else:
-        z = gap / deviation if deviation > 1e-6 else float(np.copysign(np.inf, gap))
+    z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
     return {"predicted_blocks": predicted, "live_blocks": counted, "z": z}
 
 

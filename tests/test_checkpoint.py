@@ -44,7 +44,7 @@ def test_claim_writes_the_resolved_config(tmp_path: Path) -> None:
     assert [path.name for path in config.folder.iterdir()] == ["config.yaml"]
 
 
-PRODUCTS = ("responses", "checkpoints")
+PRODUCTS = ("checkpoints",)
 
 
 def claim_and_produce(folder: Path, product: str = "checkpoints") -> None:
@@ -288,3 +288,16 @@ def test_the_config_of_a_run_reads_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
+
+
+def test_before_the_first_checkpoint_a_start_may_be_mended(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    checkpoint.claim_folder(config)
+    (config.folder / "responses").mkdir()
+    (config.folder / "self_checks.json").write_text("{}")
+    checkpoint.claim_folder(config)
+    assert (config.folder / "self_checks.json").exists()
+    mended = run_config(tmp_path, optim={"lr": 0.5})
+    checkpoint.claim_folder(mended)
+    assert not (config.folder / "self_checks.json").exists()
+    assert (config.folder / "config.yaml").read_text() == dump_config(mended)

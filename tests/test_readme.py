@@ -45,3 +45,9 @@ def test_the_test_command_is_the_one_ci_runs() -> None:
     assert "make test" in README
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=False).returncode == 0
+
+
+def test_nothing_is_left_to_fill_in_and_every_picture_is_there() -> None:
+    assert "@@" not in README
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
+        assert (ROOT / path).exists(), path
