@@ -64,7 +64,7 @@ data:
   heldout: [{{path: stdlib, split: heldout}}]
   template: {{mode: plain}}
   max_prompt_tokens: 60
-serving: {{temperature: 0.7, max_tokens: 16, shard_size: 16}}
+serving: {{temperature: 0.7, max_tokens: 16, shard_size: 16, batch_size: 16}}
 loss: {{name: forward_kl, chunk_tokens: 64}}
 optim: {{lr: 3.0e-3}}
 train: {{steps: 12, batch_size: 8, micro_batch_size: 4}}
