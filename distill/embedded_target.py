@@ -62,6 +62,7 @@ def publish_target(run: Path, to: Path) -> dict[str, Any]:
         "heldout_loss_nats": judgement["heldout_loss"],
         "heldout_perplexity": judgement["perplexity"],
         "heldout_tokens": judgement["heldout_tokens"],
+        "chosen_from": _judged_checkpoints(run),
         "training_seconds": round(progress["seconds"].get("train", 0.0)),
         "seed": config.seed,
         "fingerprint": model_fingerprint(model),
@@ -70,6 +71,15 @@ def publish_target(run: Path, to: Path) -> dict[str, Any]:
     write_json(to / CARD, card)
     (to / "README.md").write_text(card_text(card), encoding="utf-8")
     return card
+
+
+def _judged_checkpoints(run: Path) -> list[str]:
+    """Every checkpoint of the run with its tokens and held-out loss: the shipped one has the lowest."""
+    rows = []
+    for step, score in checkpoint.judged_scores(run):
+        progress = json.loads((checkpoint.step_folder(run, step) / checkpoint.PROGRESS).read_text(encoding="utf-8"))
+        rows.append(f"step {step}: {progress['tokens_seen']:,} tokens, held-out loss {-score:.3f}")
+    return rows
 
 
 def card_text(card: dict[str, Any]) -> str:
