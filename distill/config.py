@@ -196,6 +196,11 @@ class JudgeConfig(Section):
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
     patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")
     speed_prompts: int = Field(16, ge=1, description="prompts timed one at a time for the verdict's tokens/s")
+    speed_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads while tokens/s and step costs are measured, for all alike; null = torch's own",
+    )
     corpus_windows: int = Field(
         64, ge=1, description="held-out windows scored per checkpoint (loss ce without a target)"
     )

@@ -15,12 +15,15 @@ pays_off, sentence                the answer
 seconds                           by stage
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from data.store import write_json
@@ -89,9 +92,21 @@ def step_costs(
     )
     context = max(2, min(128, context_limit - (blocks + 3) * (max(gammas) + 1)))
     settings = decode_settings(config, target, rule=rule)
-    return measure_costs(
-        target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
-    )
+    with cpu_threads(config.judge.speed_threads):
+        return measure_costs(
+            target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
+        )
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Torch's CPU threads while something is timed: a small model at batch 1 is served best by one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def describe_costs(costs: StepCosts, gamma: int) -> dict[str, Any]:
@@ -180,7 +195,8 @@ def time_drafts(
     # Spread over the set, which is stored longest prompt first.
     spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
     prompts = [(frozen[index].key, frozen[index].prompt_ids) for index in spread]
-    return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))
+    with cpu_threads(config.judge.speed_threads):
+        return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))
 
 
 def best_gamma_facts(replay: dict[Any, float], costs: StepCosts) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tm
     for words in (
         "target alone",
         "undistilled",
-        "best gamma",
+        "speed",
         "cost ratio",
         "accelerate launch",
         "accepted from the draft",
