@@ -28,7 +28,6 @@ from distill.provenance import describe_run
 from distill.student import DraftModule, carve, dtype_of, load_model, load_tokenizer
 from distill.teacher import Teacher
 from speculative.decode import decode, end_token_ids
-from speculative.drafters import ModelDrafter
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.responses import DecodeSettings
 from speculative.sampling import SamplingSettings
@@ -168,7 +167,6 @@ def main(
         for p, r in zip(rendered, responses, strict=True)
     ]
     heldout = [HeldoutResponse(r.key, "stdlib", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
-    ModelDrafter(draft)
     result = {
         "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None},
         "target": target,

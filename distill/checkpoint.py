@@ -1,11 +1,11 @@
 """A run's folder and its checkpoints: written whole or not at all, found again, pruned.
 
 runs/NAME/config.yaml             the resolved config
-         provenance.json          commit, versions, machine, command
          metrics.jsonl            one line a step
          responses/               token stores
          checkpoints/step-000100/ student/ (a Hugging Face model), state/ (optimizer, scheduler, RNG), progress.json,
-                                  judgement.json
+                                  judgement.json, provenance.json (commit, versions, machine, command)
+         self_checks.json         what was checked before anything was measured
          best                     link to the best checkpoint
          verdict.json, plot.png
 """

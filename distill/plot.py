@@ -1,11 +1,10 @@
 """The picture of a run: alpha and tau of every judged checkpoint over steps, the undistilled baseline as a line."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from distill import checkpoint
+from distill.verdict import load_judgements
 
 PLOT = "plot.png"
 _PANELS = (("alpha", "alpha (acceptance rate)"), ("tau", "tau (tokens per target call)"))
@@ -18,11 +17,7 @@ def plot_run(run: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    records = [
-        json.loads((checkpoint.step_folder(run, step) / checkpoint.JUDGEMENT).read_text(encoding="utf-8"))
-        for step in checkpoint.list_steps(run)
-        if (checkpoint.step_folder(run, step) / checkpoint.JUDGEMENT).exists()
-    ]
+    records = load_judgements(run)
     best = max(records, key=lambda record: record["score"])
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, (key, label) in zip(axes, _PANELS, strict=True):
