@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedModel
 
-from speculative.cache import evaluating, vocab_rows
-from speculative.decode import BlockLoop
+from speculative.block_loop import BlockLoop
 from speculative.drafters import ModelDrafter
-from speculative.responses import DecodeSettings
+from speculative.models import evaluating, vocab_rows
+from speculative.responses import DecodeSettings, Timing
 from speculative.sampling import SamplingSettings
 from speculative.verify import Rule
 
@@ -121,7 +121,15 @@ def measure_costs(
                     max_tokens=(blocks + 1) * (gamma + 1),
                     seed=seed,
                 )
-                loop = BlockLoop(target, ModelDrafter(draft), prompts, settings, exact_stages=True)
+                loop = BlockLoop(
+                    target,
+                    ModelDrafter(draft) if gamma > 0 else None,
+                    batch_size,
+                    context + settings.max_tokens,
+                    settings,
+                    exact_stages=True,
+                )
+                loop.admit(range(batch_size), prompts)
                 seen += _block_seconds(loop, blocks)
     drafting = {gamma: statistics.median(drafted for drafted, _ in samples[gamma]) for gamma in gammas}
     verifying = {gamma: statistics.median(verified for _, verified in samples[gamma]) for gamma in samples}
@@ -133,7 +141,7 @@ def _block_seconds(loop: BlockLoop, blocks: int) -> list[tuple[float, float]]:
     loop.run_block()
     seconds = []
     for _ in range(blocks):
-        drafted, verified = loop.timing.draft_seconds, loop.timing.verify_seconds
+        loop.timing = Timing()
         loop.run_block()
-        seconds.append((loop.timing.draft_seconds - drafted, loop.timing.verify_seconds - verified))
+        seconds.append((loop.timing.draft_seconds, loop.timing.verify_seconds + loop.timing.accept_seconds))
     return seconds

@@ -1,189 +1,148 @@
-"""The batched block loop: draft `gamma` tokens, verify them in one target call, commit. Plain decoding is gamma 0.
+"""Decoding as people use it: a stream of events, or all responses at once. Losslessness is `block_loop`'s and `verify`'s.
 
-Shapes: R rows of the batch, G drafted tokens (gamma), G1 = G + 1, V vocabulary, C columns of the token buffer,
-L response positions.
-
-Invariant at the start of a block: row r's committed text is tokens_RC[r, :lengths_R[r]] (prompt included) and the
-target's cache holds all of it but the last token, which is the first one fed to the verify call. So a block needs
-gamma + 1 target positions, the prompt's logits are never computed, and rolling back means not advancing a length.
+A decode call has a fixed number of rows. A row whose response ended takes the next waiting prompt at once, so a long
+response never holds the batch; when nobody waits, rows that are done are dropped.
 """
 
 from __future__ import annotations
 
+import resource
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.cache import CachedModel, check_same_vocabulary, evaluating, max_positions, vocab_rows
+from speculative.block_loop import BlockLoop, slots_beyond
 from speculative.drafters import Drafter
 from speculative.errors import UserError
-from speculative.responses import BlockOutcome, DecodeSettings, Prompt, Response, Timing, record_block
-from speculative.sampling import ACCEPTANCE_COIN, DRAFT_UNIFORM, RESIDUAL_UNIFORM, logits_to_probs, row_uniforms
-from speculative.verify import Verified, draft_settings_for, verify, verify_greedy
+from speculative.gamma import FixedGamma, GammaPolicy
+from speculative.memory import check_memory
+from speculative.models import (
+    check_decodable,
+    check_same_vocabulary,
+    end_token_ids,
+    in_eval_mode,
+    max_positions,
+    vocab_rows,
+)
+from speculative.proposal_log import ProposalLog
+from speculative.responses import (
+    BlockOutcome,
+    DecodeSettings,
+    GateRecord,
+    Prompt,
+    Response,
+    Timing,
+    append_block,
+    count_block,
+    note_origin,
+)
+from speculative.runners import EAGER, resolve_runner
+from speculative.text import TextStream
+
+__all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
 
 CommitHook = Callable[[int, list[int]], None]
 
 
-class BlockLoop:
-    """A batch of prompts being decoded, one block at a time. Rows neither stop nor shrink by themselves.
+class _Stop:
+    """Answer of a commit gate: end the response before this token."""
 
-    `decode` is the ordinary way in; `cost` drives this loop directly to time its stages.
+
+STOP = _Stop()
+# (key, response position, token id, response ids so far) -> None to keep, another id to say instead, or STOP.
+CommitGate = Callable[[str, int, int, Sequence[int]], "int | _Stop | None"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tokens of prompt number `index` that were just committed; the last event of a response says why it ended.
+
+    `text` is what the tokens add to the stable text (with a tokenizer): pieces are never taken back. An event after the
+    gate or a stop string may be without tokens. `response` grows with the events; it is complete with the last.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafter: Drafter | None,
-        prompts: Sequence[Prompt],
-        settings: DecodeSettings,
-        exact_stages: bool = False,
-    ):
-        """`exact_stages` waits for the device between drafting and verifying, so that `timing` splits them truly."""
-        self.settings = settings
-        self.exact_stages = exact_stages
-        self.drafter = drafter if settings.gamma > 0 else None
-        self.keys = [key for key, _ in prompts]
-        self.timing = Timing()
-        self.prompt_lengths = np.array([len(ids) for _, ids in prompts])
-        self.lengths = self.prompt_lengths.copy()
-        self._draft_sampling = draft_settings_for(settings.rule, settings.sampling)
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    response: Response
 
-        began = time.perf_counter()
-        device, rows = target.device, len(prompts)
-        # A row that is done keeps writing one block behind its end until the batch is compacted.
-        slack = 2 * (settings.gamma + 1)
-        needed = int(self.prompt_lengths.max()) + settings.max_tokens
-        capacity = needed + slack
-        padded = np.zeros((rows, capacity), dtype=np.int64)
-        for row, (_, ids) in enumerate(prompts):
-            padded[row, : len(ids)] = ids
-        self.tokens_RC = torch.from_numpy(padded).to(device)
-        self.lengths_R = torch.from_numpy(self.lengths).to(device)
-        self.prompt_lengths_R = self.lengths_R.clone()
-        self.active_R = torch.ones(rows, dtype=torch.int64, device=device)
-        self.block_G1 = torch.arange(settings.gamma + 1, device=device)
-        self.uniforms_RL3: torch.Tensor | None = None
-        if not settings.sampling.greedy:
-            streams = [row_uniforms(settings.seed, key, settings.max_tokens + slack) for key in self.keys]
-            self.uniforms_RL3 = torch.stack(streams).to(device)
 
-        self.target = CachedModel(target, "target", rows, capacity, needed)
-        self.target.prefill(self.tokens_RC, int(self.prompt_lengths.max()) - 1)
-        if self.drafter is not None:
-            self.drafter.start(self.tokens_RC, self.prompt_lengths, capacity, needed)
-        self._wait_for_device()
-        self.timing.prefill_seconds += time.perf_counter() - began
+@dataclass
+class _Seat:
+    """Who sits in a row, since when, and the reader's side of the response."""
 
-    def run_block(self) -> BlockOutcome:
-        """Draft, verify and commit one block of every active row. Raises UserError on NaN or infinite logits."""
-        gamma, longest = self.settings.gamma, int(self.lengths.max())
-        began = time.perf_counter()
-        uniforms_RG13 = None
-        if self.uniforms_RL3 is not None:
-            first_R1 = (self.lengths_R - self.prompt_lengths_R).unsqueeze(1)
-            index_RG1 = (first_R1 + self.block_G1).unsqueeze(-1).expand(-1, -1, 3)
-            uniforms_RG13 = self.uniforms_RL3.gather(1, index_RG1)
-        draft_ids_RG, draft_probs_RGV, draft_finite_R = self._propose(longest, uniforms_RG13)
-        if self.exact_stages:
-            self._wait_for_device()
-        drafted = time.perf_counter()
+    index: int
+    response: Response
+    seated: float
+    stream: TextStream | None
 
-        starts_R = self.lengths_R - 1
-        last_R1 = self.tokens_RC.gather(1, starts_R.unsqueeze(1))
-        logits_RG1V = self.target.feed(torch.cat((last_R1, draft_ids_RG), 1), starts_R, longest + gamma, gamma + 1)
-        finite_R = logits_RG1V.amax(-1).isfinite().all(-1)
-        verified, target_probs_RG1V = self._verify(logits_RG1V, draft_ids_RG, draft_probs_RGV, uniforms_RG13)
-        outcome = self._commit(verified, draft_ids_RG, target_probs_RG1V, torch.stack((draft_finite_R, finite_R), 1))
-        ended = time.perf_counter()
-        self.timing.draft_seconds += drafted - began
-        self.timing.verify_seconds += ended - drafted
-        self.timing.draft_steps += gamma
-        self.timing.target_calls += 1
-        return outcome
 
-    def keep(self, rows: list[int]) -> None:
-        """Compact to these rows; the others stop costing anything."""
-        rows_K = torch.tensor(rows, dtype=torch.int64, device=self.tokens_RC.device)
-        self.keys = [self.keys[row] for row in rows]
-        self.prompt_lengths, self.lengths = self.prompt_lengths[rows], self.lengths[rows]
-        self.tokens_RC, self.lengths_R = self.tokens_RC[rows_K], self.lengths_R[rows_K]
-        self.prompt_lengths_R, self.active_R = self.prompt_lengths_R[rows_K], self.active_R[rows_K]
-        if self.uniforms_RL3 is not None:
-            self.uniforms_RL3 = self.uniforms_RL3[rows_K]
-        self.target.keep(rows_K)
-        if self.drafter is not None:
-            self.drafter.keep(rows_K)
+def generate(
+    target: PreTrainedModel,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    settings: DecodeSettings,
+    *,
+    batch_size: int = 32,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    policy: GammaPolicy | None = None,
+    gate: CommitGate | None = None,
+    log: ProposalLog | None = None,
+    runner: str = "auto",
+    timing: Timing | None = None,
+) -> Iterator[Event]:
+    """Decode prompts (key, token ids) and yield events as tokens commit; at most `batch_size` rows at a time.
 
-    def stop_rows(self, rows: list[int]) -> None:
-        """Rows that are done: their text no longer grows, though they are computed until the next `keep`."""
-        self.active_R[torch.tensor(rows, device=self.active_R.device)] = 0
+    The text follows the target's distribution whatever the drafter (2211.17192); a response depends on (seed, key) and
+    not on its batch, up to rounding, so samples of one prompt need distinct keys. Prompts beyond the first
+    `batch_size` are seated longest first.
 
-    def _wait_for_device(self) -> None:
-        if self.tokens_RC.device.type == "cuda":
-            torch.cuda.synchronize(self.tokens_RC.device)
+    tokenizer: events carry text; needed for stop strings. policy: how many tokens to propose (default: always
+    settings.gamma); its largest gamma is at most settings.gamma. gate: called in order for every token before it is
+    streamed; what it saw is in `response.gate_log`. log: every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
+    eager elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
 
-    def _propose(
-        self, longest: int, uniforms_RG13: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        if self.drafter is None:
-            return self.tokens_RC[:, :0], None, torch.ones_like(self.active_R, dtype=torch.bool)
-        uniforms_RG = self.tokens_RC[:, :0] if uniforms_RG13 is None else uniforms_RG13[:, :-1, DRAFT_UNIFORM]
-        return self.drafter.propose(
-            self.tokens_RC, self.lengths_R, longest, self.settings.gamma, self._draft_sampling, uniforms_RG
-        )
-
-    def _verify(
-        self,
-        logits_RG1V: torch.Tensor,
-        draft_ids_RG: torch.Tensor,
-        draft_probs_RGV: torch.Tensor | None,
-        uniforms_RG13: torch.Tensor | None,
-    ) -> tuple[Verified, torch.Tensor | None]:
-        if uniforms_RG13 is None:
-            return verify_greedy(logits_RG1V.argmax(-1), draft_ids_RG), None
-        target_probs_RG1V = logits_to_probs(logits_RG1V, self.settings.sampling)
-        coins_RG = uniforms_RG13[:, :-1, ACCEPTANCE_COIN]
-        residual_uniforms_RG1 = uniforms_RG13[:, :, RESIDUAL_UNIFORM]
-        verified = verify(target_probs_RG1V, draft_ids_RG, draft_probs_RGV, coins_RG, residual_uniforms_RG1)
-        return verified, target_probs_RG1V
-
-    def _commit(
-        self,
-        verified: Verified,
-        draft_ids_RG: torch.Tensor,
-        target_probs_RG1V: torch.Tensor | None,
-        finite_R2: torch.Tensor,
-    ) -> BlockOutcome:
-        accepted_R1 = verified.accepted_B.unsqueeze(1)
-        ids_RG1 = torch.nn.functional.pad(draft_ids_RG, (0, 1))
-        ids_RG1.scatter_(1, accepted_R1, verified.next_ids_B.unsqueeze(1))
-        self.tokens_RC.scatter_(1, self.lengths_R.unsqueeze(1) + self.block_G1, ids_RG1)
-        self.lengths_R += (verified.accepted_B + 1) * self.active_R
-
-        tested_RG = self.block_G1[:-1] <= accepted_R1
-        overlap_sums_R1 = (verified.overlap_BG * tested_RG).sum(-1, keepdim=True).double()
-        if target_probs_RG1V is None:
-            log_probs_RG1 = torch.zeros_like(ids_RG1, dtype=torch.float64)
-        else:
-            log_probs_RG1 = target_probs_RG1V.gather(-1, ids_RG1.unsqueeze(-1)).squeeze(-1).double().log()
-        # The only two transfers of a block.
-        integers = torch.cat((accepted_R1, self.lengths_R.unsqueeze(1), finite_R2, ids_RG1), 1).cpu().numpy()
-        floats = torch.cat((overlap_sums_R1, log_probs_RG1), 1).cpu().numpy()
-        self._refuse_non_finite(integers[:, 2:4] != 0)
-        self.lengths = integers[:, 1].copy()
-        return BlockOutcome(integers[:, 0], integers[:, 4:], floats[:, 1:], floats[:, 0])
-
-    def _refuse_non_finite(self, finite_R2: np.ndarray) -> None:
-        if finite_R2.all():
-            return
-        row, which = map(int, np.argwhere(~finite_R2)[0])
-        name = "target" if which == 1 or self.drafter is None else self.drafter.name
-        raise UserError(
-            f"the {name} returned NaN or infinite logits for prompt {self.keys[row]!r}: check its weights and dtype"
-        )
+    Everything is checked before the first event. Closing the stream early frees all memory. Raises UserError: empty
+    prompt, unknown token id, prompt + max_tokens beyond the context, too little memory, drafts of another vocabulary,
+    models that cannot be rolled back, NaN logits.
+    """
+    if settings.gamma > 0 and drafter is None:
+        raise UserError(f"gamma = {settings.gamma} needs a draft: give one, or set gamma to 0")
+    if settings.stop and tokenizer is None:
+        raise UserError("stop strings need the tokenizer: pass tokenizer=...")
+    if batch_size < 1:
+        raise UserError(f"batch_size = {batch_size}: must be at least 1")
+    if settings.gamma == 0:
+        drafter = None
+    policy = policy or FixedGamma(settings.gamma)
+    if policy.max_gamma > settings.gamma:
+        raise UserError(f"the gamma policy goes up to {policy.max_gamma}, beyond gamma = {settings.gamma}")
+    draft_model = drafter.model if drafter is not None else None
+    check_decodable(target, "target")
+    check_prompts(target, drafter, prompts, settings.max_tokens)
+    if drafter is not None and draft_model is not None:
+        check_decodable(draft_model, drafter.name)
+        check_same_vocabulary(target, draft_model)
+    if settings.active_rules is not None:
+        settings.active_rules.check(vocab_rows(target))
+    return _events(
+        target,
+        drafter,
+        prompts,
+        settings,
+        min(batch_size, len(prompts)),
+        tokenizer,
+        policy,
+        gate,
+        log,
+        resolve_runner(runner, target.device),
+        timing if timing is not None else Timing(),
+    )
 
 
 def decode(
@@ -194,37 +153,34 @@ def decode(
     *,
     batch_size: int = 32,
     on_commit: CommitHook | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    policy: GammaPolicy | None = None,
+    log: ProposalLog | None = None,
+    runner: str = EAGER,
 ) -> tuple[list[Response], Timing]:
-    """Decode prompts (key, token ids) in batches, in the order given; sort them by length for speed.
+    """All responses, in the order of the prompts, and where the time went; see `generate`, whose events it collects.
 
-    The text follows the target's distribution whatever the drafter (2211.17192); a response depends on (seed, key) and
-    not on its batch, up to rounding, so samples of one prompt need distinct keys. `on_commit(index, token_ids)` is
-    called with the tokens each block adds to prompt number `index`. Rows that are done are dropped once they are half
-    of the batch.
-
-    Raises UserError: empty prompt, unknown token id, prompt + max_tokens beyond the context, drafts of another
-    vocabulary, models that cannot be rolled back, NaN logits.
+    `on_commit(index, token_ids)` is called with the tokens each block adds to prompt number `index`.
     """
-    if settings.gamma > 0 and drafter is None:
-        raise UserError(f"gamma = {settings.gamma} needs a draft: give one, or set gamma to 0")
-    if settings.gamma == 0:
-        drafter = None
-    check_prompts(target, drafter, prompts, settings.max_tokens)
-    if drafter is not None and drafter.model is not None:
-        check_same_vocabulary(target, drafter.model)
-
-    began = time.perf_counter()
-    responses = [Response(key=key, prompt_ids=list(ids)) for key, ids in prompts]
     timing = Timing()
-    with evaluating(target, drafter.model if drafter is not None else None):
-        for first in range(0, len(prompts), batch_size):
-            batch = responses[first : first + batch_size]
-            loop = BlockLoop(target, drafter, prompts[first : first + batch_size], settings)
-            _run_to_the_end(loop, batch, first, on_commit)
-            for name in ("prefill_seconds", "draft_seconds", "verify_seconds", "draft_steps", "target_calls"):
-                setattr(timing, name, getattr(timing, name) + getattr(loop.timing, name))
-    timing.total_seconds = time.perf_counter() - began
-    return responses, timing
+    responses: list[Response | None] = [None] * len(prompts)
+    events = generate(
+        target,
+        drafter,
+        prompts,
+        settings,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        policy=policy,
+        log=log,
+        runner=runner,
+        timing=timing,
+    )
+    for event in events:
+        responses[event.index] = event.response
+        if on_commit is not None and event.token_ids:
+            on_commit(event.index, event.token_ids)
+    return [response for response in responses if response is not None], timing
 
 
 def check_prompts(target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], max_tokens: int) -> None:
@@ -246,36 +202,182 @@ def check_prompts(target: PreTrainedModel, drafter: Drafter | None, prompts: Seq
             )
 
 
-def _run_to_the_end(loop: BlockLoop, responses: list[Response], first: int, on_commit: CommitHook | None) -> None:
-    """Run blocks until every response of the batch has met its end token or its budget."""
-    indices = list(range(len(responses)))  # row of the loop -> response
-    running = set(indices)
-    while running:
-        outcome = loop.run_block()
-        stopped = []
-        for row, index in enumerate(indices):
-            if index not in running:
+def _events(
+    target: PreTrainedModel,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    settings: DecodeSettings,
+    rows: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    policy: GammaPolicy,
+    gate: CommitGate | None,
+    log: ProposalLog | None,
+    runner: str,
+    timing: Timing,
+) -> Iterator[Event]:
+    if not prompts:
+        return
+    began = time.perf_counter()
+    draft_model = drafter.model if drafter is not None else None
+    longest = max(len(ids) for _, ids in prompts) + settings.max_tokens
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
+    with in_eval_mode(target, draft_model):
+        with torch.no_grad():
+            check_memory(target, draft_model, rows, longest + slots_beyond(settings), settings.gamma + 1)
+            loop = BlockLoop(target, drafter, rows, longest, settings, runner=runner, keep_probs=log is not None)
+        policy.start(rows)
+        order = list(range(len(prompts)))
+        if len(prompts) > rows:
+            order.sort(key=lambda index: -len(prompts[index][1]))
+        waiting = deque(order)
+        seats: list[_Seat | None] = [None] * rows
+
+        def seat(free: list[int]) -> None:
+            indices = [waiting.popleft() for _ in free[: len(waiting)]]
+            free = free[: len(indices)]
+            if not free:
+                return
+            now = time.perf_counter()
+            for row, index in zip(free, indices, strict=True):
+                key, ids = prompts[index]
+                stream = TextStream(tokenizer, settings.stop) if tokenizer is not None else None
+                seats[row] = _Seat(index, Response(key=key, prompt_ids=list(ids)), now, stream)
+                policy.admit(row)
+            with torch.no_grad():
+                loop.admit(free, [prompts[index] for index in indices])
+
+        loop.timing = timing
+        seat(list(range(rows)))
+        while any(place is not None for place in seats):
+            with torch.no_grad():
+                events, freed = _one_block(loop, seats, settings, policy, gate, log)
+            timing.total_seconds = time.perf_counter() - began
+            yield from events
+            if not freed:
                 continue
-            added = record_block(responses[index], outcome, row, loop.settings)
-            if on_commit is not None:
-                on_commit(first + index, added)
-            response = responses[index]
-            if response.finished or len(response.response_ids) == loop.settings.max_tokens:
-                running.remove(index)
-                stopped.append(row)
-        if not running or not stopped:
+            if waiting:
+                seat(freed)
+            kept = [row for row, place in enumerate(seats) if place is not None]
+            # A recorded graph knows its buffers by address: its rows stay.
+            if runner == EAGER and 0 < len(kept) <= len(seats) / 2:
+                loop.keep(kept)
+                policy.keep(kept)
+                seats = [seats[row] for row in kept]
+        timing.peak_bytes = _peak_bytes(target.device)
+
+
+def _one_block(
+    loop: BlockLoop,
+    seats: list[_Seat | None],
+    settings: DecodeSettings,
+    policy: GammaPolicy,
+    gate: CommitGate | None,
+    log: ProposalLog | None,
+) -> tuple[list[Event], list[int]]:
+    """Run one block; the events of its rows, and the rows whose response ended (they are free now)."""
+    active_R = loop.active_R.copy()
+    began = time.perf_counter()
+    outcome = loop.run_block(policy.choose(active_R), policy.stop_below)
+    now = time.perf_counter()
+    policy.record(outcome.drafted_ids_RG.shape[1], active_R, outcome.drafted_counts_R, outcome.accepted_R, now - began)
+    events, freed = [], []
+    for row, seat in enumerate(seats):
+        if seat is None:
             continue
-        if 2 * len(running) <= len(indices):
-            kept = [row for row, index in enumerate(indices) if index in running]
-            loop.keep(kept)
-            indices = [indices[row] for row in kept]
+        response = seat.response
+        before = len(response.response_ids)
+        if log is not None:
+            _log_block(log, loop, outcome, row, response)
+        count_block(response, outcome, row)
+        if seat.stream is None and gate is None:
+            ids, text = append_block(response, outcome, row, settings), ""
         else:
-            loop.stop_rows(stopped)
+            ids, text = _append_watched(response, outcome, row, settings, seat.stream, gate)
+            if (
+                response.finish_reason is None
+                and ids != outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
+            ):
+                loop.rewind(row, len(response.prompt_ids) + before + len(ids), ids[-1])
+        response.commit_seconds.append(now - seat.seated)
+        response.commit_sizes.append(len(ids))
+        if response.finish_reason is not None:
+            if seat.stream is not None:
+                text += seat.stream.finish()
+                response.text = seat.stream.text
+            loop.leave(row)
+            seats[row] = None
+            freed.append(row)
+        events.append(Event(seat.index, ids, text, response.finish_reason, response))
+    return events, freed
 
 
-def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Every id that ends a response by the model's generation config, or by its config; () when none is known."""
-    value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if value is None:
-        value = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+def _append_watched(
+    response: Response,
+    outcome: BlockOutcome,
+    row: int,
+    settings: DecodeSettings,
+    stream: TextStream | None,
+    gate: CommitGate | None,
+) -> tuple[list[int], str]:
+    """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as plain decoding
+    would meet them. Returns the appended ids and the text that became stable.
+    """
+    appended: list[int] = []
+    pieces: list[str] = []
+    replaced = False
+    for token_id in outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist():
+        position = len(response.response_ids)
+        if gate is not None:
+            answer = gate(response.key, position, token_id, tuple(response.response_ids))
+            if isinstance(answer, _Stop):
+                response.gate_log.append(GateRecord(position, token_id, "stop"))
+                response.finish_reason = "gate"
+                break
+            replaced = answer is not None and answer != token_id
+            response.gate_log.append(GateRecord(position, token_id, str(answer) if replaced else "keep"))
+            token_id = token_id if answer is None else int(answer)
+        response.response_ids.append(token_id)
+        appended.append(token_id)
+        if token_id in settings.eos_ids:
+            response.finish_reason = "end"
+        if stream is not None:
+            pushed = stream.push(token_id)
+            pieces.append(pushed.text)
+            if pushed.stopped is not None and response.finish_reason is None:
+                response.finish_reason = "stop"
+        if response.finish_reason is None and len(response.response_ids) == settings.max_tokens:
+            response.finish_reason = "length"
+        # What was drafted behind a replaced token continues another text.
+        if response.finish_reason is not None or replaced:
+            break
+    note_origin(response, outcome, row, len(appended))
+    if replaced:
+        response.proposed_mask[-1] = 0
+    return appended, "".join(pieces)
+
+
+def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: int, response: Response) -> None:
+    count = int(outcome.drafted_counts_R[row])
+    if count == 0 or outcome.target_probs_RG is None or outcome.draft_probs_RG is None:
+        return
+    names = loop.drafter.source_names if loop.drafter is not None else ("",)
+    source = names[0 if outcome.sources_R is None else int(outcome.sources_R[row])]
+    log.add(
+        response.key,
+        response.blocks,
+        len(response.response_ids),
+        outcome.drafted_ids_RG[row, :count],
+        int(outcome.accepted_R[row]),
+        outcome.target_probs_RG[row, :count],
+        outcome.draft_probs_RG[row, :count],
+        source,
+    )
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Most memory in use: the device's since decoding began, or the process's since it started on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,115 +1,272 @@
 """Who proposes tokens. A drafter sees the committed tokens of every row and returns ids with their probabilities.
 
-Shapes: R rows, G drafted tokens (gamma), V vocabulary, C columns of the token buffer.
+Shapes: R rows, G drafted tokens (at most gamma), V vocabulary, C columns of the token buffer, N nodes of a token tree
+(root not counted), N1 = N + 1, K candidates per node.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.cache import CachedModel
-from speculative.sampling import SamplingSettings, logits_to_probs, sample
+from speculative.cached_model import CachedModel
+from speculative.processors import LogitsRules
+from speculative.runners import EAGER
+from speculative.sampling import SamplingSettings, logits_to_probs, most_likely, sample
+from speculative.tree import TokenTree, draw_children, top_children
+
+# After rejections and stretches of plain decoding the draft has text to catch up with; at most so many tokens a call.
+CATCH_UP_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Where a drafter sits for one decode call: its rows, how far a row may grow, and the target beside it."""
+
+    rows: int
+    capacity: int
+    target: CachedModel
+    runner: str = EAGER
+
+
+class Ask(NamedTuple):
+    """What a drafter is asked before each block. Arrays are on the host; `tokens_RC` behind `lengths_R` is scratch.
+
+    `uniforms_RGK`: the draft's uniforms by place in the block and candidate; None when nothing is sampled.
+    `stop_below`: propose no further once every row's drafted token had less than this probability.
+    """
+
+    tokens_RC: np.ndarray
+    lengths_R: np.ndarray
+    prompt_lengths_R: np.ndarray
+    active_R: np.ndarray
+    gamma: int
+    sampling: SamplingSettings
+    uniforms_RGK: torch.Tensor | None = None
+    rules: LogitsRules | None = None
+    stop_below: float = 0.0
 
 
 class Proposal(NamedTuple):
-    """Drafted ids (R, G), the probabilities they were drawn from (R, G, V; None = one-hot), finite logits (R,) bool."""
+    """What a drafter answers, on the target's device.
+
+    ids_RG: drafted ids, as many as it likes up to gamma (none = plain decoding); with a tree, the nodes (R, N).
+    probs_RGV: the probabilities they were drawn from, None = one-hot. With a tree row n, up to the last parent, is what
+    the children of node n were drawn from.
+    counts_R: how many of a row's ids are real, None = all. peaks_RG: a number of each step that is NaN or
+    infinite when its logits were.
+    sources_R: index into the drafter's `source_names`, None = 0.
+    """
 
     ids_RG: torch.Tensor
-    probs_RGV: torch.Tensor | None
-    finite_R: torch.Tensor
+    probs_RGV: torch.Tensor | None = None
+    counts_R: np.ndarray | None = None
+    peaks_RG: torch.Tensor | None = None
+    sources_R: np.ndarray | None = None
+    tree: TokenTree | None = None
 
 
 class Drafter(Protocol):
-    """The protocol of everything that proposes. One object serves one batch after another.
+    """The protocol of everything that proposes. One object serves one decode call after another.
 
-    `model` is None for drafters without weights of their own. `name` is used in messages.
+    `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: wants `observe`.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    source_names: tuple[str, ...]
+    observes: bool
 
     @property
     def model(self) -> PreTrainedModel | None: ...
 
-    def start(self, tokens_RC: torch.Tensor, prompt_lengths: np.ndarray, capacity: int, needed: int) -> None:
-        """Begin a batch. Row r's prompt is tokens_RC[r, :prompt_lengths[r]]; the rest of the row is scratch."""
+    def start(self, seats: Seats) -> None:
+        """Begin a decode call; nothing of an earlier one may be left."""
 
-    def propose(
-        self,
-        tokens_RC: torch.Tensor,
-        lengths_R: torch.Tensor,
-        longest: int,
-        gamma: int,
-        settings: SamplingSettings,
-        uniforms_RG: torch.Tensor,
-    ) -> Proposal:
-        """Draft `gamma` tokens after tokens_RC[r, :lengths_R[r]]. `longest` is max(lengths), known without a sync.
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        """These rows now hold fresh prompts, tokens_RC[r, :lengths_R[r]]."""
+
+    def propose(self, ask: Ask) -> Proposal:
+        """Draft at most `ask.gamma` tokens per row; called before every block, also with gamma 0.
 
         Only the drafter's own state may change. Whatever it remembers about tokens that were not committed must be
         repaired here: the committed tokens are handed in again at each call.
         """
 
-    def keep(self, rows_K: torch.Tensor) -> None:
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        """What the target was fed in the last block and its most likely token after each; only when `observes`."""
+
+    def keep(self, rows: list[int]) -> None:
         """Compact to these rows, in this order."""
 
 
 class ModelDrafter:
     """A causal LM of its own with its own cache.
 
-    The cache never holds more than the committed tokens but the last two: each block starts by feeding those two. After
-    a fully accepted block exactly two are unread (the last drafted token and the bonus), otherwise one is read again;
-    so no block needs an extra call and shapes stay fixed.
+    The cache holds the committed tokens but the last, or all but the last two after a fully accepted block: the last
+    drafted token was never fed. Each block starts by feeding what is missing, so no block needs an extra call. Between
+    blocks only a length per row is kept.
     """
 
-    name = "draft"
+    source_names: tuple[str, ...] = ("draft",)
+    observes = False
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, name: str = "draft", tree: TokenTree | None = None):
+        """`tree`: draft this static tree of candidates instead of a chain; `gamma` must be its depth."""
+        self.model: PreTrainedModel = model
+        self.name = name
+        self.tree = tree
         self._cached: CachedModel | None = None
-        self._shortest_prompt = 0
+        self._read_R = np.zeros(0, dtype=np.int64)
 
-    def start(self, tokens_RC: torch.Tensor, prompt_lengths: np.ndarray, capacity: int, needed: int) -> None:
-        self._cached = CachedModel(self.model, self.name, tokens_RC.shape[0], capacity, needed)
-        self._shortest_prompt = int(prompt_lengths.min())
-        self._cached.prefill(tokens_RC, max(0, int(prompt_lengths.max()) - 2))
+    def start(self, seats: Seats) -> None:
+        self._cached = CachedModel(self.model, self.name, seats.rows, seats.capacity, seats.runner)
+        self._read_R = np.zeros(seats.rows, dtype=np.int64)
 
-    def propose(
-        self,
-        tokens_RC: torch.Tensor,
-        lengths_R: torch.Tensor,
-        longest: int,
-        gamma: int,
-        settings: SamplingSettings,
-        uniforms_RG: torch.Tensor,
-    ) -> Proposal:
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        assert self._cached is not None, "admit() before start()"
+        # All but the last token: the first block feeds it, and the second-last again where shapes are static.
+        self._read_R[rows] = np.maximum(lengths_R[rows] - 1, 0)
+        self._cached.prefill(tokens_RC, rows, self._read_R[rows])
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        raise AssertionError("a model drafter does not observe")
+
+    def keep(self, rows: list[int]) -> None:
+        assert self._cached is not None, "keep() before start()"
+        self._cached.keep(rows)
+        self._read_R = self._read_R[rows]
+
+    def propose(self, ask: Ask) -> Proposal:
         assert self._cached is not None, "propose() before start()"
-        starts_R = (lengths_R - 2).clamp_min(0)
-        unread_R2 = tokens_RC.gather(1, starts_R.unsqueeze(1) + torch.arange(2, device=tokens_RC.device))
-        if self._shortest_prompt >= 2:
-            logits_RV = self._cached.feed(unread_R2, starts_R, longest, logits_kept=1)[:, 0]
-        else:
-            # A row of one token feeds it with a scratch token behind, which the next step overwrites.
-            both_R2V = self._cached.feed(unread_R2, starts_R, max(longest, 2), logits_kept=2)
-            logits_RV = both_R2V[torch.arange(len(lengths_R), device=lengths_R.device), lengths_R - 1 - starts_R]
+        # What was drafted and not committed is forgotten; the last committed token was never fed.
+        self._read_R = np.minimum(self._read_R, ask.lengths_R - 1)
+        if ask.gamma == 0:
+            return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self._cached.device))
+        if self.tree is not None:
+            return self._propose_tree(ask, self.tree)
+        return self._propose_chain(ask)
+
+    def _catch_up(self, ask: Ask) -> torch.Tensor:
+        """Logits (R, V) after the last committed token; feeds whatever of the text was not read yet."""
+        assert self._cached is not None
+        lengths_R, fewest = ask.lengths_R, 2 if self._cached.runner.static else 1
+        while True:
+            missing = max(fewest, int((lengths_R - self._read_R)[ask.active_R].max(initial=1)))
+            width = min(missing, CATCH_UP_TOKENS)
+            # Rows that miss less read some tokens again; a row shorter than the width reads scratch behind its end.
+            ends_R = np.minimum(self._read_R + width, lengths_R) if missing > width else lengths_R
+            starts_R = np.maximum(ends_R - width, 0)
+            ids_RW = ask.tokens_RC[np.arange(len(starts_R))[:, None], starts_R[:, None] + np.arange(width)]
+            short = bool((ends_R < width)[ask.active_R].any())
+            logits_RWV = self._cached.feed(
+                torch.from_numpy(ids_RW).to(self._cached.device), starts_R, width if short else 1
+            )
+            self._read_R = ends_R.copy()
+            if missing > width:
+                continue
+            if not short:
+                return logits_RWV[:, -1]
+            last_R = torch.from_numpy(lengths_R - 1 - starts_R).to(logits_RWV.device)
+            return logits_RWV[torch.arange(len(lengths_R), device=logits_RWV.device), last_R]
+
+    def _propose_chain(self, ask: Ask) -> Proposal:
+        assert self._cached is not None
+        lengths_R, device = ask.lengths_R, self._cached.device
+        logits_RV = self._catch_up(ask)
+        scratch = _RuleText(ask, device) if ask.rules is not None else None
         ids: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        finite: list[torch.Tensor] = []
-        for step in range(gamma):
+        peaks: list[torch.Tensor] = []
+        counts_R = np.full(len(lengths_R), ask.gamma)
+        running_R = ask.active_R.copy()
+        for step in range(ask.gamma):
             if step > 0:
-                logits_RV = self._cached.feed(ids[-1].unsqueeze(1), lengths_R + (step - 1), longest + step, 1)[:, 0]
-            # amax spreads NaN and +inf, and is -inf only for a row without any possible token.
-            finite.append(logits_RV.amax(-1).isfinite())
-            if settings.greedy:
-                ids.append(logits_RV.argmax(-1))
+                logits_RV = self._cached.feed(ids[-1].unsqueeze(1), lengths_R + (step - 1), 1)[:, 0]
+            if scratch is not None:
+                logits_RV = scratch.apply(logits_RV, step)
+            if ask.sampling.greedy:
+                # The largest logit is NaN or infinite when anything in the row is broken.
+                id_R = most_likely(logits_RV)
+                peaks.append(logits_RV.amax(-1))
+                chosen_R = logits_RV.softmax(-1).amax(-1) if ask.stop_below > 0 else None
             else:
-                probs.append(logits_to_probs(logits_RV, settings))
-                ids.append(sample(probs[-1], uniforms_RG[:, step]))
-        return Proposal(torch.stack(ids, 1), torch.stack(probs, 1) if probs else None, torch.stack(finite, 1).all(1))
+                probs.append(logits_to_probs(logits_RV, ask.sampling))
+                assert ask.uniforms_RGK is not None
+                id_R = sample(probs[-1], ask.uniforms_RGK[:, step, 0])
+                chosen_R = probs[-1].gather(-1, id_R.unsqueeze(-1)).squeeze(-1) if ask.stop_below > 0 else None
+            ids.append(id_R)
+            if scratch is not None:
+                scratch.write(id_R, step)
+            if chosen_R is not None:
+                # The doubtful token itself is still proposed: whether to stop may depend on tokens that are verified,
+                # not on one that is thrown away (that would bias the text).
+                doubtful_R = running_R & (chosen_R.float().cpu().numpy() < ask.stop_below)
+                counts_R[doubtful_R] = step + 1
+                running_R &= ~doubtful_R
+                if not running_R.any():
+                    break
+        self._read_R = lengths_R + (len(ids) - 1)
+        probs_RGV = torch.stack(probs, 1) if probs else None
+        # Softmax makes the whole row NaN when one logit is NaN or infinite: any column tells.
+        peaks_RG = torch.stack(peaks, 1) if probs_RGV is None else probs_RGV[..., 0]
+        counts = np.minimum(counts_R, len(ids)) if ask.stop_below > 0 else None
+        return Proposal(torch.stack(ids, 1), probs_RGV, counts, peaks_RG)
 
-    def keep(self, rows_K: torch.Tensor) -> None:
-        assert self._cached is not None, "keep() before start()"
-        self._cached.keep(rows_K)
+    def _propose_tree(self, ask: Ask, tree: TokenTree) -> Proposal:
+        """Level by level: all nodes of a depth are fed in one call that re-reads the levels above."""
+        assert self._cached is not None
+        assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
+        if ask.rules is not None:
+            raise AssertionError("a tree with logits rules is refused before decoding")
+        root_logits_RV = self._catch_up(ask)
+        self._read_R = ask.lengths_R - 1
+        ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
+        last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)
+        ids_RN1[:, :1] = torch.from_numpy(last_R1).to(ids_RN1.device)
+        probs_RMV = None
+        if not ask.sampling.greedy:
+            parents = tree.parents[-1] + 1
+            probs_RMV = root_logits_RV.new_zeros(
+                (len(ask.lengths_R), parents, root_logits_RV.shape[-1]), dtype=torch.float32
+            )
+        peaks = [root_logits_RV.amax(-1)]
+        logits_RN1V = root_logits_RV.unsqueeze(1)
+        for depth, level in enumerate(tree.levels[:-1]):
+            if depth > 0:
+                logits_RN1V = self._cached.feed_tree(ids_RN1, ask.lengths_R - 1, tree)
+                peaks.append(logits_RN1V[:, list(level)].amax((-1, -2)))
+            for node in level:
+                children = tree.children[node]
+                if not children:
+                    continue
+                if ask.sampling.greedy:
+                    ids_RN1[:, list(children)] = top_children(logits_RN1V[:, node], len(children))
+                    continue
+                assert probs_RMV is not None
+                assert ask.uniforms_RGK is not None
+                probs_RV = logits_to_probs(logits_RN1V[:, node], ask.sampling)
+                probs_RMV[:, node] = probs_RV
+                uniforms_RK = ask.uniforms_RGK[:, depth, : len(children)]
+                ids_RN1[:, list(children)] = draw_children(probs_RV, len(children), uniforms_RK, replacement=False)
+        return Proposal(ids_RN1[:, 1:], probs_RMV, None, torch.stack(peaks, 1), None, tree)
+
+
+class _RuleText:
+    """The rows' text as logits rules want it: committed tokens, then what is drafted in this block."""
+
+    def __init__(self, ask: Ask, device: torch.device):
+        assert ask.rules is not None
+        self._rules = ask.rules
+        self._tokens_RC = torch.from_numpy(ask.tokens_RC).to(device, copy=True)
+        self._lengths_R = torch.from_numpy(ask.lengths_R).to(device)
+        self._prompt_lengths_R = torch.from_numpy(ask.prompt_lengths_R).to(device)
+
+    def apply(self, logits_RV: torch.Tensor, step: int) -> torch.Tensor:
+        return self._rules(logits_RV, self._tokens_RC, self._lengths_R + step, self._prompt_lengths_R)
+
+    def write(self, ids_R: torch.Tensor, step: int) -> None:
+        self._tokens_RC.scatter_(1, (self._lengths_R + step).unsqueeze(1), ids_R.unsqueeze(1))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.cache import evaluating, takes_logits_to_keep
 from speculative.errors import UserError
+from speculative.models import evaluating, takes_logits_to_keep
 from speculative.sampling import SamplingSettings, logits_to_probs
 from speculative.verify import draft_settings_for
 

@@ -56,6 +56,14 @@ def one_hot(ids_R: torch.Tensor, vocab_size: int, dtype: torch.dtype = torch.flo
     return probs_RV.scatter_(-1, ids_R.unsqueeze(-1), 1.0)
 
 
+def most_likely(scores_RV: torch.Tensor) -> torch.Tensor:
+    """argmax over the vocabulary, ids (*R,); of equal scores the first. NaN wins, as in torch."""
+    if scores_RV.device.type == "cpu" and scores_RV.dtype in (torch.float32, torch.float64):
+        # numpy's is vectorised on a CPU: a tenth of torch's time.
+        return torch.from_numpy(np.asarray(scores_RV.detach().numpy().argmax(-1)))
+    return scores_RV.argmax(-1)
+
+
 def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
     """Probabilities (*R, V) under the serving settings: float32, or float64 when the logits are float64.
 
@@ -65,7 +73,7 @@ def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torc
     """
     scores_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     if settings.greedy:
-        return one_hot(scores_RV.argmax(-1), scores_RV.shape[-1], scores_RV.dtype)
+        return one_hot(most_likely(scores_RV), scores_RV.shape[-1], scores_RV.dtype)
     if settings.temperature != 1.0:
         scores_RV = scores_RV / settings.temperature
     if 0 < settings.top_k < scores_RV.shape[-1]:
@@ -89,24 +97,29 @@ def sample(probs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     Rows need not sum to one (they are scaled by their mass). A token of probability 0 is never returned as long as the
     row has any mass. The sum runs in float64: in float32 it is off by more than the tail of a large vocabulary.
     """
-    positive_RV = probs_RV > 0
-    # A parallel scan may round two equal prefixes apart, so zero-probability entries are masked and not only skipped.
-    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64).masked_fill_(~positive_RV, 0.0)
-    mass_R1 = cumulative_RV.amax(-1, keepdim=True)
-    below_mass_R1 = torch.nextafter(mass_R1, torch.zeros_like(mass_R1))
-    threshold_R1 = torch.minimum(uniforms_R.to(torch.float64).unsqueeze(-1) * mass_R1, below_mass_R1)
-    # argmax of a 0/1 row is its first 1.
-    return (cumulative_RV > threshold_R1).to(torch.uint8).argmax(-1)
+    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
+    if probs_RV.device.type != "cpu":
+        # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
+        cumulative_RV = cumulative_RV.masked_fill_(probs_RV <= 0, 0.0).cummax(-1).values
+    # One rounding below the mass, so that no uniform under 1 reaches it.
+    below_mass_R1 = cumulative_RV[..., -1:] * (1.0 - 2.0**-52)
+    threshold_R1 = uniforms_R.unsqueeze(-1) * below_mass_R1
+    # The running sum only rises at a token with probability, so the first entry above the threshold is one.
+    ids_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True).squeeze(-1)
+    # A row of NaN finds nothing; its id is not used, but must be one.
+    return ids_R.clamp_max_(probs_RV.shape[-1] - 1)
 
 
-def row_uniforms(seed: int, key: str, length: int) -> torch.Tensor:
-    """Uniforms (L, 3) in float64 for one response: draft draw, acceptance coin, residual or bonus draw, by position.
+def row_uniforms(seed: int, key: str, length: int, columns: int = 3, purpose: str = "") -> torch.Tensor:
+    """Uniforms (L, columns) in float64 for one response; by default draft draw, acceptance coin, residual or bonus draw.
 
-    They depend on (seed, key) and the position only, so a response is the same whatever batch it is decoded in, and a
-    longer stream begins with the shorter one. Using the numbers of a position again after its drafted token was thrown
-    away stays lossless: what is committed up to position t is a function of the uniforms up to t, so those after t
-    are still independent of everything the reader has seen.
+    They depend on (seed, key, purpose) and the position only, so a response is the same whatever batch it is decoded
+    in, and a longer stream begins with the shorter one. Using the numbers of a position again after its drafted token
+    was thrown away stays lossless for token-wise rules: what is committed up to position t is a function of the
+    uniforms up to t, so those after t are still independent of everything the reader has seen. Block verification
+    looks at all coins of a block, so it takes a row of another purpose, used once, for each block.
     """
-    digest = hashlib.blake2b(f"{seed}\x00{key}".encode(), digest_size=16).digest()
+    name = f"{seed}\x00{key}" + (f"\x00{purpose}" if purpose else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return torch.from_numpy(generator.random((length, 3)))
+    return torch.from_numpy(generator.random((length, columns)))

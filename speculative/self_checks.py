@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.cache import evaluating
 from speculative.decode import decode
-from speculative.drafters import ModelDrafter, Proposal
+from speculative.drafters import Ask, ModelDrafter, Proposal
+from speculative.models import evaluating
 from speculative.replay import score_responses
 from speculative.responses import DecodeSettings, Prompt, Response
-from speculative.sampling import GREEDY, SamplingSettings
+from speculative.sampling import GREEDY
 from speculative.verify import Rule
 
 # How far alpha of a target against itself may be from 1. The two sides run the same weights in calls of different
@@ -37,22 +37,18 @@ class SpoiledDrafter(ModelDrafter):
     Only for rules that draft greedily: any proposal is lossless there.
     """
 
-    name = "spoiled draft"
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model, name="spoiled draft")
 
-    def propose(
-        self,
-        tokens_RC: torch.Tensor,
-        lengths_R: torch.Tensor,
-        longest: int,
-        gamma: int,
-        settings: SamplingSettings,
-        uniforms_RG: torch.Tensor,
-    ) -> Proposal:
-        assert settings.greedy
-        ids_RG, _, finite_R = super().propose(tokens_RC, lengths_R, longest, gamma, settings, uniforms_RG)
-        positions_RG = lengths_R.unsqueeze(1) + torch.arange(gamma, device=ids_RG.device)
+    def propose(self, ask: Ask) -> Proposal:
+        assert ask.sampling.greedy
+        proposal = super().propose(ask)
+        ids_RG = proposal.ids_RG
+        positions_RG = torch.from_numpy(ask.lengths_R[:, None] + np.arange(ids_RG.shape[1])).to(ids_RG.device)
         wrong_RG = torch.where(ids_RG > 0, ids_RG - 1, ids_RG + 1)
-        return Proposal(torch.where(positions_RG % 3 == 0, wrong_RG, ids_RG), None, finite_R)
+        # The draft has read its own tokens and not the wrong ones: nothing behind the first of them is in its cache.
+        self._read_R = ask.lengths_R - 1
+        return proposal._replace(ids_RG=torch.where(positions_RG % 3 == 0, wrong_RG, ids_RG))
 
 
 def self_checks(

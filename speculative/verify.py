@@ -12,7 +12,7 @@ import torch
 from speculative.errors import UserError
 from speculative.sampling import GREEDY, SamplingSettings, sample
 
-Rule = Literal["sample", "greedy-draft", "greedy"]
+Rule = Literal["sample", "greedy-draft", "greedy", "block"]
 RULES: tuple[str, ...] = get_args(Rule)
 
 
@@ -30,7 +30,7 @@ class Verified(NamedTuple):
 
 
 def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSettings:
-    """Settings the draft samples under: the target's for `sample`, argmax for `greedy-draft` and `greedy`.
+    """Settings the draft samples under: the target's for `sample` and `block`, argmax for the greedy rules.
 
     Raises UserError for an unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample:
     that is `greedy-draft`).
@@ -42,7 +42,7 @@ def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSetting
             f"rule = 'greedy' needs temperature 0, not {settings.temperature}: "
             "set temperature to 0, or use rule 'greedy-draft' for a sampling target"
         )
-    return settings if rule == "sample" else GREEDY
+    return settings if rule in ("sample", "block") else GREEDY
 
 
 def accept_probability(target_prob: torch.Tensor, draft_prob: torch.Tensor) -> torch.Tensor:
@@ -67,13 +67,16 @@ def verify(
     draft_probs_BGV: torch.Tensor | None,
     coins_BG: torch.Tensor,
     residual_uniforms_BG1: torch.Tensor,
+    drafted_B: torch.Tensor | None = None,
 ) -> Verified:
     """Speculative sampling, 2211.17192 Algorithm 1, for every rule: greedy choices are one-hot rows.
 
     `draft_probs_BGV` must be the probabilities the ids were drawn from; None stands for one-hot rows at `draft_ids_BG`
     (a draft that takes its argmax), without building them. Token j passes when coin * draft < target, so a target
     probability of 0 is never accepted, whatever the coin. `residual_uniforms_BG1[:, j]` draws the token that replaces
-    a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target.
+    a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target. `drafted_B`: how many of the
+    G tokens are real in each row, the bonus token following the last of them; None = all. It may depend on committed
+    text and on the tokens it keeps, never on a token it throws away.
     """
     gamma = draft_ids_BG.shape[1]
     rows_B = torch.arange(draft_ids_BG.shape[0], device=draft_ids_BG.device)
@@ -87,27 +90,36 @@ def verify(
         overlap_BG = torch.minimum(target_probs_BG1V[:, :gamma], draft_probs_BGV).sum(-1)
 
     passes_BG = coins_BG * draft_prob_BG < target_prob_BG
-    accepted_B = passes_BG.to(torch.int64).cumprod(-1).sum(-1)
+    if drafted_B is not None:
+        passes_BG &= torch.arange(gamma, device=passes_BG.device) < drafted_B.unsqueeze(-1)
+    accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
 
     # Only one position a row needs its residual: the first rejected one, or the bonus position with no draft at all.
     next_probs_BV = target_probs_BG1V[rows_B, accepted_B]
     if gamma > 0:
         reached_B = accepted_B.clamp_max(gamma - 1)
+        rejected_B1 = (accepted_B < (gamma if drafted_B is None else drafted_B)).unsqueeze(-1)
         if draft_probs_BGV is None:
-            spent_BV = torch.zeros_like(next_probs_BV)
-            spent_BV.scatter_(-1, draft_ids_BG[rows_B, reached_B].unsqueeze(-1), 1.0)
+            # The rejected candidate had all of the draft's mass, so the residual is the target without it.
+            rejected_ids_B1 = draft_ids_BG[rows_B, reached_B].unsqueeze(-1)
+            left_B1 = next_probs_BV.gather(-1, rejected_ids_B1) * ~rejected_B1
+            residual_BV = next_probs_BV.scatter(-1, rejected_ids_B1, left_B1)
+            next_probs_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, next_probs_BV)
         else:
-            spent_BV = draft_probs_BGV[rows_B, reached_B]
-        spent_BV = spent_BV * (accepted_B < gamma).unsqueeze(-1)
-        next_probs_BV = residual_probs(next_probs_BV, spent_BV)
+            next_probs_BV = residual_probs(next_probs_BV, draft_probs_BGV[rows_B, reached_B] * rejected_B1)
     next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
     return Verified(accepted_B, next_ids_B, accept_probability(target_prob_BG, draft_prob_BG), overlap_BG)
 
 
-def verify_greedy(target_ids_BG1: torch.Tensor, draft_ids_BG: torch.Tensor) -> Verified:
+def verify_greedy(
+    target_ids_BG1: torch.Tensor, draft_ids_BG: torch.Tensor, drafted_B: torch.Tensor | None = None
+) -> Verified:
     """`verify` for one-hot target and draft rows given by their ids alone: the same outcome without any row of V."""
     matches_BG = target_ids_BG1[:, :-1] == draft_ids_BG
-    accepted_B = matches_BG.to(torch.int64).cumprod(-1).sum(-1)
+    passes_BG = matches_BG
+    if drafted_B is not None:
+        passes_BG = matches_BG & (torch.arange(matches_BG.shape[1], device=matches_BG.device) < drafted_B.unsqueeze(-1))
+    accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
     next_ids_B = target_ids_BG1.gather(1, accepted_B.unsqueeze(-1)).squeeze(-1)
     matches_as_probs_BG = matches_BG.float()
     return Verified(accepted_B, next_ids_B, matches_as_probs_BG, matches_as_probs_BG)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from typer import Typer
 from typer.testing import CliRunner
 
-from speculative import decode as decode_module
+from speculative import block_loop as loop_module
 from speculative import evaluate
 from speculative.decode import decode
 from speculative.errors import UserError
@@ -97,24 +97,24 @@ def test_self_checks_pass_on_a_sound_judge(dtype, sampling):
 
 
 def test_self_checks_catch_a_rule_that_accepts_too_much(monkeypatch):
-    verify_greedy = decode_module.verify_greedy
+    verify_greedy = loop_module.verify_greedy
 
-    def generous(target_ids, draft_ids):
-        honest = verify_greedy(target_ids, draft_ids)
+    def generous(target_ids, draft_ids, drafted):
+        honest = verify_greedy(target_ids, draft_ids, drafted)
         return honest._replace(accepted_B=(honest.accepted_B + 1).clamp_max(draft_ids.shape[1]))
 
-    monkeypatch.setattr(decode_module, "verify_greedy", generous)
+    monkeypatch.setattr(loop_module, "verify_greedy", generous)
     with pytest.raises(SelfCheckError, match="speculative greedy differs") as failed:
         self_checks(TARGET, prompts_of([5, 9]), SETTINGS)
     assert "\n" not in str(failed.value)
 
 
 def test_self_checks_catch_a_target_that_rejects_itself(monkeypatch):
-    verify = decode_module.verify
+    verify = loop_module.verify
     monkeypatch.setattr(
-        decode_module,
+        loop_module,
         "verify",
-        lambda target, ids, draft, coins, uniforms: verify(0.9 * target, ids, draft, coins, uniforms),
+        lambda target, *others: verify(0.9 * target, *others),
     )
     with pytest.raises(SelfCheckError, match=r"alpha 0\.\d+ by live decoding"):
         self_checks(TARGET, prompts_of([5, 9, 4, 7]), SETTINGS)

@@ -1,0 +1,123 @@
+"""What the decoder asks of a model before it uses it: can its past be rolled back, how far can it see, what it scores."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from speculative.errors import UserError
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model was made for, or None when its config does not say."""
+    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def vocab_rows(model: PreTrainedModel) -> int:
+    """Number of logits the model returns per position, padding rows included."""
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return weight.shape[0] if weight is not None else model.config.get_text_config(decoder=True).vocab_size
+
+
+def takes_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether the model can be asked for the logits of its last tokens only."""
+    return "logits_to_keep" in forward_parameters(model)
+
+
+def forward_parameters(model: PreTrainedModel) -> set[str]:
+    """Names the causal LM's forward takes; a peft wrapper passes them on without naming them."""
+    unwrap = getattr(model, "get_base_model", None)
+    inner = unwrap() if callable(unwrap) else model
+    return set(inspect.signature(inner.forward).parameters)
+
+
+def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Raises UserError when target and draft score different numbers of token ids."""
+    target_rows, draft_rows = vocab_rows(target), vocab_rows(draft)
+    if target_rows != draft_rows:
+        raise UserError(
+            f"the draft scores {draft_rows} token ids and the target {target_rows}: "
+            "pad or trim the draft's embedding rows to the target's"
+        )
+
+
+def attention_windows(model: PreTrainedModel) -> list[int | None]:
+    """Per layer, how many positions back it sees (itself included); None for all of them.
+
+    Raises UserError for a layer that is neither full nor sliding-window attention.
+    """
+    windows: list[int | None] = []
+    for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            raise UserError(
+                f"{type(model).__name__} has {type(layer).__name__} layers, which cannot be rolled back by a length: "
+                "give a model with attention layers only"
+            )
+    return windows
+
+
+def check_decodable(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model whose past cannot be rolled back by a length, or whose rows cannot differ in length.
+
+    Sliding-window layers are supported: their keys are kept in full and the window is in the mask.
+
+    Raises UserError naming the model: encoder-decoder, recurrent or hybrid layers, ALiBi, attention kernels that do not
+    take a 4-D mask.
+    """
+    config = model.config.get_text_config(decoder=True)
+    who = f"{name} ({type(model).__name__})"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{who} is an encoder-decoder: give a decoder-only causal LM")
+    if getattr(model, "_is_stateful", False):
+        raise UserError(f"{who} keeps a recurrent state, which cannot be rolled back by a length: give an attention LM")
+    if getattr(config, "alibi", False) or "position_ids" not in forward_parameters(model):
+        raise UserError(f"{who} takes no position ids (ALiBi or older code): rows of different length need them")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise UserError(
+            f"{who} uses attention '{config._attn_implementation}', which takes no 4-D mask: "
+            "load it with attn_implementation='sdpa'"
+        )
+    try:
+        attention_windows(model)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Every id that ends a response by the model's generation config, or by its config; () when none is known."""
+    value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if value is None:
+        value = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+
+
+@contextmanager
+def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
+    """Eval mode; each model's own mode is restored at the end."""
+    modes = [(model, model.training) for model in models if model is not None]
+    for model, _ in modes:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, was_training in modes:
+            model.train(was_training)
+
+
+@contextmanager
+def evaluating(*models: PreTrainedModel | None) -> Iterator[None]:
+    """Eval mode without gradients; each model's own mode is restored at the end."""
+    # no_grad rather than inference_mode: buffers a model refreshes in its forward must stay usable for training.
+    with torch.no_grad(), in_eval_mode(*models):
+        yield

@@ -1,0 +1,242 @@
+"""Rules that change logits before they become probabilities, for the target and the draft alike.
+
+Shapes: R rows, Q positions scored in one row, V vocabulary, C columns of the token buffer, E end tokens.
+
+An acceptance rule compares the two models' final distributions, so it stays lossless only when both are changed by the
+same rule looking at the same text. That is why a rule here is a function of logits and text and remembers nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LogitsProcessor
+
+from speculative.errors import UserError
+
+
+class _Constants(NamedTuple):
+    """What the rules need on one device for one vocabulary; None where the rule is off."""
+
+    bias_V: torch.Tensor | None
+    forbidden_V: torch.Tensor | None
+    eos_E: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class LogitsRules:
+    """What may be said, and how likely, beyond the sampling settings. Applied in the order of the fields, which is that
+    of transformers' `generate`, and before temperature and truncation.
+
+    repetition_penalty: logits of tokens in the text (prompt included) are divided by it when positive and multiplied
+        when negative, once a token (1909.05858, section 4.1); 1 is off, below 1 encourages repetition.
+    bias: (token id, number added to its logit) pairs, added before the penalty as transformers does.
+    allowed_ids: only these may be said; () allows all. banned_ids: never said.
+    min_tokens: response tokens before which no id of `eos_ids` may be said. Stop strings are not held back.
+    extra: transformers LogitsProcessors, called last and one text at a time: slow, and the host waits for the device.
+        They must be functions of (input_ids, scores): they see drafted tokens that are thrown away later.
+
+    Raises UserError for a value outside its range and for rules that together leave nothing to say.
+    """
+
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    extra: tuple[LogitsProcessor, ...] = ()
+    # Made once: a copy from the host in every call would stall a GPU, and is not allowed in a captured graph.
+    _constants: dict[tuple[torch.device, int], _Constants] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("allowed_ids", "banned_ids", "eos_ids"):
+            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+        object.__setattr__(self, "bias", _bias_pairs(self.bias))
+        object.__setattr__(self, "extra", tuple(self.extra))
+        if not (isinstance(self.repetition_penalty, int | float) and 0.0 < self.repetition_penalty < math.inf):
+            raise UserError(f"repetition_penalty = {self.repetition_penalty!r}: must be a positive number (1 = off)")
+        if not isinstance(self.min_tokens, int) or self.min_tokens < 0:
+            raise UserError(f"min_tokens = {self.min_tokens!r}: must be 0 (off) or a positive number of tokens")
+        for processor in self.extra:
+            _check_processor(processor)
+        if self.allowed_ids:
+            self._check_something_is_left(set(self.allowed_ids))
+
+    @property
+    def active(self) -> bool:
+        """Whether a call changes anything."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or any(value != 0.0 for _, value in self.bias)
+            or self.allowed_ids
+            or self.banned_ids
+            or (self.min_tokens > 0 and self.eos_ids)
+            or self.extra
+        )
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a call makes the host wait for the device, so that it cannot be part of a captured graph."""
+        return bool(self.extra)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a report; extra processors by their class."""
+        return {
+            "repetition_penalty": self.repetition_penalty,
+            "bias": [list(pair) for pair in self.bias],
+            "allowed_ids": list(self.allowed_ids),
+            "banned_ids": list(self.banned_ids),
+            "min_tokens": self.min_tokens,
+            "eos_ids": list(self.eos_ids),
+            "extra": [type(processor).__name__ for processor in self.extra],
+        }
+
+    def check(self, vocab_size: int) -> None:
+        """Raises UserError for a token id the model does not score, and when no token of the vocabulary is left."""
+        biased = tuple(token for token, _ in self.bias)
+        for name, ids in (("bias", biased), *((name, getattr(self, name)) for name in _ID_FIELDS)):
+            if ids and max(ids) >= vocab_size:
+                raise UserError(f"{name} has token id {max(ids)} but the model knows ids 0..{vocab_size - 1}")
+        self._check_something_is_left(set(self.allowed_ids or range(vocab_size)))
+
+    def __call__(
+        self,
+        logits_RV: torch.Tensor,
+        tokens_RC: torch.Tensor,
+        lengths_R: torch.Tensor,
+        prompt_lengths_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits (R, V) after the rules: a new tensor, float32 (float64 stays float64).
+
+        Row r's text is tokens_RC[r, :lengths_R[r]], of which the first prompt_lengths_R[r] are its prompt; the rest of
+        the row is scratch and may be anything. Lengths are at least 1. Several positions of a row at once:
+        logits (R, Q, V) with lengths (R, Q), position q of row r having the text tokens_RC[r, :lengths_RQ[r, q]]
+        (so a block needs its drafted tokens written behind the committed ones). `tokens_RC` may be cut after the
+        longest text, which makes the penalty cheaper. All tensors are on one device; without `extra` nothing waits for it.
+        """
+        dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
+        scores = logits_RV.to(dtype, copy=True)
+        constants = self._on(scores.device, scores.shape[-1])
+        if constants.bias_V is not None:
+            scores += constants.bias_V
+        if self.repetition_penalty != 1.0:
+            _penalise_repetition(scores, tokens_RC, lengths_R, self.repetition_penalty)
+        if constants.eos_E is not None:
+            # Prompt lengths are one a row, and lengths may be several.
+            said = lengths_R - prompt_lengths_R.view(-1, *(1,) * (lengths_R.dim() - 1))
+            too_short = (said < self.min_tokens).unsqueeze(-1)
+            held_back = scores.index_select(-1, constants.eos_E).masked_fill(too_short, -math.inf)
+            scores.index_copy_(-1, constants.eos_E, held_back)
+        if constants.forbidden_V is not None:
+            scores.masked_fill_(constants.forbidden_V, -math.inf)
+        if self.extra:
+            self._apply_extra(scores, tokens_RC, lengths_R)
+        return scores
+
+    def _on(self, device: torch.device, vocab_size: int) -> _Constants:
+        known = self._constants.get((device, vocab_size))
+        if known is not None:
+            return known
+        bias_V = forbidden_V = eos_E = None
+        if self.bias:
+            bias_V = torch.zeros(vocab_size)
+            bias_V[[token for token, _ in self.bias]] = torch.tensor([value for _, value in self.bias])
+        if self.allowed_ids or self.banned_ids:
+            forbidden_V = torch.full((vocab_size,), bool(self.allowed_ids))
+            forbidden_V[list(self.allowed_ids)] = False
+            forbidden_V[list(self.banned_ids)] = True
+        if self.min_tokens > 0 and self.eos_ids:
+            eos_E = torch.tensor(self.eos_ids)
+        made = _Constants(*(None if tensor is None else tensor.to(device) for tensor in (bias_V, forbidden_V, eos_E)))
+        self._constants[device, vocab_size] = made
+        return made
+
+    def _apply_extra(self, scores: torch.Tensor, tokens_RC: torch.Tensor, lengths: torch.Tensor) -> None:
+        """In place; every text alone, because a processor may not know what padding is."""
+        scores_RQV = scores.view(tokens_RC.shape[0], -1, scores.shape[-1])
+        for row, lengths_Q in enumerate(lengths.view(tokens_RC.shape[0], -1).tolist()):
+            for place, length in enumerate(lengths_Q):
+                for processor in self.extra:
+                    before_1V = scores_RQV[row, place].unsqueeze(0)
+                    after_1V = processor(tokens_RC[row : row + 1, :length], before_1V)  # type: ignore[arg-type]
+                    if not isinstance(after_1V, torch.Tensor) or after_1V.shape != before_1V.shape:
+                        found = tuple(after_1V.shape) if isinstance(after_1V, torch.Tensor) else after_1V
+                        raise UserError(
+                            f"logits processor {type(processor).__name__} returned {found} for scores of shape "
+                            f"{tuple(before_1V.shape)}: it must return a tensor of that shape"
+                        )
+                    scores_RQV[row, place] = after_1V[0]
+
+    def _check_something_is_left(self, possible: set[int]) -> None:
+        left = possible.difference(self.banned_ids)
+        if not left:
+            raise UserError("banned_ids forbids every token that may be said: ban fewer, or allow more")
+        if self.min_tokens > 0 and not left.difference(self.eos_ids):
+            raise UserError(
+                f"min_tokens = {self.min_tokens} forbids the end tokens at first and nothing else may be said: "
+                "allow or ban other ids, or set min_tokens to 0"
+            )
+
+
+_ID_FIELDS = ("allowed_ids", "banned_ids", "eos_ids")
+
+
+def _penalise_repetition(
+    scores: torch.Tensor, tokens_RC: torch.Tensor, lengths: torch.Tensor, repetition_penalty: float
+) -> None:
+    """In place: (R, V) scores with (R,) lengths, or (R, Q, V) with (R, Q)."""
+    columns_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
+    tokens = tokens_RC if lengths.dim() == 1 else tokens_RC.unsqueeze(1)
+    # Scratch stands for the row's first token, which is text: a repeated index writes the same value again.
+    said = torch.where(columns_C < lengths.unsqueeze(-1), tokens, tokens[..., :1])
+    values = scores.gather(-1, said)
+    values = torch.where(values < 0, values * repetition_penalty, values / repetition_penalty)
+    scores.scatter_(-1, said, values)
+
+
+def _token_ids(name: str, ids: Iterable[int]) -> tuple[int, ...]:
+    """Distinct ids in the order given."""
+    try:
+        plain = tuple(operator.index(token) for token in ids)
+    except TypeError as error:
+        raise UserError(f"{name} = {ids!r}: must be a list of token ids") from error
+    if plain and min(plain) < 0:
+        raise UserError(f"{name} has {min(plain)}: token ids start at 0")
+    return tuple(dict.fromkeys(plain))
+
+
+def _bias_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    try:
+        plain = tuple((operator.index(token), float(value)) for token, value in pairs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"bias = {pairs!r}: must be a list of (token id, number) pairs") from error
+    if len(_token_ids("bias", (token for token, _ in plain))) < len(plain):
+        tokens = [token for token, _ in plain]
+        twice = next(token for token in tokens if tokens.count(token) > 1)
+        raise UserError(f"bias has token id {twice} more than once: give each id one number")
+    for token, value in plain:
+        if not math.isfinite(value):
+            raise UserError(f"bias of token id {token} is {value}: must be finite; banned_ids forbids a token")
+    return plain
+
+
+def _check_processor(processor: object) -> None:
+    """Raises UserError unless it can be called with (input_ids, scores) alone."""
+    name = type(processor).__name__
+    if not callable(processor):
+        raise UserError(f"extra has {processor!r}: must be a transformers LogitsProcessor")
+    try:
+        inspect.signature(processor).bind(None, None)
+    except TypeError as error:
+        raise UserError(
+            f"logits processor {name} needs more than (input_ids, scores): it cannot be applied to single texts"
+        ) from error

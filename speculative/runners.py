@@ -1,0 +1,139 @@
+"""How a model call is run: as it is, compiled, or replayed from a CUDA graph. All three give the same tokens.
+
+A static runner gets a function and tensors whose shapes, with the given constants, decide everything the function does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from speculative.errors import UserError
+
+EAGER, COMPILED, GRAPHED = "eager", "compile", "graph"
+RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
+RECOMPILE_LIMIT = 64  # One recording per (rows, tokens, prefix, logits kept); Dynamo's own limit of 8 is met at once.
+GRAPH_TOLERANCE = 0.05  # Relative to the largest logit: kernels may round differently under capture, faults do not.
+
+StepFunction = Callable[..., torch.Tensor]
+
+
+class Runner(Protocol):
+    """Runs `function(*tensors, *constants)`; `static` when the same shapes must give the same work."""
+
+    static: bool
+
+    def run(
+        self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
+    ) -> torch.Tensor: ...
+
+
+class EagerRunner:
+    """The plain call; the twin of the others."""
+
+    static = False
+
+    def run(
+        self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
+    ) -> torch.Tensor:
+        return function(*tensors, *constants)
+
+
+class CompiledRunner:
+    """torch.compile with fixed shapes: seconds of compilation per shape, then less Python and fused kernels."""
+
+    static = True
+
+    def __init__(self) -> None:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        self._compiled: StepFunction | None = None
+
+    def run(
+        self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
+    ) -> torch.Tensor:
+        if self._compiled is None:
+            self._compiled = torch.compile(function, dynamic=False)
+        return self._compiled(*tensors, *constants)
+
+
+class GraphRunner:
+    """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory.
+
+    A capture is compared with the eager call it stands for before it is trusted; a model that cannot be captured
+    (it asks the device for a value inside its forward) runs eagerly, with one warning.
+    """
+
+    static = True
+
+    def __init__(self) -> None:
+        self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        self._usable = True
+
+    def run(
+        self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
+    ) -> torch.Tensor:
+        if not self._usable:
+            return function(*tensors, *constants)
+        key = (tuple(tensor.shape for tensor in tensors), constants)
+        if key not in self._recorded:
+            return self._record(key, function, tensors, constants)
+        graph, inputs, output = self._recorded[key]
+        for buffer, tensor in zip(inputs, tensors, strict=True):
+            buffer.copy_(tensor)
+        graph.replay()
+        # The next replay writes over it; whoever keeps logits across steps has to have his own.
+        return output.clone()
+
+    def _record(
+        self, key: Any, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
+    ) -> torch.Tensor:
+        inputs = tuple(tensor.clone() for tensor in tensors)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # Warm-up outside the capture: libraries initialise, the cache allocates.
+            for _ in range(2):
+                expected = function(*inputs, *constants)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                output = function(*inputs, *constants)
+        except RuntimeError as error:
+            self._usable = False
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"the model cannot be captured in a CUDA graph and runs eagerly: {reason}", stacklevel=2)
+            torch.cuda.synchronize()
+            return function(*tensors, *constants)
+        graph.replay()
+        largest = expected.abs().amax().clamp_min(1e-6)
+        if not bool(((output - expected).abs().amax() <= GRAPH_TOLERANCE * largest) | expected.isnan().any()):
+            self._usable = False
+            warnings.warn("a captured CUDA graph did not reproduce the model's logits; it runs eagerly", stacklevel=2)
+            return expected
+        self._recorded[key] = (graph, inputs, output)
+        return output.clone()
+
+
+def make_runner(kind: str) -> Runner:
+    """Raises UserError for an unknown kind and for graphs without CUDA."""
+    if kind == EAGER:
+        return EagerRunner()
+    if kind == COMPILED:
+        return CompiledRunner()
+    if kind == GRAPHED:
+        if not torch.cuda.is_available():
+            raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
+        return GraphRunner()
+    raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
+
+
+def resolve_runner(kind: str, device: torch.device) -> str:
+    """`auto`: graphs on CUDA, the plain call elsewhere."""
+    if kind not in RUNNERS:
+        raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
+    if kind != "auto":
+        return kind
+    return GRAPHED if device.type == "cuda" else EAGER
