@@ -205,6 +205,7 @@ class BlockLoop:
                 draft_uniforms,
                 self._rules,
                 stop_below,
+                self.settings.tree if gamma > 0 else None,
             )
         )
 

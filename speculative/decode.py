@@ -122,6 +122,8 @@ def generate(
     policy = policy or FixedGamma(settings.gamma)
     if policy.max_gamma > settings.gamma:
         raise UserError(f"the gamma policy goes up to {policy.max_gamma}, beyond gamma = {settings.gamma}")
+    if settings.tree is not None and not isinstance(policy, FixedGamma):
+        raise UserError("a token tree has one depth: use a fixed gamma with it")
     draft_model = drafter.model if drafter is not None else None
     check_decodable(target, "target")
     check_prompts(target, drafter, prompts, settings.max_tokens)

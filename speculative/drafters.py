@@ -37,7 +37,8 @@ class Ask(NamedTuple):
     """What a drafter is asked before each block. Arrays are on the host; `tokens_RC` behind `lengths_R` is scratch.
 
     `uniforms_RGK`: the draft's uniforms by place in the block and candidate; None when nothing is sampled.
-    `stop_below`: propose no further once every row's drafted token had less than this probability.
+    `stop_below`: propose no further once every row's drafted token had less than this probability. `tree`: propose this
+    tree of candidates if you can (gamma is its depth); a chain is always welcome.
     """
 
     tokens_RC: np.ndarray
@@ -49,6 +50,7 @@ class Ask(NamedTuple):
     uniforms_RGK: torch.Tensor | None = None
     rules: LogitsRules | None = None
     stop_below: float = 0.0
+    tree: TokenTree | None = None
 
 
 class Proposal(NamedTuple):
@@ -114,11 +116,9 @@ class ModelDrafter:
     source_names: tuple[str, ...] = ("draft",)
     observes = False
 
-    def __init__(self, model: PreTrainedModel, name: str = "draft", tree: TokenTree | None = None):
-        """`tree`: draft this static tree of candidates instead of a chain; `gamma` must be its depth."""
+    def __init__(self, model: PreTrainedModel, name: str = "draft"):
         self.model: PreTrainedModel = model
         self.name = name
-        self.tree = tree
         self._cached: CachedModel | None = None
         self._read_R = np.zeros(0, dtype=np.int64)
 
@@ -146,8 +146,8 @@ class ModelDrafter:
         self._read_R = np.minimum(self._read_R, ask.lengths_R - 1)
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self._cached.device))
-        if self.tree is not None:
-            return self._propose_tree(ask, self.tree)
+        if ask.tree is not None:
+            return self._propose_tree(ask, ask.tree)
         return self._propose_chain(ask)
 
     def _catch_up(self, ask: Ask) -> torch.Tensor:
@@ -220,8 +220,7 @@ class ModelDrafter:
         """Level by level: all nodes of a depth are fed in one call that re-reads the levels above."""
         assert self._cached is not None
         assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
-        if ask.rules is not None:
-            raise AssertionError("a tree with logits rules is refused before decoding")
+        assert ask.rules is None, "a tree with logits rules is refused before decoding"
         root_logits_RV = self._catch_up(ask)
         self._read_R = ask.lengths_R - 1
         ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)

@@ -21,8 +21,8 @@ from speculative.cost import best_gamma, measure_costs
 from speculative.decode import decode, end_token_ids
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
-from speculative.metrics import alpha_with_interval, live_metrics
-from speculative.replay import GAMMAS, replay, replay_agreement, score_responses
+from speculative.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
+from speculative.replay import GAMMAS, agreement_warning, replay, replay_agreement, score_responses
 from speculative.responses import DecodeSettings, Prompt, Response
 from speculative.sampling import SamplingSettings
 from speculative.self_checks import SelfCheckError, self_checks
@@ -109,14 +109,21 @@ def judge(
 
     for name, indices in _by_domain(chosen).items():
         result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
-    own_probs = score_responses(draft, responses, settings.sampling, settings.rule)
+    check = None
+    if settings.rule != "block" and settings.active_rules is None and settings.tree is None:
+        own_probs = score_responses(draft, responses, settings.sampling, settings.rule)
+        check = replay_agreement(own_probs, [response.blocks for response in responses], settings.gamma)
     return {
         **result,
         **live_metrics(responses, settings.gamma),
         "gamma": settings.gamma,
         "tokens_per_second": sum(len(response.response_ids) for response in responses) / timing.total_seconds,
         "batch_size": batch_size,
-        "replay_check": replay_agreement(own_probs, [response.blocks for response in responses], settings.gamma),
+        "latency": latency(responses),
+        "seconds": stage_seconds(timing),
+        "peak_bytes": timing.peak_bytes,
+        "replay_check": check,
+        "warnings": [warning for warning in [agreement_warning(check)] if warning],
     }
 
 

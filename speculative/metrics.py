@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from speculative.responses import Response
+from speculative.responses import Response, Timing
 
 Interval = tuple[float, float]
 
@@ -87,10 +87,11 @@ def paired_alpha_gain(
     return {"alpha_gain": float(gains_P.sum() / tokens_P.sum()), "ci": list(ratio_interval(gains_P, tokens_P))}
 
 
-def survival(accepted_counts: Sequence[int], gamma: int) -> list[float]:
-    """P(the first j drafted tokens of a block are all accepted) for j = 1..gamma."""
-    counts = np.asarray(accepted_counts)
-    return [float((counts >= j).mean()) for j in range(1, gamma + 1)]
+def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequence[int] | None = None) -> list[float]:
+    """P(the first j drafted tokens of a block are all accepted) for j = 1..gamma, over blocks that drafted j or more."""
+    accepted = np.asarray(accepted_counts)
+    drafted = np.full(len(accepted), gamma) if drafted_counts is None else np.asarray(drafted_counts)
+    return [float((accepted >= j).sum() / max(1, (drafted >= j).sum())) for j in range(1, gamma + 1)]
 
 
 def live_metrics(
@@ -101,7 +102,8 @@ def live_metrics(
     tau: emitted tokens per target call, bonus or corrected token included, with its interval. The last block of a
     response counts as one call even where the end token or the budget cut it, as replay counts it.
     accepted_per_drafted, accepted_per_tested, survival: from the *uncut* accepted counts of each block, so a budget
-    does not lower them; the few drafted tokens behind an end token are therefore included.
+    does not lower them; the few drafted tokens behind an end token are therefore included. Where blocks drafted
+    different numbers, survival[j] is over the blocks that drafted at least j, NaN-free: 0 where none did.
     overlap: mean sum_v min(target, draft) at the tested positions, the low-variance twin of accepted_per_tested. Both
     see only positions that blocks reach, which are harder than the average one: neither is alpha.
     """
@@ -109,14 +111,47 @@ def live_metrics(
     tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
     blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))
     counts = [count for response in responses for count in response.accepted_counts]
+    drafted = [count for response in responses for count in response.drafted_counts]
     tested = sum(response.tested for response in responses)
     return {
         "tau": float(tokens_P.sum() / blocks_P.sum()),
         "tau_ci": list(ratio_interval(tokens_P, blocks_P)),
-        "accepted_per_drafted": sum(counts) / (len(counts) * gamma),
-        "accepted_per_tested": sum(counts) / tested,
-        "overlap": sum(response.overlap_sum for response in responses) / tested,
-        "survival": survival(counts, gamma),
+        "accepted_per_drafted": sum(counts) / max(1, sum(drafted)),
+        "accepted_per_tested": sum(counts) / max(1, tested),
+        "overlap": sum(response.overlap_sum for response in responses) / max(1, tested),
+        "survival": survival(counts, gamma, drafted),
         "live_tokens": int(tokens_P.sum()),
         "blocks": int(blocks_P.sum()),
     }
+
+
+def latency(responses: Sequence[Response]) -> dict[str, dict[str, float]]:
+    """Percentiles in seconds: {"first_token", "between_commits", "per_token": {"p50", "p90", "p99"}}.
+
+    first_token: from the moment a prompt got its row (its prefill included) to its first tokens. between_commits: the
+    pauses a reader of the stream sees; a block's tokens arrive together. per_token: mean pause per token of each
+    response behind its first commit. Keys without any observation are left out.
+    """
+    firsts = [response.commit_seconds[0] for response in responses if response.commit_seconds]
+    pauses = [np.diff(response.commit_seconds) for response in responses if len(response.commit_seconds) > 1]
+    rates = [
+        (response.commit_seconds[-1] - response.commit_seconds[0]) / sum(response.commit_sizes[1:])
+        for response in responses
+        if sum(response.commit_sizes[1:]) > 0
+    ]
+    observed = {
+        "first_token": firsts,
+        "between_commits": np.concatenate(pauses).tolist() if pauses else [],
+        "per_token": rates,
+    }
+    return {
+        name: {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}
+        for name, values in observed.items()
+        if values
+    }
+
+
+def stage_seconds(timing: Timing) -> dict[str, float]:
+    """Seconds by stage: prefill, draft, verify, accept, host and total."""
+    names = ("prefill", "draft", "verify", "accept", "host", "total")
+    return {name: float(getattr(timing, f"{name}_seconds")) for name in names}

@@ -19,6 +19,9 @@ from speculative.sampling import SamplingSettings, logits_to_probs
 from speculative.verify import draft_settings_for
 
 GAMMAS = tuple(range(1, 17))
+WORRYING_Z = 4.0  # Beyond this the gap between live decoding and replay has a cause.
+# Greedy has no coins to excuse a difference, but a near-tie may fall otherwise in a batch of another shape.
+GREEDY_BLOCK_TOLERANCE = 0.02
 # Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
 LOGITS_PER_FORWARD = 1 << 26
 # Rows turned into float32 probabilities at once: rows x vocabulary.
@@ -113,7 +116,7 @@ def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -
 def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
     """Replay of the very text a live run produced against the blocks it counted.
 
-    {"predicted_blocks", "live_blocks", "z"}: z is in standard deviations of the coins; where nothing is random (greedy)
+    {"predicted_blocks", "live_blocks", "z", "agrees"}: z is in standard deviations of the coins; where nothing is random (greedy)
     it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
     only lower acceptance, such as draft positions off by one.
     """
@@ -122,7 +125,21 @@ def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Seque
     deviation = float(np.sqrt(block_variance(accept_probs, gamma).sum()))
     gap = counted - predicted
     z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
-    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z}
+    agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z
+    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
+
+
+def agreement_warning(check: dict[str, Any] | None) -> str | None:
+    """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
+    if check is None or check["agrees"]:
+        return None
+    size = "nothing is random at temperature 0" if check["z"] is None else f"z = {check['z']:+.1f}"
+    return (
+        f"live decoding counted {check['live_blocks']} blocks where replay of its text predicts "
+        f"{check['predicted_blocks']:.0f} ({size}): the text is right, but acceptance is not what this draft's "
+        "probabilities give; look for draft positions, masks or sampling that differ between the two, or for rounding "
+        "(bfloat16) in a nearly deterministic draft"
+    )
 
 
 def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:

@@ -44,7 +44,8 @@ def all_sequences(vocab: int, length: int) -> torch.Tensor:
 
 def text_probs(emitted: torch.Tensor, target: torch.Tensor, length: int) -> torch.Tensor:
     """Distribution (*, V ** length) of texts, when `emitted` (*, contexts) is the mass of each context, to be continued
-    by the target."""
+    by the target.
+    """
     vocab = target.shape[1]
     mass, first = emitted.clone(), 0
     for level in range(length):

@@ -23,6 +23,7 @@ def response(key, accepted_counts, gamma, tokens):
         accepted_counts=accepted_counts,
         accepted=sum(accepted_counts),
         drafted=gamma * len(accepted_counts),
+        drafted_counts=[gamma] * len(accepted_counts),
         tested=sum(min(count + 1, gamma) for count in accepted_counts),
         overlap_sum=0.5 * sum(min(count + 1, gamma) for count in accepted_counts),
     )
