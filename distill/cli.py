@@ -92,6 +92,90 @@ def evaluate(
     )
 
 
+@app.command("generate")
+def generate_command(
+    target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")],
+    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='file: JSON lines with "prompt" (.jsonl), else one prompt a line')
+    ] = None,
+    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
+    system: Annotated[str, typer.Option(help="system message (with --chat)")] = "",
+    draft: Annotated[str, typer.Option(help="draft model: directory or hub id")] = "",
+    drafter: Annotated[
+        str,
+        typer.Option(
+            help="who proposes: draft (default with --draft), lookup (the prompt's own n-grams), retrieval, early-exit, "
+            "jacobi, cascade (lookup, then the draft), none (default without)"
+        ),
+    ] = "",
+    exit_layers: Annotated[int, typer.Option(help="layers of early-exit; 0 = a third")] = 0,
+    datastore: Annotated[
+        Path | None, typer.Option(help="past texts for retrieval: --out file of an earlier run")
+    ] = None,
+    gamma: Annotated[str, typer.Option(help="drafted tokens per block, or auto: what pays most, 0 included")] = "4",
+    stop_below: Annotated[float, typer.Option(help="stop drafting behind a token of less probability; 0 = off")] = 0.0,
+    tree: Annotated[str, typer.Option(help="candidates per depth instead of a chain, e.g. 3,2,1")] = "",
+    rule: Annotated[
+        str, typer.Option(help="sample, greedy-draft, greedy, block; default: greedy at temperature 0, else sample")
+    ] = "",
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0 = off")] = 0,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 = off")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="drop tokens under min-p x the largest probability; 0 = off")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 = off")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="tokens of a response at most")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="no end token before so many")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a text that ends a response; may be given several times")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of all sampling")] = 0,
+    batch_size: Annotated[int, typer.Option(help="rows decoded at once", min=1)] = 16,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = "",
+    runner: Annotated[str, typer.Option(help="model calls: auto, eager, compile, graph (CUDA)")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="write responses here as JSON lines, not to the screen")] = None,
+    log: Annotated[Path | None, typer.Option(help="write every drafted token here as parquet")] = None,
+    numbers: Annotated[Path | None, typer.Option(help="write the run's numbers here as JSON")] = None,
+) -> None:
+    """Text from a target, sped up by a draft; the text is the target's own. Numbers go to standard error.
+
+    understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export --gamma auto
+    """
+    from distill import generate as program
+    from speculative.decode import end_token_ids
+    from speculative.processors import LogitsRules
+    from speculative.responses import DecodeSettings
+    from speculative.sampling import SamplingSettings
+    from speculative.tree import TokenTree
+
+    branching = program.parse_tree(tree)
+    chosen: Any = rule or ("greedy" if temperature == 0 else "sample")
+    sampling = SamplingSettings(temperature, top_k, top_p, min_p)
+    rules = LogitsRules(repetition_penalty=repetition_penalty)
+    DecodeSettings(sampling, 0, chosen, max_tokens, min_tokens=min_tokens)  # refused before anything is loaded
+    loaded = program.load(target, draft, drafter, exit_layers, datastore, dtype, device)
+    texts = program.read_prompts(prompt or [], prompts, loaded.tokenizer, chat, system)
+    settings = DecodeSettings(
+        sampling,
+        program.parse_gamma(gamma, loaded.drafter, branching),
+        chosen,
+        max_tokens,
+        end_token_ids(loaded.target),
+        seed,
+        tree=TokenTree.from_branching(branching) if branching else None,
+        rules=rules,
+        stop=tuple(stop or ()),
+        min_tokens=min_tokens,
+    )
+    policy = program.policy_of(gamma, settings.gamma, stop_below)
+    result = program.run(loaded, texts, settings, policy, batch_size=batch_size, runner=runner, log=log, out=out)
+    for line in program.summary_lines(result, settings.gamma):
+        print(line, file=sys.stderr)
+    if numbers is not None:
+        program.write_numbers(numbers, result)
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="run folder (its best checkpoint) or a checkpoint folder")],

@@ -124,6 +124,8 @@ def generate(
         raise UserError(f"the gamma policy goes up to {policy.max_gamma}, beyond gamma = {settings.gamma}")
     if settings.tree is not None and not isinstance(policy, FixedGamma):
         raise UserError("a token tree has one depth: use a fixed gamma with it")
+    if settings.tree is not None and log is not None:
+        raise UserError("the proposal log is of chains: leave the token tree or the log out")
     draft_model = drafter.model if drafter is not None else None
     check_decodable(target, "target")
     check_prompts(target, drafter, prompts, settings.max_tokens)

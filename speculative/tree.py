@@ -28,8 +28,8 @@ class TreeTensors(NamedTuple):
     n is what node n may attend to. paths_N1D: nodes from depth 1 down to the node itself, padded with 0.
 
     The rest serves `verify_tree`, which works family by family. inner_I: the nodes with children, most children first.
-    inner_place_N1: where a node stands in inner_I, -1 for a leaf. children_IK: their children, a missing one replaced by
-    the first. present_IK (bool): which are not missing. slots_N: place of node n + 1 in the flattened (I, K) layout.
+    inner_place_N1: where a node stands in inner_I, -1 for a leaf. children_IK: their children; a missing one is replaced
+    by the first, and so is a repeat that cannot pass. slots_N: place of node n + 1 in the flattened (I, K) layout.
     """
 
     parents_N: torch.Tensor
@@ -39,7 +39,6 @@ class TreeTensors(NamedTuple):
     inner_I: torch.Tensor
     inner_place_N1: torch.Tensor
     children_IK: torch.Tensor
-    present_IK: torch.Tensor
     slots_N: torch.Tensor
 
 
@@ -161,7 +160,6 @@ def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
         families.append([*children, *[children[0]] * (tree.max_children - len(children))])
         for sibling, child in enumerate(children):
             slots[child - 1] = place * tree.max_children + sibling
-    sizes = torch.tensor([len(tree.children[node]) for node in tree.inner])
     tensors = TreeTensors(
         parents_N=torch.tensor(tree.parents),
         depths_N1=torch.tensor(tree.depths_N1),
@@ -170,7 +168,6 @@ def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
         inner_I=torch.tensor(tree.inner),
         inner_place_N1=inner_place,
         children_IK=torch.tensor(families),
-        present_IK=torch.arange(tree.max_children) < sizes.unsqueeze(1),
         slots_N=slots,
     )
     return TreeTensors(*(tensor.to(device) for tensor in tensors))
@@ -189,8 +186,8 @@ def draw_children(
     if not replacement:
         draft_probs_RV = draft_probs_RV.clone()
     for place in range(count):
-        # A row without mass has no token: the last id stands for it.
-        drawn_R = sample(draft_probs_RV, uniforms_RK[..., place]).clamp_max(draft_probs_RV.shape[-1] - 1)
+        # A row without mass gives the last id.
+        drawn_R = sample(draft_probs_RV, uniforms_RK[..., place])
         ids.append(drawn_R)
         if not replacement and place + 1 < count:
             draft_probs_RV.scatter_(-1, drawn_R.unsqueeze(-1), 0.0)

@@ -68,10 +68,10 @@ def verify_tree(
     target_BIV = _inner_rows(tree, tensors, target_probs_BN1V)
     coins_BIK = coins_BDK[:, tensors.depths_N1[tensors.inner_I]]
     if draft_probs_BMV is None:
-        judged = _judge_fixed(tensors, target_BIV, ids_BIK, coins_BIK)
+        judged = _judge_fixed(target_BIV, ids_BIK, coins_BIK)
     else:
         draft_BIV = _inner_rows(tree, tensors, draft_probs_BMV)
-        judged = _judge_drawn(tree, tensors, target_BIV, draft_BIV, ids_BIK, coins_BIK, replacement)
+        judged = _judge_drawn(tree, target_BIV, draft_BIV, ids_BIK, coins_BIK, replacement)
     follows_BIK = judged.passes_BIK & (judged.passes_BIK.cumsum(-1) == 1)
     stop_B = _deepest(tensors, follows_BIK.flatten(1)[:, tensors.slots_N])
     path_BD, accepted_B = tensors.paths_N1D[stop_B], tensors.depths_N1[stop_B]
@@ -126,19 +126,15 @@ class _Judged(NamedTuple):
     residual_BIV: torch.Tensor | None
 
 
-def _judge_fixed(
-    tensors: TreeTensors, target_BIV: torch.Tensor, ids_BIK: torch.Tensor, coins_BIK: torch.Tensor
-) -> _Judged:
-    real_BIK = tensors.present_IK & ~_repeats(ids_BIK)
-    probs_BIK = target_BIV.gather(-1, ids_BIK) * real_BIK
-    # One coin falls into the slice of one child, or behind them all.
+def _judge_fixed(target_BIV: torch.Tensor, ids_BIK: torch.Tensor, coins_BIK: torch.Tensor) -> _Judged:
+    probs_BIK = target_BIV.gather(-1, ids_BIK) * ~_repeats(ids_BIK)
+    # One coin falls into the slice of one child, or behind them all. A parallel scan may give an empty slice a width.
     passes_BIK = (coins_BIK[..., :1] < probs_BIK.cumsum(-1, dtype=torch.float64)) & (probs_BIK > 0)
     return _Judged(passes_BIK, probs_BIK, probs_BIK.sum(-1), None)
 
 
 def _judge_drawn(
     tree: TokenTree,
-    tensors: TreeTensors,
     target_BIV: torch.Tensor,
     draft_BIV: torch.Tensor,
     ids_BIK: torch.Tensor,
@@ -147,7 +143,7 @@ def _judge_drawn(
 ) -> _Judged:
     tiny = torch.finfo(target_BIV.dtype).tiny
     offered_BIK = draft_BIV.gather(-1, ids_BIK)
-    real_BIK = (offered_BIK > 0) & tensors.present_IK
+    real_BIK = offered_BIK > 0
     if not replacement:
         real_BIK &= ~_repeats(ids_BIK)
     # Rows are not kept normalised: the draft's is scaled to be as heavy as what is left of the target's. A child that is

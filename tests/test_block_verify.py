@@ -7,6 +7,7 @@ target's own joint distribution of gamma + 1 tokens.
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import stats
 from table_models import SETTINGS, all_sequences, emitted_mass, followed, table_pair, target_text_probs, text_probs
@@ -160,6 +161,7 @@ def twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
     return kept, int(sample(probs, uniforms[kept]))
 
 
+@hypothesis_settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.integers(2, 6),
@@ -215,6 +217,15 @@ def test_equal_rows_are_always_accepted_whatever_the_rounding():
     assert torch.equal(outcome.accept_probs_BG, torch.ones(100, 5))
     lucky = verify_block(probs, ids, probs[:, :5], torch.zeros(100, 5), torch.zeros(100, 6), torch.full((100,), 2))
     assert lucky.accepted_B.tolist() == [2] * 100
+
+
+def test_a_cut_that_leaves_nothing_falls_back_on_the_targets_row():
+    draft = torch.tensor([[[0.5, 0.5, 0.0]]]).expand(2, 1, 3)
+    target = torch.tensor([[[0.4999, 0.4999, 0.0]]]).expand(2, 2, 3)  # under the draft everywhere, as rounding may do
+    coins, uniforms = torch.full((2, 1), 1 - 2**-53, dtype=torch.float64), torch.tensor([[0.1, 0.0], [0.9, 0.0]])
+    outcome = verify_block(target, torch.tensor([[0], [0]]), draft, coins, uniforms)
+    assert outcome.accepted_B.tolist() == [0, 0]
+    assert outcome.next_ids_B.tolist() == [0, 1]
 
 
 def test_extreme_ratios_stay_finite_in_float32():

@@ -7,6 +7,7 @@ joint distribution of depth + 1 tokens.
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import stats
 from table_models import (
@@ -229,6 +230,7 @@ def twin(tree, target_probs, ids, draft_probs, coins, uniforms, replacement):
     return path, int(sample(target_probs[node], uniforms[len(path)]))
 
 
+@hypothesis_settings(max_examples=150, deadline=None)
 @given(
     tree=token_trees(max_nodes=10),
     seed=st.integers(0, 10**6),
@@ -349,6 +351,15 @@ def test_a_row_nearly_exhausted_is_verified_with_its_true_mass_in_float32():
     for token, expected in ((1, 0.6), (2, 1.0)):
         outcome = verify_tree(tree, target, torch.tensor([[0, token]]), draft, torch.zeros(1, 1, 2), uniforms)
         torch.testing.assert_close(outcome.accept_probs_BDK[0, 0, 1], torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+def test_a_failure_that_leaves_nothing_falls_back_on_the_targets_row():
+    draft = torch.tensor([[[0.5, 0.5, 0.0]]]).expand(2, 1, 3)
+    target = torch.tensor([[[0.4999, 0.4999, 0.0]]]).expand(2, 2, 3)  # under the draft everywhere, as rounding may do
+    coins, uniforms = torch.full((2, 1, 1), 1 - 2**-53, dtype=torch.float64), torch.tensor([[0.1, 0.0], [0.9, 0.0]])
+    outcome = verify_tree(TokenTree((0,)), target, torch.tensor([[0], [0]]), draft, coins, uniforms)
+    assert outcome.accepted_B.tolist() == [0, 0]
+    assert outcome.next_ids_B.tolist() == [0, 1]
 
 
 def test_equal_rows_are_always_accepted_whatever_the_rounding():

@@ -1,0 +1,343 @@
+"""`understudy generate`: text from a target, with whoever proposes, streamed; then what it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.store import write_json
+from distill.student import dtype_of, load_model, load_tokenizer
+from speculative.cascade import Cascade
+from speculative.decode import Event, generate
+from speculative.drafters import Drafter, ModelDrafter
+from speculative.early_exit import EarlyExit
+from speculative.errors import UserError
+from speculative.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
+from speculative.jacobi import JacobiPool
+from speculative.lookup import PromptLookup
+from speculative.metrics import latency, live_metrics, stage_seconds
+from speculative.models import vocab_rows
+from speculative.proposal_log import ProposalLog
+from speculative.replay import agreement_warning, replay_agreement, score_responses
+from speculative.responses import DecodeSettings, Prompt, Response, Timing
+from speculative.retrieval import Datastore, Retrieval
+
+DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")
+ADAPTIVE_GAMMA = 8  # The largest gamma that `--gamma auto` considers.
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target with its tokenizer, and whoever proposes (None = plain decoding)."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: Drafter | None
+
+
+def load(
+    target: str, draft: str, drafter: str, exit_layers: int, datastore: Path | None, dtype: str, device: str
+) -> Loaded:
+    """Load what was asked for. Raises UserError for options that contradict each other."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if drafter not in ("", *DRAFTERS):
+        raise UserError(f"--drafter {drafter}: one of {', '.join(DRAFTERS)}")
+    kind = drafter or ("draft" if draft else "none")
+    if kind in ("draft", "cascade") and not draft:
+        raise UserError(f"--drafter {kind} needs --draft DIR")
+    if kind == "retrieval" and datastore is None:
+        raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
+    chosen = dtype_of(dtype, place)
+    model = load_model("target", target, dtype=chosen).to(place)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(target)
+
+    def draft_model() -> ModelDrafter:
+        return ModelDrafter(load_model("draft", draft, dtype=model.dtype).to(place))  # type: ignore[arg-type]
+
+    makers: dict[str, Any] = {
+        "none": lambda: None,
+        "draft": draft_model,
+        "lookup": PromptLookup,
+        "retrieval": lambda: Retrieval(read_datastore(datastore, model)),
+        "early-exit": lambda: EarlyExit(model, exit_layers or max(1, model.config.num_hidden_layers // 3)),
+        "jacobi": JacobiPool,
+        "cascade": lambda: Cascade(PromptLookup(min_ngram=2), draft_model()),
+    }
+    return Loaded(model, tokenizer, makers[kind]())
+
+
+def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
+    """A saved datastore, or one built from the responses of an earlier `generate --out FILE.jsonl`."""
+    assert path is not None
+    if path.suffix != ".jsonl":
+        return Datastore.load(path)
+    if not path.is_file():
+        raise UserError(f"--datastore {path}: no such file")
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            texts.append([*row["prompt_ids"], *row["response_ids"]])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f'{path}:{number}: not a line of `understudy generate --out` ("prompt_ids", "response_ids")'
+            )
+    return Datastore.build(texts, vocab_rows(target))
+
+
+def read_prompts(
+    texts: list[str], file: Path | None, tokenizer: PreTrainedTokenizerBase, chat: bool, system: str
+) -> list[Prompt]:
+    """Prompts (key, ids) from the command line, a file (JSON lines with "prompt", or plain lines), or standard input."""
+    named = [(f"prompt-{number}", text) for number, text in enumerate(texts, start=1)]
+    if file is not None:
+        named += _file_prompts(file)
+    if not named:
+        if sys.stdin.isatty():
+            raise UserError("no prompt: give --prompt TEXT, --prompts FILE, or a text on standard input")
+        named = [("stdin", sys.stdin.read())]
+    if chat and not tokenizer.chat_template:
+        raise UserError("--chat: the target's tokenizer has no chat template")
+    prompts: list[Prompt] = []
+    for key, text in named:
+        if chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": text})
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        ids = tokenizer(text, add_special_tokens=not chat, verbose=False).input_ids
+        if not ids:
+            raise UserError(f"{key}: the prompt has no token; write at least one character")
+        prompts.append((key, ids))
+    return prompts
+
+
+def _file_prompts(file: Path) -> list[tuple[str, str]]:
+    if not file.is_file():
+        raise UserError(f"--prompts {file}: no such file")
+    named = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"--prompts {file}: not UTF-8 text") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        text: Any = line
+        if file.suffix == ".jsonl":
+            try:
+                row = json.loads(line)
+                text = row["prompt"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise UserError(f'{file}:{number}: each line must be a JSON object with a "prompt" text')
+        named.append((f"{file.name}:{number}", text))
+    if not named:
+        raise UserError(f"--prompts {file}: no prompt in it")
+    return named
+
+
+def parse_tree(text: str) -> tuple[int, ...]:
+    """`3,2,1` -> (3, 2, 1); empty = no tree."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        raise UserError(f"--tree {text}: numbers of candidates by depth, e.g. 3,2,1")
+    return tuple(int(part) for part in parts)
+
+
+def policy_of(gamma: str, settings_gamma: int, stop_below: float) -> GammaPolicy:
+    """`auto` adapts up to `settings_gamma`; a number is kept."""
+    if gamma == "auto" and settings_gamma > 0:
+        return AdaptiveGamma(settings_gamma, stop_below)
+    return FixedGamma(settings_gamma, stop_below)
+
+
+def parse_gamma(text: str, drafter: Drafter | None, tree: tuple[int, ...]) -> int:
+    """The largest gamma of a run. Raises UserError for anything but `auto` and a positive number."""
+    if drafter is None:
+        return 0
+    if tree:
+        return len(tree)
+    if text == "auto":
+        return ADAPTIVE_GAMMA
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"--gamma {text}: a number of at least 1, or auto")
+    return int(text)
+
+
+def run(
+    loaded: Loaded,
+    prompts: list[Prompt],
+    settings: DecodeSettings,
+    policy: GammaPolicy,
+    *,
+    batch_size: int,
+    runner: str,
+    log: Path | None,
+    out: Path | None,
+) -> dict[str, Any]:
+    """Decode; one prompt is streamed to standard output, several go to `out` as JSON lines or are printed as they end.
+
+    Returns the numbers of the run. An interrupt ends the stream: what was streamed stays, finished responses are kept.
+    """
+    if out is not None:
+        _check_writable(out)
+    timing = Timing()
+    finished: dict[int, Response] = {}
+    with ProposalLog(log) if log is not None else nullcontext() as proposals:
+        events = generate(
+            loaded.target,
+            loaded.drafter,
+            prompts,
+            settings,
+            batch_size=batch_size,
+            tokenizer=loaded.tokenizer,
+            policy=policy,
+            log=proposals,
+            runner=runner,
+            timing=timing,
+        )
+        try:
+            for event in _shown(events, len(prompts), out):
+                if event.finish_reason is not None:
+                    finished[event.index] = event.response
+        finally:
+            if out is not None:
+                _write_lines(out, [finished[index] for index in sorted(finished)])
+    responses = [finished[index] for index in range(len(prompts))]
+    return summary(loaded, responses, settings, policy, timing)
+
+
+def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Event]:
+    """Pass events on while showing them: text as it comes, or a progress line."""
+    if count == 1 and out is None:
+        for event in events:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+            if event.finish_reason is not None:
+                sys.stdout.write("\n")
+            yield event
+        return
+    columns = (TextColumn("{task.completed}/{task.total} responses, {task.fields[tokens]} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task, tokens = progress.add_task("", total=count, tokens=0), 0
+        for event in events:
+            tokens += len(event.token_ids)
+            progress.update(task, advance=int(event.finish_reason is not None), tokens=tokens)
+            if event.finish_reason is not None and out is None:
+                sys.stdout.write(f"--- {event.response.key}\n{event.response.text}\n")
+                sys.stdout.flush()
+            yield event
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(f".{out.name}.tmp")
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error
+
+
+def _write_lines(out: Path, responses: list[Response]) -> None:
+    lines = [
+        json.dumps(
+            {
+                "key": response.key,
+                "text": response.text,
+                "finish_reason": response.finish_reason,
+                "prompt_ids": response.prompt_ids,
+                "response_ids": response.response_ids,
+                "blocks": response.blocks,
+                "drafted": response.drafted,
+                "accepted": response.accepted,
+            },
+            ensure_ascii=False,
+        )
+        for response in responses
+    ]
+    partial = out.with_name(f".{out.name}.tmp")
+    partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    partial.replace(out)
+
+
+def summary(
+    loaded: Loaded, responses: list[Response], settings: DecodeSettings, policy: GammaPolicy, timing: Timing
+) -> dict[str, Any]:
+    """Numbers of a run; `replay_check` where replay has a law: a draft model, one gamma, a token-wise rule, no rules."""
+    tokens = sum(len(response.response_ids) for response in responses)
+    result: dict[str, Any] = {
+        "tokens": tokens,
+        "tokens_per_second": tokens / timing.total_seconds,
+        "seconds": stage_seconds(timing),
+        "latency": latency(responses),
+        "peak_bytes": timing.peak_bytes,
+        "drafter": loaded.drafter.name if loaded.drafter is not None else None,
+        "finish_reasons": {
+            reason: sum(response.finish_reason == reason for response in responses)
+            for reason in sorted({str(response.finish_reason) for response in responses})
+        },
+    }
+    if loaded.drafter is None:
+        return result
+    result |= live_metrics(responses, settings.gamma)
+    if isinstance(policy, AdaptiveGamma):
+        result["gammas_chosen"] = {str(gamma): count for gamma, count in sorted(policy.chosen.items())}
+    plain_law = settings.rule != "block" and settings.tree is None and settings.active_rules is None
+    if type(loaded.drafter) is ModelDrafter and isinstance(policy, FixedGamma) and not policy.stop_below and plain_law:
+        scored = score_responses(loaded.drafter.model, responses, settings.sampling, settings.rule)
+        check = replay_agreement(scored, [response.blocks for response in responses], settings.gamma)
+        result["replay_check"] = check
+        result["replay_tau"] = tokens / check["predicted_blocks"]
+        result["warning"] = agreement_warning(check)
+    return result
+
+
+def summary_lines(result: dict[str, Any], gamma: int) -> list[str]:
+    """The numbers of `summary` for people."""
+    seconds = result["seconds"]
+    stages = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("prefill", "draft", "verify", "accept", "host"))
+    lines = [f"{result['tokens']} tokens, {result['tokens_per_second']:.1f} tokens/s; seconds: {stages}"]
+    if result["drafter"] is not None:
+        low, high = result["tau_ci"]
+        line = (
+            f"{result['drafter']}, gamma {gamma}: tau {result['tau']:.2f} [{low:.2f}, {high:.2f}]  "
+            f"accepted/drafted {result['accepted_per_drafted']:.3f}"
+        )
+        check = result.get("replay_check")
+        if check is not None:
+            size = "exact at temperature 0" if check["z"] is None or check["z"] == 0 else f"z {check['z']:+.2f}"
+            line += f"; replay predicts tau {result['replay_tau']:.2f} ({size})"
+        lines.append(line)
+        if result.get("gammas_chosen"):
+            lines.append(
+                "gamma chosen: " + ", ".join(f"{gamma} x{count}" for gamma, count in result["gammas_chosen"].items())
+            )
+        if result.get("warning"):
+            lines.append(f"warning: {result['warning']}")
+    first, pause = result["latency"]["first_token"], result["latency"].get("between_commits")
+    line = f"first token after {1e3 * first['p50']:.0f} ms (p90 {1e3 * first['p90']:.0f})"
+    if pause:
+        line += f", then a block every {1e3 * pause['p50']:.0f} ms (p90 {1e3 * pause['p90']:.0f})"
+    lines.append(f"{line}; peak memory {result['peak_bytes'] / 1024**2:.0f} MiB")
+    return lines
+
+
+def write_numbers(path: Path, result: dict[str, Any]) -> None:
+    """The numbers as a JSON file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        raise UserError(f"--numbers {path}: cannot be written ({error.strerror})") from error
