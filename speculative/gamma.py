@@ -92,21 +92,23 @@ class BlockSeconds:
 class AdaptiveGamma:
     """argmax over gamma of expected tokens per second, from each row's running acceptance and the measured block times.
 
-    A row's chance that the next drafted token is accepted is a decayed mean of its own tested tokens, begun at what all
-    requests so far showed. Expected tokens of a block are 1 + a + ... + a^gamma summed over the rows; seconds are
-    medians of the blocks of that width. Gamma 0 is plain decoding: chosen when nothing pays, and left for one short
-    block after 16, 32, 64, ... plain ones to look again.
+    A row's chance that the next drafted token is accepted is a decayed mean of its own tested tokens and, as if they
+    were its own too, some of all requests so far: a new request starts from those alone. Expected tokens of a block are 1 + a + ... + a^gamma summed over the rows; seconds are
+    medians of the blocks of that width. Gamma 0 is plain decoding: chosen when nothing pays, not even with half a standard
+    error more acceptance than was seen, and left for two short blocks after 16, 32, 64, ... plain ones to look again.
 
     Only tested tokens are counted (those up to the first rejection): a choice that looked at thrown-away drafts would
     bias sampled text. Under sampling the text still depends on the choices (a token drafted and accepted is drawn with
     other numbers than a plain one), so it is reproducible only with the same timings; its distribution never changes.
     """
 
-    MEMORY = 0.9  # Weight of a row's past after each tested token: about ten tokens.
+    MEMORY = 0.95  # Weight of a row's past after each tested token: about twenty tokens.
     POOL_MEMORY = 0.995
-    PRIOR_TOKENS = 4.0  # A new request starts as if so many tokens had behaved like all before it.
+    POOL_TOKENS = 10.0  # So many tokens of the mixture are those of all requests: one row's past is noise.
+    PRIOR_TOKENS = 4.0  # Weight of `start_alpha` among all requests.
     FIRST_LOOK = 16
     LAST_LOOK = 256
+    LOOK_BLOCKS = 2
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0, start_alpha: float = 0.7):
         """`start_alpha`: the chance of acceptance assumed before anything was seen."""
@@ -118,7 +120,7 @@ class AdaptiveGamma:
         self.chosen: dict[int, int] = {}
         self._pool = np.array([start_alpha * self.PRIOR_TOKENS, self.PRIOR_TOKENS])
         self._rows_R2 = np.zeros((0, 2))
-        self._plain_blocks, self._look_after = 0, self.FIRST_LOOK
+        self._plain_blocks, self._look_after, self._looks_left = 0, self.FIRST_LOOK, 0
 
     def start(self, rows: int) -> None:
         self._rows_R2 = np.zeros((rows, 2))
@@ -126,7 +128,7 @@ class AdaptiveGamma:
             self.admit(row)
 
     def admit(self, row: int) -> None:
-        self._rows_R2[row] = self.PRIOR_TOKENS * np.array([self._pool[0] / self._pool[1], 1.0])
+        self._rows_R2[row] = 0.0
         self._plain_blocks, self._look_after = 0, min(self._look_after, 4 * self.FIRST_LOOK)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -135,13 +137,17 @@ class AdaptiveGamma:
     def choose(self, active_R: np.ndarray) -> int:
         gamma = self._choice(active_R)
         if gamma == 0 and self._plain_blocks >= self._look_after:
-            gamma, self._plain_blocks, self._look_after = 1, 0, min(2 * self._look_after, self.LAST_LOOK)
+            self._plain_blocks, self._look_after = 0, min(2 * self._look_after, self.LAST_LOOK)
+            self._looks_left = self.LOOK_BLOCKS
+        if gamma == 0 and self._looks_left > 0:
+            gamma, self._looks_left = 1, self._looks_left - 1
         self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
 
-    def expected_tokens(self, active_R: np.ndarray) -> np.ndarray:
-        """Tokens of a block, all active rows together, for gamma 0..max_gamma."""
-        alphas_R = (self._rows_R2[:, 0] / self._rows_R2[:, 1])[active_R]
+    def expected_tokens(self, active_R: np.ndarray, bonus: float = 0.0) -> np.ndarray:
+        """Tokens of a block, all active rows together, for gamma 0..max_gamma; `bonus` is added to the acceptance."""
+        mixed_R2 = self._rows_R2[active_R] + self._pool / self._pool[1] * self.POOL_TOKENS
+        alphas_R = np.minimum(mixed_R2[:, 0] / mixed_R2[:, 1] + bonus, 1.0)
         return (alphas_R[:, None] ** np.arange(self.max_gamma + 1)).cumsum(1).sum(0)
 
     def _choice(self, active_R: np.ndarray) -> int:
@@ -151,7 +157,10 @@ class AdaptiveGamma:
                 return width
         seconds = self.block_seconds.estimates(self.max_gamma)
         assert seconds is not None
-        return int(np.argmax(self.expected_tokens(active_R) / seconds))
+        gamma = 1 + int(np.argmax((self.expected_tokens(active_R) / seconds)[1:]))
+        # Plain decoding learns nothing, so it is left to those of whom enough is known.
+        hopeful = self.expected_tokens(active_R, 0.5 / float(np.sqrt(self._pool[1]))) / seconds
+        return gamma if hopeful[gamma] > hopeful[0] else 0
 
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float

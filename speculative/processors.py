@@ -127,7 +127,7 @@ class LogitsRules:
         longest text, which makes the penalty cheaper. All tensors are on one device; without `extra` nothing waits for it.
         """
         dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-        scores = logits_RV.to(dtype, copy=True)
+        scores = logits_RV.to(dtype, copy=True, memory_format=torch.contiguous_format)
         constants = self._on(scores.device, scores.shape[-1])
         if constants.bias_V is not None:
             scores += constants.bias_V

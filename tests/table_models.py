@@ -23,6 +23,16 @@ SETTINGS = [
 ]
 
 
+TREES = {
+    "chain": TokenTree.from_branching((1, 1, 1)),
+    "star": TokenTree.from_branching((4,)),
+    "two-levels": TokenTree.from_branching((2, 2)),
+    "widening": TokenTree((0, 1, 1, 1)),
+    "ragged": TokenTree((0, 0, 1, 1, 2, 3)),
+    "one-deep-leg": TokenTree((0, 0, 2, 3)),
+}
+
+
 def table_pair(
     seed: int, vocab: int, length: int, settings: SamplingSettings, draft_settings: SamplingSettings | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
