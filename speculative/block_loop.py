@@ -236,19 +236,15 @@ class BlockLoop:
     def _apply_rules(self, logits_RG1V: torch.Tensor, draft_ids_RG: torch.Tensor) -> torch.Tensor:
         """The logits rules at every place of the block, each with the drafted tokens before it in the text."""
         assert self._rules is not None
-        tokens_RC = torch.from_numpy(self.tokens_RC).to(self._device, copy=True)
+        longest = int(self.lengths_R.max()) + draft_ids_RG.shape[1]
+        tokens_RC = torch.from_numpy(self.tokens_RC[:, :longest]).to(self._device, copy=True)
         lengths_R, prompts_R = (
             torch.from_numpy(lengths).to(self._device) for lengths in (self.lengths_R, self.prompt_lengths_R)
         )
-        places_G = torch.arange(draft_ids_RG.shape[1], device=self._device)
-        tokens_RC.scatter_(1, lengths_R.unsqueeze(1) + places_G, draft_ids_RG)
-        return torch.stack(
-            [
-                self._rules(logits_RG1V[:, place], tokens_RC, lengths_R + place, prompts_R)
-                for place in range(logits_RG1V.shape[1])
-            ],
-            1,
-        )
+        places_G1 = torch.arange(draft_ids_RG.shape[1] + 1, device=self._device)
+        ends_RG1 = lengths_R.unsqueeze(1) + places_G1
+        tokens_RC.scatter_(1, ends_RG1[:, :-1], draft_ids_RG)
+        return self._rules(logits_RG1V, tokens_RC, ends_RG1, prompts_R)
 
     def _decide(
         self, logits: torch.Tensor, proposal: Proposal, uniforms: torch.Tensor | None

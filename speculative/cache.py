@@ -66,7 +66,8 @@ class RaggedLayer(CacheLayerMixin):
         return self.cache.prefix, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.prefix
+        # Positions before this call, as far as there is one number: a model that makes its own mask asks for it.
+        return self.cache.prefix if self.cache.shared_start is None else self.cache.shared_start
 
     def get_max_length(self) -> int:
         return self.cache.capacity

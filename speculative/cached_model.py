@@ -64,11 +64,17 @@ class CachedModel:
         self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def feed(
-        self, ids_KQ: torch.Tensor, starts_K: np.ndarray, logits_kept: int, rows: Sequence[int] | None = None
+        self,
+        ids_KQ: torch.Tensor,
+        starts_K: np.ndarray,
+        logits_kept: int,
+        rows: Sequence[int] | None = None,
+        once: bool = False,
     ) -> torch.Tensor:
         """Logits (K, logits_kept, V) after the last `logits_kept` of Q tokens, written from each row's start on.
 
         `starts_K` is on the host: nothing here asks the device. `rows`: only these take part; None = all, in order.
+        `once`: a shape that will hardly come again, not worth a recording.
         """
         rows_count, query_length = ids_KQ.shape
         stop = int(starts_K.max()) + query_length
@@ -82,7 +88,7 @@ class CachedModel:
             return self._call(ids_KQ, positions_KQ, self._shared_masks(shared, query_length), logits_kept)
 
         positions_KQ = torch.from_numpy(starts_K[:, None] + np.arange(query_length)).to(self.device)
-        if self.runner.static and rows is None:
+        if self.runner.static and rows is None and not once:
             return self.runner.run(self._static_call, (ids_KQ, positions_KQ), (self._static_prefix(stop), logits_kept))
         rows_K = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=self.device)
         # A call on some rows that begins at position 0 attends to its own states and to nothing else.
@@ -140,7 +146,7 @@ class CachedModel:
                 columns = max(1, self.prefill_tokens // len(group))
                 ids_KQ = torch.from_numpy(tokens_RC[group_rows, start : min(start + columns, longest)]).to(self.device)
                 try:
-                    self.feed(ids_KQ, np.full(len(group), start), 1, None if everyone else group_rows)
+                    self.feed(ids_KQ, np.full(len(group), start), 1, None if everyone else group_rows, once=True)
                 except RuntimeError as error:
                     self._shrink_prefill(error)
                     continue
@@ -216,7 +222,7 @@ class CachedModel:
 
         None where one token sees all there is: the model then takes its own, unmasked path.
         """
-        if query_length == 1 and all(window is None or window > start for window in self._windows):
+        if query_length == 1 and self._windows == [None]:
             return None
         masks = []
         for window in self._windows:

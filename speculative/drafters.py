@@ -163,7 +163,7 @@ class ModelDrafter:
             ids_RW = ask.tokens_RC[np.arange(len(starts_R))[:, None], starts_R[:, None] + np.arange(width)]
             short = bool((ends_R < width)[ask.active_R].any())
             logits_RWV = self._cached.feed(
-                torch.from_numpy(ids_RW).to(self._cached.device), starts_R, width if short else 1
+                torch.from_numpy(ids_RW).to(self._cached.device), starts_R, width if short else 1, once=width > 2
             )
             self._read_R = ends_R.copy()
             if missing > width:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -59,6 +59,14 @@ class CompiledRunner:
         return self._compiled(*tensors, *constants)
 
 
+class Recording(NamedTuple):
+    """A captured call: copy into `inputs`, `replay`, read `output`."""
+
+    replay: Callable[[], None]
+    inputs: tuple[torch.Tensor, ...]
+    output: torch.Tensor
+
+
 class GraphRunner:
     """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory.
 
@@ -69,7 +77,7 @@ class GraphRunner:
     static = True
 
     def __init__(self) -> None:
-        self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        self._recorded: dict[Any, Recording] = {}
         self._usable = True
 
     def run(
@@ -78,43 +86,49 @@ class GraphRunner:
         if not self._usable:
             return function(*tensors, *constants)
         key = (tuple(tensor.shape for tensor in tensors), constants)
-        if key not in self._recorded:
-            return self._record(key, function, tensors, constants)
-        graph, inputs, output = self._recorded[key]
-        for buffer, tensor in zip(inputs, tensors, strict=True):
+        recording = self._recorded.get(key)
+        if recording is None:
+            return self._first_run(key, function, tensors, constants)
+        for buffer, tensor in zip(recording.inputs, tensors, strict=True):
             buffer.copy_(tensor)
-        graph.replay()
+        recording.replay()
         # The next replay writes over it; whoever keeps logits across steps has to have his own.
-        return output.clone()
+        return recording.output.clone()
 
-    def _record(
+    def _first_run(
         self, key: Any, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> torch.Tensor:
-        inputs = tuple(tensor.clone() for tensor in tensors)
+        expected = function(*tensors, *constants)
+        try:
+            recording = self._record(function, tuple(tensor.clone() for tensor in tensors), constants)
+        except RuntimeError as error:
+            return self._give_up(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})", expected)
+        recording.replay()
+        difference, largest = (recording.output - expected).abs().amax(), expected.abs().amax()
+        # Logits that are broken themselves (NaN) are the loop's to report, not a fault of the capture.
+        if bool(difference > GRAPH_TOLERANCE * largest.clamp_min(1e-6)):
+            return self._give_up("gives other logits when replayed from a CUDA graph", expected)
+        self._recorded[key] = recording
+        return expected
+
+    def _give_up(self, why: str, expected: torch.Tensor) -> torch.Tensor:
+        self._usable = False
+        self._recorded.clear()
+        warnings.warn(f"the model {why}: it runs eagerly", stacklevel=2)
+        return expected
+
+    def _record(
+        self, function: StepFunction, inputs: tuple[torch.Tensor, ...], constants: tuple[int, ...]
+    ) -> Recording:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # Warm-up outside the capture: libraries initialise, the cache allocates.
-            for _ in range(2):
-                expected = function(*inputs, *constants)
+        with torch.cuda.stream(side):  # Warm-up outside the capture: libraries initialise their workspaces.
+            function(*inputs, *constants)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                output = function(*inputs, *constants)
-        except RuntimeError as error:
-            self._usable = False
-            reason = str(error).splitlines()[0]
-            warnings.warn(f"the model cannot be captured in a CUDA graph and runs eagerly: {reason}", stacklevel=2)
-            torch.cuda.synchronize()
-            return function(*tensors, *constants)
-        graph.replay()
-        largest = expected.abs().amax().clamp_min(1e-6)
-        if not bool(((output - expected).abs().amax() <= GRAPH_TOLERANCE * largest) | expected.isnan().any()):
-            self._usable = False
-            warnings.warn("a captured CUDA graph did not reproduce the model's logits; it runs eagerly", stacklevel=2)
-            return expected
-        self._recorded[key] = (graph, inputs, output)
-        return output.clone()
+        with torch.cuda.graph(graph):
+            output = function(*inputs, *constants)
+        return Recording(graph.replay, inputs, output)
 
 
 def make_runner(kind: str) -> Runner:

@@ -11,6 +11,7 @@ from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
 from speculative.memory import cache_bytes, cache_shapes, check_memory, free_bytes
 from speculative.models import attention_windows, check_decodable, check_same_vocabulary, evaluating
+from speculative.replay import replay_agreement, score_responses
 from speculative.sampling import GREEDY
 
 MATRIX = {
@@ -34,15 +35,22 @@ MATRIX = {
 }
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("name", list(MATRIX))
-def test_architectures_equal_transformers_generate(name):
+def test_architectures_equal_transformers_generate(name, batch_size):
     """Prompts and responses longer than the windows, ragged, more prompts than rows: recycled rows too."""
     target = tiny_model(name.split()[0], **MATRIX[name])
     prompts = prompts_of([5, 1, 12, 30, 8])
     expected = generated(target, prompts, 24)
     settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
-    responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings, batch_size=3)
+    draft = perturbed(target)
+    responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size)
     assert texts(responses) == expected
+    # The draft saw what it should have: positions or windows off by one would only lower its acceptance.
+    check = replay_agreement(
+        score_responses(draft, responses, GREEDY, "greedy"), [text.blocks for text in responses], 3
+    )
+    assert check["live_blocks"] == pytest.approx(check["predicted_blocks"])
     assert "sliding" not in name or set(attention_windows(target)) - {None} == {6}
 
 
