@@ -124,7 +124,9 @@ def generate_command(
     top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 = off")] = 1.0,
     min_p: Annotated[float, typer.Option(help="drop tokens under min-p x the largest probability; 0 = off")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 = off")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="tokens of a response at most")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="tokens of a response at most; default: 128, or what the context leaves")
+    ] = None,
     min_tokens: Annotated[int, typer.Option(help="no end token before so many")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="a text that ends a response; may be given several times")
@@ -142,38 +144,11 @@ def generate_command(
 
     understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export --gamma auto
     """
+    options = dict(locals())
     from distill import generate as program
-    from speculative.decode import end_token_ids
-    from speculative.processors import LogitsRules
-    from speculative.responses import DecodeSettings
-    from speculative.sampling import SamplingSettings
-    from speculative.tree import TokenTree
 
-    branching = program.parse_tree(tree)
-    chosen: Any = rule or ("greedy" if temperature == 0 else "sample")
-    sampling = SamplingSettings(temperature, top_k, top_p, min_p)
-    rules = LogitsRules(repetition_penalty=repetition_penalty)
-    DecodeSettings(sampling, 0, chosen, max_tokens, min_tokens=min_tokens)  # refused before anything is loaded
-    loaded = program.load(target, draft, drafter, exit_layers, datastore, dtype, device)
-    texts = program.read_prompts(prompt or [], prompts, loaded.tokenizer, chat, system)
-    settings = DecodeSettings(
-        sampling,
-        program.parse_gamma(gamma, loaded.drafter, branching),
-        chosen,
-        max_tokens,
-        end_token_ids(loaded.target),
-        seed,
-        tree=TokenTree.from_branching(branching) if branching else None,
-        rules=rules,
-        stop=tuple(stop or ()),
-        min_tokens=min_tokens,
-    )
-    policy = program.policy_of(gamma, settings.gamma, stop_below)
-    result = program.run(loaded, texts, settings, policy, batch_size=batch_size, runner=runner, log=log, out=out)
-    for line in program.summary_lines(result, settings.gamma):
+    for line in program.command(program.Options(**options)):
         print(line, file=sys.stderr)
-    if numbers is not None:
-        program.write_numbers(numbers, result)
 
 
 @app.command()

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.store import write_json
 from distill.student import dtype_of, load_model, load_tokenizer
 from speculative.cascade import Cascade
-from speculative.decode import Event, generate
+from speculative.decode import Event, end_token_ids, generate
 from speculative.drafters import Drafter, ModelDrafter
 from speculative.early_exit import EarlyExit
 from speculative.errors import UserError
@@ -26,14 +26,53 @@ from speculative.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from speculative.jacobi import JacobiPool
 from speculative.lookup import PromptLookup
 from speculative.metrics import latency, live_metrics, stage_seconds
-from speculative.models import vocab_rows
+from speculative.models import max_positions, vocab_rows
+from speculative.processors import LogitsRules
 from speculative.proposal_log import ProposalLog
 from speculative.replay import agreement_warning, replay_agreement, score_responses
 from speculative.responses import DecodeSettings, Prompt, Response, Timing
 from speculative.retrieval import Datastore, Retrieval
+from speculative.sampling import SamplingSettings
+from speculative.tree import TokenTree
 
 DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")
+MAX_TOKENS = 128
 ADAPTIVE_GAMMA = 8  # The largest gamma that `--gamma auto` considers.
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `understudy generate` was asked for; the command's help says what each means."""
+
+    target: str
+    prompt: list[str] | None
+    prompts: Path | None
+    chat: bool
+    system: str
+    draft: str
+    drafter: str
+    exit_layers: int
+    datastore: Path | None
+    gamma: str
+    stop_below: float
+    tree: str
+    rule: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    max_tokens: int | None
+    min_tokens: int
+    stop: list[str] | None
+    seed: int
+    batch_size: int
+    dtype: str
+    device: str
+    runner: str
+    out: Path | None
+    log: Path | None
+    numbers: Path | None
 
 
 @dataclass(frozen=True)
@@ -45,21 +84,81 @@ class Loaded:
     drafter: Drafter | None
 
 
-def load(
-    target: str, draft: str, drafter: str, exit_layers: int, datastore: Path | None, dtype: str, device: str
-) -> Loaded:
+def command(options: Options) -> list[str]:
+    """Generate; returns the lines about it. Raises UserError, most of them before anything is loaded."""
+    branching = parse_tree(options.tree)
+    tree = TokenTree.from_branching(branching) if branching else None
+    gamma = len(branching) or parse_gamma(options.gamma)
+    rule: Any = options.rule or ("greedy" if options.temperature == 0 else "sample")
+    settings = DecodeSettings(
+        SamplingSettings(options.temperature, options.top_k, options.top_p, options.min_p),
+        gamma,
+        rule,
+        MAX_TOKENS if options.max_tokens is None else options.max_tokens,
+        seed=options.seed,
+        tree=tree,
+        rules=LogitsRules(repetition_penalty=options.repetition_penalty),
+        stop=tuple(options.stop or ()),
+        min_tokens=options.min_tokens,
+    )
+    adapts = options.gamma == "auto" and tree is None
+    policy = (AdaptiveGamma if adapts else FixedGamma)(gamma, options.stop_below)
+    loaded = load(options)
+    if loaded.drafter is None:
+        settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
+    settings = replace(settings, eos_ids=end_token_ids(loaded.target))
+    prompts = read_prompts(options.prompt or [], options.prompts, loaded.tokenizer, options.chat, options.system)
+    if options.max_tokens is None:
+        settings = replace(settings, max_tokens=room_for(loaded, prompts))
+    result = run(
+        loaded,
+        prompts,
+        settings,
+        policy,
+        batch_size=options.batch_size,
+        runner=options.runner,
+        log=options.log,
+        out=options.out,
+    )
+    if options.numbers is not None:
+        write_numbers(options.numbers, result)
+    return summary_lines(result, settings.gamma)
+
+
+def room_for(loaded: Loaded, prompts: list[Prompt]) -> int:
+    """MAX_TOKENS, or what both contexts leave behind the longest prompt; at least 1, which is then refused by name."""
+    models = [loaded.target, loaded.drafter.model if loaded.drafter is not None else None]
+    contexts = [max_positions(model) for model in models if model is not None]
+    longest = max(len(ids) for _, ids in prompts)
+    return max(1, min([MAX_TOKENS, *(context - longest for context in contexts if context is not None)]))
+
+
+def place_of(device: str) -> torch.device:
+    """The device by name; CUDA where there is one when nothing is asked for. Raises UserError for one that is not there."""
+    has_cuda = torch.cuda.is_available()
+    try:
+        place = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    except RuntimeError:
+        raise UserError(f"--device {device}: cpu, cuda or cuda:N") from None
+    if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
+        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+    return place
+
+
+def load(options: Options) -> Loaded:
     """Load what was asked for. Raises UserError for options that contradict each other."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if drafter not in ("", *DRAFTERS):
-        raise UserError(f"--drafter {drafter}: one of {', '.join(DRAFTERS)}")
-    kind = drafter or ("draft" if draft else "none")
+    place, draft, datastore = place_of(options.device), options.draft, options.datastore
+    if options.drafter not in ("", *DRAFTERS):
+        raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
+    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
+    kind = options.drafter or ("draft" if draft else "none")
     if kind in ("draft", "cascade") and not draft:
         raise UserError(f"--drafter {kind} needs --draft DIR")
     if kind == "retrieval" and datastore is None:
         raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
-    chosen = dtype_of(dtype, place)
-    model = load_model("target", target, dtype=chosen).to(place)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(target)
+    model = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(options.target)
 
     def draft_model() -> ModelDrafter:
         return ModelDrafter(load_model("draft", draft, dtype=model.dtype).to(place))  # type: ignore[arg-type]
@@ -69,7 +168,7 @@ def load(
         "draft": draft_model,
         "lookup": PromptLookup,
         "retrieval": lambda: Retrieval(read_datastore(datastore, model)),
-        "early-exit": lambda: EarlyExit(model, exit_layers or max(1, model.config.num_hidden_layers // 3)),
+        "early-exit": lambda: EarlyExit(model, options.exit_layers or max(1, model.config.num_hidden_layers // 3)),
         "jacobi": JacobiPool,
         "cascade": lambda: Cascade(PromptLookup(min_ngram=2), draft_model()),
     }
@@ -91,7 +190,7 @@ def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f'{path}:{number}: not a line of `understudy generate --out` ("prompt_ids", "response_ids")'
-            )
+            ) from None
     return Datastore.build(texts, vocab_rows(target))
 
 
@@ -155,19 +254,8 @@ def parse_tree(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def policy_of(gamma: str, settings_gamma: int, stop_below: float) -> GammaPolicy:
-    """`auto` adapts up to `settings_gamma`; a number is kept."""
-    if gamma == "auto" and settings_gamma > 0:
-        return AdaptiveGamma(settings_gamma, stop_below)
-    return FixedGamma(settings_gamma, stop_below)
-
-
-def parse_gamma(text: str, drafter: Drafter | None, tree: tuple[int, ...]) -> int:
+def parse_gamma(text: str) -> int:
     """The largest gamma of a run. Raises UserError for anything but `auto` and a positive number."""
-    if drafter is None:
-        return 0
-    if tree:
-        return len(tree)
     if text == "auto":
         return ADAPTIVE_GAMMA
     if not text.isdigit() or int(text) < 1:
@@ -311,8 +399,9 @@ def summary_lines(result: dict[str, Any], gamma: int) -> list[str]:
     lines = [f"{result['tokens']} tokens, {result['tokens_per_second']:.1f} tokens/s; seconds: {stages}"]
     if result["drafter"] is not None:
         low, high = result["tau_ci"]
+        interval = f" [{low:.2f}, {high:.2f}]" if high > low else ""
         line = (
-            f"{result['drafter']}, gamma {gamma}: tau {result['tau']:.2f} [{low:.2f}, {high:.2f}]  "
+            f"{result['drafter']}, gamma {gamma}: tau {result['tau']:.2f}{interval}  "
             f"accepted/drafted {result['accepted_per_drafted']:.3f}"
         )
         check = result.get("replay_check")

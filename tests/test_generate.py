@@ -1,0 +1,166 @@
+"""`understudy generate` as a new user types it: text, numbers, files, and how it says no."""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from distill import cli
+from distill import generate as program
+from distill.student import load_model, load_tokenizer
+from speculative.decode import DecodeSettings, decode, end_token_ids
+from speculative.sampling import GREEDY
+
+PROMPT = "def add(a, b):"
+
+
+def run(*arguments: str, text: str | None = None) -> str:
+    result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False, input=text)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_run: Path) -> str:
+    return str(tiny_run / "best" / "student")
+
+
+@pytest.fixture(scope="module")
+def plain_text(tiny_target: Path) -> str:
+    """What the target says alone, by the decoder directly."""
+    target, tokenizer = load_model("target", str(tiny_target)), load_tokenizer(str(tiny_target))
+    settings = DecodeSettings(GREEDY, 0, "greedy", 20, end_token_ids(target))
+    responses, _ = decode(target, None, [("x", tokenizer(PROMPT).input_ids)], settings, tokenizer=tokenizer)
+    assert responses[0].text
+    return responses[0].text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--gamma", "3"],
+        ["--gamma", "auto", "--stop-below", "0.1"],
+        ["--tree", "3,2"],
+        ["--drafter", "lookup"],
+        ["--drafter", "early-exit", "--exit-layers", "2"],
+        ["--drafter", "jacobi"],
+        ["--drafter", "cascade", "--gamma", "auto"],
+        ["--drafter", "none"],
+    ],
+)
+def test_greedy_text_on_standard_output_is_the_targets_whoever_proposes(
+    tiny_target: Path, draft: str, plain_text: str, options: list[str]
+) -> None:
+    text = run(str(tiny_target), "--prompt", PROMPT, "--draft", draft, "--max-tokens", "20", *options)
+    assert text == plain_text + "\n"
+
+
+def test_numbers_go_to_standard_error_with_replays_prediction_beside_live_tau(
+    tiny_target: Path, draft: str, tmp_path: Path
+) -> None:
+    arguments = [str(tiny_target), "--prompt", PROMPT, "--draft", draft, "--gamma", "3", "--max-tokens", "30"]
+    arguments += ["--temperature", "1", "--numbers", str(tmp_path / "n.json"), "--log", str(tmp_path / "log.parquet")]
+    result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False)
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    assert f"draft, gamma 3: tau {numbers['tau']:.2f}" in result.stderr
+    assert f"replay predicts tau {numbers['replay_tau']:.2f} (z {numbers['replay_check']['z']:+.2f})" in result.stderr
+    assert set(numbers["seconds"]) == {"prefill", "draft", "verify", "accept", "host", "total"}
+    assert set(numbers["latency"]["first_token"]) == {"p50", "p90", "p99"}
+    assert numbers["tokens"] == 30
+    assert numbers["peak_bytes"] > 0
+    assert pq.read_table(tmp_path / "log.parquet").num_rows == 3 * numbers["blocks"]
+
+
+def test_many_prompts_become_json_lines_in_their_order_and_a_datastore_for_retrieval(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    texts = [PROMPT, "class A:", "import os", "x = 1", PROMPT + "\n    return"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    shared = [str(tiny_target), "--prompts", str(prompts), "--max-tokens", "12", "--batch-size", "2"]
+    assert run(*shared, "--out", str(out)) == ""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["key"] for row in rows] == [f"prompts.jsonl:{number}" for number in range(1, 6)]
+    assert all(row["text"] is not None and row["finish_reason"] in ("length", "end") for row in rows)
+    again, numbers = tmp_path / "again.jsonl", tmp_path / "n.json"
+    run(*shared, "--out", str(again), "--drafter", "retrieval", "--datastore", str(out), "--numbers", str(numbers))
+    for row, same in zip(rows, (json.loads(line) for line in again.read_text().splitlines()), strict=True):
+        assert row["response_ids"] == same["response_ids"]
+    assert json.loads(numbers.read_text())["tau"] > 2  # it has seen these very answers
+    assert run(str(tiny_target), "--max-tokens", "3", text=PROMPT)  # a prompt on standard input
+
+
+def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft: str, plain_text: str) -> None:
+    stop = plain_text[4:7]
+    text = run(str(tiny_target), "--prompt", PROMPT, "--draft", draft, "--max-tokens", "20", "--stop", stop)
+    assert text == plain_text[: plain_text.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gamma", "0"], "--gamma 0: a number of at least 1, or auto"),
+        (["--tree", "3,x"], "--tree 3,x"),
+        (["--tree", "3,0"], "one positive number of candidates"),
+        (["--drafter", "magic"], "--drafter magic: one of draft, lookup"),
+        (["--drafter", "cascade"], "--drafter cascade needs --draft DIR"),
+        (["--drafter", "retrieval"], "needs --datastore FILE"),
+        (["--drafter", "retrieval", "--datastore", "nowhere.jsonl"], "--datastore nowhere.jsonl: no such file"),
+        (["--drafter", "early-exit", "--exit-layers", "9"], r"the target has 3, give 1..2"),
+        (["--rule", "block"], "use rule 'greedy'"),
+        (["--temperature", "1", "--rule", "greedy"], "use rule 'greedy-draft'"),
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--max-tokens", "4000"], "exceeds the target's context of 128"),
+        (["--min-tokens", "300"], "min_tokens = 300"),
+        (["--chat"], "no chat template"),
+        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
+        (["--draft", "nowhere"], "nowhere"),
+        (["--device", "abacus"], "--device abacus: cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--dtype", "int4"], "--dtype int4"),
+        (["--stop", ""], "at least one character"),
+        (["--out", "/proc/nowhere/x.jsonl"], "cannot be written"),
+        (["--runner", "fast"], "runner = 'fast'"),
+        (["--max-tokens", "0"], "max_tokens = 0"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    tiny_target: Path,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["understudy", "generate", str(tiny_target), "--prompt", PROMPT, *options])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_an_interrupt_keeps_the_finished_responses(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = program.generate
+
+    def interrupted(*arguments, **options):
+        for event in original(*arguments, **options):
+            yield event
+            if event.finish_reason is not None:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "generate", interrupted)
+    out = tmp_path / "out.jsonl"
+    arguments = ["generate", str(tiny_target), "--prompt", PROMPT, "--prompt", "x", "--max-tokens", "5"]
+    monkeypatch.setattr(sys, "argv", ["understudy", *arguments, "--batch-size", "1", "--out", str(out)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 130
+    assert len(out.read_text().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
