@@ -38,7 +38,7 @@ from speculative.responses import DecodeSettings, Prompt
 from speculative.retrieval import Datastore, Retrieval
 from speculative.sampling import GREEDY, SamplingSettings
 
-console = Console()
+console = Console(width=150)
 Contestant = Callable[[Prompt], tuple[int, float, float]]  # tokens, seconds, seconds behind the prefill
 
 

@@ -32,6 +32,7 @@ from speculative.sampling import (
     RESIDUAL_UNIFORM,
     logits_to_probs,
     most_likely,
+    most_likely_and_peak,
     row_uniforms,
 )
 from speculative.tree import TokenTree
@@ -254,7 +255,7 @@ class BlockLoop:
         if proposal.counts_R is not None:
             drafted_R = torch.from_numpy(proposal.counts_R).to(self._device)
         if uniforms is None:
-            target_ids, peaks = most_likely(logits), logits.amax(-1)
+            target_ids, peaks = most_likely_and_peak(logits)
             if proposal.tree is not None:
                 return peaks, self._decide_tree_greedy(proposal.tree, target_ids, proposal.ids_RG)
             greedy = verify_greedy(target_ids, proposal.ids_RG, drafted_R)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from speculative.cached_model import CachedModel
 from speculative.processors import LogitsRules
 from speculative.runners import EAGER
-from speculative.sampling import SamplingSettings, logits_to_probs, most_likely, sample
+from speculative.sampling import SamplingSettings, logits_to_probs, most_likely_and_peak, sample
 from speculative.tree import TokenTree, draw_children, top_children
 
 # After rejections and stretches of plain decoding the draft has text to catch up with; at most so many tokens a call.
@@ -189,9 +189,8 @@ class ModelDrafter:
             if scratch is not None:
                 logits_RV = scratch.apply(logits_RV, step)
             if ask.sampling.greedy:
-                # The largest logit is NaN or infinite when anything in the row is broken.
-                id_R = most_likely(logits_RV)
-                peaks.append(logits_RV.amax(-1))
+                id_R, peak_R = most_likely_and_peak(logits_RV)
+                peaks.append(peak_R)
                 chosen_R = logits_RV.softmax(-1).amax(-1) if ask.stop_below > 0 else None
             else:
                 probs.append(logits_to_probs(logits_RV, ask.sampling))

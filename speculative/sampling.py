@@ -58,10 +58,19 @@ def one_hot(ids_R: torch.Tensor, vocab_size: int, dtype: torch.dtype = torch.flo
 
 def most_likely(scores_RV: torch.Tensor) -> torch.Tensor:
     """argmax over the vocabulary, ids (*R,); of equal scores the first. NaN wins, as in torch."""
+    return most_likely_and_peak(scores_RV)[0]
+
+
+def most_likely_and_peak(scores_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`most_likely` and the scores there (*R,): NaN or infinite when anything in the row is broken."""
     if scores_RV.device.type == "cpu" and scores_RV.dtype in (torch.float32, torch.float64):
-        # numpy's is vectorised on a CPU: a tenth of torch's time.
-        return torch.from_numpy(np.asarray(scores_RV.detach().numpy().argmax(-1)))
-    return scores_RV.argmax(-1)
+        # numpy's argmax is vectorised on a CPU: a tenth of torch's time.
+        flat = scores_RV.detach().numpy().reshape(-1, scores_RV.shape[-1])
+        ids, shape = flat.argmax(-1), scores_RV.shape[:-1]
+        peaks = flat[np.arange(len(ids)), ids]
+        return torch.from_numpy(ids).view(shape), torch.from_numpy(peaks).view(shape)
+    peaks_R, ids_R = scores_RV.max(-1)
+    return ids_R, peaks_R
 
 
 def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:

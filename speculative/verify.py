@@ -115,10 +115,11 @@ def verify_greedy(
     target_ids_BG1: torch.Tensor, draft_ids_BG: torch.Tensor, drafted_B: torch.Tensor | None = None
 ) -> Verified:
     """`verify` for one-hot target and draft rows given by their ids alone: the same outcome without any row of V."""
-    matches_BG = target_ids_BG1[:, :-1] == draft_ids_BG
+    gamma = draft_ids_BG.shape[1]
+    matches_BG = target_ids_BG1[:, :gamma] == draft_ids_BG
     passes_BG = matches_BG
     if drafted_B is not None:
-        passes_BG = matches_BG & (torch.arange(matches_BG.shape[1], device=matches_BG.device) < drafted_B.unsqueeze(-1))
+        passes_BG = matches_BG & (torch.arange(gamma, device=matches_BG.device) < drafted_B.unsqueeze(-1))
     accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
     next_ids_B = target_ids_BG1.gather(1, accepted_B.unsqueeze(-1)).squeeze(-1)
     matches_as_probs_BG = matches_BG.float()
