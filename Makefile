@@ -34,6 +34,7 @@ test: setup      ## all tests (under 10 minutes on 2 cores)
 
 bench: setup     ## the numbers in README; writes bench/results/
 	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
+	$(BIN)/python bench/decode.py --out bench/results/decode.json
 
 clean:           ## remove runs and caches; keeps the virtual environment
 	rm -rf runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -222,7 +222,9 @@ def cell(
 
 def bench_batched(bench: Bench, kind: str, mode: str, gamma: int, batch: int, repeats: int) -> dict[str, Any]:
     """Evaluation speed: all prompts in one call with recycled rows, beside transformers assisted one by one."""
-    prompts = [(f"{key}/{copy}", ids) for copy in range(2) for key, ids in bench.kinds[kind]]
+    own_kind = bench.kinds[kind]
+    copies = -(-3 * batch // len(own_kind))  # Each row is filled three times; samples differ by their key.
+    prompts = [(f"{key}/{copy}", ids) for copy in range(copies) for key, ids in own_kind]
     scores = {name: Score() for name in ("ours", "plain", "hf")}
     assisted = bench.transformers(mode, gamma)
     for turn in range(repeats + 1):
@@ -233,7 +235,7 @@ def bench_batched(bench: Bench, kind: str, mode: str, gamma: int, batch: int, re
                 scores[name].tokens += sum(len(response.response_ids) for response in responses)
                 scores[name].seconds += timing.total_seconds
                 scores[name].blocks += sum(response.blocks for response in responses)
-        for prompt in prompts[: len(prompts) // 2] if turn else prompts[:1]:
+        for prompt in own_kind if turn else own_kind[:1]:
             tokens, seconds, _ = assisted(prompt)
             if turn:
                 scores["hf"].tokens += tokens
@@ -295,8 +297,16 @@ def load_pair(target: str, draft: str, dtype: torch.dtype, device: str) -> tuple
     return model.to(device).eval(), small.to(device).eval(), load_tokenizer(target)
 
 
-def load_prompts(path: Path | None, tokenizer: Any, count: int, longest: int) -> dict[str, list[Prompt]]:
+def load_prompts(path: Path | None, tokenizer: Any, chat: bool, count: int, longest: int) -> dict[str, list[Prompt]]:
     """Prompts by kind: JSON lines ({"prompt": ..., "kind": optional}), or the embedded code domain."""
+
+    def encoded(text: str) -> list[int]:
+        if not chat:
+            return tokenizer(text, verbose=False).input_ids
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
+
     if path is None:
         rows = [("code", head) for _, head in stdlib.function_head_rows(True)]
     else:
@@ -304,7 +314,7 @@ def load_prompts(path: Path | None, tokenizer: Any, count: int, longest: int) ->
         rows = [(str(line.get("kind", path.stem)), str(line["prompt"])) for line in lines]
     kinds: dict[str, list[Prompt]] = {}
     for number, (kind, text) in enumerate(rows):
-        ids = tokenizer(text, verbose=False).input_ids
+        ids = encoded(text)
         if 4 <= len(ids) <= longest and len(kinds.setdefault(kind, [])) < count:
             kinds[kind].append((f"{kind}:{number}", ids))
     return kinds
@@ -336,6 +346,7 @@ def main(
     target: Annotated[str, typer.Option(help="directory of the target, or `embedded`")] = "embedded",
     draft: Annotated[str, typer.Option(help="directory of the draft; empty = two layers of the target")] = "",
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with "prompt" and optional "kind"')] = None,
+    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
     gammas: Annotated[str, typer.Option(help="drafted tokens per block, comma-separated")] = "1,3,5",
     count: Annotated[int, typer.Option(help="prompts per kind", min=1)] = 12,
     max_tokens: Annotated[int, typer.Option(help="tokens of a response at most", min=8)] = 96,
@@ -352,7 +363,7 @@ def main(
         torch.set_num_threads(threads)
     widths = [int(part) for part in gammas.split(",")]
     model, small, tokenizer = load_pair(target, draft, getattr(torch, dtype), device)
-    kinds = load_prompts(prompts, tokenizer, 4 * count, longest)
+    kinds = load_prompts(prompts, tokenizer, chat, 4 * count, longest)
     bench = Bench(model, small, max_tokens)
     with_past(bench, kinds, count)
     cells: list[dict[str, Any]] = []

@@ -192,8 +192,14 @@ def measure(
     alone = DecodeSettings(sampling, 0, rule, max_tokens)  # type: ignore[arg-type]
     runners = ("eager", "graph") if target.device.type == "cuda" else ("eager",)
 
+    def steady(timing: Timing) -> tuple[float, int]:
+        """Seconds and target calls behind the prefill and without blocks that captured a graph."""
+        seconds = timing.total_seconds - timing.prefill_seconds - timing.recording_seconds
+        return seconds, timing.target_calls - timing.recording_calls
+
     def rate(result: tuple[int, int, Timing]) -> float:
-        return result[0] / (result[2].total_seconds - result[2].prefill_seconds)
+        seconds, calls = steady(result[2])
+        return result[0] / result[2].target_calls * calls / seconds
 
     theirs_assisted = theirs_plain = None
     if batch == 1:
@@ -207,8 +213,9 @@ def measure(
     for runner in runners:
         tokens, blocks, timing = best_of(repeats, lambda how=runner: ours(target, draft, prompts, settings, how), rate)
         plain = best_of(repeats, lambda how=runner: ours(target, draft, prompts, alone, how), rate)
-        seconds = timing.total_seconds - timing.prefill_seconds
-        floor = timing.target_calls * roofline_seconds(target, draft, gamma, batch, 128 + max_tokens // 2, bandwidth)
+        seconds, calls = steady(timing)
+        own_rate = rate((tokens, blocks, timing))
+        floor = calls * roofline_seconds(target, draft, gamma, batch, 128 + max_tokens // 2, bandwidth)
         cells.append(
             {
                 "device": target.device.type,
@@ -218,17 +225,16 @@ def measure(
                 "mode": mode,
                 "gamma": gamma,
                 "drafter": "draft",
-                "tokens_per_second": tokens / seconds,
+                "tokens_per_second": own_rate,
                 "tau": tokens / blocks,
                 "floor_share": floor / seconds,
                 "outside_share": (timing.accept_seconds + timing.host_seconds) / seconds,
-                "vs_hf_assisted": tokens / seconds / theirs_assisted if theirs_assisted else None,
-                "vs_hf_plain": tokens / seconds / theirs_plain if theirs_plain else None,
-                "vs_plain": tokens / seconds / rate(plain),
-                "milliseconds_per_block": 1e3 * seconds / timing.target_calls,
+                "vs_hf_assisted": own_rate / theirs_assisted if theirs_assisted else None,
+                "vs_hf_plain": own_rate / theirs_plain if theirs_plain else None,
+                "vs_plain": own_rate / rate(plain),
+                "milliseconds_per_block": 1e3 * seconds / calls,
                 "stages_ms": {
-                    stage: 1e3 * getattr(timing, f"{stage}_seconds") / timing.target_calls
-                    for stage in ("draft", "verify", "accept")
+                    stage: 1e3 * getattr(timing, f"{stage}_seconds") / calls for stage in ("draft", "verify", "accept")
                 },
                 "peak_bytes": timing.peak_bytes,
             }

@@ -54,7 +54,9 @@ def evaluate(
     draft: Annotated[str, typer.Argument(help="run folder, checkpoint folder, model directory or hub id")],
     config: Annotated[str, typer.Option(help="config that names the target, held-out prompts and serving settings")],
     gamma: Annotated[str, typer.Option(help="drafted tokens per block: 5, or a range 1:8")] = "",
-    rule: Annotated[str, typer.Option(help="sample, greedy-draft or greedy; default: the config's judge.rule")] = "",
+    rule: Annotated[
+        str, typer.Option(help="sample, greedy-draft, greedy or block; default: the config's judge.rule")
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="print the result as JSON, in the shape of verdict.json")
     ] = False,
@@ -101,7 +103,7 @@ def generate_command(
     ] = None,
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
     system: Annotated[str, typer.Option(help="system message (with --chat)")] = "",
-    draft: Annotated[str, typer.Option(help="draft model: directory or hub id")] = "",
+    draft: Annotated[str, typer.Option(help="draft model: directory, hub id, run or checkpoint folder")] = "",
     drafter: Annotated[
         str,
         typer.Option(

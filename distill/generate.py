@@ -16,6 +16,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.store import write_json
+from distill.evaluate import load_draft
 from distill.student import dtype_of, load_model, load_tokenizer
 from speculative.cascade import Cascade
 from speculative.decode import Event, end_token_ids, generate
@@ -29,7 +30,7 @@ from speculative.metrics import latency, live_metrics, stage_seconds
 from speculative.models import max_positions, vocab_rows
 from speculative.processors import LogitsRules
 from speculative.proposal_log import ProposalLog
-from speculative.replay import agreement_warning, replay_agreement, score_responses
+from speculative.replay import agreement_warning, agreement_words, replay_agreement, score_responses
 from speculative.responses import DecodeSettings, Prompt, Response, Timing
 from speculative.retrieval import Datastore, Retrieval
 from speculative.sampling import SamplingSettings
@@ -161,7 +162,7 @@ def load(options: Options) -> Loaded:
     tokenizer = load_tokenizer(options.target)
 
     def draft_model() -> ModelDrafter:
-        return ModelDrafter(load_model("draft", draft, dtype=model.dtype).to(place))  # type: ignore[arg-type]
+        return ModelDrafter(load_draft(draft, model, tokenizer).to(device=place, dtype=model.dtype))  # type: ignore[call-arg]
 
     makers: dict[str, Any] = {
         "none": lambda: None,
@@ -387,7 +388,6 @@ def summary(
         scored = score_responses(loaded.drafter.model, responses, settings.sampling, settings.rule)
         check = replay_agreement(scored, [response.blocks for response in responses], settings.gamma)
         result["replay_check"] = check
-        result["replay_tau"] = tokens / check["predicted_blocks"]
         result["warning"] = agreement_warning(check)
     return result
 
@@ -404,10 +404,8 @@ def summary_lines(result: dict[str, Any], gamma: int) -> list[str]:
             f"{result['drafter']}, gamma {gamma}: tau {result['tau']:.2f}{interval}  "
             f"accepted/drafted {result['accepted_per_drafted']:.3f}"
         )
-        check = result.get("replay_check")
-        if check is not None:
-            size = "exact at temperature 0" if check["z"] is None or check["z"] == 0 else f"z {check['z']:+.2f}"
-            line += f"; replay predicts tau {result['replay_tau']:.2f} ({size})"
+        if "replay_check" in result:
+            line += f"; {agreement_words(result['replay_check'], result['tokens'])}"
         lines.append(line)
         if result.get("gammas_chosen"):
             lines.append(

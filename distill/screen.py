@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distill.export import ExportReport
+from speculative.replay import agreement_words
 from speculative.responses import Response
 
 ACCEPTED_STYLE = "green"
@@ -51,7 +52,8 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
 
 def judgement_table(title: str, result: dict[str, Any]) -> Table:
     """Numbers of one draft: overall and by domain."""
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+    caption = f"tau beside {agreement_words(result['replay_check'], result['live_tokens'])}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, caption=caption)
     for column in ("", "alpha", "tau", "accepted\n/drafted", "survival 1..gamma", "prompts", "tokens"):
         table.add_column(column, justify="left" if not column else "right")
     rows = [("all", result)] + (sorted(result["domains"].items()) if len(result["domains"]) > 1 else [])

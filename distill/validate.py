@@ -13,6 +13,7 @@ from distill.merged_student import cast_weights
 from distill.responses import decode_settings
 from distill.student import DraftModule
 from speculative.evaluate import HeldoutResponse, judge
+from speculative.replay import agreement_words
 from speculative.verify import Rule
 
 
@@ -67,7 +68,8 @@ class DraftJudge:
         tau_low, tau_high = record["tau_ci"]
         line = (
             f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
-            f"tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']}  "
+            f"tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']} "
+            f"({agreement_words(record['replay_check'], record['live_tokens'])})  "
             f"accepted/drafted {record['accepted_per_drafted']:.3f}"
         )
         for warning in record["warnings"]:

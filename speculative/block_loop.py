@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from speculative.block_verify import verify_block
 from speculative.cached_model import CachedModel
-from speculative.drafters import Ask, Drafter, Proposal, Seats
+from speculative.drafters import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.errors import UserError
 from speculative.responses import BlockOutcome, DecodeSettings, Prompt, Timing
 from speculative.runners import EAGER
@@ -162,6 +162,7 @@ class BlockLoop:
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
         """Draft, verify and commit one block of every active row. Raises UserError on NaN or infinite logits."""
         gamma = self.settings.gamma if gamma is None else gamma
+        recordings = self._recordings()
         clock = StageClock(self._device, self._exact_stages)
         clock.mark()
         uniforms = self._block_uniforms(gamma)
@@ -182,19 +183,27 @@ class BlockLoop:
         outcome = self._read(peaks, decision, logits, proposal, fed_ids)
         clock.mark()
         drafting, verifying, accepting = clock.seconds()
-        self.timing.draft_seconds += drafting
-        self.timing.verify_seconds += verifying
-        self.timing.accept_seconds += accepting
+        if self._recordings() > recordings:
+            self.timing.recording_seconds += drafting + verifying + accepting
+            self.timing.recording_calls += 1
+        else:
+            self.timing.draft_seconds += drafting
+            self.timing.verify_seconds += verifying
+            self.timing.accept_seconds += accepting
         self.timing.draft_steps += proposal.ids_RG.shape[1] if proposal.tree is None else proposal.tree.depth
         self.timing.target_calls += 1
         return outcome
+
+    def _recordings(self) -> int:
+        own = self.target.runner.recordings
+        return own + (self.drafter.recordings if isinstance(self.drafter, ModelDrafter) else 0)
 
     def _propose(self, gamma: int, stop_below: float, uniforms: torch.Tensor | None) -> Proposal:
         if self.drafter is None:
             return Proposal(torch.zeros((len(self.lengths_R), 0), dtype=torch.int64, device=self._device))
         draft_uniforms = None
         if uniforms is not None and gamma > 0:
-            draft_uniforms = uniforms[:, :gamma, [DRAFT_UNIFORM, *range(3, uniforms.shape[2], 2)]]
+            draft_uniforms = _columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
         return self.drafter.propose(
             Ask(
                 self.tokens_RC,
@@ -291,7 +300,7 @@ class BlockLoop:
     def _decide_tree(
         self, tree: TokenTree, target_probs_RN1V: torch.Tensor, proposal: Proposal, uniforms: torch.Tensor
     ) -> _Decision:
-        coins_RDK = uniforms[:, : tree.depth, [ACCEPTANCE_COIN, *range(4, uniforms.shape[2], 2)]]
+        coins_RDK = _columns(uniforms[:, : tree.depth], ACCEPTANCE_COIN, 4)
         residual_uniforms_RD1 = uniforms[:, : tree.depth + 1, RESIDUAL_UNIFORM]
         verified = verify_tree(
             tree,
@@ -383,6 +392,15 @@ class BlockLoop:
 def slots_beyond(settings: DecodeSettings) -> int:
     """Positions a row needs behind prompt + max_tokens: what a last block drafts and throws away."""
     return (settings.gamma if settings.tree is None else settings.tree.size) + 2
+
+
+def _columns(uniforms_RGU: torch.Tensor, first: int, others: int) -> torch.Tensor:
+    """Column `first` and every second one from `others` on: the numbers of the first candidate and of the further ones."""
+    first_RG1 = uniforms_RGU[..., first : first + 1]
+    if uniforms_RGU.shape[-1] <= others:
+        return first_RG1
+    # Slices, not a list of indices: that would be copied to the device in every block.
+    return torch.cat((first_RG1, uniforms_RGU[..., others::2]), -1)
 
 
 def _with_next(drafted_RG: torch.Tensor, accepted_R: torch.Tensor, next_ids_R: torch.Tensor) -> torch.Tensor:

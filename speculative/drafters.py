@@ -122,6 +122,11 @@ class ModelDrafter:
         self._cached: CachedModel | None = None
         self._read_R = np.zeros(0, dtype=np.int64)
 
+    @property
+    def recordings(self) -> int:
+        """Model calls that were compiled or captured so far."""
+        return self._cached.runner.recordings if self._cached is not None else 0
+
     def start(self, seats: Seats) -> None:
         self._cached = CachedModel(self.model, self.name, seats.rows, seats.capacity, seats.runner)
         self._read_R = np.zeros(seats.rows, dtype=np.int64)

@@ -29,9 +29,12 @@ class GammaPolicy(Protocol):
         """Drafted tokens of the next block, 0..max_gamma, for the whole batch."""
 
     def record(
-        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float
+        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
-        """A block that verified `width` drafted tokens (0 = plain) took so long; per row, what was drafted and kept."""
+        """A block that verified `width` drafted tokens (0 = plain) took so long; per row, what was drafted and kept.
+
+        `seconds` is None for a block whose time says nothing (a model call was compiled in it).
+        """
 
     def keep(self, rows: Sequence[int]) -> None:
         """Compact to these rows, in this order."""
@@ -52,7 +55,7 @@ class FixedGamma:
         return self.max_gamma
 
     def record(
-        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float
+        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None: ...
 
     def keep(self, rows: Sequence[int]) -> None: ...
@@ -163,9 +166,10 @@ class AdaptiveGamma:
         return gamma if hopeful[gamma] > hopeful[0] else 0
 
     def record(
-        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float
+        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
-        self.block_seconds.add(width, seconds)
+        if seconds is not None:
+            self.block_seconds.add(width, seconds)
         if width == 0:
             self._plain_blocks += 1
             return

@@ -152,6 +152,6 @@ def latency(responses: Sequence[Response]) -> dict[str, dict[str, float]]:
 
 
 def stage_seconds(timing: Timing) -> dict[str, float]:
-    """Seconds by stage: prefill, draft, verify, accept, host and total."""
-    names = ("prefill", "draft", "verify", "accept", "host", "total")
+    """Seconds by stage: prefill, draft, verify, accept, recording (compiling, capturing), host and total."""
+    names = ("prefill", "draft", "verify", "accept", "recording", "host", "total")
     return {name: float(getattr(timing, f"{name}_seconds")) for name in names}

@@ -129,6 +129,15 @@ def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Seque
     return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
 
 
+def agreement_words(check: dict[str, Any] | None, tokens: int) -> str:
+    """`replay 2.31, z +0.4`: tau that replay predicts for a live run of so many tokens, to stand beside live tau."""
+    if check is None:
+        return "no replay for this rule"
+    certain = check["z"] is None or (check["z"] == 0 and float(check["predicted_blocks"]).is_integer())
+    how = "nothing random at temperature 0" if certain else f"z {check['z']:+.1f}"
+    return f"replay {tokens / check['predicted_blocks']:.2f}, {how}"
+
+
 def agreement_warning(check: dict[str, Any] | None) -> str | None:
     """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
     if check is None or check["agrees"]:

@@ -123,6 +123,7 @@ class Response:
 class Timing:
     """Seconds by stage, summed over blocks. `host_seconds` is what is spent in none of the others.
 
+    recording: blocks in which a model call was compiled or captured first; they are in no other stage.
     draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. On CUDA these
     are the device's own times (events), with the host's time inside them wherever the device waited for it.
     """
@@ -131,15 +132,17 @@ class Timing:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
+    recording_seconds: float = 0.0
     total_seconds: float = 0.0
     draft_steps: int = 0
     target_calls: int = 0
+    recording_calls: int = 0
     peak_bytes: int = 0
 
     @property
     def host_seconds(self) -> float:
-        staged = self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.accept_seconds
-        return max(0.0, self.total_seconds - staged)
+        modelled = self.draft_seconds + self.verify_seconds + self.accept_seconds
+        return max(0.0, self.total_seconds - self.prefill_seconds - self.recording_seconds - modelled)
 
 
 class BlockOutcome(NamedTuple):

@@ -22,9 +22,15 @@ StepFunction = Callable[..., torch.Tensor]
 
 
 class Runner(Protocol):
-    """Runs `function(*tensors, *constants)`; `static` when the same shapes must give the same work."""
+    """Runs `function(*tensors, *constants)`; `static` when the same shapes must give the same work.
+
+    `recordings`: how many calls so far were compiled or captured first, which takes seconds and is no decoding.
+    """
 
     static: bool
+
+    @property
+    def recordings(self) -> int: ...
 
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
@@ -35,6 +41,7 @@ class EagerRunner:
     """The plain call; the twin of the others."""
 
     static = False
+    recordings = 0
 
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
@@ -50,12 +57,18 @@ class CompiledRunner:
     def __init__(self) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         self._compiled: StepFunction | None = None
+        self._shapes: set[Any] = set()
+
+    @property
+    def recordings(self) -> int:
+        return len(self._shapes)
 
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> torch.Tensor:
         if self._compiled is None:
             self._compiled = torch.compile(function, dynamic=False)
+        self._shapes.add((tuple(tensor.shape for tensor in tensors), constants))
         return self._compiled(*tensors, *constants)
 
 
@@ -79,6 +92,7 @@ class GraphRunner:
     def __init__(self) -> None:
         self._recorded: dict[Any, Recording] = {}
         self._usable = True
+        self.recordings = 0
 
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
@@ -98,6 +112,7 @@ class GraphRunner:
     def _first_run(
         self, key: Any, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> torch.Tensor:
+        self.recordings += 1
         expected = function(*tensors, *constants)
         try:
             recording = self._record(function, tuple(tensor.clone() for tensor in tensors), constants)

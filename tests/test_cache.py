@@ -151,7 +151,9 @@ def test_out_of_memory_at_prefill_is_answered_by_smaller_calls_and_then_by_one_l
         assert cached.prefill_tokens == 128
         assert max(sizes[-2:]) <= 128
         monkeypatch.setattr(CachedModel, "feed", lambda self, ids, *args, **kwargs: tight(self, ids, *args, fits=0))
-        with pytest.raises(UserError, match="out of memory while the target reads the prompts .* lower the batch size"):
+        with pytest.raises(
+            UserError, match=r"out of memory while the target reads the prompts .* lower the batch size"
+        ):
             CachedModel(model, "target", rows=2, capacity=CAPACITY).prefill(tokens, range(2), np.array([90, 90]))
         monkeypatch.setattr(CachedModel, "feed", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("shape")))
         with pytest.raises(RuntimeError, match="shape"):  # not a matter of memory: ours to see

@@ -67,8 +67,9 @@ def test_numbers_go_to_standard_error_with_replays_prediction_beside_live_tau(
     result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False)
     numbers = json.loads((tmp_path / "n.json").read_text())
     assert f"draft, gamma 3: tau {numbers['tau']:.2f}" in result.stderr
-    assert f"replay predicts tau {numbers['replay_tau']:.2f} (z {numbers['replay_check']['z']:+.2f})" in result.stderr
-    assert set(numbers["seconds"]) == {"prefill", "draft", "verify", "accept", "host", "total"}
+    check = numbers["replay_check"]
+    assert f"; replay {30 / check['predicted_blocks']:.2f}, z {check['z']:+.1f}" in result.stderr
+    assert set(numbers["seconds"]) == {"prefill", "draft", "verify", "accept", "recording", "host", "total"}
     assert set(numbers["latency"]["first_token"]) == {"p50", "p90", "p99"}
     assert numbers["tokens"] == 30
     assert numbers["peak_bytes"] > 0

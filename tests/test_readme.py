@@ -3,6 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -51,3 +52,15 @@ def test_nothing_is_left_to_fill_in_and_every_picture_is_there() -> None:
     assert "@@" not in README
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_decoders_page_shows_code_that_runs(tiny_run: Path, tiny_target: Path) -> None:
+    page = (ROOT / "docs" / "decoder.md").read_text(encoding="utf-8")
+    code = page.split("```python")[1].split("```")[0]
+    assert "runs/demo/export" in code
+    code = code.replace("distill/embedded", str(tiny_target)).replace("max_tokens=128", "max_tokens=8")
+    names: dict[str, Any] = {}
+    exec(code.replace("runs/demo/export", str(tiny_run / "best" / "student")), names)
+    assert [len(response.response_ids) for response in names["responses"]]
+    assert names["event"].finish_reason is not None
+    assert "@@" not in page
