@@ -148,7 +148,7 @@ def compete(
     for run in contestants.values():
         run(prompts[0])
     for score in scores.values():
-        score.blocks = 0
+        score.blocks, score.floor_seconds = 0, 0.0
     for prompt in track(prompts, description=label, console=console, transient=True):
         for _ in range(repeats):
             for name, run in contestants.items():
@@ -259,6 +259,8 @@ def bench_drafters(bench: Bench, kind: str, mode: str, gammas: Sequence[int], re
         "jacobi": JacobiPool,
         "cascade": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(bench.draft)),
     }
+    if kind not in bench.stores:
+        del makers["retrieval"]  # There are no other prompts: it would find the very answers it is measured on.
     scores, contestants = {"plain": Score()}, {}
     contestants["plain"] = bench.ours(mode, 0, None, scores["plain"])
     for name, make in makers.items():
@@ -329,8 +331,9 @@ def with_past(bench: Bench, kinds: dict[str, list[Prompt]], count: int) -> None:
     copied: list[Prompt] = []
     for kind, rows in kinds.items():
         past, _ = decode(bench.target, None, rows, bench.settings("greedy", 0))
-        others = past[count:] or past
-        bench.stores[kind] = Datastore.build([[*text.prompt_ids, *text.response_ids] for text in others], vocab)
+        others = [[*text.prompt_ids, *text.response_ids] for text in past[count:]]
+        if others:
+            bench.stores[kind] = Datastore.build(others, vocab)
         bench.kinds[kind] = rows[:count]
         copied += [
             (f"copied:{text.key}", [*text.prompt_ids, *text.response_ids, *text.prompt_ids]) for text in past[:count]
@@ -338,7 +341,8 @@ def with_past(bench: Bench, kinds: dict[str, list[Prompt]], count: int) -> None:
     fitting = [(key, ids) for key, ids in copied if len(ids) + bench.max_tokens <= context]
     if fitting:
         bench.kinds["copied"] = fitting[:count]
-        bench.stores["copied"] = next(iter(bench.stores.values()))
+        if bench.stores:
+            bench.stores["copied"] = next(iter(bench.stores.values()))
 
 
 def main(

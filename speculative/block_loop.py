@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.block_verify import verify_block
-from speculative.cached_model import CachedModel
-from speculative.drafters import Ask, Drafter, ModelDrafter, Proposal, Seats
+from speculative.cached_model import CachedModel, upload
+from speculative.drafters import Ask, Drafter, Proposal, Seats
 from speculative.errors import UserError
 from speculative.responses import BlockOutcome, DecodeSettings, Prompt, Timing
 from speculative.runners import EAGER
@@ -54,6 +54,7 @@ class StageClock:
     """Seconds between marks, by the device's own clock: CUDA events, so that nothing waits; wall clock on a CPU."""
 
     def __init__(self, device: torch.device, exact: bool):
+        self._device = device
         self._cuda = device.type == "cuda"
         self._exact = exact and self._cuda
         self._marks: list[float] = []
@@ -61,10 +62,10 @@ class StageClock:
 
     def mark(self) -> None:
         if self._exact:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         if self._cuda and not self._exact:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
         else:
             self._marks.append(time.perf_counter())
@@ -170,7 +171,7 @@ class BlockLoop:
         clock.mark()
 
         last_R = self.tokens_RC[self._rows_R, self.lengths_R - 1]
-        fed_ids = torch.cat((torch.from_numpy(last_R[:, None]).to(self._device), proposal.ids_RG), 1)
+        fed_ids = torch.cat((upload(last_R[:, None], self._device), proposal.ids_RG), 1)
         if proposal.tree is not None:
             logits = self.target.feed_tree(fed_ids, self.lengths_R - 1, proposal.tree)
         else:
@@ -196,7 +197,7 @@ class BlockLoop:
 
     def _recordings(self) -> int:
         own = self.target.runner.recordings
-        return own + (self.drafter.recordings if isinstance(self.drafter, ModelDrafter) else 0)
+        return own + getattr(self.drafter, "recordings", 0)
 
     def _propose(self, gamma: int, stop_below: float, uniforms: torch.Tensor | None) -> Proposal:
         if self.drafter is None:
@@ -241,16 +242,14 @@ class BlockLoop:
             numbers = self._uniforms_RLU[rows, first_R].reshape(len(rows), -1, 3)[:, : gamma + 1]
         else:
             numbers = self._uniforms_RLU[rows[:, None], first_R[:, None] + np.arange(gamma + 1)]
-        return torch.from_numpy(numbers).to(self._device)
+        return upload(numbers, self._device)
 
     def _apply_rules(self, logits_RG1V: torch.Tensor, draft_ids_RG: torch.Tensor) -> torch.Tensor:
         """The logits rules at every place of the block, each with the drafted tokens before it in the text."""
         assert self._rules is not None
         longest = int(self.lengths_R.max()) + draft_ids_RG.shape[1]
-        tokens_RC = torch.from_numpy(self.tokens_RC[:, :longest]).to(self._device, copy=True)
-        lengths_R, prompts_R = (
-            torch.from_numpy(lengths).to(self._device) for lengths in (self.lengths_R, self.prompt_lengths_R)
-        )
+        tokens_RC = upload(self.tokens_RC[:, :longest], self._device).clone()
+        lengths_R, prompts_R = (upload(lengths, self._device) for lengths in (self.lengths_R, self.prompt_lengths_R))
         places_G1 = torch.arange(draft_ids_RG.shape[1] + 1, device=self._device)
         ends_RG1 = lengths_R.unsqueeze(1) + places_G1
         tokens_RC.scatter_(1, ends_RG1[:, :-1], draft_ids_RG)
@@ -262,7 +261,7 @@ class BlockLoop:
         """A number per row and place that is NaN or infinite when the logits are, and what the rule makes of them."""
         drafted_R = None
         if proposal.counts_R is not None:
-            drafted_R = torch.from_numpy(proposal.counts_R).to(self._device)
+            drafted_R = upload(proposal.counts_R, self._device)
         if uniforms is None:
             target_ids, peaks = most_likely_and_peak(logits)
             if proposal.tree is not None:
@@ -336,7 +335,7 @@ class BlockLoop:
             wanted |= {"log_probs": decision.log_probs_RG1, "overlap": decision.overlap_RG}
         if self.drafter is not None and self.drafter.observes:
             wanted |= {"predicted": most_likely(logits), "fed": fed_ids}
-        if self._keep_probs and proposal.tree is None:
+        if self._keep_probs and decision.log_probs_RG1 is not None and proposal.tree is None:
             wanted |= self._both_probs(logits, proposal)
         host = _to_host(wanted)
         self._refuse_non_finite(host)

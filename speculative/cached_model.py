@@ -22,7 +22,13 @@ from speculative.tree import TokenTree
 PREFIX_STEP = 64  # On an accelerator the prefix is rounded up to this, so that few shapes reach the allocator.
 STATIC_PREFIX = 256  # Compiled and captured calls see prefixes of this times a power of two: few recordings.
 PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
+REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large, and of lengths that hardly come again.
 FEWEST_PREFILL_TOKENS = 64  # Out of memory is believed only when this few tokens do not fit either.
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on the device without waiting for it: what is small is staged before the call returns."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 class CachedModel:
@@ -85,9 +91,12 @@ class CachedModel:
                 positions_KQ = positions_KQ.expand(rows_count, -1)
             rows_K = None if rows is None else torch.tensor(rows, dtype=torch.int64)
             self.cache.begin(positions_KQ, stop, shared, rows_K)
-            return self._call(ids_KQ, positions_KQ, self._shared_masks(shared, query_length), logits_kept)
+            masks = self._shared_masks(shared, query_length)
+            if masks is not None and rows_count > 1:
+                masks = [mask.expand(rows_count, -1, -1, -1) for mask in masks]
+            return self._call(ids_KQ, positions_KQ, masks, logits_kept)
 
-        positions_KQ = torch.from_numpy(starts_K[:, None] + np.arange(query_length)).to(self.device)
+        positions_KQ = upload(starts_K[:, None] + np.arange(query_length), self.device)
         if self.runner.static and rows is None and not once:
             return self.runner.run(self._static_call, (ids_KQ, positions_KQ), (self._static_prefix(stop), logits_kept))
         rows_K = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -102,7 +111,7 @@ class CachedModel:
         Node n is written to slot start + n and stands at position start + depth(n); it sees the text before the root
         and its own ancestors. `commit_path` puts the accepted nodes where the text has them.
         """
-        starts_R1 = torch.from_numpy(starts_R).to(self.device).unsqueeze(1)
+        starts_R1 = upload(starts_R, self.device).unsqueeze(1)
         nodes_N1 = self._positions_C[: tree.size + 1]
         shape = tree.on(self.device)
         depths_N1 = shape.depths_N1
@@ -125,7 +134,7 @@ class CachedModel:
 
     def commit_path(self, starts_R: np.ndarray, path_RD: torch.Tensor) -> None:
         """After `feed_tree`: move the states of the accepted nodes (R, D), by depth, to start + 1, start + 2, ..."""
-        starts_R1 = torch.from_numpy(starts_R).to(self.device).unsqueeze(1)
+        starts_R1 = upload(starts_R, self.device).unsqueeze(1)
         places_D = self._positions_C[1 : path_RD.shape[1] + 1]
         self.cache.move(starts_R1 + path_RD, starts_R1 + places_D)
 
@@ -235,7 +244,8 @@ class CachedModel:
                 if window is not None:
                     visible_QS &= columns_S > own_Q1 - window
                 strip_QS = self._additive(visible_QS.unsqueeze(0))
-                self._triangles[query_length, window] = strip_QS
+                if query_length <= REMEMBERED_QUERY:
+                    self._triangles[query_length, window] = strip_QS
             masks.append(strip_QS[..., self._capacity - start :])
         return masks
 

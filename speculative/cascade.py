@@ -42,6 +42,15 @@ class Cascade:
         self._asked_lengths_R = np.zeros(0, dtype=np.int64)
 
     @property
+    def recordings(self) -> int:
+        """Model calls that were compiled or captured so far."""
+        return getattr(self.then, "recordings", 0)
+
+    @property
+    def shares_cache(self) -> bool:
+        return getattr(self.then, "shares_cache", False)
+
+    @property
     def model(self) -> PreTrainedModel | None:
         return self.then.model
 

@@ -122,8 +122,8 @@ def generate(
     policy = policy or FixedGamma(settings.gamma)
     if policy.max_gamma > settings.gamma:
         raise UserError(f"the gamma policy goes up to {policy.max_gamma}, beyond gamma = {settings.gamma}")
-    if settings.tree is not None and not isinstance(policy, FixedGamma):
-        raise UserError("a token tree has one depth: use a fixed gamma with it")
+    if settings.tree is not None and not (isinstance(policy, FixedGamma) and policy.max_gamma == settings.gamma):
+        raise UserError(f"a token tree has one depth: use a fixed gamma of {settings.tree.depth} with it")
     if settings.tree is not None and log is not None:
         raise UserError("the proposal log is of chains: leave the token tree or the log out")
     draft_model = drafter.model if drafter is not None else None
@@ -198,7 +198,8 @@ def check_prompts(target: PreTrainedModel, drafter: Drafter | None, prompts: Seq
         if len(ids) == 0:
             raise UserError(f"prompt {key!r} is empty: give at least one token (for example the BOS token)")
         if min(ids) < 0 or max(ids) >= known:
-            raise UserError(f"prompt {key!r} has token id {max(ids)} but the target knows ids 0..{known - 1}")
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise UserError(f"prompt {key!r} has token id {wrong} but the target knows ids 0..{known - 1}")
         if context is not None and len(ids) + max_tokens > context:
             raise UserError(
                 f"prompt {key!r} has {len(ids)} tokens; with max_tokens = {max_tokens} that exceeds the "
@@ -221,7 +222,7 @@ def _events(
 ) -> Iterator[Event]:
     if not prompts:
         return
-    began = time.perf_counter()
+    began = time.perf_counter() - timing.total_seconds  # A timing may be filled by several calls.
     draft_model = drafter.model if drafter is not None else None
     longest = max(len(ids) for _, ids in prompts) + settings.max_tokens
     if target.device.type == "cuda":
@@ -229,7 +230,9 @@ def _events(
     # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
     with in_eval_mode(target, draft_model):
         with torch.no_grad():
-            check_memory(target, draft_model, rows, longest + slots_beyond(settings), settings.gamma + 1)
+            fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
+            shared = getattr(drafter, "shares_cache", False)
+            check_memory(target, draft_model, rows, longest + slots_beyond(settings), fed, shared)
             loop = BlockLoop(target, drafter, rows, longest, settings, runner=runner, keep_probs=log is not None)
         policy.start(rows)
         order = list(range(len(prompts)))
@@ -298,7 +301,9 @@ def _one_block(
         if seat.stream is None and gate is None:
             ids, text = append_block(response, outcome, row, settings), ""
         else:
-            ids, text = _append_watched(response, outcome, row, settings, seat.stream, gate)
+            ids, text = _append_watched(
+                response, outcome, row, settings, seat.stream, gate, vocab_rows(loop.target.model)
+            )
             if (
                 response.finish_reason is None
                 and ids != outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
@@ -324,6 +329,7 @@ def _append_watched(
     settings: DecodeSettings,
     stream: TextStream | None,
     gate: CommitGate | None,
+    known_ids: int,
 ) -> tuple[list[int], str]:
     """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as plain decoding
     would meet them. Returns the appended ids and the text that became stable.
@@ -340,6 +346,8 @@ def _append_watched(
                 response.finish_reason = "gate"
                 break
             replaced = answer is not None and answer != token_id
+            if answer is not None and not 0 <= int(answer) < known_ids:
+                raise UserError(f"the gate answered token id {answer}, the target knows ids 0..{known_ids - 1}")
             response.gate_log.append(GateRecord(position, token_id, str(answer) if replaced else "keep"))
             token_id = token_id if answer is None else int(answer)
         response.response_ids.append(token_id)
@@ -359,13 +367,15 @@ def _append_watched(
     note_origin(response, outcome, row, len(appended))
     if replaced:
         response.proposed_mask[-1] = 0
+        response.log_target_probs[-1] = float("nan")  # The target was not asked about this token.
     return appended, "".join(pieces)
 
 
 def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: int, response: Response) -> None:
     count = int(outcome.drafted_counts_R[row])
-    if count == 0 or outcome.target_probs_RG is None or outcome.draft_probs_RG is None:
+    if count == 0:
         return
+    target_probs, draft_probs = outcome.target_probs_RG, outcome.draft_probs_RG
     names = loop.drafter.source_names if loop.drafter is not None else ("",)
     source = names[0 if outcome.sources_R is None else int(outcome.sources_R[row])]
     log.add(
@@ -374,8 +384,8 @@ def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: in
         len(response.response_ids),
         outcome.drafted_ids_RG[row, :count],
         int(outcome.accepted_R[row]),
-        outcome.target_probs_RG[row, :count],
-        outcome.draft_probs_RG[row, :count],
+        None if target_probs is None else target_probs[row, :count],
+        None if draft_probs is None else draft_probs[row, :count],
         source,
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.cached_model import CachedModel
+from speculative.cached_model import CachedModel, upload
 from speculative.processors import LogitsRules
 from speculative.runners import EAGER
 from speculative.sampling import SamplingSettings, logits_to_probs, most_likely_and_peak, sample
@@ -115,6 +115,7 @@ class ModelDrafter:
 
     source_names: tuple[str, ...] = ("draft",)
     observes = False
+    shares_cache = False  # With the target: then it takes no memory of its own.
 
     def __init__(self, model: PreTrainedModel, name: str = "draft"):
         self.model: PreTrainedModel = model
@@ -168,14 +169,14 @@ class ModelDrafter:
             ids_RW = ask.tokens_RC[np.arange(len(starts_R))[:, None], starts_R[:, None] + np.arange(width)]
             short = bool((ends_R < width)[ask.active_R].any())
             logits_RWV = self._cached.feed(
-                torch.from_numpy(ids_RW).to(self._cached.device), starts_R, width if short else 1, once=width > 2
+                upload(ids_RW, self._cached.device), starts_R, width if short else 1, once=width > 2
             )
             self._read_R = ends_R.copy()
             if missing > width:
                 continue
             if not short:
                 return logits_RWV[:, -1]
-            last_R = torch.from_numpy(lengths_R - 1 - starts_R).to(logits_RWV.device)
+            last_R = upload(lengths_R - 1 - starts_R, logits_RWV.device)
             return logits_RWV[torch.arange(len(lengths_R), device=logits_RWV.device), last_R]
 
     def _propose_chain(self, ask: Ask) -> Proposal:
@@ -229,7 +230,7 @@ class ModelDrafter:
         self._read_R = ask.lengths_R - 1
         ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
         last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)
-        ids_RN1[:, :1] = torch.from_numpy(last_R1).to(ids_RN1.device)
+        ids_RN1[:, :1] = upload(last_R1, ids_RN1.device)
         probs_RMV = None
         if not ask.sampling.greedy:
             parents = tree.parents[-1] + 1
@@ -241,20 +242,21 @@ class ModelDrafter:
         for depth, level in enumerate(tree.levels[:-1]):
             if depth > 0:
                 logits_RN1V = self._cached.feed_tree(ids_RN1, ask.lengths_R - 1, tree)
-                peaks.append(logits_RN1V[:, list(level)].amax((-1, -2)))
+                peaks.append(logits_RN1V[:, level[0] : level[-1] + 1].amax((-1, -2)))
             for node in level:
                 children = tree.children[node]
                 if not children:
                     continue
+                children_K = upload(np.array(children), ids_RN1.device)
                 if ask.sampling.greedy:
-                    ids_RN1[:, list(children)] = top_children(logits_RN1V[:, node], len(children))
+                    ids_RN1[:, children_K] = top_children(logits_RN1V[:, node], len(children))
                     continue
                 assert probs_RMV is not None
                 assert ask.uniforms_RGK is not None
                 probs_RV = logits_to_probs(logits_RN1V[:, node], ask.sampling)
                 probs_RMV[:, node] = probs_RV
                 uniforms_RK = ask.uniforms_RGK[:, depth, : len(children)]
-                ids_RN1[:, list(children)] = draw_children(probs_RV, len(children), uniforms_RK, replacement=False)
+                ids_RN1[:, children_K] = draw_children(probs_RV, len(children), uniforms_RK, replacement=False)
         return Proposal(ids_RN1[:, 1:], probs_RMV, None, torch.stack(peaks, 1), None, tree)
 
 
@@ -264,9 +266,9 @@ class _RuleText:
     def __init__(self, ask: Ask, device: torch.device):
         assert ask.rules is not None
         self._rules = ask.rules
-        self._tokens_RC = torch.from_numpy(ask.tokens_RC).to(device, copy=True)
-        self._lengths_R = torch.from_numpy(ask.lengths_R).to(device)
-        self._prompt_lengths_R = torch.from_numpy(ask.prompt_lengths_R).to(device)
+        longest = int(ask.lengths_R.max()) + ask.gamma
+        self._tokens_RC = upload(ask.tokens_RC[:, :longest], device).clone()
+        self._lengths_R, self._prompt_lengths_R = upload(ask.lengths_R, device), upload(ask.prompt_lengths_R, device)
 
     def apply(self, logits_RV: torch.Tensor, step: int) -> torch.Tensor:
         return self._rules(logits_RV, self._tokens_RC, self._lengths_R + step, self._prompt_lengths_R)

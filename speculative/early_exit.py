@@ -26,6 +26,7 @@ class EarlyExit(ModelDrafter):
     """
 
     source_names = ("early exit",)
+    shares_cache = True
 
     def __init__(self, target: PreTrainedModel, layers: int):
         """Raises UserError when the target has no more than `layers` layers, or none that can be found."""

@@ -98,7 +98,7 @@ class AdaptiveGamma:
     A row's chance that the next drafted token is accepted is a decayed mean of its own tested tokens and, as if they
     were its own too, some of all requests so far: a new request starts from those alone. Expected tokens of a block are 1 + a + ... + a^gamma summed over the rows; seconds are
     medians of the blocks of that width. Gamma 0 is plain decoding: chosen when nothing pays, not even with half a standard
-    error more acceptance than was seen, and left for two short blocks after 16, 32, 64, ... plain ones to look again.
+    error more acceptance than was seen, and left for a short block after 16, 32, 64, ... plain ones to look again.
 
     Only tested tokens are counted (those up to the first rejection): a choice that looked at thrown-away drafts would
     bias sampled text. Under sampling the text still depends on the choices (a token drafted and accepted is drawn with
@@ -111,7 +111,7 @@ class AdaptiveGamma:
     PRIOR_TOKENS = 4.0  # Weight of `start_alpha` among all requests.
     FIRST_LOOK = 16
     LAST_LOOK = 256
-    LOOK_BLOCKS = 2
+    LOOK_BLOCKS = 1
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0, start_alpha: float = 0.7):
         """`start_alpha`: the chance of acceptance assumed before anything was seen."""
@@ -124,6 +124,7 @@ class AdaptiveGamma:
         self._pool = np.array([start_alpha * self.PRIOR_TOKENS, self.PRIOR_TOKENS])
         self._rows_R2 = np.zeros((0, 2))
         self._plain_blocks, self._look_after, self._looks_left = 0, self.FIRST_LOOK, 0
+        self._last_width: int | None = None
 
     def start(self, rows: int) -> None:
         self._rows_R2 = np.zeros((rows, 2))
@@ -132,7 +133,6 @@ class AdaptiveGamma:
 
     def admit(self, row: int) -> None:
         self._rows_R2[row] = 0.0
-        self._plain_blocks, self._look_after = 0, min(self._look_after, 4 * self.FIRST_LOOK)
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows_R2 = self._rows_R2[list(rows)]
@@ -155,11 +155,11 @@ class AdaptiveGamma:
 
     def _choice(self, active_R: np.ndarray) -> int:
         # Two widths have to be timed before anything can be compared, each twice: its first block is a warm-up.
-        for width in (min(4, self.max_gamma), 0):
-            if not self.block_seconds.known(width):
-                return width
         seconds = self.block_seconds.estimates(self.max_gamma)
-        assert seconds is not None
+        if seconds is None:
+            # Two: a draft may stop early, so the width that was asked for need not be the one that was timed.
+            drafted = any(self.block_seconds.known(width) for width in range(1, self.max_gamma + 1))
+            return 0 if drafted else min(2, self.max_gamma)
         gamma = 1 + int(np.argmax((self.expected_tokens(active_R) / seconds)[1:]))
         # Plain decoding learns nothing, so it is left to those of whom enough is known.
         hopeful = self.expected_tokens(active_R, 0.5 / float(np.sqrt(self._pool[1]))) / seconds
@@ -168,8 +168,10 @@ class AdaptiveGamma:
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
-        if seconds is not None:
+        # The first draft behind plain decoding has text to catch up with: no block is like it.
+        if seconds is not None and not (width > 0 and self._last_width == 0):
             self.block_seconds.add(width, seconds)
+        self._last_width = width
         if width == 0:
             self._plain_blocks += 1
             return

@@ -88,18 +88,29 @@ def free_bytes(device: torch.device) -> int | None:
                 limits.append(int(line.split()[1]) * 1024)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
-        limits.append(int(limit.read_text()) - int(used.read_text()))
+        # Cached files count as used and are given back when memory is asked for.
+        statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        limits.append(int(limit.read_text()) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
     return min(limits, default=None)
 
 
 def check_memory(
-    target: PreTrainedModel, draft: PreTrainedModel | None, rows: int, capacity: int, query_length: int
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    rows: int,
+    capacity: int,
+    query_length: int,
+    shared_cache: bool = False,
 ) -> None:
-    """Refuse before anything is allocated. Raises UserError: "needs X GB, Y free: lower batch or max_tokens"."""
+    """Refuse before anything is allocated. Raises UserError: "needs X GB, Y free: lower batch or max_tokens".
+
+    `shared_cache`: the draft writes into the target's.
+    """
     free = free_bytes(target.device)
     needed = cache_bytes(target, rows, capacity) + block_bytes(target, rows, query_length)
     if draft is not None:
-        needed += cache_bytes(draft, rows, capacity) + block_bytes(draft, rows, query_length)
+        needed += block_bytes(draft, rows, query_length)
+        needed += 0 if shared_cache else cache_bytes(draft, rows, capacity)
     if free is not None and needed > free:
         raise UserError(
             f"decoding {rows} rows of {capacity} positions needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB free on "

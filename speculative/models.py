@@ -14,9 +14,22 @@ from speculative.errors import UserError
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Longest sequence the model was made for, or None when its config does not say."""
-    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return value if isinstance(value, int) and value > 0 else None
+    """Longest sequence the model can be decoded at, or None when its config does not say.
+
+    Position codes that change with the longest text of a call (LongRoPE of Phi-3, dynamic scaling) would make a row
+    depend on its neighbours and on its future: such a model is decoded up to the length at which they change.
+    """
+    config = model.config.get_text_config(decoder=True)
+    value = getattr(config, "max_position_embeddings", None)
+    longest = value if isinstance(value, int) and value > 0 else None
+    rope = getattr(config, "rope_parameters", None) or {}
+    for own in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        if own.get("rope_type") in ("longrope", "dynamic"):
+            unchanged = own.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            longest = min(limit for limit in (unchanged, longest) if limit) if unchanged or longest else None
+    return longest
 
 
 def vocab_rows(model: PreTrainedModel) -> int:
@@ -54,6 +67,11 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     Raises UserError for a layer that is neither full nor sliding-window attention.
     """
     windows: list[int | None] = []
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    for kind in ("chunked_attention", "local"):
+        if kind in kinds:
+            raise UserError(f"{type(model).__name__} has {kind} layers, whose masks are their own: use another model")
     for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             windows.append(int(layer.sliding_window))
@@ -104,15 +122,15 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 @contextmanager
 def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
-    """Eval mode; each model's own mode is restored at the end."""
-    modes = [(model, model.training) for model in models if model is not None]
-    for model, _ in modes:
-        model.eval()
+    """Eval mode; every module's own mode is restored at the end (models may share modules)."""
+    modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
     try:
         yield
     finally:
-        for model, was_training in modes:
-            model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
 @contextmanager

@@ -71,7 +71,8 @@ class DecodeSettings:
         """The rules with `min_tokens` among them; None when nothing changes the logits."""
         rules = self.rules or LogitsRules()
         if self.min_tokens > 0 and self.eos_ids:
-            rules = replace(rules, min_tokens=max(rules.min_tokens, self.min_tokens), eos_ids=self.eos_ids)
+            end_ids = tuple(dict.fromkeys((*self.eos_ids, *rules.eos_ids)))
+            rules = replace(rules, min_tokens=max(rules.min_tokens, self.min_tokens), eos_ids=end_ids)
         return rules if rules.active else None
 
 
@@ -87,7 +88,8 @@ class GateRecord(NamedTuple):
 class Response:
     """One decoded response and what happened to the drafted tokens in it.
 
-    log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy).
+    log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy, NaN for what a
+    gate put there).
     drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
     proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own.
     tested, overlap_sum: positions at which a drafted token was tried, and sum_v min(target, draft) over them.

@@ -92,6 +92,7 @@ class GraphRunner:
     def __init__(self) -> None:
         self._recorded: dict[Any, Recording] = {}
         self._usable = True
+        self._pool: Any = None
         self.recordings = 0
 
     def run(
@@ -114,14 +115,18 @@ class GraphRunner:
     ) -> torch.Tensor:
         self.recordings += 1
         expected = function(*tensors, *constants)
+        stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
         try:
             recording = self._record(function, tuple(tensor.clone() for tensor in tensors), constants)
         except RuntimeError as error:
+            if stream is not None:
+                torch.cuda.set_stream(stream)  # A capture that fails does not always leave its own stream.
             return self._give_up(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})", expected)
+        recording.output.fill_(torch.nan)  # A graph that does nothing must not pass for one that computes.
         recording.replay()
         difference, largest = (recording.output - expected).abs().amax(), expected.abs().amax()
         # Logits that are broken themselves (NaN) are the loop's to report, not a fault of the capture.
-        if bool(difference > GRAPH_TOLERANCE * largest.clamp_min(1e-6)):
+        if not bool((difference <= GRAPH_TOLERANCE * largest.clamp_min(1e-6)) | expected.isnan().any()):
             return self._give_up("gives other logits when replayed from a CUDA graph", expected)
         self._recorded[key] = recording
         return expected
@@ -135,14 +140,17 @@ class GraphRunner:
     def _record(
         self, function: StepFunction, inputs: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> Recording:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # Warm-up outside the capture: libraries initialise their workspaces.
-            function(*inputs, *constants)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = function(*inputs, *constants)
+        with torch.cuda.device(inputs[0].device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # Warm-up outside the capture: libraries initialise their workspaces.
+                function(*inputs, *constants)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # One pool for all: they never run at the same time, and outputs are copied before the next replay.
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = function(*inputs, *constants)
         return Recording(graph.replay, inputs, output)
 
 

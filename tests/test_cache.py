@@ -160,6 +160,15 @@ def test_out_of_memory_at_prefill_is_answered_by_smaller_calls_and_then_by_one_l
             CachedModel(model, "target", rows=2, capacity=CAPACITY).prefill(tokens, range(2), np.array([90, 90]))
 
 
+def test_masks_of_long_prompts_are_not_kept():
+    model = MODELS["llama"]
+    with evaluating(model):
+        cached = CachedModel(model, "target", rows=1, capacity=CAPACITY)
+        for length in range(70, 90):
+            cached.prefill(np.ones((1, CAPACITY), dtype=np.int64), [0], np.array([length]))
+    assert all(query_length <= 64 for query_length, _ in cached._triangles)
+
+
 def test_a_cache_of_one_row_writes_slices_and_a_ragged_one_scatters_the_same():
     keys = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(5, 9).expand(2, -1)

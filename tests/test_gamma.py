@@ -74,6 +74,36 @@ def test_rows_share_one_gamma_and_each_its_own_memory():
     assert policy.expected_tokens(np.array([True]))[8] > 3  # a new request is judged by all, not by its predecessor
 
 
+def test_admissions_do_not_keep_plain_decoding_from_looking_again():
+    """Acceptance was hopeless and becomes perfect while rows are recycled: it has to be noticed."""
+    policy = AdaptiveGamma(8)
+    policy.start(8)
+    active, gammas = np.ones(8, dtype=bool), []
+    for block in range(1500):
+        gamma = policy.choose(active)
+        alpha = 0.0 if block < 300 else 1.0
+        accepted = np.full(8, int(alpha * gamma))
+        policy.record(gamma, active, np.full(8, gamma), accepted, 1.0 + 0.2 * gamma)
+        gammas.append(gamma)
+        if block % 10 == 9:
+            policy.admit(block // 10 % 8)
+    assert gammas[200:300].count(0) > 90
+    assert gammas[-200:].count(8) > 150
+
+
+def test_a_draft_that_always_stops_early_is_given_up_too():
+    """With a confidence stop the width that is asked for is never the one that is timed."""
+    policy = AdaptiveGamma(8, stop_below=0.9)
+    policy.start(1)
+    active, gammas = np.ones(1, dtype=bool), []
+    for _ in range(300):
+        gamma = policy.choose(active)
+        width = min(gamma, 1)
+        policy.record(width, active, np.full(1, width), np.zeros(1, dtype=np.int64), 1.0 + 0.5 * width)
+        gammas.append(gamma)
+    assert gammas[100:].count(0) > 180
+
+
 def test_seconds_are_medians_of_what_was_timed_and_a_line_between():
     seconds = BlockSeconds()
     assert seconds.estimates(4) is None

@@ -229,6 +229,14 @@ def test_early_exit_accepts_what_a_separate_draft_of_the_same_layers_accepts():
     assert [text.accepted_counts for text in both[0]] == [text.accepted_counts for text in both[1]]
 
 
+def test_end_tokens_of_the_rules_and_of_the_settings_are_both_held_back():
+    rules = LogitsRules(min_tokens=5, eos_ids=(7,))
+    settings = DecodeSettings(GREEDY, 0, "greedy", 20, eos_ids=(3,), min_tokens=1, rules=rules)
+    assert settings.active_rules is not None
+    assert set(settings.active_rules.eos_ids) == {3, 7}
+    assert settings.active_rules.min_tokens == 5
+
+
 def test_impossible_combinations_are_refused_in_one_line():
     greedy = DecodeSettings(GREEDY, 3, "greedy", tree=TREE)
     for wrong, message in (

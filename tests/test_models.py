@@ -8,9 +8,10 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from speculative.decode import DecodeSettings, decode
 from speculative.drafters import ModelDrafter
+from speculative.early_exit import first_layers
 from speculative.errors import UserError
 from speculative.memory import cache_bytes, cache_shapes, check_memory, free_bytes
-from speculative.models import attention_windows, check_decodable, check_same_vocabulary, evaluating
+from speculative.models import attention_windows, check_decodable, check_same_vocabulary, evaluating, max_positions
 from speculative.replay import replay_agreement, score_responses
 from speculative.sampling import GREEDY
 
@@ -81,6 +82,41 @@ def test_hybrid_models_are_refused_by_name(kind):
         decode(hybrid, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))
 
 
+def test_masks_of_their_own_are_refused_by_name():
+    neo = tiny_model("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8)
+    with pytest.raises(UserError, match="GPTNeoForCausalLM has local layers"):
+        check_decodable(neo, "target")
+    chunked = tiny_model("llama")
+    chunked.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(UserError, match="chunked_attention layers"):
+        check_decodable(chunked, "target")
+
+
+def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_change():
+    """LongRoPE picks its factors by the longest position of a call: a row would depend on its neighbours."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0, "rope_type": "longrope"}
+    target = tiny_model(
+        "phi3", original_max_position_embeddings=40, rope_parameters=factors | {"original_max_position_embeddings": 40}
+    )
+    assert max_positions(target) == 40
+    assert max_positions(tiny_model()) == 256
+    prompts, settings = prompts_of([5, 1, 16]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
+    assert texts(responses) == generated(target, prompts, 24)
+    with pytest.raises(UserError, match="exceeds the target's context of 40"):
+        decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=24))
+    dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    assert max_positions(dynamic) == 256
+
+
+def test_a_model_that_wants_a_mask_for_each_row_gets_one():
+    target = tiny_model("xglm", d_model=32, num_layers=2, attention_heads=4, ffn_dim=64)
+    prompts = prompts_of([6, 6, 6])
+    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=10)
+    responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
+    assert texts(responses) == generated(target, prompts, 10)
+
+
 def test_vocabularies_of_different_size_are_refused_with_both_numbers():
     with pytest.raises(UserError, match=r"48 token ids and the target 50"):
         check_same_vocabulary(tiny_model(vocab_size=50), tiny_model(vocab_size=48))
@@ -99,6 +135,17 @@ def test_evaluating_restores_each_models_mode_and_keeps_gradients_off():
     assert torch.is_grad_enabled()
 
 
+def test_a_frozen_part_stays_frozen_and_shared_layers_stay_in_eval_mode():
+    model = tiny_model("gpt2", n_layer=4).train()
+    model.transformer.h[0].eval()
+    shorter = first_layers(model, 2)  # made of modules in training mode
+    model.transformer.h[1].eval()
+    before = [module.training for module in model.modules()]
+    with evaluating(model, shorter):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before
+
+
 def test_cache_memory_is_computed_from_what_the_layers_really_store():
     model = tiny_model("llama")  # two layers of two key/value heads of width 8, float32
     assert [(shape.heads, shape.key_width, shape.value_width) for shape in cache_shapes(model)] == [(2, 8, 8)] * 2
@@ -112,6 +159,14 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_taken(monkeypat
     assert free is None or free > 0
     monkeypatch.setattr("speculative.memory.free_bytes", lambda device: 10 * 1024**2)
     check_memory(model, model, rows=2, capacity=100, query_length=4)
+    own = cache_bytes(model, 100, 100)
+    monkeypatch.setattr("speculative.memory.free_bytes", lambda device: 2 * own)
+    check_memory(model, model, rows=100, capacity=100, query_length=4, shared_cache=True)
+    with pytest.raises(UserError, match="lower the batch"):
+        check_memory(model, model, rows=100, capacity=100, query_length=4)
+    with pytest.raises(UserError, match="lower the batch"):  # a tree's nodes are fed, not its depth
+        check_memory(model, model, rows=100, capacity=100, query_length=585, shared_cache=True)
+    monkeypatch.setattr("speculative.memory.free_bytes", lambda device: 10 * 1024**2)
     with pytest.raises(
         UserError, match=r"4096 rows of 100 positions needs 0\.\d GiB, 0\.0 GiB free on cpu: lower the batch"
     ):

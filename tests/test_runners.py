@@ -88,6 +88,26 @@ def test_a_capture_that_gives_other_logits_is_not_trusted(recorded, monkeypatch)
     assert texts(responses) == generated(target, PROMPTS, 24)
 
 
+def test_a_capture_that_recorded_nothing_is_not_trusted(recorded, monkeypatch):
+    """On a device that is not the current one a graph is empty: its buffers hold what the capture left there."""
+
+    def empty(self, function, inputs, constants):
+        return Recording(lambda: None, inputs, function(*inputs, *constants))
+
+    monkeypatch.setattr(CpuGraphRunner, "_record", empty)
+    target = tiny_model()
+    with pytest.warns(UserWarning, match="other logits when replayed"):
+        responses, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, GREEDY_3, runner="graph")
+    assert texts(responses) == generated(target, PROMPTS, 24)
+
+
+def test_blocks_that_record_a_call_are_in_no_stage(recorded):
+    target = tiny_model()
+    _, timing = decode(target, ModelDrafter(perturbed(target)), PROMPTS[:1], GREEDY_3, runner="graph")
+    assert 1 <= timing.recording_calls < timing.target_calls
+    assert timing.recording_seconds > 0
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 def test_compiled_calls_give_the_tokens_of_plain_ones():
     target = tiny_model(num_hidden_layers=1)

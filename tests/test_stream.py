@@ -14,7 +14,7 @@ from distill.student import EMBEDDED_FOLDER, load_tokenizer
 from speculative.decode import STOP, DecodeSettings, decode, generate
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
-from speculative.gamma import AdaptiveGamma
+from speculative.gamma import AdaptiveGamma, FixedGamma
 from speculative.lookup import PromptLookup
 from speculative.proposal_log import ProposalLog
 from speculative.responses import Timing
@@ -143,6 +143,19 @@ def test_a_gate_may_end_a_response_by_saying_an_end_token():
     assert all(response.response_ids[5:] == [399] and response.finish_reason == "end" for response in ended)
 
 
+def test_a_gate_that_answers_an_unknown_token_is_told_so():
+    with pytest.raises(UserError, match=r"the gate answered token id 999, the target knows ids 0..399"):
+        streamed(settings_of(GREEDY, "greedy", 4), gate=lambda key, position, token_id, so_far: 999)
+
+
+def test_the_probability_of_a_replaced_token_is_unknown():
+    settings = settings_of(SamplingSettings(1.0), "sample", 3)
+    _, replaced = streamed(settings, gate=lambda key, position, token_id, so_far: 77 if position == 4 else None)
+    for response in replaced:
+        unknown = [place for place, value in enumerate(response.log_target_probs) if value != value]
+        assert unknown == ([4] if response.gate_log[4].answer == "77" else [])
+
+
 @pytest.mark.parametrize(("sampling", "rule"), WAYS)
 def test_the_proposal_log_holds_every_drafted_token(tmp_path, sampling, rule):
     settings = settings_of(sampling, rule, 3, eos_ids=(5, 9))
@@ -161,7 +174,7 @@ def test_the_proposal_log_holds_every_drafted_token(tmp_path, sampling, rule):
                 assert response.proposed_mask[row["position"]] == 1
             if rule != "greedy" and row["accepted"]:
                 assert row["target_prob"] > 0
-            assert 0 < row["draft_prob"] <= 1
+            assert (row["draft_prob"] is None) if rule == "greedy" else (0 < row["draft_prob"] <= 1)
     if rule != "greedy":
         taken = [row for row in rows if row["accepted"] and row["prompt"] == responses[0].key]
         logged = {row["position"]: row["target_prob"] for row in taken}
@@ -211,6 +224,10 @@ def test_timing_adds_up_and_names_every_stage():
     assert min(parts) > 0
     assert sum(parts) + timing.host_seconds == pytest.approx(timing.total_seconds)
     assert timing.peak_bytes > 10**7
+    once = timing.total_seconds
+    list(generate(TARGET, ModelDrafter(DRAFT), PROMPTS, settings_of(GREEDY, "greedy", 3), timing=timing))
+    assert timing.total_seconds > once
+    assert timing.host_seconds > 0  # stages and total of two calls, both added up
 
 
 @pytest.mark.parametrize(
@@ -223,6 +240,7 @@ def test_timing_adds_up_and_names_every_stage():
         ({}, {"runner": "graph"}, "needs a CUDA device"),
         ({}, {"policy": AdaptiveGamma(9)}, "beyond gamma = 3"),
         ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": AdaptiveGamma(3)}, "one depth"),
+        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": FixedGamma(1)}, "a fixed gamma of 3"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_the_first_event(others, arguments, message):
