@@ -1,6 +1,7 @@
 """The `understudy` command. Training itself is `accelerate launch -m distill.train CONFIG`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Draft models that a target LLM agrees with: evaluate and export them. "
     "Train with `accelerate launch -m distill.train CONFIG key=value ...`.",
 )
+READER_LEFT = 141  # As the shell reports a program ended by SIGPIPE.
 DEMO_CONFIG = "configs/demo.yaml"
 
 
@@ -99,7 +101,10 @@ def generate_command(
     target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")],
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help='file: JSON lines with "prompt" (.jsonl), else one prompt a line')
+        Path | None,
+        typer.Option(
+            help='file: JSON lines with "prompt" (.jsonl), else one prompt a line; without any, one on standard input'
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
     system: Annotated[str, typer.Option(help="system message (with --chat)")] = "",
@@ -115,7 +120,9 @@ def generate_command(
     datastore: Annotated[
         Path | None, typer.Option(help="past texts for retrieval: --out file of an earlier run")
     ] = None,
-    gamma: Annotated[str, typer.Option(help="drafted tokens per block, or auto: what pays most, 0 included")] = "4",
+    gamma: Annotated[
+        str, typer.Option(help="drafted tokens per block (default 4), or auto: what pays most, none included")
+    ] = "",
     stop_below: Annotated[float, typer.Option(help="stop drafting behind a token of less probability; 0 = off")] = 0.0,
     tree: Annotated[str, typer.Option(help="candidates per depth instead of a chain, e.g. 3,2,1")] = "",
     rule: Annotated[
@@ -127,7 +134,8 @@ def generate_command(
     min_p: Annotated[float, typer.Option(help="drop tokens under min-p x the largest probability; 0 = off")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 = off")] = 1.0,
     max_tokens: Annotated[
-        int | None, typer.Option(help="tokens of a response at most; default: 128, or what the context leaves")
+        int | None,
+        typer.Option(help="tokens of a response at most; default: 128, or what the context leaves behind its prompt"),
     ] = None,
     min_tokens: Annotated[int, typer.Option(help="no end token before so many")] = 0,
     stop: Annotated[
@@ -138,7 +146,10 @@ def generate_command(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = "",
     runner: Annotated[str, typer.Option(help="model calls: auto, eager, compile, graph (CUDA)")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="write responses here as JSON lines, not to the screen")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="write responses here as JSON lines; without it, several are printed as they end"),
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="write every drafted token here as parquet")] = None,
     numbers: Annotated[Path | None, typer.Option(help="write the run's numbers here as JSON")] = None,
 ) -> None:
@@ -276,6 +287,10 @@ def main() -> None:
     try:
         check_imports()
         app()
+    except BrokenPipeError:
+        # Whoever read our output has left (`| head`): no more may be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(READER_LEFT)
     except (Exception, KeyboardInterrupt) as error:
         from distill.faults import explain
 

@@ -11,12 +11,18 @@ MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
+class Interrupted(Exception):
+    """The user ended a run; the message says what is left of it."""
+
+
 def explain(error: BaseException) -> tuple[str, int] | None:
     """(message, exit status) of a fault that a person can mend; None for a fault of ours, which keeps its traceback."""
     if isinstance(error, UserError):
         return f"understudy: {error}", MISTAKE
     if isinstance(error, SelfCheckError):
         return f"understudy: self-check failed, nothing was measured: {error}", FAILED_CHECK
+    if isinstance(error, Interrupted):
+        return f"\ninterrupted: {error}", INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         kept = f"checkpoint {error} is written" if str(error) else "what was written stays"
         return f"\ninterrupted: {kept}; the same command goes on from it", INTERRUPTED
@@ -27,5 +33,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
             MISTAKE,
         )
     if isinstance(error, OSError) and error.errno in _DISK:
-        return f"understudy: {error.filename or 'the run folder'}: cannot be written ({error.strerror})", MISTAKE
+        return (
+            f"understudy: {error.filename or 'what was being written'}: cannot be written ({error.strerror})",
+            MISTAKE,
+        )
     return None

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.store import write_json
 from distill.evaluate import load_draft
+from distill.faults import Interrupted
+from distill.response_file import ResponseFile, check_writable
 from distill.student import dtype_of, load_model, load_tokenizer
 from speculative.cascade import Cascade
 from speculative.decode import Event, end_token_ids, generate
@@ -27,7 +29,7 @@ from speculative.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from speculative.jacobi import JacobiPool
 from speculative.lookup import PromptLookup
 from speculative.metrics import latency, live_metrics, stage_seconds
-from speculative.models import max_positions, vocab_rows
+from speculative.models import vocab_rows
 from speculative.processors import LogitsRules
 from speculative.proposal_log import ProposalLog
 from speculative.replay import agreement_warning, agreement_words, replay_agreement, score_responses
@@ -38,6 +40,8 @@ from speculative.tree import TokenTree
 
 DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")
 MAX_TOKENS = 128
+DEFAULT_GAMMA = 4
+MOST_GAMMA = 64
 ADAPTIVE_GAMMA = 8  # The largest gamma that `--gamma auto` considers.
 
 
@@ -87,6 +91,10 @@ class Loaded:
 
 def command(options: Options) -> list[str]:
     """Generate; returns the lines about it. Raises UserError, most of them before anything is loaded."""
+    refuse_contradictions(options)
+    for option, path in (("--numbers", options.numbers), ("--log", options.log), ("--out", options.out)):
+        if path is not None:
+            check_writable(option, path)
     branching = parse_tree(options.tree)
     tree = TokenTree.from_branching(branching) if branching else None
     gamma = len(branching) or parse_gamma(options.gamma)
@@ -96,6 +104,7 @@ def command(options: Options) -> list[str]:
         gamma,
         rule,
         MAX_TOKENS if options.max_tokens is None else options.max_tokens,
+        fit_context=options.max_tokens is None,
         seed=options.seed,
         tree=tree,
         rules=LogitsRules(repetition_penalty=options.repetition_penalty),
@@ -109,8 +118,6 @@ def command(options: Options) -> list[str]:
         settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
     settings = replace(settings, eos_ids=end_token_ids(loaded.target))
     prompts = read_prompts(options.prompt or [], options.prompts, loaded.tokenizer, options.chat, options.system)
-    if options.max_tokens is None:
-        settings = replace(settings, max_tokens=room_for(loaded, prompts))
     result = run(
         loaded,
         prompts,
@@ -123,15 +130,33 @@ def command(options: Options) -> list[str]:
     )
     if options.numbers is not None:
         write_numbers(options.numbers, result)
-    return summary_lines(result, settings.gamma)
+    return summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
 
 
-def room_for(loaded: Loaded, prompts: list[Prompt]) -> int:
-    """MAX_TOKENS, or what both contexts leave behind the longest prompt; at least 1, which is then refused by name."""
-    models = [loaded.target, loaded.drafter.model if loaded.drafter is not None else None]
-    contexts = [max_positions(model) for model in models if model is not None]
-    longest = max(len(ids) for _, ids in prompts)
-    return max(1, min([MAX_TOKENS, *(context - longest for context in contexts if context is not None)]))
+def refuse_contradictions(options: Options) -> None:
+    """An option that nothing would listen to is a mistake. Raises UserError naming it."""
+    kind = options.drafter or ("draft" if options.draft else "none")
+    if options.drafter not in ("", *DRAFTERS):
+        raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
+    if kind in ("draft", "cascade") and not options.draft:
+        raise UserError(f"--drafter {kind} needs --draft DIR")
+    if kind == "retrieval" and options.datastore is None:
+        raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
+    for given, used, what in (
+        (options.draft, kind in ("draft", "cascade"), f"--draft is not used by --drafter {kind}"),
+        (options.datastore, kind == "retrieval", f"--datastore is not used by --drafter {kind}"),
+        (options.exit_layers, kind == "early-exit", f"--exit-layers is not used by --drafter {kind}"),
+        (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or early-exit to grow it"),
+        (options.tree and options.gamma, False, "--tree sets gamma, its depth: leave --gamma out"),
+        (options.log, kind != "none", "--log is of drafted tokens, and nothing drafts"),
+        (options.tree and options.log, False, "--log is of chains: leave --tree or --log out"),
+        (options.tree and options.repetition_penalty != 1.0, False, "--repetition-penalty does not go with --tree"),
+        (options.gamma, kind != "none", "--gamma without anything that drafts: give --draft DIR or --drafter"),
+        (options.stop_below, kind in ("draft", "cascade", "early-exit"), "--stop-below needs a draft model"),
+        (options.system, options.chat, "--system is a chat message: add --chat"),
+    ):
+        if given and not used:
+            raise UserError(what)
 
 
 def place_of(device: str) -> torch.device:
@@ -149,15 +174,9 @@ def place_of(device: str) -> torch.device:
 def load(options: Options) -> Loaded:
     """Load what was asked for. Raises UserError for options that contradict each other."""
     place, draft, datastore = place_of(options.device), options.draft, options.datastore
-    if options.drafter not in ("", *DRAFTERS):
-        raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
     if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
     kind = options.drafter or ("draft" if draft else "none")
-    if kind in ("draft", "cascade") and not draft:
-        raise UserError(f"--drafter {kind} needs --draft DIR")
-    if kind == "retrieval" and datastore is None:
-        raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
     model = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(options.target)
 
@@ -181,17 +200,18 @@ def read_datastore(path: Path | None, target: PreTrainedModel) -> Datastore:
     assert path is not None
     if path.suffix != ".jsonl":
         return Datastore.load(path)
-    if not path.is_file():
-        raise UserError(f"--datastore {path}: no such file")
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in _lines_of("--datastore", path):
         try:
             row = json.loads(line)
-            texts.append([*row["prompt_ids"], *row["response_ids"]])
+            ids = [*row["prompt_ids"], *row["response_ids"]]
         except (ValueError, KeyError, TypeError):
+            ids = [None]
+        if any(type(token_id) is not int for token_id in ids):
             raise UserError(
                 f'{path}:{number}: not a line of `understudy generate --out` ("prompt_ids", "response_ids")'
-            ) from None
+            )
+        texts.append(ids)
     return Datastore.build(texts, vocab_rows(target))
 
 
@@ -205,11 +225,17 @@ def read_prompts(
     if not named:
         if sys.stdin.isatty():
             raise UserError("no prompt: give --prompt TEXT, --prompts FILE, or a text on standard input")
-        named = [("stdin", sys.stdin.read())]
+        named = [("standard input", _decoded("standard input", sys.stdin.buffer.read()))]
     if chat and not tokenizer.chat_template:
         raise UserError("--chat: the target's tokenizer has no chat template")
     prompts: list[Prompt] = []
     for key, text in named:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{key}: the prompt is not valid Unicode (it holds half of a surrogate pair)") from None
+        if not text:
+            raise UserError(f"{key}: the prompt is empty; write at least one character")
         if chat:
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": text})
@@ -221,22 +247,31 @@ def read_prompts(
     return prompts
 
 
-def _file_prompts(file: Path) -> list[tuple[str, str]]:
-    if not file.is_file():
-        raise UserError(f"--prompts {file}: no such file")
-    named = []
+def _decoded(what: str, raw: bytes) -> str:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"--prompts {file}: not UTF-8 text") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        raise UserError(f"{what}: not UTF-8 text") from None
+
+
+def _lines_of(option: str, file: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines that hold anything; split at line feeds only, which JSON text does not contain."""
+    if not file.is_file():
+        raise UserError(f"{option} {file}: no such file")
+    for number, line in enumerate(_decoded(f"{option} {file}", file.read_bytes()).split("\n"), start=1):
+        if line.strip():
+            yield number, line.rstrip("\r")
+
+
+def _file_prompts(file: Path) -> list[tuple[str, str]]:
+    if file.suffix == ".json":
+        raise UserError(f'--prompts {file}: give JSON lines (.jsonl, an object with "prompt" a line) or plain lines')
+    named = []
+    for number, line in _lines_of("--prompts", file):
         text: Any = line
         if file.suffix == ".jsonl":
             try:
-                row = json.loads(line)
-                text = row["prompt"]
+                text = json.loads(line)["prompt"]
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
@@ -256,11 +291,15 @@ def parse_tree(text: str) -> tuple[int, ...]:
 
 
 def parse_gamma(text: str) -> int:
-    """The largest gamma of a run. Raises UserError for anything but `auto` and a positive number."""
+    """The largest gamma of a run. Raises UserError for anything but `auto` and a number that makes sense."""
+    if not text:
+        return DEFAULT_GAMMA
     if text == "auto":
         return ADAPTIVE_GAMMA
     if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--gamma {text}: a number of at least 1, or auto")
+        raise UserError(f"--gamma {text}: a number of at least 1, or auto (plain decoding is --drafter none)")
+    if int(text) > MOST_GAMMA:
+        raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens a block never pay")
     return int(text)
 
 
@@ -277,32 +316,39 @@ def run(
 ) -> dict[str, Any]:
     """Decode; one prompt is streamed to standard output, several go to `out` as JSON lines or are printed as they end.
 
-    Returns the numbers of the run. An interrupt ends the stream: what was streamed stays, finished responses are kept.
+    Returns the numbers of the run. Raises Interrupted, saying what is left, when the user ends it early.
     """
-    if out is not None:
-        _check_writable(out)
+    file = ResponseFile(out) if out is not None else None
     timing = Timing()
     finished: dict[int, Response] = {}
-    with ProposalLog(log) if log is not None else nullcontext() as proposals:
-        events = generate(
-            loaded.target,
-            loaded.drafter,
-            prompts,
-            settings,
-            batch_size=batch_size,
-            tokenizer=loaded.tokenizer,
-            policy=policy,
-            log=proposals,
-            runner=runner,
-            timing=timing,
-        )
-        try:
+    try:
+        with ProposalLog(log) if log is not None else nullcontext() as proposals:
+            events = generate(
+                loaded.target,
+                loaded.drafter,
+                prompts,
+                settings,
+                batch_size=batch_size,
+                tokenizer=loaded.tokenizer,
+                policy=policy,
+                log=proposals,
+                runner=runner,
+                timing=timing,
+            )
             for event in _shown(events, len(prompts), out):
                 if event.finish_reason is not None:
                     finished[event.index] = event.response
-        finally:
-            if out is not None:
-                _write_lines(out, [finished[index] for index in sorted(finished)])
+                    if file is not None:
+                        file.add(event.index, event.response)
+        if file is not None:
+            file.complete()
+    except KeyboardInterrupt:
+        left = file.give_up() if file is not None else f"{len(finished)} of {len(prompts)} responses had ended"
+        raise Interrupted(left) from None
+    except UserError as error:
+        if file is not None and "--out" not in str(error):
+            raise UserError(f"{error} ({file.give_up()})") from error
+        raise
     responses = [finished[index] for index in range(len(prompts))]
     return summary(loaded, responses, settings, policy, timing)
 
@@ -327,38 +373,6 @@ def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Ev
                 sys.stdout.write(f"--- {event.response.key}\n{event.response.text}\n")
                 sys.stdout.flush()
             yield event
-
-
-def _check_writable(out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(f".{out.name}.tmp")
-        partial.touch()
-        partial.unlink()
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error
-
-
-def _write_lines(out: Path, responses: list[Response]) -> None:
-    lines = [
-        json.dumps(
-            {
-                "key": response.key,
-                "text": response.text,
-                "finish_reason": response.finish_reason,
-                "prompt_ids": response.prompt_ids,
-                "response_ids": response.response_ids,
-                "blocks": response.blocks,
-                "drafted": response.drafted,
-                "accepted": response.accepted,
-            },
-            ensure_ascii=False,
-        )
-        for response in responses
-    ]
-    partial = out.with_name(f".{out.name}.tmp")
-    partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    partial.replace(out)
 
 
 def summary(
@@ -392,7 +406,7 @@ def summary(
     return result
 
 
-def summary_lines(result: dict[str, Any], gamma: int) -> list[str]:
+def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
     """The numbers of `summary` for people."""
     seconds = result["seconds"]
     stages = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("prefill", "draft", "verify", "accept", "host"))
@@ -409,7 +423,7 @@ def summary_lines(result: dict[str, Any], gamma: int) -> list[str]:
         lines.append(line)
         if result.get("gammas_chosen"):
             lines.append(
-                "gamma chosen: " + ", ".join(f"{gamma} x{count}" for gamma, count in result["gammas_chosen"].items())
+                "gamma chosen: " + ", ".join(f"{width} x{count}" for width, count in result["gammas_chosen"].items())
             )
         if result.get("warning"):
             lines.append(f"warning: {result['warning']}")

@@ -117,6 +117,8 @@ def generate(
         raise UserError("stop strings need the tokenizer: pass tokenizer=...")
     if batch_size < 1:
         raise UserError(f"batch_size = {batch_size}: must be at least 1")
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise UserError(f"{type(drafter).__name__} is not a drafter: give ModelDrafter(model)")
     if settings.gamma == 0:
         drafter = None
     policy = policy or FixedGamma(settings.gamma)
@@ -128,7 +130,7 @@ def generate(
         raise UserError("the proposal log is of chains: leave the token tree or the log out")
     draft_model = drafter.model if drafter is not None else None
     check_decodable(target, "target")
-    check_prompts(target, drafter, prompts, settings.max_tokens)
+    check_prompts(target, drafter, prompts, settings)
     if drafter is not None and draft_model is not None:
         check_decodable(draft_model, drafter.name)
         check_same_vocabulary(target, draft_model)
@@ -159,6 +161,7 @@ def decode(
     on_commit: CommitHook | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     policy: GammaPolicy | None = None,
+    gate: CommitGate | None = None,
     log: ProposalLog | None = None,
     runner: str = EAGER,
 ) -> tuple[list[Response], Timing]:
@@ -176,6 +179,7 @@ def decode(
         batch_size=batch_size,
         tokenizer=tokenizer,
         policy=policy,
+        gate=gate,
         log=log,
         runner=runner,
         timing=timing,
@@ -187,24 +191,42 @@ def decode(
     return [response for response in responses if response is not None], timing
 
 
-def check_prompts(target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], max_tokens: int) -> None:
-    """Raises UserError naming the first prompt that cannot be decoded with this budget, and why."""
-    known = vocab_rows(target)
-    limits = [(longest, "target") for longest in [max_positions(target)] if longest is not None]
+def context_of(target: PreTrainedModel, drafter: Drafter | None) -> tuple[int | None, str]:
+    """The shorter context of the two models and whose it is; None where neither says."""
+    limits = [(longest, 0, "target") for longest in [max_positions(target)] if longest is not None]
     if drafter is not None and drafter.model is not None:
-        limits += [(longest, drafter.name) for longest in [max_positions(drafter.model)] if longest is not None]
-    context, name = min(limits, default=(None, ""))
-    for key, ids in prompts:
+        limits += [(longest, 1, drafter.name) for longest in [max_positions(drafter.model)] if longest is not None]
+    context, _, name = min(limits, default=(None, 0, ""))
+    return context, name
+
+
+def check_prompts(
+    target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], settings: DecodeSettings
+) -> None:
+    """Raises UserError naming the first prompt that cannot be decoded with this budget, and why."""
+    known, max_tokens = vocab_rows(target), settings.max_tokens
+    context, name = context_of(target, drafter)
+    for prompt in prompts:
+        if not (isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)) or isinstance(
+            prompt[1], str
+        ):
+            raise UserError(
+                f"a prompt is {str(prompt)[:60]!r}: give pairs (key, token ids), as in ('first', [1, 2, 3])"
+            )
+        key, ids = prompt
         if len(ids) == 0:
             raise UserError(f"prompt {key!r} is empty: give at least one token (for example the BOS token)")
         if min(ids) < 0 or max(ids) >= known:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise UserError(f"prompt {key!r} has token id {wrong} but the target knows ids 0..{known - 1}")
-        if context is not None and len(ids) + max_tokens > context:
-            raise UserError(
-                f"prompt {key!r} has {len(ids)} tokens; with max_tokens = {max_tokens} that exceeds the "
-                f"{name}'s context of {context}: shorten the prompt or lower max_tokens"
-            )
+        if context is None or len(ids) + (1 if settings.fit_context else max_tokens) <= context:
+            continue
+        if settings.fit_context:
+            raise UserError(f"prompt {key!r} has {len(ids)} tokens, the context of the {name} is {context}: shorten it")
+        raise UserError(
+            f"prompt {key!r} has {len(ids)} tokens; with max_tokens = {max_tokens} that exceeds the context of "
+            f"{context} of the {name}: shorten the prompt or lower max_tokens"
+        )
 
 
 def _events(
@@ -224,7 +246,9 @@ def _events(
         return
     began = time.perf_counter() - timing.total_seconds  # A timing may be filled by several calls.
     draft_model = drafter.model if drafter is not None else None
-    longest = max(len(ids) for _, ids in prompts) + settings.max_tokens
+    context, _ = context_of(target, drafter) if settings.fit_context else (None, "")
+    budgets = [min(settings.max_tokens, (context or len(ids) + settings.max_tokens) - len(ids)) for _, ids in prompts]
+    longest = max(len(ids) + budget for (_, ids), budget in zip(prompts, budgets, strict=True))
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
@@ -250,7 +274,7 @@ def _events(
             for row, index in zip(free, indices, strict=True):
                 key, ids = prompts[index]
                 stream = TextStream(tokenizer, settings.stop) if tokenizer is not None else None
-                seats[row] = _Seat(index, Response(key=key, prompt_ids=list(ids)), now, stream)
+                seats[row] = _Seat(index, Response(key=key, prompt_ids=list(ids), budget=budgets[index]), now, stream)
                 policy.admit(row)
             with torch.no_grad():
                 loop.admit(free, [prompts[index] for index in indices])
@@ -346,8 +370,10 @@ def _append_watched(
                 response.finish_reason = "gate"
                 break
             replaced = answer is not None and answer != token_id
-            if answer is not None and not 0 <= int(answer) < known_ids:
-                raise UserError(f"the gate answered token id {answer}, the target knows ids 0..{known_ids - 1}")
+            if answer is not None and (type(answer) is not int or not 0 <= answer < known_ids):
+                raise UserError(
+                    f"the gate answered {answer!r}: None keeps the token, an id 0..{known_ids - 1} replaces it, STOP ends"
+                )
             response.gate_log.append(GateRecord(position, token_id, str(answer) if replaced else "keep"))
             token_id = token_id if answer is None else int(answer)
         response.response_ids.append(token_id)
@@ -359,7 +385,7 @@ def _append_watched(
             pieces.append(pushed.text)
             if pushed.stopped is not None and response.finish_reason is None:
                 response.finish_reason = "stop"
-        if response.finish_reason is None and len(response.response_ids) == settings.max_tokens:
+        if response.finish_reason is None and len(response.response_ids) == response.budget:
             response.finish_reason = "length"
         # What was drafted behind a replaced token continues another text.
         if response.finish_reason is not None or replaced:

@@ -72,6 +72,8 @@ class ProposalLog:
         assert self._writer is None, "a log is written once"
         if self.path.is_dir():
             raise UserError(f"{self.path}: is a folder; give the proposal log a file name")
+        if self.path.exists() and not self.path.is_file():
+            raise UserError(f"{self.path}: is not an ordinary file; give the proposal log a file name")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = pq.ParquetWriter(self._temporary, SCHEMA, compression="zstd")

@@ -133,8 +133,9 @@ def agreement_words(check: dict[str, Any] | None, tokens: int) -> str:
     """`replay 2.31, z +0.4`: tau that replay predicts for a live run of so many tokens, to stand beside live tau."""
     if check is None:
         return "no replay for this rule"
-    certain = check["z"] is None or (check["z"] == 0 and float(check["predicted_blocks"]).is_integer())
-    how = "nothing random at temperature 0" if certain else f"z {check['z']:+.1f}"
+    # Where a draft takes its argmax, the text alone says how many blocks it took.
+    certain = check["z"] == 0 and float(check["predicted_blocks"]).is_integer()
+    how = "exact" if certain else "not exact" if check["z"] is None else f"z {check['z']:+.1f}"
     return f"replay {tokens / check['predicted_blocks']:.2f}, {how}"
 
 
@@ -142,7 +143,7 @@ def agreement_warning(check: dict[str, Any] | None) -> str | None:
     """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
     if check is None or check["agrees"]:
         return None
-    size = "nothing is random at temperature 0" if check["z"] is None else f"z = {check['z']:+.1f}"
+    size = "nothing is random here" if check["z"] is None else f"z = {check['z']:+.1f}"
     return (
         f"live decoding counted {check['live_blocks']} blocks where replay of its text predicts "
         f"{check['predicted_blocks']:.0f} ({size}): the text is right, but acceptance is not what this draft's "

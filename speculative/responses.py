@@ -27,6 +27,7 @@ FinishReason = Literal["end", "stop", "length", "gate"]
 class DecodeSettings:
     """How to decode. `gamma` 0 is plain decoding; `eos_ids` end a response and are part of it.
 
+    fit_context: a prompt that leaves less room than max_tokens in the context gets what it leaves, instead of a refusal.
     tree: candidates per place instead of a chain; gamma is then the tree's depth. rules: changes to the logits of both
     models. stop: strings that end a response (needs a tokenizer at decoding). min_tokens: no end token before so many.
 
@@ -43,8 +44,15 @@ class DecodeSettings:
     rules: LogitsRules | None = None
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
+    fit_context: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("gamma", "max_tokens", "min_tokens", "seed"):
+            if type(getattr(self, name)) is not int:
+                raise UserError(f"{name} = {getattr(self, name)!r}: must be a whole number")
+        for name in ("eos_ids", "stop"):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence):
+                raise UserError(f"{name} = {getattr(self, name)!r}: must be a tuple")
         if self.gamma < 0:
             raise UserError(f"gamma = {self.gamma}: must be 0 (plain decoding) or a positive number of drafted tokens")
         if self.max_tokens < 1:
@@ -88,6 +96,7 @@ class GateRecord(NamedTuple):
 class Response:
     """One decoded response and what happened to the drafted tokens in it.
 
+    budget: tokens it may have at most.
     log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy, NaN for what a
     gate put there).
     drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
@@ -99,6 +108,7 @@ class Response:
 
     key: str
     prompt_ids: list[int]
+    budget: int = 0
     response_ids: list[int] = field(default_factory=list)
     log_target_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -179,7 +189,7 @@ def count_block(response: Response, outcome: BlockOutcome, row: int) -> None:
 
 def append_block(response: Response, outcome: BlockOutcome, row: int, settings: DecodeSettings) -> list[int]:
     """Append one block to a response, cut right after an end token or at the budget; returns the appended ids."""
-    room = settings.max_tokens - len(response.response_ids)
+    room = response.budget - len(response.response_ids)
     ids = outcome.ids_RG1[row, : min(int(outcome.accepted_R[row]) + 1, room)].tolist()
     for position, token_id in enumerate(ids):
         if token_id in settings.eos_ids:

@@ -184,7 +184,7 @@ def test_bad_prompts_and_pairs_are_refused_in_one_line():
         ([("empty", [])], DRAFT, "'empty' is empty"),
         ([("strange", [1, VOCAB])], DRAFT, r"'strange' has token id 50 but the target knows ids 0\.\.49"),
         ([("long", [1] * 250)], DRAFT, r"'long' has 250 tokens; with max_tokens = 10 .* context of 256"),
-        ([("long", [1] * 30)], tiny_model(max_position_embeddings=32), r"draft's context of 32"),
+        ([("long", [1] * 30)], tiny_model(max_position_embeddings=32), r"context of 32 of the draft"),
         ([("fine", [1])], tiny_model(vocab_size=40), r"draft scores 40 token ids and the target 50"),
     ):
         with pytest.raises(UserError, match=message) as refused:

@@ -103,7 +103,7 @@ def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_
     prompts, settings = prompts_of([5, 1, 16]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
     assert texts(responses) == generated(target, prompts, 24)
-    with pytest.raises(UserError, match="exceeds the target's context of 40"):
+    with pytest.raises(UserError, match="exceeds the context of 40 of the target"):
         decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=24))
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     assert max_positions(dynamic) == 256

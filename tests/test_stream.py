@@ -144,8 +144,9 @@ def test_a_gate_may_end_a_response_by_saying_an_end_token():
 
 
 def test_a_gate_that_answers_an_unknown_token_is_told_so():
-    with pytest.raises(UserError, match=r"the gate answered token id 999, the target knows ids 0..399"):
-        streamed(settings_of(GREEDY, "greedy", 4), gate=lambda key, position, token_id, so_far: 999)
+    for answer in (999, -1, True, "x"):
+        with pytest.raises(UserError, match=r"the gate answered .*: None keeps the token, an id 0\.\.399 replaces it"):
+            streamed(settings_of(GREEDY, "greedy", 4), gate=lambda key, position, token_id, so_far, said=answer: said)
 
 
 def test_the_probability_of_a_replaced_token_is_unknown():
@@ -215,6 +216,33 @@ def test_an_interrupt_in_the_middle_of_a_stream_leaves_a_log_that_can_be_read(tm
     assert target.training
     assert pq.read_table(tmp_path / "log.parquet").num_rows > 0
     assert [path.name for path in tmp_path.iterdir()] == ["log.parquet"]
+
+
+def test_ordinary_mistakes_in_a_script_are_said_plainly():
+    settings = settings_of(GREEDY, "greedy", 3)
+    for drafter, prompts, message in (
+        (DRAFT, PROMPTS, "LlamaForCausalLM is not a drafter: give ModelDrafter"),
+        (ModelDrafter(DRAFT), ["hello"], "give pairs"),
+        (ModelDrafter(DRAFT), [[1, 2, 3]], "give pairs"),
+        (ModelDrafter(DRAFT), [("a", "hello")], "give pairs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generate(TARGET, drafter, prompts, settings)
+    for wrong in ({"max_tokens": 5.0}, {"eos_ids": 2}, {"stop": "abc"}, {"gamma": "3"}, {"seed": None}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            DecodeSettings(GREEDY, **{"gamma": 3, "rule": "greedy", **wrong})
+
+
+def test_a_long_prompt_gets_what_the_context_leaves_and_costs_its_neighbours_nothing():
+    prompts = [("short", [1, 2, 3]), ("long", list(range(1, 251))), ("full", list(range(1, 256)))]  # context 256
+    settings = settings_of(GREEDY, "greedy", 3, max_tokens=40, fit_context=True)
+    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
+    assert [len(response.response_ids) for response in responses] == [40, 6, 1]
+    assert {response.finish_reason for response in responses} == {"length"}
+    alone, _ = decode(TARGET, None, prompts[:1], settings_of(GREEDY, "greedy", 0, max_tokens=40))
+    assert responses[0].response_ids == alone[0].response_ids
+    with pytest.raises(UserError, match="'over' has 256 tokens, the context of the target is 256: shorten it"):
+        decode(TARGET, None, [("over", [1] * 256)], settings_of(GREEDY, "greedy", 0, fit_context=True))
 
 
 def test_timing_adds_up_and_names_every_stage():
