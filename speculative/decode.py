@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.block_loop import BlockLoop, slots_beyond
+from speculative.commit import STOP, CommitGate, append_block, append_watched, count_block
 from speculative.drafters import Drafter
 from speculative.errors import UserError
 from speculative.gamma import FixedGamma, GammaPolicy
@@ -32,13 +33,9 @@ from speculative.proposal_log import ProposalLog
 from speculative.responses import (
     BlockOutcome,
     DecodeSettings,
-    GateRecord,
     Prompt,
     Response,
     Timing,
-    append_block,
-    count_block,
-    note_origin,
 )
 from speculative.runners import EAGER, resolve_runner
 from speculative.text import TextStream
@@ -46,15 +43,6 @@ from speculative.text import TextStream
 __all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
 
 CommitHook = Callable[[int, list[int]], None]
-
-
-class _Stop:
-    """Answer of a commit gate: end the response before this token."""
-
-
-STOP = _Stop()
-# (key, response position, token id, response ids so far) -> None to keep, another id to say instead, or STOP.
-CommitGate = Callable[[str, int, int, Sequence[int]], "int | _Stop | None"]
 
 
 @dataclass(frozen=True)
@@ -325,7 +313,7 @@ def _one_block(
         if seat.stream is None and gate is None:
             ids, text = append_block(response, outcome, row, settings), ""
         else:
-            ids, text = _append_watched(
+            ids, text = append_watched(
                 response, outcome, row, settings, seat.stream, gate, vocab_rows(loop.target.model)
             )
             if (
@@ -344,57 +332,6 @@ def _one_block(
             freed.append(row)
         events.append(Event(seat.index, ids, text, response.finish_reason, response))
     return events, freed
-
-
-def _append_watched(
-    response: Response,
-    outcome: BlockOutcome,
-    row: int,
-    settings: DecodeSettings,
-    stream: TextStream | None,
-    gate: CommitGate | None,
-    known_ids: int,
-) -> tuple[list[int], str]:
-    """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as plain decoding
-    would meet them. Returns the appended ids and the text that became stable.
-    """
-    appended: list[int] = []
-    pieces: list[str] = []
-    replaced = False
-    for token_id in outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist():
-        position = len(response.response_ids)
-        if gate is not None:
-            answer = gate(response.key, position, token_id, tuple(response.response_ids))
-            if isinstance(answer, _Stop):
-                response.gate_log.append(GateRecord(position, token_id, "stop"))
-                response.finish_reason = "gate"
-                break
-            replaced = answer is not None and answer != token_id
-            if answer is not None and (type(answer) is not int or not 0 <= answer < known_ids):
-                raise UserError(
-                    f"the gate answered {answer!r}: None keeps the token, an id 0..{known_ids - 1} replaces it, STOP ends"
-                )
-            response.gate_log.append(GateRecord(position, token_id, str(answer) if replaced else "keep"))
-            token_id = token_id if answer is None else int(answer)
-        response.response_ids.append(token_id)
-        appended.append(token_id)
-        if token_id in settings.eos_ids:
-            response.finish_reason = "end"
-        if stream is not None:
-            pushed = stream.push(token_id)
-            pieces.append(pushed.text)
-            if pushed.stopped is not None and response.finish_reason is None:
-                response.finish_reason = "stop"
-        if response.finish_reason is None and len(response.response_ids) == response.budget:
-            response.finish_reason = "length"
-        # What was drafted behind a replaced token continues another text.
-        if response.finish_reason is not None or replaced:
-            break
-    note_origin(response, outcome, row, len(appended))
-    if replaced:
-        response.proposed_mask[-1] = 0
-        response.log_target_probs[-1] = float("nan")  # The target was not asked about this token.
-    return appended, "".join(pieces)
 
 
 def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: int, response: Response) -> None:

@@ -173,39 +173,3 @@ class BlockOutcome(NamedTuple):
     drafted_ids_RG: np.ndarray
     target_probs_RG: np.ndarray | None
     draft_probs_RG: np.ndarray | None
-
-
-def count_block(response: Response, outcome: BlockOutcome, row: int) -> None:
-    """Add one block's counts to a response."""
-    accepted, drafted = int(outcome.accepted_R[row]), int(outcome.drafted_counts_R[row])
-    response.blocks += 1
-    response.drafted += drafted
-    response.accepted += accepted
-    response.drafted_counts.append(drafted)
-    response.accepted_counts.append(accepted)
-    response.tested += min(accepted + 1, drafted)
-    response.overlap_sum += float(outcome.overlap_sums_R[row])
-
-
-def append_block(response: Response, outcome: BlockOutcome, row: int, settings: DecodeSettings) -> list[int]:
-    """Append one block to a response, cut right after an end token or at the budget; returns the appended ids."""
-    room = response.budget - len(response.response_ids)
-    ids = outcome.ids_RG1[row, : min(int(outcome.accepted_R[row]) + 1, room)].tolist()
-    for position, token_id in enumerate(ids):
-        if token_id in settings.eos_ids:
-            ids = ids[: position + 1]
-            response.finish_reason = "end"
-            break
-    response.response_ids += ids
-    note_origin(response, outcome, row, len(ids))
-    if response.finish_reason is None and len(ids) == room:
-        response.finish_reason = "length"
-    return ids
-
-
-def note_origin(response: Response, outcome: BlockOutcome, row: int, kept: int) -> None:
-    """Probabilities and origin of the first `kept` tokens of a block, which were appended."""
-    accepted = int(outcome.accepted_R[row])
-    log_probs = [0.0] * kept if outcome.log_probs_RG1 is None else outcome.log_probs_RG1[row, :kept].tolist()
-    response.log_target_probs += log_probs
-    response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from distill import cli
 from distill import generate as program
+from distill.prompt_files import read_datastore, read_prompts
 from distill.response_file import ResponseFile
 from distill.student import load_model, load_tokenizer
 from speculative.decode import DecodeSettings, decode, end_token_ids
@@ -168,7 +169,7 @@ def test_files_of_other_systems_and_odd_lines_are_read_or_refused_plainly(tiny_t
 
     def read(name: str, raw: bytes) -> list[tuple[str, Any]]:
         (tmp_path / name).write_bytes(raw)
-        return program.read_prompts([], tmp_path / name, tokenizer, False, "")
+        return read_prompts([], tmp_path / name, tokenizer, False, "")
 
     assert [key for key, _ in read("a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\x0cstill two\r\n")] == ["a.txt:1", "a.txt:3"]
     ids = dict(read("b.jsonl", '\ufeff{"prompt": "a\u2028b"}\n'.encode()))["b.jsonl:1"]
@@ -184,7 +185,7 @@ def test_files_of_other_systems_and_odd_lines_are_read_or_refused_plainly(tiny_t
             read(name, raw)
     (tmp_path / "h.jsonl").write_text('{"prompt_ids": ["a"], "response_ids": [5]}')
     with pytest.raises(UserError, match=r"h.jsonl:1: not a line of"):
-        program.read_datastore(tmp_path / "h.jsonl", load_model("target", str(tiny_target)))
+        read_datastore(tmp_path / "h.jsonl", load_model("target", str(tiny_target)))
 
 
 def interrupted_after(monkeypatch: pytest.MonkeyPatch, responses: int, error: BaseException) -> None:
