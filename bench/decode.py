@@ -292,8 +292,9 @@ def bench_drafters(bench: Bench, kind: str, mode: str, gammas: Sequence[int], re
     return cells
 
 
-def load_pair(target: str, draft: str, dtype: torch.dtype, device: str) -> tuple[Any, Any, Any]:
+def load_pair(target: str, draft: str, dtype_name: str, device: str) -> tuple[Any, Any, Any]:
     """Target, draft and tokenizer; without a draft the target's first and last layer."""
+    dtype = getattr(torch, dtype_name)
     model = load_model("target", target, dtype=dtype)
     small = load_model("draft", draft, dtype=dtype) if draft else carve(model, [0, -1]).to(dtype)  # type: ignore[call-overload]
     return model.to(device).eval(), small.to(device).eval(), load_tokenizer(target)
@@ -366,7 +367,7 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     widths = [int(part) for part in gammas.split(",")]
-    model, small, tokenizer = load_pair(target, draft, getattr(torch, dtype), device)
+    model, small, tokenizer = load_pair(target, draft, dtype, device)
     kinds = load_prompts(prompts, tokenizer, chat, 4 * count, longest)
     bench = Bench(model, small, max_tokens)
     with_past(bench, kinds, count)
