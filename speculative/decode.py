@@ -297,10 +297,11 @@ def _one_block(
 ) -> tuple[list[Event], list[int]]:
     """Run one block; the events of its rows, and the rows whose response ended (they are free now)."""
     active_R = loop.active_R.copy()
-    began = time.perf_counter()
+    began, recorded = time.perf_counter(), loop.timing.recording_calls
     outcome = loop.run_block(policy.choose(active_R), policy.stop_below)
     now = time.perf_counter()
-    policy.record(outcome.drafted_ids_RG.shape[1], active_R, outcome.drafted_counts_R, outcome.accepted_R, now - began)
+    seconds = now - began if loop.timing.recording_calls == recorded else None
+    policy.record(outcome.drafted_ids_RG.shape[1], active_R, outcome.drafted_counts_R, outcome.accepted_R, seconds)
     events, freed = [], []
     for row, seat in enumerate(seats):
         if seat is None:

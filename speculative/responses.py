@@ -133,7 +133,8 @@ class Response:
 
 @dataclass
 class Timing:
-    """Seconds by stage, summed over blocks. `host_seconds` is what is spent in none of the others.
+    """Seconds by stage, summed over blocks. `host_seconds` is what is spent in none of the others, what the
+    reader of a stream does between its events included.
 
     recording: blocks in which a model call was compiled or captured first; they are in no other stage.
     draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. On CUDA these

@@ -13,6 +13,7 @@ from speculative.decode import DecodeSettings, decode
 from speculative.drafters import ModelDrafter
 from speculative.early_exit import EarlyExit
 from speculative.errors import UserError
+from speculative.gamma import FixedGamma
 from speculative.runners import GraphRunner, Recording, make_runner, resolve_runner
 from speculative.sampling import GREEDY, SamplingSettings
 
@@ -26,6 +27,17 @@ class CpuGraphRunner(GraphRunner):
     def _record(self, function, inputs, constants):
         output = function(*inputs, *constants).clone()
         return Recording(lambda: output.copy_(function(*inputs, *constants)), inputs, output)
+
+
+class HearsSeconds(FixedGamma):
+    """Keeps the times that a policy is told."""
+
+    def __init__(self, gamma):
+        super().__init__(gamma)
+        self.heard = []
+
+    def record(self, width, active_R, drafted_R, accepted_R, seconds):
+        self.heard.append(seconds)
 
 
 @pytest.fixture
@@ -103,7 +115,11 @@ def test_a_capture_that_recorded_nothing_is_not_trusted(recorded, monkeypatch):
 
 def test_blocks_that_record_a_call_are_in_no_stage(recorded):
     target = tiny_model()
-    _, timing = decode(target, ModelDrafter(perturbed(target)), PROMPTS[:1], GREEDY_3, runner="graph")
+    policy = HearsSeconds(3)
+    draft = ModelDrafter(perturbed(target))
+    _, timing = decode(target, draft, PROMPTS[:1], GREEDY_3, runner="graph", policy=policy)
+    assert policy.heard.count(None) == timing.recording_calls
+    assert len(policy.heard) == timing.target_calls
     assert 1 <= timing.recording_calls < timing.target_calls
     assert timing.recording_seconds > 0
 
