@@ -5,6 +5,8 @@ Shapes: R rows of the batch.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -64,54 +66,64 @@ class FixedGamma:
 class BlockSeconds:
     """Seconds of a block by its width, learnt while decoding: a running median per width, a line between them."""
 
-    REMEMBERED = 9
+    REMEMBERED = 5  # Few: a machine that was slow for a while must be forgotten.
 
     def __init__(self) -> None:
         self._seen: dict[int, list[float]] = {}
+        self._estimates: np.ndarray | None = None
+        self._added = 0
 
     def add(self, width: int, seconds: float) -> None:
         if width not in self._seen:
             self._seen[width] = []  # The first block of a width pays for its warm-up and is not counted.
             return
         self._seen[width] = [*self._seen[width], seconds][-self.REMEMBERED :]
+        self._added += 1
+        # Medians move slowly, and working them out again costs as much as it saves on a small model.
+        if len(self._seen[width]) <= 3 or self._added % 8 == 0:
+            self._estimates = None
 
     def known(self, width: int) -> bool:
         return bool(self._seen.get(width))
 
     def estimates(self, max_width: int) -> np.ndarray | None:
         """Seconds for widths 0..max_width; None until two widths were timed."""
-        medians = {width: float(np.median(seen)) for width, seen in self._seen.items() if seen}
-        if len(medians) < 2:
-            return None
-        widths = np.array(sorted(medians), dtype=np.float64)
-        seconds = np.array([medians[int(width)] for width in widths])
-        slope = max(0.0, float(np.polyfit(widths, seconds, 1)[0]))
-        asked = np.arange(max_width + 1, dtype=np.float64)
-        inside = np.interp(asked, widths, seconds)
-        # Beyond what was timed: the line, from the nearest timed width.
-        return inside + slope * np.maximum(asked - widths[-1], 0) - slope * np.maximum(widths[0] - asked, 0)
+        if self._estimates is None or len(self._estimates) <= max_width:
+            medians = sorted((width, statistics.median(seen)) for width, seen in self._seen.items() if seen)
+            if len(medians) < 2:
+                return None
+            widths, seconds = zip(*medians, strict=True)
+            slope = max(0.0, (seconds[-1] - seconds[0]) / (widths[-1] - widths[0]))
+            asked = np.arange(max_width + 1, dtype=np.float64)
+            # Beyond what was timed: the line, from the nearest timed width.
+            outside = np.maximum(asked - widths[-1], 0) - np.maximum(widths[0] - asked, 0)
+            self._estimates = np.interp(asked, widths, seconds) + slope * outside
+        return self._estimates[: max_width + 1]
 
 
 class AdaptiveGamma:
-    """argmax over gamma of expected tokens per second, from each row's running acceptance and the measured block times.
+    """argmax over gamma of expected tokens per second, from running acceptance and the measured block times.
 
-    A row's chance that the next drafted token is accepted is a decayed mean of its own tested tokens and, as if they
-    were its own too, some of all requests so far: a new request starts from those alone. Expected tokens of a block are 1 + a + ... + a^gamma summed over the rows; seconds are
-    medians of the blocks of that width. Gamma 0 is plain decoding: chosen when nothing pays, not even with half a standard
-    error more acceptance than was seen, and left for a short block after 16, 32, 64, ... plain ones to look again.
+    Acceptance of the j-th drafted token, given those before it, is counted over all requests: it rises with j (texts
+    have easy stretches), which a single rate would miss. Whether the first is accepted is each row's own running rate,
+    begun at all others'. Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows; seconds are
+    medians of the blocks of that width. Gamma 0 is plain decoding: chosen when nothing pays, not even with half a
+    standard error more acceptance than was seen, and left for a short block after 16, 32, 64, ... plain ones to look
+    again; in the same way plain decoding is timed again while drafting pays only a little.
 
     Only tested tokens are counted (those up to the first rejection): a choice that looked at thrown-away drafts would
     bias sampled text. Under sampling the text still depends on the choices (a token drafted and accepted is drawn with
     other numbers than a plain one), so it is reproducible only with the same timings; its distribution never changes.
     """
 
-    MEMORY = 0.95  # Weight of a row's past after each tested token: about twenty tokens.
-    POOL_MEMORY = 0.995
-    POOL_TOKENS = 10.0  # So many tokens of the mixture are those of all requests: one row's past is noise.
-    PRIOR_TOKENS = 4.0  # Weight of `start_alpha` among all requests.
+    MEMORY = 0.9  # Weight of a row's past after each block: about ten blocks.
+    POOL_MEMORY = 0.997
+    POOL_BLOCKS = 5.0  # So many blocks of a row's rate are those of all requests: one row's past is noise.
+    PRIOR_TOKENS = 4.0  # Weight of `start_alpha` at the first place, and of the place before at each other one.
     FIRST_LOOK = 16
     LAST_LOOK = 256
-    LOOK_BLOCKS = 1
+    LAST_TIMING = 64
+    CLEAR_GAIN = 1.5  # No mistake about the time of a plain block is that large.
 
     def __init__(self, max_gamma: int, stop_below: float = 0.0, start_alpha: float = 0.7):
         """`start_alpha`: the chance of acceptance assumed before anything was seen."""
@@ -121,65 +133,89 @@ class AdaptiveGamma:
         self.stop_below = _checked_threshold(stop_below)
         self.block_seconds = BlockSeconds()
         self.chosen: dict[int, int] = {}
-        self._pool = np.array([start_alpha * self.PRIOR_TOKENS, self.PRIOR_TOKENS])
+        self._start_alpha = start_alpha
+        self._kept_G, self._tested_G = np.zeros(max_gamma), np.zeros(max_gamma)
         self._rows_R2 = np.zeros((0, 2))
-        self._plain_blocks, self._look_after, self._looks_left = 0, self.FIRST_LOOK, 0
-        self._last_width: int | None = None
+        self._plain_blocks, self._look_after = 0, self.FIRST_LOOK
+        self._drafted_blocks, self._time_after, self._small_gain = 0, self.FIRST_LOOK, False
+        self._last_chosen: int | None = None
+        self._catches_up = False
+        self._settled = False  # Plain decoding was chosen, and nothing has been learnt since.
 
     def start(self, rows: int) -> None:
         self._rows_R2 = np.zeros((rows, 2))
-        for row in range(rows):
-            self.admit(row)
+        self._settled = False
 
     def admit(self, row: int) -> None:
         self._rows_R2[row] = 0.0
+        self._settled = False
 
     def keep(self, rows: Sequence[int]) -> None:
         self._rows_R2 = self._rows_R2[list(rows)]
 
     def choose(self, active_R: np.ndarray) -> int:
-        gamma = self._choice(active_R)
+        gamma = 0 if self._settled else self._choice(active_R)
+        self._settled = gamma == 0 and self.block_seconds.known(0)
         if gamma == 0 and self._plain_blocks >= self._look_after:
-            self._plain_blocks, self._look_after = 0, min(2 * self._look_after, self.LAST_LOOK)
-            self._looks_left = self.LOOK_BLOCKS
-        if gamma == 0 and self._looks_left > 0:
-            gamma, self._looks_left = 1, self._looks_left - 1
+            gamma, self._plain_blocks, self._look_after = 1, 0, min(2 * self._look_after, self.LAST_LOOK)
+        elif gamma > 0 and self._small_gain and self._drafted_blocks >= self._time_after:
+            gamma, self._time_after = 0, min(2 * self._time_after, self.LAST_TIMING)
+        self._catches_up = gamma > 0 and self._last_chosen == 0
+        self._last_chosen = gamma
         self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
 
     def expected_tokens(self, active_R: np.ndarray, bonus: float = 0.0) -> np.ndarray:
         """Tokens of a block, all active rows together, for gamma 0..max_gamma; `bonus` is added to the acceptance."""
-        mixed_R2 = self._rows_R2[active_R] + self._pool / self._pool[1] * self.POOL_TOKENS
-        alphas_R = np.minimum(mixed_R2[:, 0] / mixed_R2[:, 1] + bonus, 1.0)
-        return (alphas_R[:, None] ** np.arange(self.max_gamma + 1)).cumsum(1).sum(0)
+        rates_G = self._rates()
+        own_R2 = self._rows_R2[active_R]
+        first_R = (own_R2[:, 0] + rates_G[0] * self.POOL_BLOCKS) / (own_R2[:, 1] + self.POOL_BLOCKS)
+        firsts = float(np.minimum(first_R + bonus, 1.0).sum())
+        further_G = np.minimum(rates_G[1:] + bonus, 1.0).cumprod()
+        return len(first_R) + np.concatenate(([0.0, firsts], firsts * (1.0 + further_G.cumsum())))
+
+    def _rates(self) -> np.ndarray:
+        """Acceptance by place, given the places before; where little was seen, near that of the place before."""
+        rates, before = [], self._start_alpha
+        for kept, tested in zip(self._kept_G.tolist(), self._tested_G.tolist(), strict=True):
+            before = (kept + before * self.PRIOR_TOKENS) / (tested + self.PRIOR_TOKENS)
+            rates.append(before)
+        return np.array(rates)
 
     def _choice(self, active_R: np.ndarray) -> int:
-        # Two widths have to be timed before anything can be compared, each twice: its first block is a warm-up.
         seconds = self.block_seconds.estimates(self.max_gamma)
         if seconds is None:
             # Two: a draft may stop early, so the width that was asked for need not be the one that was timed.
             drafted = any(self.block_seconds.known(width) for width in range(1, self.max_gamma + 1))
-            return 0 if drafted else min(2, self.max_gamma)
+            return 0 if drafted else min(3, self.max_gamma)
         gamma = 1 + int(np.argmax((self.expected_tokens(active_R) / seconds)[1:]))
         # Plain decoding learns nothing, so it is left to those of whom enough is known.
-        hopeful = self.expected_tokens(active_R, 0.5 / float(np.sqrt(self._pool[1]))) / seconds
+        hopeful = self.expected_tokens(active_R, 0.5 / math.sqrt(self._tested_G.sum() + 1.0)) / seconds
+        self._small_gain = hopeful[gamma] < self.CLEAR_GAIN * hopeful[0]
         return gamma if hopeful[gamma] > hopeful[0] else 0
 
     def record(
         self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
     ) -> None:
         # The first draft behind plain decoding has text to catch up with: no block is like it.
-        if seconds is not None and not (width > 0 and self._last_width == 0):
+        if seconds is not None and not self._catches_up:
             self.block_seconds.add(width, seconds)
-        self._last_width = width
         if width == 0:
-            self._plain_blocks += 1
+            self._plain_blocks, self._drafted_blocks = self._plain_blocks + 1, 0
             return
-        tested_R = np.minimum(accepted_R + 1, drafted_R) * active_R
-        kept_R = np.minimum(accepted_R, drafted_R) * active_R
-        self._rows_R2 *= (self.MEMORY**tested_R)[:, None]
-        self._rows_R2 += np.stack((kept_R, tested_R), 1)
-        self._pool = self._pool * self.POOL_MEMORY ** tested_R.sum() + np.array([kept_R.sum(), tested_R.sum()])
+        self._drafted_blocks += 1
+        self._settled = False
+        kept_R, drafted_R = accepted_R[active_R], drafted_R[active_R]
+        kept_R = np.minimum(kept_R, drafted_R)
+        tested_R = np.minimum(kept_R + 1, drafted_R)
+        places_G = np.arange(self.max_gamma)
+        decay = self.POOL_MEMORY ** int(tested_R.sum())
+        self._kept_G = decay * self._kept_G + (places_G < kept_R[:, None]).sum(0)
+        self._tested_G = decay * self._tested_G + (places_G < tested_R[:, None]).sum(0)
+        tried_R = tested_R > 0
+        self._rows_R2[active_R] = self._rows_R2[active_R] * np.where(tried_R, self.MEMORY, 1.0)[:, None] + np.stack(
+            (kept_R > 0, tried_R), 1
+        )
         if kept_R.any():
             self._look_after = self.FIRST_LOOK
 

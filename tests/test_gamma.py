@@ -67,7 +67,9 @@ def test_rows_share_one_gamma_and_each_its_own_memory():
     every_row = policy.expected_tokens(np.ones(8, dtype=bool))
     only_bad = policy.expected_tokens(np.arange(8) == 7)
     assert every_row[0] == 8
-    assert only_bad[8] < 1.6 < every_row[8] / 8  # its own, though some of the others' tokens count for it
+    # Its first token is judged by its own past, with some of the others' in it; what follows an accepted one by all.
+    assert only_bad[1] < 1.5 < every_row[1] / 8
+    assert only_bad[8] < 0.6 * every_row[8] / 8
     policy.keep([7])
     np.testing.assert_allclose(policy.expected_tokens(np.array([True])), only_bad)
     policy.admit(0)
