@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -61,13 +63,23 @@ def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> No
         )
 
 
+# Asking transformers takes as long as a small model's forward; what a model told about itself says if it still holds.
+_known_windows: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[str, ...], list[int | None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def attention_windows(model: PreTrainedModel) -> list[int | None]:
     """Per layer, how many positions back it sees (itself included); None for all of them.
 
     Raises UserError for a layer that is neither full nor sliding-window attention.
     """
-    windows: list[int | None] = []
     config = model.config.get_text_config(decoder=True)
+    told = tuple(str(getattr(config, name, None)) for name in ("layer_types", "sliding_window", "attention_layers"))
+    known = _known_windows.get(model)
+    if known is not None and known[0] == told:
+        return known[1]
+    windows: list[int | None] = []
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     for kind in ("chunked_attention", "local"):
         if kind in kinds:
@@ -82,6 +94,7 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
                 f"{type(model).__name__} has {type(layer).__name__} layers, which cannot be rolled back by a length: "
                 "give a model with attention layers only"
             )
+    _known_windows[model] = (told, windows)
     return windows
 
 
@@ -120,10 +133,18 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
 
 
+def _all_modules(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()` without its bookkeeping, which takes longer than a block of a small model."""
+    found = [model]
+    for module in found:
+        found.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
 @contextmanager
 def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
     """Eval mode; every module's own mode is restored at the end (models may share modules)."""
-    modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
+    modes = [(module, module.training) for model in models if model is not None for module in _all_modules(model)]
     for module, _ in modes:
         module.training = False
     try:
