@@ -381,8 +381,8 @@ def main(
                 cells += bench_drafters(bench, kind, mode, widths, repeats)
     result = {
         "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None, "dtype": dtype},
-        "target": target,
-        "draft": draft or "carved 0,-1",
+        "target": Path(target).name,
+        "draft": Path(draft).name if draft else "carved 0,-1",
         "max_tokens": max_tokens,
         "cells": cells,
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,11 +48,16 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in forward_parameters(model)
 
 
-def forward_parameters(model: PreTrainedModel) -> set[str]:
+def forward_parameters(model: PreTrainedModel) -> frozenset[str]:
     """Names the causal LM's forward takes; a peft wrapper passes them on without naming them."""
     unwrap = getattr(model, "get_base_model", None)
     inner = unwrap() if callable(unwrap) else model
-    return set(inspect.signature(inner.forward).parameters)
+    return _parameters_of(getattr(inner.forward, "__func__", inner.forward))
+
+
+@lru_cache(maxsize=64)
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def check_same_vocabulary(target: PreTrainedModel, draft: PreTrainedModel) -> None:
