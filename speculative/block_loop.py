@@ -387,12 +387,16 @@ def _path_ids(node_ids_RN: torch.Tensor, path_RD: torch.Tensor) -> torch.Tensor:
 
 
 def _to_host(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """All tensors as arrays, in one transfer. float64 holds every id, and every probability, exactly."""
-    if next(iter(wanted.values())).device.type == "cpu":
-        return {
-            name: tensor.numpy() if tensor.dtype != torch.bfloat16 else tensor.float().numpy()
-            for name, tensor in wanted.items()
-        }
+    """All tensors as arrays; from an accelerator in one transfer."""
+    if next(iter(wanted.values())).device.type != "cpu":
+        return _in_one_transfer(wanted)
+    return {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in wanted.items()
+    }
+
+
+def _in_one_transfer(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """float64 holds every id, and every probability, exactly."""
     flat = torch.cat([tensor.reshape(-1).double() for tensor in wanted.values()]).cpu().numpy()
     arrays, start = {}, 0
     for name, tensor in wanted.items():

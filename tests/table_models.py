@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from speculative.sampling import SamplingSettings, logits_to_probs
+from speculative.sampling import SamplingSettings, logits_to_probs, sample
 from speculative.tree import TokenTree
 
 TRUNCATIONS = [{}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 3, "top_p": 0.8}]
@@ -92,3 +92,15 @@ def token_trees(draw, max_nodes: int = 6):
         parents.append(draw(st.sampled_from(allowed)))
         depths.append(depths[parents[-1]] + 1)
     return TokenTree(tuple(parents))
+
+
+def recorded_rows(monkeypatch, module):
+    """The rows that `module`'s function draws its next tokens from, as it draws them."""
+    rows = []
+
+    def recording(probs, uniforms):
+        rows.append(probs)
+        return sample(probs, uniforms)
+
+    monkeypatch.setattr(module, "sample", recording)
+    return rows

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import stats
-from table_models import SETTINGS, all_sequences, emitted_mass, followed, table_pair, target_text_probs, text_probs
+from table_models import (
+    SETTINGS,
+    all_sequences,
+    emitted_mass,
+    followed,
+    recorded_rows,
+    table_pair,
+    target_text_probs,
+    text_probs,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speculative import block_verify
@@ -24,14 +33,7 @@ V = 4
 @pytest.fixture
 def next_rows(monkeypatch):
     """The rows that the real function draws its next tokens from."""
-    rows = []
-
-    def recording(probs, uniforms):
-        rows.append(probs)
-        return sample(probs, uniforms)
-
-    monkeypatch.setattr(block_verify, "sample", recording)
-    return rows
+    return recorded_rows(monkeypatch, block_verify)
 
 
 def block_rows(target, draft, gamma):

@@ -13,6 +13,7 @@ from test_decode import generated, texts
 from tiny_models import perturbed, prompts_of, tiny_model
 from transformers import GenerationConfig
 
+from speculative import block_loop
 from speculative.decode import DecodeSettings, decode
 from speculative.drafters import ModelDrafter
 from speculative.early_exit import EarlyExit, first_layers
@@ -251,3 +252,17 @@ def test_impossible_combinations_are_refused_in_one_line():
         assert "\n" not in str(refused.value)
     with pytest.raises(UserError, match=r"give 1\.\.1"):
         EarlyExit(TARGET, 2)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_one_packed_transfer_brings_what_separate_ones_bring(way, monkeypatch):
+    """What an accelerator does with the outcome of a block, on a CPU."""
+    settings = dataclasses.replace(WAYS[way], max_tokens=20)
+    apart, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of(RAGGED), settings, batch_size=3)
+    monkeypatch.setattr(block_loop, "_to_host", block_loop._in_one_transfer)
+    packed, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of(RAGGED), settings, batch_size=3)
+    for one, other in zip(packed, apart, strict=True):
+        assert one.response_ids == other.response_ids
+        assert one.accepted_counts == other.accepted_counts
+        assert one.log_target_probs == other.log_target_probs
+        assert one.overlap_sum == pytest.approx(other.overlap_sum)  # summed in float64 and in float32

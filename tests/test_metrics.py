@@ -5,13 +5,15 @@ import pytest
 
 from speculative.metrics import (
     alpha_with_interval,
+    latency,
     live_metrics,
     paired_alpha_gain,
     ratio_interval,
+    stage_seconds,
     sum_by_prompt,
     survival,
 )
-from speculative.responses import Response
+from speculative.responses import Response, Timing
 
 
 def response(key, accepted_counts, gamma, tokens):
@@ -96,3 +98,21 @@ def test_pairing_on_the_same_text_is_tighter_than_two_intervals():
     assert gain["ci"][1] - gain["ci"][0] < (high - low) / 5
     with pytest.raises(AssertionError, match="same text"):
         paired_alpha_gain(ours, [probs[:-1] for probs in baseline], keys)
+
+
+def test_latency_by_hand():
+    fast = Response("a", [1], commit_seconds=[0.1, 0.3, 0.4], commit_sizes=[2, 3, 1])
+    slow = Response("b", [1], commit_seconds=[0.5], commit_sizes=[4])
+    found = latency([fast, slow])
+    assert found["first_token"]["p50"] == pytest.approx(0.3)
+    assert found["between_commits"]["p50"] == pytest.approx(0.15)  # pauses of 0.2 and 0.1
+    assert found["per_token"]["p99"] == pytest.approx(0.3 / 4)  # four tokens behind the first commit
+    assert set(latency([slow])) == {"first_token"}
+    assert latency([]) == {}
+
+
+def test_stages_and_the_host_make_the_whole():
+    timing = Timing(prefill_seconds=1, draft_seconds=2, verify_seconds=3, accept_seconds=4, recording_seconds=5)
+    timing.total_seconds = 16
+    assert stage_seconds(timing)["host"] == 1
+    assert sum(stage_seconds(timing).values()) == 32

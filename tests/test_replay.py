@@ -12,7 +12,15 @@ from speculative import replay as replay_module
 from speculative.decode import DecodeSettings, decode
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
-from speculative.replay import block_variance, expected_blocks, replay, replay_agreement, score_responses
+from speculative.replay import (
+    agreement_warning,
+    agreement_words,
+    block_variance,
+    expected_blocks,
+    replay,
+    replay_agreement,
+    score_responses,
+)
 from speculative.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
@@ -161,3 +169,23 @@ def test_an_empty_response_scores_nothing_and_a_broken_draft_is_named():
         broken.lm_head.weight[7] = float("nan")
     with pytest.raises(UserError, match="draft returned NaN"):
         score_responses(broken, texts, GREEDY, "greedy")
+
+
+def test_a_draft_that_saw_something_else_is_warned_about_and_an_honest_one_is_not():
+    sure, coins = [np.ones(40)] * 5, [np.full(40, 0.5)] * 50
+    exact = int(expected_blocks(sure, (3,)).sum())
+    honest = replay_agreement(sure, [exact // 5] * 5, 3)
+    assert agreement_warning(honest) is None
+    assert agreement_words(honest, 200) == "replay 4.00, exact"
+    worse = replay_agreement(sure, [exact // 5 + 1] * 5, 3)
+    assert "nothing is random here" in str(agreement_warning(worse))
+    assert agreement_words(worse, 200) == "replay 4.00, not exact"
+    predicted = expected_blocks(coins, (3,)).sum()
+    spread = np.sqrt(block_variance(coins, 3).sum())
+    for deviations, warns in ((3.5, False), (-3.5, False), (4.5, True), (-4.5, True)):
+        check = replay_agreement(coins, [predicted + deviations * spread], 3)
+        text = agreement_warning(check)
+        assert (text is not None) == warns
+        assert not warns or (f"z = {check['z']:+.1f}" in str(text) and "draft positions, masks" in str(text))
+    assert agreement_words(None, 1) == "no replay for this rule"
+    assert agreement_warning(None) is None

@@ -13,13 +13,14 @@ from table_models import (
     all_sequences,
     emitted_mass,
     followed,
+    recorded_rows,
     table_pair,
     target_text_probs,
     text_probs,
 )
 
 from speculative import tree_verify
-from speculative.sampling import SamplingSettings, sample
+from speculative.sampling import SamplingSettings
 from speculative.tree import TokenTree, draw_children, top_children
 from speculative.tree_verify import verify_tree
 
@@ -27,14 +28,7 @@ from speculative.tree_verify import verify_tree
 @pytest.fixture
 def next_rows(monkeypatch):
     """The rows that the real function draws its next tokens from."""
-    rows = []
-
-    def recording(probs, uniforms):
-        rows.append(probs)
-        return sample(probs, uniforms)
-
-    monkeypatch.setattr(tree_verify, "sample", recording)
-    return rows
+    return recorded_rows(monkeypatch, tree_verify)
 
 
 def contexts_of(tree, ids, vocab):
