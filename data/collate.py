@@ -13,37 +13,68 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Example:
-    """One training sequence: ids and, for each of them, whether it is a response token (is to be predicted)."""
+    """One training sequence: ids and, for each of them, whether it is a response token (is to be predicted).
+
+    `weights`, one per id when given, multiply the loss of predicting that id.
+    """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    weights: np.ndarray | None = None
+
+    @property
+    def response_tokens(self) -> int:
+        """Ids that are predicted: response tokens, but never the first id of the sequence."""
+        return int(np.count_nonzero(self.loss_mask[1:]))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. `rows_R` indexes the flattened (B x T) positions whose next token is `labels_R`."""
+    """A micro-batch. `rows_R` indexes the flattened (B x T) positions whose next token is `labels_R`.
+
+    Rows come sequence by sequence, in the order of `indices` (the examples' numbers in their set), position rising.
+    `position_ids_BT` is given when several sequences share a row of the batch: it starts again at 0 with each of them.
+    """
 
     input_ids_BT: Tensor
     rows_R: Tensor
     labels_R: Tensor
+    position_ids_BT: Tensor | None = None
+    weights_R: Tensor | None = None
+    indices: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on another device."""
-        return Batch(self.input_ids_BT.to(device), self.rows_R.to(device), self.labels_R.to(device))
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return Batch(
+            self.input_ids_BT.to(device, non_blocking=True), self.rows_R.to(device, non_blocking=True),
+            self.labels_R.to(device, non_blocking=True), moved(self.position_ids_BT), moved(self.weights_R), self.indices,
+        )  # fmt: skip
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> Batch:
+def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = ()) -> Batch:
     """Right-pads. Causal attention never looks to the right, so padded rows need no attention mask."""
     width = max(len(example.input_ids) for example in examples)
     input_ids_BT = np.full((len(examples), width), pad_id, dtype=np.int64)
     predicts_BT = np.zeros((len(examples), width), dtype=bool)
     labels_BT = np.zeros((len(examples), width), dtype=np.int64)
+    weights_BT = np.ones((len(examples), width), dtype=np.float32)
     for row, example in enumerate(examples):
         length = len(example.input_ids)
         input_ids_BT[row, :length] = example.input_ids
         predicts_BT[row, : length - 1] = example.loss_mask[1:]
         labels_BT[row, : length - 1] = example.input_ids[1:]
+        if example.weights is not None:
+            weights_BT[row, : length - 1] = example.weights[1:]
     rows_R = np.flatnonzero(predicts_BT)
+    weighted = any(example.weights is not None for example in examples)
     return Batch(
-        torch.from_numpy(input_ids_BT), torch.from_numpy(rows_R), torch.from_numpy(labels_BT.reshape(-1)[rows_R])
+        torch.from_numpy(input_ids_BT),
+        torch.from_numpy(rows_R),
+        torch.from_numpy(labels_BT.reshape(-1)[rows_R]),
+        weights_R=torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
+        indices=tuple(int(index) for index in indices),
     )

@@ -1,6 +1,7 @@
 """Which sequences go together in which step: a pure function of lengths and seed, so a position in the data is a number.
 
-Legend: a *batch* is what one optimizer step sees over all ranks; a *micro-batch* is one forward of one rank.
+Legend: a *batch* is what one optimizer step sees over all ranks; a *micro-batch* is one forward of one rank; a packed *row*
+holds several sequences one after another.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,17 @@ def cut_windows(documents: Sequence[Sequence[int]], window: int, eos_id: int) ->
     return stream[: len(stream) // window * window].reshape(-1, window)
 
 
-def plan_epoch(lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+def plan_epoch(
+    lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int | Sequence[int], epoch: int
+) -> list[np.ndarray]:
     """The batches of one epoch: index arrays of `batch_size`, each sorted by falling length.
 
     Sequences of like length share a batch. An epoch drops the remainder (another one each epoch); a set smaller than a
     batch is repeated to fill one.
     """
     lengths = np.asarray(lengths)
-    generator = np.random.default_rng([seed, epoch])
+    words = (seed,) if isinstance(seed, int) else seed
+    generator = np.random.default_rng([*words, epoch])
     order = generator.permutation(len(lengths))
     if len(order) < batch_size:
         order = np.resize(order, batch_size)
@@ -61,3 +65,39 @@ def padding_share(lengths: Sequence[int] | np.ndarray, micro: Sequence[np.ndarra
     lengths = np.asarray(lengths)
     total = sum(int(lengths[indices].max()) * len(indices) for indices in micro)
     return 1.0 - sum(int(lengths[indices].sum()) for indices in micro) / total
+
+
+def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]]:
+    """Sequences into rows of at most `row_tokens` tokens: first-fit decreasing, so at most 11/9 of the fewest rows possible + 1.
+
+    Each row lists positions in `lengths`, the longest first; equal lengths keep their order. Raises ValueError for a sequence
+    that is empty or longer than a row.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= row_tokens:
+        raise ValueError(f"lengths of {lengths.min()} to {lengths.max()} do not go into rows of {row_tokens}")
+    rows: list[list[int]] = []
+    room = np.zeros(len(lengths), dtype=np.int64)  # of the rows so far; there are never more rows than sequences
+    for position in np.argsort(-lengths, kind="stable").tolist():
+        fitting = np.flatnonzero(room[: len(rows)] >= lengths[position])
+        row = int(fitting[0]) if len(fitting) else len(rows)
+        if row == len(rows):
+            rows.append([])
+            room[row] = row_tokens
+        rows[row].append(position)
+        room[row] -= lengths[position]
+    return rows
+
+
+def packed_micro_batches(
+    lengths: Sequence[int] | np.ndarray, row_tokens: int, micro_batch_size: int, rank: int, ranks: int
+) -> list[list[list[int]]]:
+    """This rank's share of a packed batch: micro-batches of at most `micro_batch_size` rows of positions in `lengths`.
+
+    The batch is packed once for all ranks and its rows are dealt round robin. Every rank gets the same number of micro-batches;
+    the last ones may have fewer rows, or none.
+    """
+    rows = pack(lengths, row_tokens)
+    most = -(-len(rows) // ranks)
+    mine = rows[rank::ranks]
+    return [mine[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]

@@ -2,8 +2,10 @@
 
 A shard holds a fixed list of jobs (prompt, sample number), is written under a temporary name and renamed, and is never
 changed. So a killed writer leaves whole shards, and whoever resumes makes the missing ones: nothing lost, nothing twice.
+Beside each shard lies its checksum, as `sha256sum -c` reads it; a shard whose bytes have another one is refused.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from data.collate import Example
 from speculative.errors import UserError
 
 MANIFEST = "manifest.json"
+CHECKSUM = "sha256"  # the manifest's key for the checksum of its other keys
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -65,11 +68,53 @@ class Row:
         return Example(np.asarray(self.input_ids, dtype=np.int32), np.asarray(self.loss_mask, dtype=bool))
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name, then renames; a failed write leaves no trace."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON under a temporary name, then renames."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes a manifest with the checksum of its content."""
+    write_json(folder / MANIFEST, {**manifest, CHECKSUM: _digest(manifest)})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store, its checksum checked and left out.
+
+    Raises:
+        UserError: missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        checksum = found.pop(CHECKSUM, None)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{path}: not a readable manifest; delete the folder to make it again") from error
+    # One without a checksum is of another format: comparing its keys says so more plainly.
+    if checksum is not None and checksum != _digest(found):
+        raise UserError(f"{path}: damaged, its checksum is another; delete the folder to make it again")
+    return found
+
+
+def require_manifest(folder: Path, wanted: Mapping[str, Any], remedy: str) -> None:
+    """Raises UserError when a folder's manifest differs: the first differing key and both values are named, and the remedy."""
+    wanted, found = json.loads(json.dumps(wanted)), read_manifest(folder)
+    for key in sorted(set(wanted) | set(found)):
+        if wanted.get(key) != found.get(key):
+            raise UserError(
+                f"{folder}: made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))}); {remedy}"
+            )
 
 
 class Store:
@@ -86,22 +131,17 @@ class Store:
             UserError: the store was made with something else; the first differing key and both values are named. Or the
                 folder cannot be written.
         """
-        wanted = json.loads(json.dumps(manifest))
-        path = self.folder / MANIFEST
-        if not path.exists():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_json(path, wanted)
-            except OSError as error:
-                raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
-            return
-        found = self.manifest()
-        for key in sorted(set(wanted) | set(found)):
-            if wanted.get(key) != found.get(key):
-                raise UserError(
-                    f"{self.folder}: made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))}); "
-                    "give the run another name, or delete that folder to make its responses again"
-                )
+        if (self.folder / MANIFEST).exists():
+            return self._require(manifest)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_manifest(self.folder, manifest)
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
+
+    def _require(self, manifest: Mapping[str, Any]) -> None:
+        remedy = "give the run another name, or delete that folder to make its responses again"
+        require_manifest(self.folder, manifest, remedy)
 
     def manifest(self) -> dict[str, Any]:
         """The manifest.
@@ -109,12 +149,7 @@ class Store:
         Raises:
             UserError: missing or damaged.
         """
-        try:
-            return json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{self.folder / MANIFEST}: not a readable manifest; delete the folder to make it again"
-            ) from error
+        return read_manifest(self.folder)
 
     def shard_path(self, shard: int) -> Path:
         """File of a shard."""
@@ -124,6 +159,17 @@ class Store:
         """Numbers of the shards 0 .. shards-1 that are not there."""
         return [shard for shard in range(shards) if not self.shard_path(shard).exists()]
 
+    def has_all(self, shards: int, manifest: Mapping[str, Any]) -> bool:
+        """Whether the store is there with all its shards, so that nobody need answer; it is not created.
+
+        Raises:
+            UserError: the store was made with something else.
+        """
+        if not (self.folder / MANIFEST).exists():
+            return False
+        self._require(manifest)
+        return not self.missing(shards)
+
     def write_shard(self, shard: int, rows: Sequence[Row]) -> None:
         """Writes one shard, whole or not at all.
 
@@ -131,32 +177,62 @@ class Store:
             UserError: disk full or folder not writable.
         """
         path = self.shard_path(shard)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
+            stream = pa.BufferOutputStream()
             pq.write_table(
-                pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), temporary, compression="zstd"
+                pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), stream, compression="zstd"
             )
-            os.replace(temporary, path)
+            content = stream.getvalue().to_pybytes()
+            # First the checksum: a shard is there when its own file is, and then this one is too.
+            write_bytes(_checksum_path(path), _checksum_line(path, content))
+            write_bytes(path, content)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            if not path.exists():
+                _checksum_path(path).unlink(missing_ok=True)
             raise UserError(
                 f"{path}: cannot be written ({error.strerror or error}); what was there before is whole"
             ) from error
 
     def read(self) -> list[Row]:
-        """All rows in shard order.
+        """All rows in shard order, every shard's checksum checked.
 
         Raises:
-            UserError: a shard that cannot be read.
+            UserError: a shard that is damaged or cannot be read, or has no checksum.
         """
         rows: list[Row] = []
         for path in sorted(self.folder.glob("shard-*.parquet")):
             try:
-                table = pq.read_table(path)
+                content = path.read_bytes()
+                checksum = _checksum_path(path).read_bytes() if _checksum_path(path).exists() else None
+                if checksum is None:
+                    raise UserError(
+                        f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again "
+                        "to make it anew"
+                    )
+                if checksum != _checksum_line(path, content):
+                    raise UserError(
+                        f"{path}: damaged shard (another checksum than {_checksum_path(path).name} says); delete it and run "
+                        "again to make it anew"
+                    )
+                table = pq.read_table(pa.BufferReader(content))
             except (OSError, pa.ArrowException) as error:
                 raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
             rows.extend(Row(**row) for row in table.to_pylist())
         return rows
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem.replace('shard', 'checksum')}.sha256")
+
+
+def _checksum_line(path: Path, content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a manifest, whatever the order of its keys."""
+    content = {key: value for key, value in manifest.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -3,7 +3,7 @@
 runs/NAME/config.yaml             the resolved config
          metrics.jsonl            one line a step
          responses/               token stores
-         checkpoints/step-000100/ student/ (a Hugging Face model), state/ (optimizer, scheduler, RNG), progress.json,
+         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), state/ (optimizer, scheduler, RNG), progress.json,
                                   judgement.json, provenance.json (commit, versions, machine, command)
          self_checks.json         what was checked before anything was measured
          best                     link to the best checkpoint
@@ -27,6 +27,8 @@ from speculative.errors import UserError
 
 PROGRESS = "progress.json"
 JUDGEMENT = "judgement.json"
+AVERAGED = "student-ema"  # beside `student` while it is not known which of the two is better
+RAW = "student-raw"
 
 
 @dataclass
@@ -45,8 +47,12 @@ class Progress:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
 
+# Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
+MAY_DIFFER = ("resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps")
+
+
 def claim_folder(config: RunConfig) -> None:
-    """Makes the run's folder, or accepts it when it holds the same config (apart from `resume`).
+    """Makes the run's folder, or accepts it when it holds the same config (apart from `MAY_DIFFER`).
 
     Raises:
         UserError: another config is there (first differing line named), or the folder cannot be written.
@@ -81,14 +87,14 @@ def claim_folder(config: RunConfig) -> None:
 
 
 def _first_difference(old: Any, new: Any, key: str = "") -> tuple[str, str, str] | None:
-    """(dotted key, old value, new value) of the first difference between two trees; `resume` may differ."""
+    """(dotted key, old value, new value) of the first difference between two trees that matters."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in (*old, *(name for name in new if name not in old)):
             found = _first_difference(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
             if found is not None:
                 return found
         return None
-    return None if old == new or key == "resume" else (key, json.dumps(old), json.dumps(new))
+    return None if old == new or key in MAY_DIFFER else (key, json.dumps(old), json.dumps(new))
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -108,11 +114,16 @@ def last_resumable(run: Path) -> int | None:
 
 
 def save_checkpoint(
-    run: Path, accelerator: Accelerator, student: Any, tokenizer: Any, progress: Progress, provenance: dict[str, Any]
+    run: Path,
+    accelerator: Accelerator,
+    students: dict[str, Any],
+    tokenizer: Any,
+    progress: Progress,
+    provenance: dict[str, Any],
 ) -> Path:
-    """Writes student, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
+    """Writes students, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
 
-    All ranks call it. ``student`` is a causal LM on the main process, and not looked at elsewhere.
+    All ranks call it. ``students`` are causal LMs by folder name on the main process, and not looked at elsewhere.
 
     Raises:
         UserError: disk full or folder not writable; earlier checkpoints are untouched.
@@ -130,8 +141,9 @@ def save_checkpoint(
         accelerator.save_state(str(temporary / "state"))
         accelerator.wait_for_everyone()  # every rank's RNG is in the folder before it is renamed
         if accelerator.is_main_process:
-            student.save_pretrained(str(temporary / "student"))
-            tokenizer.save_pretrained(str(temporary / "student"))
+            for name, student in students.items():
+                student.save_pretrained(str(temporary / name))
+                tokenizer.save_pretrained(str(temporary / name))
             write_json(temporary / "provenance.json", provenance)
             write_json(temporary / PROGRESS, asdict(progress))
             shutil.rmtree(final, ignore_errors=True)
@@ -147,6 +159,19 @@ def save_checkpoint(
         )
         raise UserError(f"{final}: cannot be written ({str(error).splitlines()[0]}); {kept}") from error
     return final
+
+
+def load_state(accelerator: Accelerator, folder: Path) -> None:
+    """Optimizer, scheduler, weights and RNG of a checkpoint, also by another number of ranks than wrote it."""
+    accelerator.load_state(str(folder))
+
+
+def settle_weights(folder: Path, judgement: dict[str, Any]) -> None:
+    """Gives the better of raw and averaged weights the name `student`; the other stays beside it. May be called again."""
+    if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():
+        if (folder / "student").exists():
+            os.replace(folder / "student", folder / RAW)
+        os.replace(folder / AVERAGED, folder / "student")
 
 
 def _is_disk_trouble(error: Exception) -> bool:

@@ -74,7 +74,7 @@ def evaluate(
     from speculative.verify import RULES
 
     settings = load_config(config, overrides or [])
-    chosen: Any = rule or settings.judge.rule
+    chosen: Any = rule or settings.judge_rule
     if chosen not in RULES:
         raise UserError(f"--rule {rule}: one of {', '.join(RULES)}")
     gammas = parse_gammas(gamma) if gamma else [settings.judge.gamma]
@@ -94,6 +94,40 @@ def evaluate(
         f"written to {out}",
         highlight=False,
     )
+
+
+@app.command()
+def respond(
+    config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. signal.k=32")] = None,
+    signal: Annotated[
+        str,
+        typer.Option(
+            help="keep the target's distributions too: topk, sampled or none; default: what the config's signal.source needs"
+        ),
+    ] = "",
+) -> None:
+    """Let the target answer the prompts; with --signal, training needs it no more (signal.source=store).
+
+    On several devices: `accelerate launch -m distill.respond_command CONFIG --signal topk`.
+    """
+    from distill import respond_command as program
+
+    raise typer.Exit(program.main([config, *(overrides or []), *(["--signal", signal] if signal else [])]))
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="sweep file, e.g. configs/sweeps/objectives.yaml")],
+    launcher: Annotated[
+        str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and stop")] = False,
+) -> None:
+    """Train every combination of a grid, resumable, and compare them in one table with intervals."""
+    from distill.sweep import run_sweep
+
+    run_sweep(file, launcher, dry_run)
 
 
 @app.command("generate")
@@ -271,7 +305,9 @@ def _show(run: Path, exported: Path | None) -> None:
     from distill.verdict import load_verdict
 
     verdict = load_verdict(run)
-    last_screen(Console(), run, verdict, held_out_completions(run, count=3), exported)
+    # A target that is only served elsewhere cannot show what it accepts.
+    shown = held_out_completions(run, count=3) if verdict["target_tokens_per_second"] is not None else []
+    last_screen(Console(), run, verdict, shown, exported)
 
 
 def _writable(path: Path, write: Any, value: Any) -> None:

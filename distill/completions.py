@@ -10,7 +10,7 @@ from distill.prompts import load_prompts
 from distill.responses import decode_settings
 from distill.screen import marked_completion
 from distill.student import load_model
-from distill.train import context_limit, load_target, new_accelerator
+from distill.train import context_limit, load_target, new_accelerator, positions_of
 from distill.validate import served_copy
 from speculative.decode import decode
 from speculative.drafters import ModelDrafter
@@ -31,12 +31,12 @@ def held_out_completions(run: Path, count: int) -> list[Panel]:
     sets = load_prompts(
         config.data,
         tokenizer,
-        context_limit(config, target),
+        context_limit(config, positions_of(target)),
         config.serving.max_tokens,
         config.judge.prompts,
         heldout_only=True,
     )
-    settings = replace(decode_settings(config, target, config.judge.gamma, config.judge.rule), seed=config.seed + 2)
+    settings = replace(decode_settings(config, target, config.judge.gamma, config.judge_rule), seed=config.seed + 2)
     prompts = [(prompt.prompt_id, prompt.prompt_ids) for prompt in sets.heldout[:count]]
     responses, _ = decode(target, ModelDrafter(draft), prompts, settings)
     return [marked_completion(tokenizer, response) for response in responses]

@@ -68,7 +68,7 @@ class HeldoutLoss:
         for start in range(0, len(self.examples), self.micro_batch_size):
             batch = collate(self.examples[start : start + self.micro_batch_size], 0).to(self.accelerator.device)
             with self.accelerator.autocast():
-                loss, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, None, None)
+                loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R)
             total, tokens = total + float(loss), tokens + batch.labels_R.numel()
         mean = total / tokens
         return {

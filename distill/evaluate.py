@@ -9,7 +9,7 @@ from distill.config import RunConfig
 from distill.prompts import load_prompts
 from distill.responses import RunStores, decode_settings
 from distill.student import load_model, load_tokenizer
-from distill.train import context_limit, load_target, new_accelerator
+from distill.train import context_limit, load_target, new_accelerator, positions_of
 from distill.validate import served_copy
 from distill.verdict import best_gamma_facts, describe_costs, step_costs, time_drafts, verdict_of_one
 from distill.vocabulary import repair_rows, require_agreement, vocabulary_rows
@@ -76,7 +76,7 @@ def evaluate(
     accelerator = new_accelerator()
     target, tokenizer, saved = load_target(config.target, accelerator.device)
     draft = served_copy(load_draft(path, target, tokenizer), saved, target)
-    context = context_limit(config, target, draft)
+    context = context_limit(config, positions_of(target), positions_of(draft))
     max_tokens = config.serving.max_tokens
     prompts = load_prompts(config.data, tokenizer, context, max_tokens, config.judge.prompts, heldout_only=True).heldout
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]

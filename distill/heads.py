@@ -12,6 +12,27 @@ from transformers import PreTrainedModel
 from speculative.errors import UserError
 
 
+class OutputHead:
+    """Projection, scale and soft cap: hidden states (..., D) -> logits (..., V). Owns no parameters."""
+
+    def __init__(self, projection: nn.Module, scale: float = 1.0, softcap: float | None = None) -> None:
+        """logits = softcap tanh(scale projection(hidden) / softcap), the cap left out when it is None."""
+        self.projection, self.scale, self.softcap = projection, scale, softcap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V) logits."""
+        logits = self.projection(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters."""
+        return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
+
+
 class SplitModel:
     """Body and head of a causal LM, checked once against the model's own forward.
 
@@ -27,31 +48,22 @@ class SplitModel:
             raise UserError(
                 f"{type(model).__name__} has no separate output head: not a causal LM that can be distilled"
             )
-        self.projection: nn.Module = embeddings
         text_config: Any = model.config.get_text_config()
-        self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
-        self.scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
+        scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
             getattr(text_config, "logits_scaling", None) or 1.0
         )
+        self.head = OutputHead(embeddings, scale, getattr(text_config, "final_logit_softcapping", None))
         self._check()
 
-    def hidden(self, input_ids_BT: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T, D) hidden states that the head reads."""
-        return self.body(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+    def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        """(B, T) ids -> (B, T, D) hidden states that the head reads.
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V) logits."""
-        logits = self.projection(hidden)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters of the head."""
-        return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
+        With `position_ids_BT`, sequences packed into one row do not see each other: transformers finds where positions start
+        again and masks across them.
+        """
+        options: dict[str, Any] = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
+        return self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
 
     def _check(self) -> None:
         parameter = next(self.model.parameters())

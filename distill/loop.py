@@ -4,40 +4,36 @@ Legend: R response tokens of a micro-batch.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import (
-    Progress as ProgressBar,
-)
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
-from data.collate import Batch, Example, collate
-from data.packing import batches_per_epoch, micro_batches, plan_epoch
+from data.collate import Batch, Example
 from data.store import write_json
 from distill import checkpoint
-from distill.config import OptimConfig, RunConfig, TrainConfig
+from distill.batches import BatchSource
+from distill.config import RunConfig, TrainConfig
+from distill.interrupt import Interrupt
+from distill.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
+from distill.profiling import Profile, mfu, peak_memory_mib, training_flops
+from distill.progress_line import progress_line
+from distill.step_clock import StepClock
 from distill.student import DraftModule
-from distill.teacher import Teacher
+from distill.teacher import Teacher, TeacherSource
 from distill.tracking import Metrics
 from speculative.errors import UserError
+
+# Updates skipped one after another before a run is given up: by then it is no spike.
+MOST_SKIPS = 20
 
 
 class Interrupted(KeyboardInterrupt):
@@ -62,33 +58,21 @@ class Validator(Protocol):
 
 @dataclass
 class StepResult:
-    """One optimizer step: means over all response tokens of all ranks."""
+    """One optimizer step: means over all response tokens of all ranks.
+
+    `alpha` estimates the draft's acceptance on this batch; it may be too low by `alpha_slack` when the teacher's word comes
+    from a store. `positions` counts all tokens that went through the draft, prompts and padding included.
+    """
 
     loss: float
     alpha: float
     tokens: int
     grad_norm: float
     lr: float
-
-
-class Interrupt:
-    """Ctrl-C sets a flag that the loop reads between steps; a second one stops at once."""
-
-    def __init__(self) -> None:
-        """Takes the handlers over until `restore`."""
-        self.requested = False
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr)
-
-    def restore(self) -> None:
-        """Puts the earlier handlers back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    alpha_slack: float = 0.0
+    skipped: bool = False
+    positions: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Loop:
@@ -99,40 +83,40 @@ class Loop:
         config: RunConfig,
         accelerator: Accelerator,
         module: DraftModule,
-        teacher: Teacher | None,
+        teacher: TeacherSource | None,
         examples: Sequence[Example],
         tokenizer: Any,
         validator: Validator,
         progress: checkpoint.Progress,
         provenance: dict[str, Any],
+        batches: BatchSource | None = None,
     ) -> None:
         """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one.
 
         Raises:
             UserError: batch, micro-batch and number of ranks do not divide.
         """
-        train = config.train
+        train, optim = config.train, config.optim
         check_batches(train, accelerator.num_processes)
-        self.config, self.accelerator, self.teacher, self.examples = config, accelerator, teacher, examples
+        self.config, self.accelerator, self.teacher = config, accelerator, teacher
         self.tokenizer, self.validator, self.progress, self.provenance = tokenizer, validator, progress, provenance
-        self.lengths = np.array([len(example.input_ids) for example in examples])
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.batches = batches or BatchSource(
+            config, examples, pad_id, accelerator.process_index, accelerator.num_processes
+        )
         self.run = config.folder
-        optimizers = make_optimizers(module, config.optim)
+        self.flops = training_flops(module.inner, teacher.split.model if isinstance(teacher, Teacher) else None)
+        optimizers = make_optimizers(module, optim)
         self.wrapped, *self.optimizers = accelerator.prepare(module, *optimizers)
-        self.schedulers = [
-            get_cosine_with_min_lr_schedule_with_warmup(
-                optimizer,
-                num_warmup_steps=round(config.optim.warmup_ratio * train.steps),
-                num_training_steps=train.steps,
-                min_lr_rate=config.optim.final_lr_ratio,
-            )
-            for optimizer in optimizers
-        ]
-        accelerator.register_for_checkpointing(*self.schedulers)
+        self.schedulers = make_schedules(optimizers, optim, train.steps)
+        self.spikes = SpikeGuard(optim.spike_factor)
+        self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
+        averaged = [self.average] if self.average is not None else []
+        accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *averaged)
+        self.clock = self.module.clock = StepClock(accelerator.device)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
         if progress.step or (checkpoint.step_folder(self.run, 0) / "state").exists():
-            accelerator.load_state(str(checkpoint.step_folder(self.run, progress.step) / "state"))
+            checkpoint.load_state(accelerator, checkpoint.step_folder(self.run, progress.step) / "state")
             self.metrics.cut_after(progress.step)
 
     @property
@@ -147,24 +131,32 @@ class Loop:
             NotFinite: before the update; names the last good checkpoint.
             Interrupted: Ctrl-C, after a checkpoint was written.
         """
-        interrupt = Interrupt()
+        interrupt, main, train = Interrupt(), self.accelerator.is_main_process, self.config.train
+        word = "distil" if self.teacher else "train"
+        profile = Profile(self.run, train.profile_steps, self.accelerator.device, main)
         try:
             self._judge_if_due()
-            with self._bar() as show:
-                while self.progress.step < self.config.train.steps and not self._out_of_patience():
+            with progress_line(word, train.steps, self.progress.step, main) as show, profile:
+                while self.progress.step < train.steps and not self._out_of_patience():
                     started = time.perf_counter()
-                    result = self.step(self._micro_batches(self.progress.step))
+                    self.clock.start()
+                    result = self.step(self.micro_batches(self.progress.step))
                     elapsed = time.perf_counter() - started
                     self.progress.step += 1
                     self.progress.tokens_seen += result.tokens
-                    self.progress.spend("train", elapsed)
-                    self._record(result, result.tokens / elapsed, show)
+                    self._book(result, elapsed)
+                    show(self.progress.step, self._record(result, elapsed))
+                    profile.step()
                     self._judge_if_due()
                     if self._any_rank(interrupt.requested):
                         self._save()
                         raise Interrupted(str(checkpoint.step_folder(self.run, self.progress.step)))
         finally:
             interrupt.restore()
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step: a function of the step alone (and of the rollouts stored for it)."""
+        return self.batches.micro_batches(step, self.module)
 
     def step(self, window: Sequence[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches.
@@ -176,60 +168,107 @@ class Loop:
             NotFinite: loss or gradient norm is nan or infinite; weights and optimizer are as before the step.
         """
         accelerator = self.accelerator
-        tokens = int(
-            accelerator.reduce(torch.tensor(sum(b.labels_R.numel() for b in window), device=accelerator.device)).item()
-        )
-        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        self._set_objective()
+        counts = torch.tensor([sum(b.labels_R.numel() for b in window), sum(b.input_ids_BT.numel() for b in window)])
+        tokens, positions = accelerator.reduce(counts.to(accelerator.device)).tolist()
+        sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
+        self.clock.mark("data")
         for index, batch in enumerate(window):
             batch = batch.to(accelerator.device)
             last = index == len(window) - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
-                hidden_RD = self.teacher.hidden(batch) if self.teacher else None
-                head = self.teacher.head if self.teacher else None
-                loss, overlap = self.wrapped(batch.input_ids_BT, batch.rows_R, batch.labels_R, hidden_RD, head)
+                signal = self.teacher.signal(batch) if self.teacher else None
+                self.clock.mark("teacher")
+                loss, overlap, slack = self.wrapped(
+                    batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT
+                )
                 accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
-            sums += torch.stack([loss.detach().double(), overlap.double()])
+                self.clock.mark("student")
+            sums += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
         grad_norm = float(accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.optim.max_grad_norm))
-        mean_loss, mean_overlap = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
+        mean_loss, mean_overlap, mean_slack = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             self._refuse_update(mean_loss, grad_norm)
-        lr = self.schedulers[0].get_last_lr()[0]
+        lr, skipped = self.schedulers[0].get_last_lr()[0], self.spikes.is_spike(grad_norm)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
+            if not skipped:
+                optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
-        return StepResult(mean_loss, mean_overlap, tokens, grad_norm, lr)
+        if skipped:
+            self._note_skip(grad_norm)
+        elif self.average is not None:
+            self.average.update_parameters(self.module.student)
+        self.clock.mark("optimizer")
+        return StepResult(
+            mean_loss, mean_overlap, tokens, grad_norm, lr, mean_slack, skipped, positions, self.clock.seconds()
+        )
+
+    def _set_objective(self) -> None:
+        weights = self.config.loss_weights(self.progress.step)
+        if self.module.objective.weights != weights:
+            self.module.objective = dataclasses.replace(self.module.objective, weights=weights)
+
+    def _note_skip(self, grad_norm: float) -> None:
+        """Says that an update was skipped.
+
+        Raises:
+            NotFinite: so many in a row that the run is no longer training.
+        """
+        step, median = self.progress.step + 1, self.spikes.median()
+        if self.accelerator.is_main_process:
+            print(
+                f"step {step}: gradient norm {grad_norm:.3g} is {grad_norm / max(median, 1e-30):.0f} times the recent median; "
+                "update skipped (optim.spike_factor)",
+                file=sys.stderr,
+            )
+        if self.spikes.skipped_in_a_row >= MOST_SKIPS:
+            raise NotFinite(
+                f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g} against {median:.3g} before; "
+                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.config.optim.spike_factor:g})"
+            )
 
     def _refuse_update(self, loss: float, grad_norm: float) -> None:
         self.wrapped.zero_grad(set_to_none=True)
-        steps = checkpoint.list_steps(self.run)
-        good = f"last good checkpoint: {checkpoint.step_folder(self.run, steps[-1])}" if steps else "no checkpoint yet"
         raise NotFinite(
-            f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; {good}; "
-            f"try a lower optim.lr (now {self.config.optim.lr:g})"
+            f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
+            f"{self._last_good()}; try a lower optim.lr (now {self.schedulers[0].base_lrs[0]:g})"
         )
 
-    def _micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step: a function of the step alone."""
-        train, accelerator = self.config.train, self.accelerator
-        epoch, index = divmod(step, batches_per_epoch(len(self.examples), train.batch_size))
-        if getattr(self, "_planned_epoch", None) != epoch:
-            self._plan, self._planned_epoch = plan_epoch(self.lengths, train.batch_size, self.config.seed, epoch), epoch
-        shares = micro_batches(
-            self._plan[index], train.micro_batch_size, accelerator.process_index, accelerator.num_processes
-        )
-        return [collate([self.examples[i] for i in share], self.pad_id) for share in shares]
+    def _last_good(self) -> str:
+        steps = checkpoint.list_steps(self.run)
+        return f"last good checkpoint: {checkpoint.step_folder(self.run, steps[-1])}" if steps else "no checkpoint yet"
 
-    def _record(self, result: StepResult, tokens_per_second: float, show: Callable[[StepResult, float], None]) -> None:
-        values = {
-            "loss": result.loss, "alpha_train": result.alpha, "lr": result.lr, "grad_norm": result.grad_norm,
-            "tokens": result.tokens, "tokens_seen": self.progress.tokens_seen, "tokens_per_second": round(tokens_per_second, 1),
+    def _book(self, result: StepResult, elapsed: float) -> None:
+        """Adds a step's time to the run's, by stage."""
+        self.progress.spend("train", elapsed)
+        for stage, seconds in result.seconds.items():
+            self.progress.spend(f"train/{stage}", seconds)
+
+    def _record(self, result: StepResult, elapsed: float) -> str:
+        """Writes the metrics of a step; returns the facts for the progress line."""
+        device, ranks = self.accelerator.device, self.accelerator.num_processes
+        values: dict[str, Any] = {"loss": result.loss}
+        if self.teacher is not None:
+            values["alpha_train"] = result.alpha
+            if result.alpha_slack:
+                values["alpha_slack"] = result.alpha_slack
+        values |= {
+            "lr": result.lr, "grad_norm": result.grad_norm, "tokens": result.tokens, "tokens_seen": self.progress.tokens_seen,
+            "tokens_per_second": round(result.tokens / elapsed, 1),
         }  # fmt: skip
-        if self.teacher is None:
-            del values["alpha_train"]
+        if result.skipped:
+            values["skipped"] = True
+        values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
+        values["peak_memory_mib"] = round(peak_memory_mib(device), 1)
+        flops = self.flops.of(result.positions, result.tokens)
+        share = mfu(1 / elapsed, flops, device, self.config.train.mixed_precision, ranks)
+        if share is not None:
+            values["mfu"] = round(share, 4)
         self.metrics.write(self.progress.step, values)
-        show(result, tokens_per_second)
+        alpha = f" alpha {result.alpha:.3f}" if self.teacher else ""
+        return f"loss {result.loss:.3f}{alpha} {result.tokens / elapsed:,.0f} tok/s"
 
     def _judge_if_due(self) -> None:
         """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""
@@ -239,7 +278,10 @@ class Loop:
         folder = checkpoint.step_folder(self.run, step)
         self._save()
         record = self._judgement(folder / checkpoint.JUDGEMENT)
+        if self.accelerator.is_main_process:
+            checkpoint.settle_weights(folder, record)
         flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        flat["judge/seconds"] = self._judge_seconds
         self.metrics.write(step, flat, always=True)
         # From the files, not from memory: a kill between two writes cannot make them disagree.
         scores = checkpoint.judged_scores(self.run)
@@ -255,6 +297,7 @@ class Loop:
         judged = path.exists()
         # All ranks have looked before the first of them can write it: else they would part ways here.
         self.accelerator.wait_for_everyone()
+        self._judge_seconds = 0.0
         if judged:
             return json.loads(path.read_text(encoding="utf-8"))
         started = time.perf_counter()
@@ -262,20 +305,37 @@ class Loop:
         # What the judge draws must not reach the training: after a resume the judgement is not repeated.
         with torch.random.fork_rng():
             record = self.validator(self.progress.step, self.module)
-        self.progress.spend("judge", time.perf_counter() - started)
+            if self.average is not None:
+                record = self._better(record, self.validator(self.progress.step, self._averaged()))
+        self._judge_seconds = time.perf_counter() - started
+        self.progress.spend("judge", self._judge_seconds)
         if self.accelerator.is_main_process:
             write_json(path, record)
             self.accelerator.print(self.validator.headline(record))
         self.accelerator.wait_for_everyone()
         return record
 
+    def _averaged(self) -> DraftModule:
+        """The averaged weights as a module of their own."""
+        assert self.average is not None
+        return DraftModule(self.average.module, self.module.objective).eval()
+
+    def _better(self, raw: dict[str, Any], averaged: dict[str, Any]) -> dict[str, Any]:
+        """The record of the better weights, with the other's score beside it."""
+        chosen, weights = (averaged, "ema") if averaged["score"] > raw["score"] else (raw, "raw")
+        return chosen | {"weights": weights, "score_raw": raw["score"], "score_ema": averaged["score"]}
+
     def _save(self) -> None:
         """Writes the checkpoint of this step, unless it is there."""
         if (checkpoint.step_folder(self.run, self.progress.step) / checkpoint.PROGRESS).exists():
             return
-        # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
-        exported = self.module.exported() if self.accelerator.is_main_process else None
-        checkpoint.save_checkpoint(self.run, self.accelerator, exported, self.tokenizer, self.progress, self.provenance)
+        students: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
+            students["student"] = self.module.exported()
+            if self.average is not None:
+                students[checkpoint.AVERAGED] = self._averaged().exported()
+        checkpoint.save_checkpoint(self.run, self.accelerator, students, self.tokenizer, self.progress, self.provenance)
         if self.accelerator.is_main_process:
             checkpoint.prune_states(self.run, self.config.train.keep_states)
 
@@ -288,57 +348,15 @@ class Loop:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
 
-    @contextlib.contextmanager
-    def _bar(self) -> Any:
-        """A progress line with loss, alpha estimate, tokens/s and remaining time on the main process."""
-        columns = (
-            TextColumn("[bold]distil" if self.teacher else "[bold]train"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        )  # fmt: skip
-        with ProgressBar(*columns, disable=not self.accelerator.is_main_process, refresh_per_second=2) as bar:
-            task = bar.add_task("", total=self.config.train.steps, completed=self.progress.step, facts="")
-
-            def show(result: StepResult, tokens_per_second: float) -> None:
-                alpha = f" alpha {result.alpha:.3f}" if self.teacher else ""
-                facts = f"loss {result.loss:.3f}{alpha} {tokens_per_second:,.0f} tok/s"
-                bar.update(task, completed=self.progress.step, facts=facts)
-
-            yield show
-
 
 def check_batches(train: TrainConfig, ranks: int) -> None:
     """Raises UserError when the sequences of a step do not divide into micro-batches of all ranks."""
-    if train.batch_size % (train.micro_batch_size * ranks):
+    # With packing a micro-batch is so many rows, of however many sequences.
+    if train.packing is None and train.batch_size % (train.micro_batch_size * ranks):
         raise UserError(
             f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
             f"{train.micro_batch_size} x {ranks}"
         )
-
-
-def make_optimizers(module: torch.nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
-    """Optimizers of all that is trainable, at one learning rate; weight decay on matrices only.
-
-    `adamw`: one AdamW. `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, its updates
-    scaled to AdamW's size so that the same learning rate serves; AdamW for embeddings, head and vectors.
-    """
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
-    tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
-    hidden = [p for _, p in named if p.dim() == 2 and id(p) not in tables] if optim.name == "muon" else []
-    chosen = {id(p) for p in hidden}
-    rest = [p for _, p in named if id(p) not in chosen]
-    groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizers: list[torch.optim.Optimizer] = []
-    if any(group["params"] for group in groups):
-        optimizers.append(torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas))
-    if hidden:
-        optimizers.append(
-            torch.optim.Muon(hidden, lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    return optimizers
 
 
 def resume_point(config: RunConfig) -> tuple[checkpoint.Progress, Path | None]:

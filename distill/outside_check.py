@@ -8,7 +8,7 @@ from distill.config import RunConfig
 from distill.evaluate import load_draft
 from distill.prompts import load_prompts
 from distill.responses import decode_settings
-from distill.train import context_limit, load_target, new_accelerator
+from distill.train import context_limit, load_target, new_accelerator, positions_of
 from distill.validate import served_copy
 from speculative.decode import decode
 from speculative.drafters import ModelDrafter
@@ -29,7 +29,7 @@ def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -
     target, tokenizer, saved = load_target(config.target, new_accelerator().device)
     draft = served_copy(load_draft(str(exported), target, tokenizer), saved, target)
     max_tokens = config.serving.max_tokens
-    context = context_limit(config, target)
+    context = context_limit(config, positions_of(target))
     heldout = load_prompts(config.data, tokenizer, context, max_tokens, prompts, heldout_only=True).heldout
     theirs = check_with_transformers(
         target,

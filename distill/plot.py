@@ -34,8 +34,9 @@ def plot_run(run: Path) -> Path:
 
 def _panel(axis: Any, records: list[dict[str, Any]], best: dict[str, Any], key: str, label: str) -> None:
     steps = [record["step"] for record in records]
-    low, high = zip(*(record[f"{key}_ci"] for record in records), strict=True)
-    axis.fill_between(steps, low, high, alpha=0.2, label="95 % interval")
+    if all(f"{key}_ci" in record for record in records):  # replay alone gives tau no interval
+        low, high = zip(*(record[f"{key}_ci"] for record in records), strict=True)
+        axis.fill_between(steps, low, high, alpha=0.2, label="95 % interval")
     axis.plot(steps, [record[key] for record in records], marker="o", label="distilled")
     axis.axhline(records[0][key], linestyle="--", color="grey", label="baseline (step 0)")
     axis.plot([best["step"]], [best[key]], marker="*", markersize=14, linestyle="none", color="tab:red", label="best")

@@ -1,5 +1,6 @@
 """The three stores of a run: training responses, held-out responses at the serving settings, greedy held-out ones."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,14 @@ from data.store import Row, Store
 from data.template import check_masks, template_fingerprint
 from distill.config import RunConfig, ServingConfig
 from distill.provenance import model_fingerprint, tokenizer_fingerprint
+from distill.served_target import ServedTarget
 from speculative.decode import end_token_ids
 from speculative.evaluate import HeldoutResponse
 from speculative.responses import DecodeSettings
 from speculative.sampling import SamplingSettings
 from speculative.verify import Rule
 
-STORE_FORMAT = 1
+STORE_FORMAT = 2
 
 
 def sampling_of(serving: ServingConfig) -> SamplingSettings:
@@ -26,24 +28,27 @@ def sampling_of(serving: ServingConfig) -> SamplingSettings:
 
 
 def decode_settings(
-    config: RunConfig, target: PreTrainedModel, gamma: int = 0, rule: Rule | None = None
+    config: RunConfig, target: PreTrainedModel | ServedTarget, gamma: int = 0, rule: Rule | None = None
 ) -> DecodeSettings:
     """The serving settings of a run, for plain decoding (gamma 0) or judging. Rule `greedy` sets temperature 0."""
     sampling = SamplingSettings(temperature=0.0) if rule == "greedy" else sampling_of(config.serving)
     chosen: Rule = rule or ("greedy" if sampling.greedy else "sample")
-    return DecodeSettings(sampling, gamma, chosen, config.serving.max_tokens, end_token_ids(target), config.seed)
+    eos_ids = target.facts.eos_ids if isinstance(target, ServedTarget) else end_token_ids(target)
+    return DecodeSettings(sampling, gamma, chosen, config.serving.max_tokens, eos_ids, config.seed)
 
 
 class RunStores:
     """Makes and reads the stores of a run; every rank makes its share."""
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator, target: PreTrainedModel, tokenizer: Any) -> None:
+    def __init__(
+        self, config: RunConfig, accelerator: Accelerator, target: PreTrainedModel | ServedTarget, tokenizer: Any
+    ) -> None:
         """Fingerprints target and tokenizer; nothing is written yet."""
         self.config, self.accelerator, self.target = config, accelerator, target
         template = config.data.template
         self.identity = {
             "format": STORE_FORMAT,
-            "target": model_fingerprint(target),
+            "target": target.facts.fingerprint if isinstance(target, ServedTarget) else model_fingerprint(target),
             "target_dtype": str(target.dtype).removeprefix("torch."),
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
@@ -57,9 +62,9 @@ class RunStores:
             )
         store = Store(self.config.folder / "responses" / "train")
         manifest = self._manifest(prompts, decode_settings(self.config, self.target), 1) | {"responses": "reference"}
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and not store.has_all(1, manifest):
             sampling, max_tokens = sampling_of(self.config.serving), self.config.serving.max_tokens
-            store_references(store, manifest, self.target, prompts, sampling, max_tokens)
+            store_references(store, manifest, self._model(), prompts, sampling, max_tokens)
         self.accelerator.wait_for_everyone()
         return self._checked(store)
 
@@ -74,7 +79,7 @@ class RunStores:
 
     def heldout_by_rule(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Held-out responses for the configured rule, then greedy ones when that is another rule."""
-        rules: tuple[Rule, ...] = (self.config.judge.rule, "greedy")
+        rules: tuple[Rule, ...] = (self.config.judge_rule, "greedy")
         return {rule: self.heldout(prompts, rule) for rule in dict.fromkeys(rules)}
 
     def _manifest(self, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> dict[str, Any]:
@@ -94,21 +99,37 @@ class RunStores:
         if self.accelerator.is_main_process:
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it
-        respond(
-            store,
-            manifest,
-            self.target,
-            prompts,
-            settings,
-            samples_per_prompt=samples,
-            batch_size=self.config.serving.batch_size,
-            shard_size=self.config.serving.shard_size,
-            rank=self.accelerator.process_index,
-            ranks=self.accelerator.num_processes,
-            label=f"{name} responses",
-        )
+        shard_size = self.config.serving.shard_size
+        if not store.has_all(math.ceil(len(prompts) * samples / shard_size), manifest) and self._served():
+            assert isinstance(self.target, ServedTarget)
+            self.target.endpoint.respond(
+                store, manifest, prompts, settings, samples_per_prompt=samples, shard_size=shard_size,
+                rank=self.accelerator.process_index, ranks=self.accelerator.num_processes, label=f"{name} responses",
+            )  # fmt: skip
+        elif not store.has_all(math.ceil(len(prompts) * samples / shard_size), manifest):
+            respond(
+                store,
+                manifest,
+                self._model(),
+                prompts,
+                settings,
+                samples_per_prompt=samples,
+                batch_size=self.config.serving.batch_size,
+                shard_size=shard_size,
+                rank=self.accelerator.process_index,
+                ranks=self.accelerator.num_processes,
+                label=f"{name} responses",
+            )
         self.accelerator.wait_for_everyone()
         return self._checked(store)
+
+    def _served(self) -> bool:
+        """Whether a server answers."""
+        return isinstance(self.target, ServedTarget) and self.target.config.endpoint is not None
+
+    def _model(self) -> PreTrainedModel:
+        """The target's weights, loaded only when there is something to answer."""
+        return self.target.model if isinstance(self.target, ServedTarget) else self.target
 
     def _checked(self, store: Store) -> list[Row]:
         rows = store.read()

@@ -33,7 +33,8 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
     for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"):
         table.add_column(column, justify="left" if column == "draft" else "right", no_wrap=True)
     alone = verdict["target_tokens_per_second"]
-    table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
+    if alone is not None:
+        table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
     for name, key in (("undistilled", "baseline"), ("distilled", "best")):
         row = verdict[key]
         if row is None:
@@ -41,10 +42,10 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
         table.add_row(
             name if row["step"] is None else f"{name}\n  (step {row['step']})",
             f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
-            f"{row['tau']:.2f}\n{interval(row['tau_ci'], 2)}",
-            f"{row['accepted_per_drafted']:.3f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{verdict['speed_up'][key]:.2f}x",
+            f"{row['tau']:.2f}" + (f"\n{interval(row['tau_ci'], 2)}" if "tau_ci" in row else "\n(replay)"),
+            f"{row['accepted_per_drafted']:.3f}" if "accepted_per_drafted" in row else "",
+            f"{row['tokens_per_second']:.0f}" if alone is not None else "",
+            f"{verdict['speed_up'][key]:.2f}x" if alone is not None else "",
             style="bold" if key == "best" else "",
         )
     return table
@@ -109,6 +110,20 @@ def export_lines(report: ExportReport) -> list[str]:
     return lines
 
 
+def _cost_line(verdict: dict[str, Any]) -> str:
+    """Best gamma, its predicted speed-up, the cost ratio and the break-even alpha."""
+    costs, gamma = verdict["costs"], verdict["best_gamma"]
+    best = (
+        f"best gamma {gamma}, predicted speed-up {verdict['predicted_speed_up']:.2f}x"
+        if gamma
+        else "no gamma pays on this machine"
+    )
+    break_even = costs["break_even_alpha"]
+    return f"{best}; cost ratio c = {costs['cost_ratio']:.2f}, break-even alpha at gamma {verdict['gamma']} = " + (
+        "none" if break_even is None else f"{break_even:.2f}"
+    )
+
+
 def last_screen(
     console: Console, run: Path, verdict: dict[str, Any], completions: Sequence[Panel], export: Path | None
 ) -> None:
@@ -122,20 +137,11 @@ def last_screen(
         console.print(Group(legend, *completions))
     console.print(verdict_table(verdict))
     console.print(Text(verdict["sentence"], style=f"bold {style}"))
-    costs = verdict["costs"]
-    gamma = verdict["best_gamma"]
-    best = (
-        f"best gamma {gamma}, predicted speed-up {verdict['predicted_speed_up']:.2f}x"
-        if gamma
-        else "no gamma pays on this machine"
-    )
-    break_even = costs["break_even_alpha"]
-    console.print(
-        f"{best}; cost ratio c = {costs['cost_ratio']:.2f}, break-even alpha at gamma {verdict['gamma']} = "
-        + ("none" if break_even is None else f"{break_even:.2f}")
-    )
+    if verdict["costs"] is not None:
+        console.print(_cost_line(verdict))
     seconds = verdict["seconds"]
-    console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in seconds.items()), highlight=False)
+    parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
+    console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = Table.grid(padding=(0, 2))
     places.add_row("verdict", str(run / "verdict.json"))
     places.add_row("plot", str(run / "plot.png"))

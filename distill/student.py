@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from data.signals import Signal
 from distill.heads import SplitModel
-from distill.objective import Head, Objective, chunked_loss
+from distill.objective import Objective, chunked_loss
+from distill.sections import StudentConfig
+from distill.step_clock import StepClock
 from speculative.errors import UserError
 
 EMBEDDED = "embedded"
@@ -148,6 +151,25 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     return draft.eval()
 
 
+def context_of(student: StudentConfig) -> int | None:
+    """The context that a draft was made for, from its config alone; None when it is the target's own.
+
+    Raises:
+        UserError: no readable config at student.path, an unknown model type.
+    """
+    if student.init == "pretrained":
+        config = _load("student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision)
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
+    if student.init == "config":
+        fields = dict(student.architecture or {})
+        try:
+            config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise UserError(f"student.architecture: {_reason(error)}") from error
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None
+
+
 def from_architecture(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int
 ) -> PreTrainedModel:
@@ -215,6 +237,7 @@ class DraftModule(nn.Module):
         super().__init__()
         self.student = student
         self.objective = objective
+        self.clock: StepClock | None = None
         # A peft model wraps a causal LM whose layers carry the adapters in place.
         adapted: Any = student
         inner: Any = adapted.get_base_model() if hasattr(student, "get_base_model") else student
@@ -231,17 +254,20 @@ class DraftModule(nn.Module):
         input_ids_BT: Tensor,
         rows_R: Tensor,
         labels_R: Tensor,
-        target_hidden_RD: Tensor | None,
-        target_head: Head | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(summed loss, summed overlap) over the R response tokens of a micro-batch."""
+        signal: Signal | None = None,
+        weights_R: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(summed loss, summed overlap, what the overlap may lack) over the R response tokens of a micro-batch."""
         split = self._split[0]
-        hidden_BTD = split.hidden(input_ids_BT)
+        hidden_BTD = split.hidden(input_ids_BT, position_ids_BT)
         hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
-        sums = chunked_loss(
-            self.objective, hidden_RD, split.head, split.head_parameters(), target_hidden_RD, target_head, labels_R
-        )
-        return sums.loss, sums.overlap
+        if self.clock is not None:
+            self.clock.mark("student")
+        sums = chunked_loss(self.objective, hidden_RD, split.head, signal, labels_R, weights_R)
+        if self.clock is not None:
+            self.clock.mark("loss")
+        return sums.loss, sums.overlap, sums.overlap_slack
 
     def exported(self) -> PreTrainedModel:
         """A float32 causal LM of the current weights: adapters merged into a copy, otherwise the student itself."""

@@ -3,26 +3,37 @@
 Legend: B sequences, T positions, R response tokens, D hidden width, V vocabulary.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.collate import Batch
+from data.signals import DenseSignal, Signal
 from distill.heads import SplitModel
 
 
+class TeacherSource(Protocol):
+    """Whoever knows what the target says of a micro-batch."""
+
+    def signal(self, batch: Batch) -> Signal:
+        """The target's distributions at the rows of a micro-batch, on the micro-batch's device."""
+        ...
+
+
 class Teacher:
-    """The target's hidden states at response positions, and its head."""
+    """The target itself: its hidden states at response positions, and its head."""
 
     def __init__(self, target: PreTrainedModel) -> None:
         """The target is frozen and put into eval mode."""
         self.split = SplitModel(target.requires_grad_(False).eval())
 
     @torch.no_grad()
-    def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states (R, D) that predict the response tokens of the micro-batch."""
-        hidden_BTD = self.split.hidden(batch.input_ids_BT)
-        return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R]
+    def signal(self, batch: Batch) -> DenseSignal:
+        """Hidden states (R, D) that predict the response tokens of the micro-batch, and the head over them."""
+        hidden_BTD = self.split.hidden(batch.input_ids_BT, batch.position_ids_BT)
+        return DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], self.head)
 
     @torch.no_grad()
     def head(self, hidden_CD: Tensor) -> Tensor:

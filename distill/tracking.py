@@ -12,6 +12,35 @@ from accelerate.utils import is_tensorboard_available
 from speculative.errors import UserError
 
 METRICS = "metrics.jsonl"
+STEP = "train/step"
+# What a tracker calls a value of metrics.jsonl: the part before the slash is the section its panel appears in. Judgements are
+# `judge/...` in both; a key that is in no table goes to train/.
+TRACKED_NAMES = {
+    "loss": "train/loss",
+    "alpha_train": "train/alpha",
+    "alpha_slack": "train/alpha_slack",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "skipped": "train/skipped",
+    "tokens": "train/tokens",
+    "tokens_seen": "train/tokens_seen",
+    "tokens_per_second": "speed/tokens_per_second",
+    "mfu": "speed/mfu",
+    "peak_memory_mib": "memory/peak_mib",
+    "judge/seconds": "time/judge",
+}
+# What a run's row in the table of runs shows of a value that is not simply the last one.
+SUMMARIES = {
+    "train/loss": "min",
+    "train/alpha": "max",
+    "speed/tokens_per_second": "mean",
+    "speed/mfu": "mean",
+    "memory/peak_mib": "max",
+    "judge/alpha": "max",
+    "judge/tau": "max",
+    "judge/score": "max",
+}
+SECTIONS = ("train", "judge", "speed", "time", "memory")
 
 
 class Metrics:
@@ -47,15 +76,34 @@ class Metrics:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.has_trackers and (always or step % self.log_every == 0):
-            self.accelerator.log(
-                {key: value for key, value in values.items() if isinstance(value, int | float)}, step=step
-            )
+            self.accelerator.log(tracked(step, values), step=step)
+
+
+def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl under the names that trackers get; `seconds` by stage becomes time/STAGE."""
+    numbers: dict[str, float] = {STEP: step}
+    for key, value in values.items():
+        if key == "seconds" and isinstance(value, Mapping):
+            numbers |= {f"time/{stage}": seconds for stage, seconds in value.items()}
+        elif isinstance(value, int | float):
+            numbers[TRACKED_NAMES.get(key, key if "/" in key else f"train/{key}")] = value
+    return numbers
 
 
 def start_trackers(
-    accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]
+    accelerator: Accelerator,
+    trackers: tuple[str, ...],
+    project: str,
+    name: str,
+    config: Mapping[str, Any],
+    notes: str = "",
 ) -> None:
-    """Starts Accelerate's trackers; wandb goes offline when nobody is logged in.
+    """Starts Accelerate's trackers; wandb goes offline when nobody is logged in, and learns how to show each section.
+
+    Args:
+        project, name: where a run appears, and under which name.
+        config: a tree of plain values; trackers get its leaves under dotted names.
+        notes: a line or two for whoever opens the run in wandb; empty = what `notes_of` makes of the config.
 
     Raises:
         UserError: a tracker whose package is not installed.
@@ -64,7 +112,9 @@ def start_trackers(
         return
     if "tensorboard" in trackers and not is_tensorboard_available():
         raise UserError("tracking.trackers: tensorboard is not installed here; `pip install tensorboard` or drop it")
-    options = {"wandb": {"name": name, "dir": str(accelerator.logging_dir)}} if "wandb" in trackers else {}
+    options: dict[str, dict[str, Any]] = {}
+    if "wandb" in trackers:
+        options["wandb"] = {"name": name, "dir": str(accelerator.logging_dir), "notes": notes or notes_of(config)}
     if "wandb" in trackers and accelerator.is_main_process:
         try:
             import wandb
@@ -73,8 +123,36 @@ def start_trackers(
         if not os.environ.get("WANDB_MODE") and not wandb.api.api_key:
             # Not through WANDB_MODE: wandb has read its environment by now.
             options["wandb"]["mode"] = "offline"
-    flat = {
-        key: value if isinstance(value, int | float | str | bool) else json.dumps(value)
-        for key, value in config.items()
-    }
-    accelerator.init_trackers(project, config=flat, init_kwargs=options)
+    accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
+    if "wandb" in trackers and accelerator.is_main_process:
+        define_panels(accelerator.get_tracker("wandb", unwrap=True))
+
+
+def define_panels(run: Any) -> None:
+    """Tells a wandb run that every section is drawn over the training step, and which extreme its summary keeps."""
+    run.define_metric(STEP, hidden=True)
+    for section in SECTIONS:
+        run.define_metric(f"{section}/*", step_metric=STEP)
+    for metric, summary in SUMMARIES.items():
+        run.define_metric(metric, step_metric=STEP, summary=summary)
+
+
+def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
+    """Leaves of a config under dotted names; what is no plain value (a list, null) as JSON text."""
+    flat: dict[str, int | float | str | bool] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_config(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
+    return flat
+
+
+def notes_of(config: Mapping[str, Any]) -> str:
+    """What is learnt from whom, by which objective and at which serving settings: one line."""
+    target, student, loss, serving = (config.get(name) or {} for name in ("target", "student", "loss", "serving"))
+    objective = loss.get("mix") or loss.get("name") or "by the serving rule"
+    return (
+        f"target {target.get('path')}, draft {student.get('path') or student.get('init')}, objective {objective}, "
+        f"serving temperature {serving.get('temperature')}, seed {config.get('seed')}"
+    )

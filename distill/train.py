@@ -12,36 +12,41 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from transformers import PreTrainedModel
 
+from data.collate import Example
 from data.respond import RenderedPrompt
-from data.store import write_json
+from data.store import Row, write_json
 from distill import checkpoint
+from distill.batches import BatchSource, check_packing
 from distill.config import RunConfig, TargetConfig, load_config
 from distill.corpus import HeldoutLoss, window_examples, windows_of
 from distill.faults import explain
 from distill.guard import check_imports
+from distill.heads import SplitModel
 from distill.loop import Loop, check_batches, resume_point
+from distill.make_student import make_student, refuse_impossible
+from distill.make_teacher import make_teacher
 from distill.objective import Objective
 from distill.plot import plot_run
 from distill.prompts import load_prompts
-from distill.provenance import describe_run, model_fingerprint, tokenizer_fingerprint
+from distill.provenance import describe_run, tokenizer_fingerprint
 from distill.responses import RunStores, decode_settings
+from distill.rollouts import Rollouts, text_examples
+from distill.served_target import ServedTarget
 from distill.student import (
     DraftModule,
-    add_lora,
-    carve,
-    dtype_of,
+    context_of,
     from_architecture,
     load_model,
     load_tokenizer,
-    saved_dtype,
 )
-from distill.teacher import Teacher
 from distill.tracking import start_trackers
 from distill.validate import DraftJudge
 from distill.verdict import make_verdict
-from distill.vocabulary import repair_rows, require_agreement, vocabulary_rows
 from speculative.errors import UserError
 from speculative.evaluate import self_checks
+
+# Responses that layers and channels are chosen by.
+CALIBRATION_TEXTS = 32
 
 USAGE = """usage: accelerate launch -m distill.train CONFIG [key=value ...]
 
@@ -55,7 +60,9 @@ def make_objective(config: RunConfig) -> Objective:
     loss = config.loss
     # Greedy serving has no temperature: the estimate of alpha on the progress line is then the one at temperature 1.
     serving_temperature = config.serving.temperature or 1.0
-    return Objective(loss.weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature)
+    return Objective(
+        config.loss_weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature
+    )
 
 
 def new_accelerator(**options: Any) -> Accelerator:
@@ -138,45 +145,22 @@ def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedM
     Raises:
         UserError: not there, not loadable, hub not reachable.
     """
-    how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    target = load_model("target.path", config.path, dtype=dtype_of(config.dtype, device), **how)
-    return target.to(device), load_tokenizer(config.path, **how), saved_dtype(config.path, target, **how)  # type: ignore[arg-type]
+    target = ServedTarget(config, device)
+    return target.model, target.tokenizer, target.saved_dtype
 
 
-def context_limit(config: RunConfig, *models: PreTrainedModel) -> int:
+def context_limit(config: RunConfig, *limits: int | None) -> int:
     """Tokens of prompt + response that fit: the smallest limit of the models, or a lower `data.context_length`."""
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
     return min([limit for limit in (*limits, config.data.context_length) if limit], default=1 << 20)
 
 
-def make_student(config: RunConfig, target: PreTrainedModel, tokenizer: Any) -> Any:
-    """The draft before training, float32, in the target's vocabulary; a peft model when LoRA is asked for.
-
-    Raises:
-        UserError: layers the target lacks, a vocabulary that cannot be made to agree, an impossible architecture.
-    """
-    student_config, rows = config.student, vocabulary_rows(target.config)
-    if student_config.init == "carved":
-        student = carve(target, student_config.layers)
-    elif student_config.init == "config":
-        student = from_architecture(student_config.architecture or {}, tokenizer, rows, config.seed)
-    else:
-        path, revision = str(student_config.path), student_config.revision
-        student = load_model("student.path", path, dtype=torch.float32, revision=revision)
-        own_tokenizer = load_tokenizer(path, revision=revision)
-        agreement = require_agreement(tokenizer, rows, own_tokenizer, vocabulary_rows(student.config))
-        if agreement.verdict == "repair":
-            repair_rows(student, rows, agreement.token_rows)
-    if student_config.gradient_checkpointing:
-        student.gradient_checkpointing_enable()
-    if student_config.lora is not None:
-        lora = student_config.lora
-        return add_lora(student, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
-    return student
+def positions_of(model: PreTrainedModel) -> int | None:
+    """The context that a model was made for."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_instrument(
-    config: RunConfig, accelerator: Accelerator, target: PreTrainedModel, prompts: Sequence[RenderedPrompt]
+    config: RunConfig, accelerator: Accelerator, target: ServedTarget, prompts: Sequence[RenderedPrompt]
 ) -> dict[str, Any]:
     """The self-checks on the first held-out prompts, once per run.
 
@@ -189,7 +173,7 @@ def check_instrument(
     if found:
         return json.loads(path.read_text(encoding="utf-8"))
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
-    result = self_checks(target, keyed, decode_settings(config, target, config.judge.gamma, config.judge.rule))
+    result = self_checks(target.model, keyed, decode_settings(config, target, config.judge.gamma, config.judge_rule))
     if accelerator.is_main_process:
         write_json(path, result)
     accelerator.print(
@@ -204,41 +188,103 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     """Responses, self-checks, training with judged checkpoints, verdict and plot."""
     assert config.target is not None
     progress, _ = resume_point(config)
-    target, tokenizer, target_saved_dtype = load_target(config.target, accelerator.device)
-    # Before the long work: whatever is wrong with the student is told now, not after the target has answered.
-    module = DraftModule(make_student(config, target, tokenizer), make_objective(config))
-    context = context_limit(config, target, module.inner)
+    target = ServedTarget(config.target, accelerator.device, config.folder)
+    tokenizer = target.tokenizer
+    context = context_limit(config, target.facts.context_length, context_of(config.student))
     sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
+    refuse_impossible(config)
+    # Before the long work: whatever is wrong with the student is told now, not after the target has answered. Only one that is
+    # carved by measurements on the target's own text has to wait for that text.
+    student = None if carved_by_measurement(config) else first_student(config, accelerator, target)
     clock = _Clock(progress)
-    checks = check_instrument(config, accelerator, target, sets.heldout)
+    # Without the target's weights there is no instrument to check: replay alone judges.
+    live = config.judge.live != "never"
+    checks = check_instrument(config, accelerator, target, sets.heldout) if live else {}
     clock.stop("self_checks")
     stores = RunStores(config, accelerator, target, tokenizer)
     rows = stores.training(sets.train)
     heldout = stores.heldout_by_rule(sets.heldout)
     clock.stop("respond")
+    if student is None:
+        student = first_student(config, accelerator, target, rows)
+    module = DraftModule(student, make_objective(config))
     accelerator.print(
         f"{len(rows)} responses of {sum(map(len, (row.log_target_probs for row in rows))):,} tokens; "
-        f"target {_parameters(target):,} parameters, draft {_parameters(module):,}"
+        + (f"target {target.facts.parameters:,} parameters, " if target.facts.parameters else "")
+        + f"draft {_parameters(module):,}"
     )
     provenance = describe_run(config.seed) | {
-        "target": config.target.path, "target_fingerprint": model_fingerprint(target),
+        "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": decode_settings(config, target).sampling.as_dict(),
     }  # fmt: skip
-    teacher = Teacher(target) if set(config.loss.weights()) != {"ce"} else None
-    judge = DraftJudge(config, accelerator, target, target_saved_dtype, heldout)
+    judge = DraftJudge(config, accelerator, target, heldout)
     examples = [row.example() for row in rows]
-    loop = Loop(config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance)
+    teacher = make_teacher(config, target, examples, accelerator)
+    if config.train.packing is not None:
+        check_packing(SplitModel(module.inner))
+        if target.in_memory:  # it then reads packed rows too; a store was made from padded ones
+            check_packing(SplitModel(target.model))
+    batches = make_batches(config, accelerator, target, sets.train, examples)
+    if accelerator.is_main_process:
+        target.remember()
+    if config.signal.source == "store" and config.judge.live != "checkpoint":
+        target.release()  # the store speaks for it, and replay judges: until the verdict nobody needs its weights
+    loop = Loop(config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance, batches)
     loop.fit()
     if accelerator.is_main_process:
         clock = _Clock(progress)
-        verdict = make_verdict(config, target, target_saved_dtype, heldout, checks, progress.seconds, context)
+        verdict = make_verdict(config, target, judge, heldout, checks, progress.seconds, context)
         plot_run(config.folder)
         clock.stop("verdict")
         verdict["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
         write_json(config.folder / "verdict.json", verdict)
         accelerator.print(verdict["sentence"])
     accelerator.wait_for_everyone()
+
+
+def carved_by_measurement(config: RunConfig) -> bool:
+    """Whether the draft's first weights are chosen by what the target does on text."""
+    return config.student.layers == "auto" or config.student.intermediate_size is not None
+
+
+def first_student(config: RunConfig, accelerator: Accelerator, target: ServedTarget, rows: Sequence[Row] = ()) -> Any:
+    """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
+    wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
+    source: Any = target.model if wants_weights else target.side
+    path, notes = config.folder / "student.json", dict[str, Any]()
+    # Every n-th response, so that all domains have a say.
+    texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
+
+    def made() -> Any:
+        known = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
+        layers = known["layers"] if isinstance(known, dict) else None
+        return make_student(config, source, target.tokenizer, texts or None, layers=layers, notes=notes)
+
+    student = made() if accelerator.is_main_process else None
+    if accelerator.is_main_process and notes and not path.exists():
+        write_json(path, notes)
+        accelerator.print(f"student: {path} says what was measured and chosen")
+    accelerator.wait_for_everyone()
+    return student if student is not None else made()
+
+
+def make_batches(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: ServedTarget,
+    prompts: list[RenderedPrompt],
+    examples: list[Example],
+) -> BatchSource:
+    """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
+    mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
+    rollouts, text = None, None
+    if mix.student or mix.speculative:
+        rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
+    if mix.text:
+        text = text_examples(data.text, tokenizer, data.text_window)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return BatchSource(config, examples, pad_id, accelerator.process_index, accelerator.num_processes, rollouts, text)
 
 
 class _Clock:

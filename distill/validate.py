@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 from distill.config import RunConfig
 from distill.merged_student import cast_weights
 from distill.responses import decode_settings
+from distill.served_target import ServedTarget
 from distill.student import DraftModule
-from speculative.evaluate import HeldoutResponse, judge
+from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.replay import agreement_words
 from speculative.verify import Rule
 
 
-def served_copy(model: PreTrainedModel, saved_dtype: torch.dtype, target: PreTrainedModel) -> PreTrainedModel:
+def served_copy(
+    model: PreTrainedModel, saved_dtype: torch.dtype, target: PreTrainedModel | ServedTarget
+) -> PreTrainedModel:
     """A copy whose weights are rounded to the dtype they will be exported in, computing in the target's dtype.
 
     So the numbers belong to the draft that is served, not to the float32 weights that train.
@@ -37,40 +40,55 @@ class DraftJudge:
         self,
         config: RunConfig,
         accelerator: Accelerator,
-        target: PreTrainedModel,
-        saved_dtype: torch.dtype,
+        target: ServedTarget,
         heldout: dict[Rule, list[HeldoutResponse]],
     ) -> None:
         """``heldout``: frozen target responses by rule, the configured rule first."""
         self.config, self.accelerator, self.target = config, accelerator, target
-        self.saved_dtype, self.heldout = saved_dtype, heldout
+        self.saved_dtype, self.heldout = target.saved_dtype, heldout
 
     def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
-        """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}."""
+        """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
+
+        With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
+        """
         shared: list[Any] = [None]
         if self.accelerator.is_main_process:
             draft = served_copy(module.exported(), self.saved_dtype, self.target)
             by_rule = {rule: self.judge(draft, rule) for rule in self.heldout}
-            main = by_rule.pop(self.config.judge.rule)
+            main = by_rule.pop(self.config.judge_rule)
             shared = [{"step": step, "score": main["tau"], **main, **by_rule}]
         return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
 
     def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers of a draft under one rule."""
-        settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
-        result = judge(self.target, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size)
+        if self.config.judge.live == "checkpoint":
+            return self.judge_live(draft, rule)
+        gamma = self.config.judge.gamma
+        settings = decode_settings(self.config, self.target, gamma, rule)
+        result = judge_frozen(draft, self.heldout[rule], settings)
         del result["per_prompt"]
-        return result
+        return {**result, "tau": result["replay"][gamma], "gamma": gamma, "live": False, "warnings": []}
+
+    def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+        """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
+        settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
+        result = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size)
+        del result["per_prompt"]
+        return {**result, "live": True}
 
     def headline(self, record: dict[str, Any]) -> str:
         """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""
         low, high = record["alpha_ci"]
+        averaged = "  (averaged weights)" if record.get("weights") == "ema" else ""
+        start = f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
+        if not record.get("live", True):
+            return f"{start}tau {record['tau']:.2f} at gamma {record['gamma']} by replay{averaged}"
         tau_low, tau_high = record["tau_ci"]
         line = (
-            f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
-            f"tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']} "
+            f"{start}tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']} "
             f"({agreement_words(record['replay_check'], record['live_tokens'])})  "
-            f"accepted/drafted {record['accepted_per_drafted']:.3f}"
+            f"accepted/drafted {record['accepted_per_drafted']:.3f}{averaged}"
         )
         for warning in record["warnings"]:
             line += f"\n  warning: {warning}"

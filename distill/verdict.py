@@ -11,7 +11,7 @@ costs                             measured seconds, cost ratio c, v of each gamm
 checkpoints                       one judgement each, step 0 first
 self_checks                       what was checked before anything was measured
 domains                           best, per domain
-pays_off, sentence                the answer
+pays_off, sentence                the answer; judge.live: never leaves null whatever needs the target's weights
 seconds                           by stage
 """
 
@@ -30,8 +30,9 @@ from data.store import write_json
 from distill import checkpoint
 from distill.config import RunConfig
 from distill.responses import decode_settings
+from distill.served_target import ServedTarget
 from distill.student import load_model
-from distill.validate import served_copy
+from distill.validate import DraftJudge, served_copy
 from speculative.cost import StepCosts, best_gamma, break_even_alpha, measure_costs
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, compare_speed
@@ -44,9 +45,9 @@ JUDGED = ("step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", 
 # Keys and types of verdict.json; `understudy evaluate --json` prints the same shape.
 SCHEMA: dict[str, type | tuple[type, ...]] = {
     "rule": str, "gamma": int, "prompts": int, "tokens": int, "baseline": (dict, NoneType), "best": dict,
-    "target_tokens_per_second": float, "speed_up": dict, "paired": (dict, NoneType), "replay": dict, "best_gamma": int,
-    "predicted_speed_up": float, "costs": dict, "checkpoints": list, "self_checks": dict, "domains": dict,
-    "pays_off": bool, "sentence": str, "seconds": dict,
+    "target_tokens_per_second": (float, NoneType), "speed_up": (dict, NoneType), "paired": (dict, NoneType), "replay": dict,
+    "best_gamma": (int, NoneType), "predicted_speed_up": (float, NoneType), "costs": (dict, NoneType), "checkpoints": list,
+    "self_checks": dict, "domains": dict, "pays_off": (bool, NoneType), "sentence": str, "seconds": dict,
 }  # fmt: skip
 
 
@@ -136,23 +137,32 @@ def sentence_of(speed_up: float, alpha_gain: float, ci: list[float], gamma: int)
 
 def make_verdict(
     config: RunConfig,
-    target: PreTrainedModel,
-    saved_dtype: Any,
+    served: ServedTarget,
+    judge: DraftJudge,
     heldout: dict[Rule, list[HeldoutResponse]],
     self_checks: dict[str, Any],
     seconds: dict[str, float],
     context_limit: int,
 ) -> dict[str, Any]:
-    """Times and pairs baseline and best of a run, writes verdict.json, returns it."""
-    run, rule, gamma = config.folder, config.judge.rule, config.judge.gamma
+    """Times and pairs baseline and best of a run, writes verdict.json, returns it.
+
+    With judge.live: never, nothing is decoded or timed: what only that measures is null.
+    """
+    if config.judge.live == "never":
+        return _verdict_by_replay(config, served, heldout, seconds)
+    run, rule, gamma, target = config.folder, config.judge_rule, config.judge.gamma, served.model
     records = load_judgements(run)
     best = max(records, key=lambda record: record["score"])
     drafts = {
         name: served_copy(
-            load_model(name, str(checkpoint.step_folder(run, record["step"]) / "student")), saved_dtype, target
+            load_model(name, str(checkpoint.step_folder(run, record["step"]) / "student")), served.saved_dtype, target
         )
         for name, record in (("baseline", records[0]), ("best", best))
     }
+    baseline, best = (
+        record if record.get("live", True) else {**record, **judge.judge_live(drafts[name], rule)}
+        for name, record in (("baseline", records[0]), ("best", best))
+    )
     settings = decode_settings(config, target, gamma, rule)
     frozen = heldout[rule]
     probs = {name: score_responses(draft, frozen, settings.sampling, rule) for name, draft in drafts.items()}
@@ -165,7 +175,7 @@ def make_verdict(
         "gamma": gamma,
         "prompts": best["prompts"],
         "tokens": best["tokens"],
-        "baseline": _judged(records[0]) | {"tokens_per_second": speed["baseline"]["tokens_per_second"]},
+        "baseline": _judged(baseline) | {"tokens_per_second": speed["baseline"]["tokens_per_second"]},
         "best": _judged(best) | {"tokens_per_second": speed["best"]["tokens_per_second"]},
         "target_tokens_per_second": speed["target"]["tokens_per_second"],
         "speed_up": {name: speed[name]["speed_up"] for name in drafts},
@@ -179,6 +189,39 @@ def make_verdict(
         "sentence": sentence,
         "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
     }
+    write_json(run / VERDICT, verdict)
+    return verdict
+
+
+def _verdict_by_replay(
+    config: RunConfig,
+    served: ServedTarget,
+    heldout: dict[Rule, list[HeldoutResponse]],
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """The verdict of a run whose target is not here: alpha and tau from the frozen text."""
+    run, rule, gamma = config.folder, config.judge_rule, config.judge.gamma
+    records = load_judgements(run)
+    best = max(records, key=lambda record: record["score"])
+    settings = decode_settings(config, served, gamma, rule)
+    probs: dict[str, Any] = {}
+    for name, record in (("best", best), ("baseline", records[0])):
+        draft = load_model("checkpoint", str(checkpoint.step_folder(run, record["step"]) / "student"))
+        rounded = served_copy(draft, served.saved_dtype, served)
+        probs[name] = score_responses(rounded, heldout[rule], settings.sampling, rule)
+    paired = paired_alpha_gain(probs["best"], probs["baseline"], [response.prompt for response in heldout[rule]])
+    _, sentence = sentence_of(1.0, paired["alpha_gain"], paired["ci"], gamma)
+    learned = sentence[sentence.index(" and ") + 5 :]
+    verdict = {
+        "rule": rule, "gamma": gamma, "prompts": best["prompts"], "tokens": best["tokens"],
+        "baseline": _judged(records[0]), "best": _judged(best), "target_tokens_per_second": None, "speed_up": None,
+        "paired": paired, "replay": {str(g): tau for g, tau in best["replay"].items()}, "best_gamma": None,
+        "predicted_speed_up": None, "costs": None, "checkpoints": records, "self_checks": {}, "domains": best["domains"],
+        "pays_off": None,
+        "sentence": f"Not timed here (judge.live: never): the distilled draft has tau {best['tau']:.2f} at gamma {gamma} by replay "
+        f"(undistilled {records[0]['tau']:.2f}) and {learned}",
+        "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
+    }  # fmt: skip
     write_json(run / VERDICT, verdict)
     return verdict
 

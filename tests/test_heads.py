@@ -95,9 +95,9 @@ def test_training_mode_survives_the_check() -> None:
 
 def test_frozen_parameters_are_not_trainable_ones() -> None:
     model = tiny_model()
-    assert SplitModel(model).head_parameters() == [model.lm_head.weight]
+    assert SplitModel(model).head.parameters() == [model.lm_head.weight]
     model.requires_grad_(False)
-    assert SplitModel(model).head_parameters() == []
+    assert SplitModel(model).head.parameters() == []
 
 
 def test_it_is_not_a_module_and_registers_nothing() -> None:

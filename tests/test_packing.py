@@ -1,11 +1,21 @@
-"""Which sequences share a step: partitions, determinism, padding."""
+"""Which sequences share a step, or a row: partitions, determinism, padding."""
+
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing import batches_per_epoch, cut_windows, micro_batches, padding_share, plan_epoch
+from data.packing import (
+    batches_per_epoch,
+    cut_windows,
+    micro_batches,
+    pack,
+    packed_micro_batches,
+    padding_share,
+    plan_epoch,
+)
 
 lengths_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=400)
 
@@ -108,3 +118,39 @@ def test_windows_are_the_documents_in_order(documents: list[list[int]], window: 
     assert windows.shape[1] == window
     assert windows.reshape(-1).tolist() == stream[: windows.size]
     assert len(stream) - windows.size < window
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=80), st.integers(40, 120))
+def test_rows_hold_every_sequence_once_and_could_not_be_merged(lengths: list[int], row_tokens: int) -> None:
+    rows = pack(lengths, row_tokens)
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
+    fills = [sum(lengths[position] for position in row) for row in rows]
+    assert all(0 < fill <= row_tokens for fill in fills)
+    # First fit: nothing in a later row has room in an earlier one, so at most one row is half empty.
+    for earlier, later in itertools.combinations(range(len(rows)), 2):
+        assert all(fills[earlier] + lengths[position] > row_tokens for position in rows[later])
+    assert sum(2 * fill <= row_tokens for fill in fills) <= 1
+    for row in rows:
+        assert all(lengths[first] >= lengths[second] for first, second in itertools.pairwise(row))
+
+
+def test_first_fit_decreasing_by_hand() -> None:
+    assert pack([3, 8, 5, 2, 5, 7], 10) == [[1, 3], [5, 0], [2, 4]]
+    assert pack([], 10) == []
+
+
+@pytest.mark.parametrize("lengths", [[3, 11], [0, 4]])
+def test_a_sequence_that_fits_no_row_is_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="rows of 10"):
+        pack(lengths, 10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 5))
+def test_packed_rows_are_dealt_to_ranks_without_overlap(lengths: list[int], micro_batch_size: int, ranks: int) -> None:
+    shares = [packed_micro_batches(lengths, 50, micro_batch_size, rank, ranks) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1, "every rank makes the same number of forwards"
+    assert all(len(rows) <= micro_batch_size for share in shares for rows in share)
+    dealt = [tuple(row) for share in shares for rows in share for row in rows]
+    assert sorted(dealt) == sorted(tuple(row) for row in pack(lengths, 50)), "packed alike for any number of ranks"

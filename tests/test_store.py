@@ -1,6 +1,7 @@
 """Shards and manifest: whole or absent, and refused by name when they are another run's."""
 
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -134,6 +135,81 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     assert "delete it" in text
 
 
+def flipped(content: bytes, position: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ (1 << position % 8)]) + content[position + 1 :]
+
+
+def test_one_flipped_byte_anywhere_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
+    """Every byte of manifest and checksum, every third of the shard; harmless is white space of the manifest only."""
+    store = opened(tmp_path)
+    rows = [row_of(0)]
+    store.write_shard(0, rows)
+    harmless = []
+    for path in sorted(store.folder.iterdir()):
+        content = path.read_bytes()
+        for position in range(0, len(content), 3 if path.suffix == ".parquet" else 1):
+            path.write_bytes(flipped(content, position))
+            said = ""
+            try:
+                store.open(IDENTITY)
+                assert store.read() == rows, (path, position)
+                assert store.manifest() == IDENTITY
+                assert path.name == MANIFEST
+                harmless.append(chr(content[position]))
+            except UserError as error:
+                said = str(error)
+            # A manifest whose checksum's key is another word is told by that key.
+            assert not said or (str(store.folder) if path.name == MANIFEST else path.name) in said
+            assert "\n" not in said
+        path.write_bytes(content)
+    assert set("".join(harmless)) <= set(" \n")
+    assert store.read() == rows
+
+
+def test_a_damaged_value_of_the_manifest_is_told_as_damage(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    path = store.folder / MANIFEST
+    path.write_text(path.read_text(encoding="utf-8").replace("abc", "abd"), encoding="utf-8")
+    for call in (store.manifest, lambda: store.open(IDENTITY), lambda: store.open(IDENTITY | {"target": "abd"})):
+        text = refused(call)
+        assert str(path) in text
+        assert "checksum" in text
+
+
+def test_a_shard_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.write_shard(3, [row_of(0)])
+    path = store.shard_path(3)
+    checksum = path.with_name("checksum-00003.sha256")
+    content = checksum.read_text(encoding="utf-8")
+    assert content == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n", "as sha256sum -c reads it"
+    checksum.unlink()
+    text = refused(store.read)
+    assert str(path) in text
+    assert checksum.name in text
+    assert "delete the shard" in text
+
+
+def test_shards_of_two_numbers_cannot_change_places(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for shard in range(2):
+        store.write_shard(shard, [row_of(shard)])
+    first, second = store.shard_path(0), store.shard_path(1)
+    first.write_bytes(second.read_bytes())
+    assert str(first) in refused(store.read)
+
+
+def test_has_all(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    assert not store.has_all(1, IDENTITY)
+    assert not store.folder.exists(), "asking creates nothing"
+    store.open(IDENTITY)
+    store.write_shard(0, [row_of(0)])
+    assert store.has_all(1, IDENTITY)
+    assert not store.has_all(2, IDENTITY)
+    assert "another target" in refused(lambda: store.has_all(1, IDENTITY | {"target": "xyz"}))
+
+
 def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
@@ -165,7 +241,11 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_shards(tmp_path: Path, monke
     assert "No space left" in text
     assert str(store.shard_path(1)) in text
     assert store.read() == [row_of(0)]
-    assert sorted(path.name for path in store.folder.iterdir()) == [MANIFEST, "shard-00000.parquet"]
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "checksum-00000.sha256",
+        MANIFEST,
+        "shard-00000.parquet",
+    ]
 
 
 def test_a_writer_that_really_runs_out_of_room(tmp_path: Path) -> None:

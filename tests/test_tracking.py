@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 from tiny_training import fresh_accelerator, make_loop, metrics_of, run_config
 
-from distill.tracking import METRICS, Metrics, start_trackers
+from distill.tracking import (
+    METRICS,
+    SECTIONS,
+    SUMMARIES,
+    TRACKED_NAMES,
+    Metrics,
+    flat_config,
+    notes_of,
+    start_trackers,
+    tracked,
+)
 from speculative.errors import UserError
 
 
@@ -71,13 +81,48 @@ class RecordingAccelerator:
         self.logged.append((step, values))
 
 
+def test_trackers_get_other_names_than_the_file() -> None:
+    line = {
+        "loss": 0.5, "alpha_train": 0.7, "lr": 1e-3, "grad_norm": 2.0, "skipped": True, "tokens_per_second": 900.0, "mfu": 0.4,
+        "peak_memory_mib": 512.0, "seconds": {"data": 0.1, "teacher": 0.2}, "judge/tau": 2.5, "judge/seconds": 3.0, "new_key": 1,
+        "note": "no number",
+    }  # fmt: skip
+    assert tracked(4, line) == {
+        "train/step": 4, "train/loss": 0.5, "train/alpha": 0.7, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/skipped": True,
+        "speed/tokens_per_second": 900.0, "speed/mfu": 0.4, "memory/peak_mib": 512.0, "time/data": 0.1, "time/teacher": 0.2,
+        "judge/tau": 2.5, "time/judge": 3.0, "train/new_key": 1,
+    }  # fmt: skip
+
+
+def test_every_name_lies_in_a_section_that_has_panels() -> None:
+    names = {*TRACKED_NAMES.values(), *SUMMARIES}
+    assert {name.split("/")[0] for name in names} <= set(SECTIONS)
+
+
+def test_a_config_becomes_leaves_with_dotted_names() -> None:
+    tree = {"name": "x", "loss": {"name": None, "mix": {"tv": 0.5}}, "data": {"train": [1, 2], "kwargs": {}}}
+    assert flat_config(tree) == {
+        "name": "x", "loss.name": "null", "loss.mix.tv": 0.5, "data.train": "[1, 2]", "data.kwargs": "{}"
+    }  # fmt: skip
+
+
+def test_notes_say_what_a_run_is(tmp_path: Path) -> None:
+    notes = notes_of(run_config(tmp_path, loss={"name": "jsd"}, seed=3).model_dump(mode="json"))
+    assert notes == "target embedded, draft carved, objective jsd, serving temperature 1.0, seed 3"
+    assert "None" in notes_of({"target": None})
+
+
 def test_trackers_get_numbers_every_so_often_and_judgements_always(tmp_path: Path) -> None:
     accelerator = RecordingAccelerator()
     metrics = Metrics(tmp_path, accelerator, log_every=3, has_trackers=True)  # type: ignore[arg-type]
     for step in range(1, 7):
         metrics.write(step, {"loss": float(step), "text": "no number"})
     metrics.write(7, {"judge/tau": 2.0}, always=True)
-    assert accelerator.logged == [(3, {"loss": 3.0}), (6, {"loss": 6.0}), (7, {"judge/tau": 2.0})]
+    assert accelerator.logged == [
+        (3, {"train/step": 3, "train/loss": 3.0}),
+        (6, {"train/step": 6, "train/loss": 6.0}),
+        (7, {"train/step": 7, "judge/tau": 2.0}),
+    ]
 
 
 def tracked_run(folder: Path, tracker: str) -> None:
@@ -103,7 +148,7 @@ def test_tensorboard_gets_the_run(tmp_path: Path) -> None:
         reader = EventAccumulator(str(path))
         reader.Reload()
         tags |= set(reader.Tags()["scalars"])
-    assert {"loss", "alpha_train", "judge/score"} <= tags
+    assert {"train/loss", "train/alpha", "judge/score", "speed/tokens_per_second"} <= tags
 
 
 def test_wandb_runs_offline_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +163,48 @@ def test_wandb_runs_offline_without_a_login(tmp_path: Path, monkeypatch: pytest.
     files = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 1
     deadline = time.monotonic() + 20  # wandb's own process writes the file
-    while files[0].stat().st_size < 1000 and time.monotonic() < deadline:
+    while not any(record.HasField("exit") for record in records_of(files[0])) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert files[0].stat().st_size >= 1000
+    records = records_of(files[0])
+    defined = {
+        record.metric.name or record.metric.glob_name: record.metric for record in records if record.HasField("metric")
+    }
+    assert set(defined) == {"train/step", *SUMMARIES, *(f"{section}/*" for section in SECTIONS)}
+    assert all(metric.step_metric == "train/step" for name, metric in defined.items() if name != "train/step")
+    assert defined["judge/tau"].summary.max
+    assert defined["train/loss"].summary.min
+    assert not defined["train/loss"].summary.max
+    logged = {item.key or item.nested_key[0] for r in records if r.HasField("history") for item in r.history.item}
+    assert {"train/step", "train/loss", "train/alpha", "train/grad_norm", "judge/score"} <= logged
+    assert "loss" not in logged
+    run = next(record.run for record in records if record.HasField("run"))
+    assert run.notes.startswith("target embedded, draft carved, objective lk_hybrid")
+    assert {"optim.lr", "loss.name", "train.steps"} <= {item.key for r in records for item in keys_of(r)}
+
+
+def keys_of(record: Any) -> list[Any]:
+    return [*record.run.config.update, *record.config.update]
+
+
+def records_of(path: Path) -> list[Any]:
+    """The records in a .wandb file: blocks of 32 KiB of chunks (checksum 4, length 2, kind 1, bytes) behind 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, joined, records = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        chunk = data[position + 7 : position + 7 + length]
+        if kind == 0 or len(chunk) < length:
+            break
+        position += 7 + length
+        joined = chunk if kind in (1, 2) else joined + chunk  # whole or first; middle or last
+        if kind in (1, 4):
+            records.append(Record.FromString(joined))
+    return records
 
 
 def test_a_missing_tracker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

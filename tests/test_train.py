@@ -12,8 +12,8 @@ from data.store import Store
 from distill import train
 from distill.checkpoint import list_steps, step_folder
 from distill.config import load_config
-from distill.loop import make_optimizers
-from distill.responses import RunStores
+from distill.optim import make_optimizers
+from distill.step_clock import STAGES
 from distill.student import carve, load_model
 from distill.verdict import SCHEMA
 from speculative.replay import replay, score_responses
@@ -55,7 +55,10 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
     assert set(verdict["paired"]) == {"alpha_gain", "ci"}
     assert [record["step"] for record in verdict["checkpoints"]] == [0, 4, 8, 12]
     assert verdict["self_checks"]["alpha_live"] == pytest.approx(1.0, abs=1e-3)
-    assert set(verdict["seconds"]) == {"self_checks", "respond", "judge", "train", "verdict"}
+    stages = {f"train/{stage}" for stage in STAGES}
+    assert set(verdict["seconds"]) == {"self_checks", "respond", "judge", "train", "verdict"} | stages
+    # The stages are parts of the whole; a little is between them.
+    assert sum(verdict["seconds"][stage] for stage in stages) == pytest.approx(verdict["seconds"]["train"], rel=0.2, abs=0.1)
 
 
 def test_best_is_the_highest_tau_and_the_link_points_there(verdict: dict, tiny_run: Path) -> None:
@@ -247,4 +250,3 @@ def test_stores_are_named_by_what_they_hold(tiny_run: Path) -> None:
     manifest = Store(tiny_run / "responses" / "heldout-greedy").manifest()
     assert manifest["sampling"]["temperature"] == 0
     assert Store(tiny_run / "responses" / "heldout").manifest()["sampling"]["temperature"] == 0.7
-    assert RunStores is not None

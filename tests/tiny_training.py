@@ -128,7 +128,7 @@ def make_loop(
     target = tiny_model(kind, vocab_size=TOKENS)
     module = DraftModule(
         student if student is not None else carve(target, [0]),
-        objective or Objective(config.loss.weights(), chunk_tokens=config.loss.chunk_tokens),
+        objective or Objective(config.loss_weights(), chunk_tokens=config.loss.chunk_tokens),
     )
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
     return Loop(
@@ -147,7 +147,8 @@ def make_loop(
 def metrics_of(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    clock = ("tokens_per_second", "seconds", "peak_memory_mib", "mfu")
+    return [{key: value for key, value in line.items() if key not in clock} for line in lines]
 
 
 def final_weights(config: RunConfig) -> dict[str, torch.Tensor]:

@@ -1,0 +1,219 @@
+"""The loss alone, from hidden states to the gradients of hidden states and head: seconds and memory, ours beside all logits.
+
+    python bench/loss.py --out bench/results/loss.json                   # vocabulary 151,936: minutes a case on one core
+    python bench/loss.py --vocabulary 4096 --rows 512 --widths 128
+
+`naive` is forward KL over full logits by autograd, what most trainers do. Every case runs in a process of its own. Memory is the
+growth of the process (on CUDA: of allocated memory) from the moment that weights and hidden states exist; it includes the gradient
+of the head's weight, which everybody pays (`weight_gradient_mb`). With one thread seconds are the process's own, so that a busy
+machine does not show; otherwise they are those of the clock. Ratios are over the naive case of the same width and rows; where that
+was not run, over it at the first number of rows, times as many.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from data.signals import DenseSignal, Signal, TopKSignal
+from distill.heads import OutputHead
+from distill.objective import Objective, chunked_loss
+from distill.provenance import describe_run
+
+STORED = 64
+OBJECTIVES = "forward_kl,reverse_kl,jsd,tv,neg_log_alpha,lk_hybrid"
+
+
+def peak_memory(device: torch.device) -> tuple[Callable[[], None], Callable[[], float]]:
+    """(start counting anew, MB of growth since): allocated memory on CUDA, the process's own on Linux."""
+    if device.type == "cuda":
+        held = 0
+
+        def start() -> None:
+            nonlocal held
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+
+        return start, lambda: (torch.cuda.max_memory_allocated() - held) / 2**20
+
+    def field(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    resident = 0
+
+    def begin() -> None:
+        nonlocal resident
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is held now
+        resident = field("VmRSS:")
+
+    return begin, lambda: (field("VmHWM:") - resident) / 2**10
+
+
+def stored(head: nn.Linear, hidden_RD: Tensor) -> TopKSignal:
+    """The most probable tokens of each row, a few rows at a time."""
+    parts = []
+    for start in range(0, len(hidden_RD), 64):
+        log_probs_CV = head(hidden_RD[start : start + 64]).log_softmax(-1)
+        best = log_probs_CV.topk(min(STORED, log_probs_CV.shape[-1] - 1))
+        tail_C = log_probs_CV.scatter_(-1, best.indices, -torch.inf).logsumexp(-1)
+        parts.append((best.indices, best.values, tail_C))
+    return TopKSignal(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def naive_loss(head: nn.Linear, hidden_RD: Tensor, target_head: nn.Linear, target_hidden_RD: Tensor) -> Tensor:
+    """Forward KL over all logits at once."""
+    with torch.no_grad():
+        target_RV = target_head(target_hidden_RD).float().log_softmax(-1)
+    student_RV = head(hidden_RD).float().log_softmax(-1)
+    return nn.functional.kl_div(student_RV, target_RV, log_target=True, reduction="sum")
+
+
+@torch.no_grad()
+def spread(layer: nn.Linear) -> nn.Linear:
+    """Logits of spread 2: neither flat nor sure."""
+    layer.weight.normal_(std=2 / layer.in_features**0.5)
+    return layer
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """One contestant in this process: its memory on the first run, its median time behind it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(case["threads"])
+    device, dtype = torch.device(case["device"]), getattr(torch, case["dtype"])
+    vocabulary, rows, width = case["vocabulary"], case["rows"], case["width"]
+    head, target_head = (spread(nn.Linear(width, vocabulary, bias=False, dtype=dtype, device=device)) for _ in range(2))
+    target_head.requires_grad_(False)
+    hidden_RD = torch.randn(rows, width, dtype=dtype, device=device, requires_grad=True)
+    target_hidden_RD = torch.randn(rows, width, dtype=dtype, device=device)
+    labels_R = torch.randint(vocabulary, (rows,), device=device)
+    signal: Signal = DenseSignal(target_hidden_RD, target_head)
+    if case["signal"] == "topk":
+        signal = stored(target_head, target_hidden_RD)
+    objective = Objective(
+        {case["objective"]: 1.0}, compile=case["what"] == "compiled", chunk_tokens=case["chunk_tokens"]
+    )
+
+    def step(count: int = rows) -> None:
+        head.weight.grad = hidden_RD.grad = None
+        if case["what"] == "naive":
+            loss = naive_loss(head, hidden_RD[:count], target_head, target_hidden_RD[:count])
+        else:
+            part = signal.rows(slice(0, count))
+            loss = chunked_loss(objective, hidden_RD[:count], OutputHead(head), part, labels_R[:count]).loss
+        (loss / count).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    step(min(rows, 8))  # libraries load, kernels compile
+    head.weight.grad = hidden_RD.grad = None
+    start, grown = peak_memory(device)
+    clock = time.process_time if device.type == "cpu" and case["threads"] == 1 else time.perf_counter
+    start()
+    seconds, wall = [], []
+    for repeat in range(case["repeats"]):
+        began, began_wall = clock(), time.perf_counter()
+        step()
+        seconds.append(clock() - began)
+        wall.append(time.perf_counter() - began_wall)
+        if repeat == 0:
+            memory = grown()
+    return {
+        **{key: case[key] for key in ("what", "objective", "signal", "rows", "width", "vocabulary", "device", "dtype")},
+        "seconds": sorted(seconds)[len(seconds) // 2],
+        "wall_seconds": sorted(wall)[len(wall) // 2],
+        "peak_memory_mb": round(memory, 1),
+        "weight_gradient_mb": round(head.weight.numel() * head.weight.itemsize / 2**20, 1),
+    }
+
+
+def with_ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each cell with its time and memory over the naive case's."""
+    naive = {(cell["width"], cell["rows"]): cell for cell in cells if cell["what"] == "naive"}
+    for cell in cells:
+        rows = min(one for width, one in naive if width == cell["width"])
+        beside = naive.get((cell["width"], cell["rows"]), naive[cell["width"], rows])
+        times = cell["rows"] / beside["rows"]
+        cell["vs_naive"] = round(cell["seconds"] / (times * beside["seconds"]), 3)
+        cell["loss_memory_ratio"] = round(cell["peak_memory_mb"] / (times * beside["peak_memory_mb"]), 4)
+    return cells
+
+
+def cases(rows: list[int], objectives: list[str], compiled: bool) -> list[dict[str, Any]]:
+    """What is compared at one width: naive at the first number of rows; forward KL, compiled and stored at the first, too."""
+    found = [{"what": "naive", "objective": "forward_kl", "signal": "dense", "rows": rows[0]}]
+    for count in rows:
+        for objective in objectives if count == rows[0] else objectives[:1]:
+            found.append({"what": "ours", "objective": objective, "signal": "dense", "rows": count})
+        found.append({"what": "ours", "objective": objectives[0], "signal": "topk", "rows": count})
+    if compiled:
+        found += [{"what": "compiled", "objective": one, "signal": "dense", "rows": rows[0]} for one in objectives]
+    return found
+
+
+def show(cells: list[dict[str, Any]]) -> None:
+    """The cells as a table."""
+    table = Table(title=f"loss alone, vocabulary {cells[0]['vocabulary']:,}, {cells[0]['dtype']}, {cells[0]['device']}")
+    for column in ("what", "objective", "signal", "rows", "width", "seconds", "vs naive", "peak MB", "memory ratio"):
+        table.add_column(column)
+    for cell in cells:
+        table.add_row(
+            *(str(cell[key]) for key in ("what", "objective", "signal", "rows", "width")), f"{cell['seconds']:.3g}",
+            f"{cell['vs_naive']:.2f}", f"{cell['peak_memory_mb']:.0f}", f"{cell['loss_memory_ratio']:.3f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    vocabulary: Annotated[int, typer.Option(min=2)] = 151_936,
+    rows: Annotated[str, typer.Option(help="response tokens; naive runs at the first number only")] = "2048,8192",
+    widths: Annotated[str, typer.Option(help="hidden width of student and target")] = "896,256",
+    objectives: Annotated[
+        str, typer.Option(help="comma-separated; the first also stored and at all rows")
+    ] = OBJECTIVES,
+    chunk_tokens: Annotated[int, typer.Option(help="0 = automatic", min=0)] = 0,
+    device: Annotated[str, typer.Option()] = "cpu",
+    dtype: Annotated[str, typer.Option(help="of weights and hidden states")] = "float32",
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="timed runs of each case; the median counts", min=1)] = 1,
+    compiled: Annotated[bool, typer.Option(help="also with torch.compile")] = False,
+    case: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Times every case in a process of its own and writes one JSON."""
+    if case:
+        print(json.dumps(run_case(json.loads(case))))
+        return
+    shared = {
+        "vocabulary": vocabulary, "device": device, "dtype": dtype, "threads": threads, "repeats": repeats,
+        "chunk_tokens": chunk_tokens or None,
+    }  # fmt: skip
+    cells = []
+    for width in map(int, widths.split(",")):
+        for one in cases([int(count) for count in rows.split(",")], objectives.split(","), compiled):
+            command = [sys.executable, __file__, "--case", json.dumps({**shared, **one, "width": width})]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            cells.append(json.loads(done.stdout.splitlines()[-1]))
+    show(with_ratios(cells))
+    if out is not None:
+        machine = describe_run(0) | {"uncommitted_changes": None, "argv": None, "threads": threads}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_suffix(".tmp")
+        partial.write_text(json.dumps({"machine": machine, "cells": cells}, indent=1) + "\n")
+        partial.replace(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,456 @@
+"""What so many minutes of distillation on this machine buy: alpha, tau and argmax agreement on held-out responses.
+
+    python bench/yardstick.py --target DIR --draft DIR --data DIR --domain wikisql --out FILE
+    python bench/yardstick.py --target DIR --data DIR --domain wikisql --student carved --out FILE
+    python bench/yardstick.py ... --modes ours objective=forward_kl optimizer=adamw lr=1e-3 signal=online   # any recipe
+
+The protocol: 1,500 training prompts and 200 held-out ones of a domain, one response of the target to each, sampled at
+temperature 1 without truncation, at most 96 tokens. They are made before the clock starts, once, and kept in --cache. Then
+the draft trains for so many minutes of wall clock; whatever training needs of the target is inside. alpha is the mean over
+the held-out response positions of sum_v min(target, draft), computed dense; tau is from replay.
+
+`plain` is the plain loop to compare with: AdamW 1e-3, batches of 32, the target asked in every step, forward KL over the
+logits of all response positions, float32, no schedule. `ours` is the recipe given by `key=value` (see `Recipe`), through
+the product's loss, teacher signals and optimizers; its learning rate follows the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gzip
+import hashlib
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from data.collate import Batch, Example, collate
+from data.packing import plan_epoch
+from data.signal_store import SignalStore, signal_manifest
+from data.template import loss_mask
+from distill import losses
+from distill.capture import CapturingTeacher
+from distill.carving import layer_list
+from distill.config import OptimConfig, SignalConfig
+from distill.heads import SplitModel
+from distill.objective import Objective
+from distill.optim import make_optimizers, weight_average
+from distill.provenance import describe_run, model_fingerprint
+from distill.student import DraftModule, carve, load_model, load_tokenizer
+from distill.teacher import Teacher
+from distill.vocabulary import vocabulary_rows
+from speculative.decode import decode, end_token_ids
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.replay import replay, score_responses
+from speculative.responses import DecodeSettings
+from speculative.sampling import SamplingSettings
+
+GAMMAS = (3, 5)
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a draft is trained for a stretch of time. Ratios are shares of that time."""
+
+    objective: str = "lk_hybrid"  # or a sum such as forward_kl+tv
+    warm_objective: str = "forward_kl"  # objective of the first `warm_ratio`
+    warm_ratio: float = 0.0
+    temperature: float = 1.0
+    eta: float = 3.0
+    optimizer: str = "muon"  # adamw, muon, adamw8bit
+    lr: float = 2e-3
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    batch: int = 32
+    schedule: str = "cosine"  # or constant
+    warmup: float = 0.03
+    final: float = 0.05  # learning rate at the end / peak
+    autocast: bool = False  # bf16
+    signal: str = "capture"  # online: the target in every step; capture: once per sequence, its top-k kept on disk
+    k: int = 64
+    ema: float = 0.0
+    chunk: int = 0  # response tokens whose logits exist at once; 0 = ours to choose
+    compile: bool = False
+    layers: str = "0,-1"  # of the target, for a carved student
+
+    @classmethod
+    def parse(cls, assignments: Sequence[str]) -> Recipe:
+        """From `key=value` texts.
+
+        Raises:
+            UserError: an unknown key, a value of another type.
+        """
+        values: dict[str, Any] = {}
+        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        for assignment in assignments:
+            key, _, text = assignment.partition("=")
+            if key not in kinds:
+                raise UserError(f"{assignment}: no such key; there are {', '.join(kinds)}")
+            try:
+                values[key] = {"true": True, "false": False}[text] if kinds[key] is bool else kinds[key](text)
+            except (ValueError, KeyError) as error:
+                raise UserError(f"{assignment}: the value should be a {kinds[key].__name__}") from error
+        return cls(**values)
+
+    def objective_at(self, share: float) -> Objective:
+        """The objective when a share of the time is over."""
+        names = self.warm_objective if share < self.warm_ratio else self.objective
+        weights = dict.fromkeys(names.split("+"), 1.0)
+        return Objective(
+            weights, self.temperature, eta=self.eta, chunk_tokens=self.chunk or None, compile=self.compile
+        )  # fmt: skip
+
+    def lr_at(self, share: float) -> float:
+        """The learning rate when a share of the time is over."""
+        if share < self.warmup:
+            return self.lr * share / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (share - self.warmup) / (1.0 - self.warmup))
+        return self.lr * (self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+PLAIN = Recipe(objective="forward_kl", optimizer="adamw", lr=1e-3, schedule="constant", warmup=0.0, signal="online")
+
+
+def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows of the first jsonl file (gzipped or not) in a folder."""
+    files = sorted((*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")))
+    if not files:
+        raise UserError(f"{folder}: no .jsonl or .jsonl.gz there; give the folder of the domain with --data")
+    with gzip.open(files[0], "rt", encoding="utf-8") if files[0].suffix == ".gz" else files[0].open() as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def domain_prompts(folder: Path, tokenizer: Any, most_tokens: int, count: int) -> Prompts:
+    """Distinct prompts in the order of their hashes: a question, or a dialogue up to one of its user's turns."""
+    conversations: dict[str, list[dict[str, str]]] = {}
+    for row in read_rows(folder):
+        messages = row.get("messages") or [{"role": "user", "content": row["question"]}]
+        turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
+        key = json.dumps(messages, sort_keys=True)
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        conversations[digest] = messages[: random.Random(digest).choice(turns) + 1]
+    prompts: Prompts = []
+    for digest in sorted(conversations):
+        text = tokenizer.apply_chat_template(conversations[digest], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= most_tokens and ids not in prompts[-50:]:
+            prompts.append(ids)
+        if len(prompts) == count:
+            break
+    return prompts
+
+
+def respond(
+    target: Any, prompts: Prompts, max_tokens: int, seed: int, greedy: bool, cache: Path
+) -> list[HeldoutResponse]:
+    """The target's responses, one to each prompt; read from the cache when they are there."""
+    settings = DecodeSettings(
+        SamplingSettings(0.0 if greedy else 1.0), 0, "greedy" if greedy else "sample", max_tokens, end_token_ids(target), seed
+    )  # fmt: skip
+    identity = json.dumps([model_fingerprint(target), prompts, max_tokens, seed, greedy, settings.eos_ids])
+    path = cache / f"responses-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+    if not path.exists():
+        keyed = [(str(number), prompt) for number, prompt in enumerate(prompts)]
+        responses, _ = decode(target, None, keyed, settings, batch_size=64)
+        rows = [[r.key, "", list(r.prompt_ids), list(r.response_ids), list(r.log_target_probs)] for r in responses]
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(rows), encoding="utf-8")
+        partial.replace(path)
+    return [HeldoutResponse(*row) for row in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def examples_of(responses: Sequence[HeldoutResponse]) -> list[Example]:
+    """Training sequences."""
+    return [
+        Example(
+            np.array([*r.prompt_ids, *r.response_ids], dtype=np.int32),
+            np.array(loss_mask(len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids))),
+        )
+        for r in responses
+    ]
+
+
+def _groups(examples: Sequence[Example], size: int = 32) -> Iterator[Batch]:
+    order = sorted(range(len(examples)), key=lambda number: len(examples[number].input_ids))
+    for start in range(0, len(order), size):
+        numbers = order[start : start + size]
+        yield collate([examples[number] for number in numbers], 0, numbers)
+
+
+@torch.no_grad()
+def measure(target: Any, draft: Any, heldout: Sequence[HeldoutResponse]) -> dict[str, Any]:
+    """{alpha, alpha_sampled, agreement, tau: {gamma: ...}, tokens} on sampled held-out responses.
+
+    alpha: mean over positions of sum_v min(target, draft), dense. alpha_sampled: the mean of min(1, draft / target) of the
+    tokens, an estimate of the same. agreement: share of positions whose two argmaxes are equal.
+    """
+    draft.eval()
+    teacher, split = Teacher(target), SplitModel(draft)
+    overlap = agreed = tokens = 0.0
+    for batch in _groups(examples_of(heldout)):
+        signal = teacher.signal(batch)
+        hidden_BTD = split.hidden(batch.input_ids_BT)
+        hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R]
+        for start in range(0, len(hidden_RD), 512):
+            rows = slice(start, start + 512)
+            pair = [head(h[rows]).float() for head, h in ((signal.head, signal.hidden_RD), (split.head, hidden_RD))]
+            overlap += float(losses.overlap(pair[0].log_softmax(-1), pair[1].log_softmax(-1)).double().sum())
+            agreed += int((pair[0].argmax(-1) == pair[1].argmax(-1)).sum())
+        tokens += len(hidden_RD)
+    accept = score_responses(draft, heldout, SamplingSettings(1.0))
+    return {
+        "alpha": overlap / tokens,
+        "alpha_sampled": float(np.concatenate(accept).mean()),
+        "agreement": agreed / tokens,
+        "tau": {str(gamma): tau for gamma, tau in replay(accept, GAMMAS).items()},
+        "tokens": int(tokens),
+    }
+
+
+def greedy_agreement(draft: Any, heldout: Sequence[HeldoutResponse]) -> float:
+    """Share of the tokens of greedy responses that are the draft's argmax: alpha at temperature 0."""
+    scores = score_responses(draft.eval(), heldout, SamplingSettings(0.0), "greedy")
+    return float(np.concatenate(scores).mean())
+
+
+class Clock:
+    """Says when to stop: a step that would end behind the budget is not begun."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.began, self.ends = seconds, time.perf_counter(), [0.0]
+
+    def share(self) -> float:
+        """Of the budget, at the end of the last step."""
+        return self.ends[-1] / self.seconds
+
+    def tick(self) -> bool:
+        """Notes the end of a step; whether there is time for another one as long as the median one."""
+        self.ends.append(time.perf_counter() - self.began)
+        recent = np.diff(self.ends[-20:])
+        return self.ends[-1] + float(np.median(recent)) <= self.seconds
+
+
+def train_plain(student: Any, target: Any, examples: Sequence[Example], seconds: float, seed: int) -> dict[str, Any]:
+    """The plain loop. {seconds, steps, tokens_trained: response tokens}."""
+    generator = np.random.default_rng(seed)
+    clock = Clock(seconds)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=PLAIN.lr)
+    student.train()
+    order: list[int] = []
+    tokens, going = 0, True
+    while going:
+        if len(order) < PLAIN.batch:
+            order = generator.permutation(len(examples)).tolist()
+        numbers, order = order[: PLAIN.batch], order[PLAIN.batch :]
+        batch = collate([examples[number] for number in numbers], 0)
+        with torch.no_grad():
+            target_log_probs_RV = (
+                target(batch.input_ids_BT, use_cache=False).logits.flatten(0, 1)[batch.rows_R].log_softmax(-1)
+            )
+        student_log_probs_RV = (
+            student(batch.input_ids_BT, use_cache=False).logits.flatten(0, 1)[batch.rows_R].log_softmax(-1)
+        )
+        loss = (target_log_probs_RV.exp() * (target_log_probs_RV - student_log_probs_RV)).sum(-1).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tokens += batch.labels_R.numel()
+        going = clock.tick()
+    return {"seconds": clock.ends[-1], "steps": len(clock.ends) - 1, "tokens_trained": tokens}
+
+
+def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch]:
+    """The product's batches, epoch after epoch."""
+    lengths = np.array([len(example.input_ids) for example in examples])
+    for epoch in range(1 << 30):
+        for numbers in plan_epoch(lengths, size, seed, epoch):
+            yield collate([examples[number] for number in numbers], 0, numbers.tolist())
+
+
+def captured(target: Any, examples: Sequence[Example], k: int, temperature: float, folder: str) -> CapturingTeacher:
+    """A teacher whose target runs once per sequence."""
+    config = SignalConfig(source="capture", kind="topk", k=k)
+    manifest = signal_manifest(
+        "topk", k, temperature=temperature, vocab_rows=vocabulary_rows(target.config), target="", target_dtype=str(target.dtype),
+        examples=examples, seed=0,
+    )  # fmt: skip
+    store = SignalStore(Path(folder))
+    store.open(manifest, [example.response_tokens for example in examples])
+    return CapturingTeacher(Teacher(target), store, config, temperature, 0)
+
+
+def train_ours(
+    student: Any,
+    target: Any,
+    examples: Sequence[Example],
+    recipe: Recipe,
+    seconds: float,
+    seed: int,
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """The recipe, for so many seconds (or so many steps, which then are the time). {seconds, steps, tokens_trained, epochs, student}."""
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(seconds)
+        online = recipe.signal == "online"
+        source: Any = Teacher(target) if online else captured(target, examples, recipe.k, recipe.temperature, folder)
+        module = DraftModule(student, recipe.objective_at(0.0))
+        if recipe.compile:
+            for layer in layer_list(student)[1]:
+                layer.compile()
+        optim = OptimConfig(
+            name=recipe.optimizer, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay
+        )  # fmt: skip
+        optimizers = make_optimizers(module, optim)
+        average = weight_average(student, recipe.ema) if recipe.ema else None
+        tokens = 0
+        for done, batch in enumerate(batches(examples, recipe.batch, seed)):
+            share = clock.share() if steps is None else done / steps
+            one_step(module, source, batch, optimizers, recipe, share)
+            if average is not None:
+                average.update_parameters(student)
+            tokens += batch.labels_R.numel()
+            going = clock.tick()
+            if not going or done + 1 == steps:
+                break
+    epochs = (len(clock.ends) - 1) * recipe.batch / len(examples)
+    trained = average.module if average is not None else student
+    return {
+        "seconds": clock.ends[-1],
+        "steps": len(clock.ends) - 1,
+        "tokens_trained": tokens,
+        "epochs": epochs,
+        "student": trained,
+    }
+
+
+def one_step(
+    module: DraftModule, source: Any, batch: Batch, optimizers: Sequence[Any], recipe: Recipe, share: float
+) -> None:
+    """Forward, backward and update, at the learning rate and with the objective of a share of the time."""
+    module.train()
+    module.objective = recipe.objective_at(share)
+    signal = source.signal(batch)
+    with torch.autocast("cpu", torch.bfloat16) if recipe.autocast else contextlib.nullcontext():
+        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal)
+    (loss / batch.labels_R.numel()).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.clip)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr_at(share)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def make_draft(target: Any, draft: str | None, student: str, layers: str) -> Callable[[], Any]:
+    """A function that makes the untrained draft anew."""
+    if student == "carved":
+        return lambda: carve(target, [int(layer) for layer in layers.split(",")])
+    if draft is None:
+        raise UserError("--student draft needs --draft DIR")
+    model = load_model("draft", draft)
+    return lambda: copy.deepcopy(model)
+
+
+def main(
+    recipe: Annotated[list[str] | None, typer.Argument(help="key=value of the recipe of `ours`")] = None,
+    target: Annotated[str, typer.Option(help="directory or hub id")] = "embedded",
+    draft: Annotated[str | None, typer.Option(help="directory or hub id, for --student draft")] = None,
+    data: Annotated[Path, typer.Option(help="folder of the domains, or of the domain")] = Path(),
+    domain: Annotated[str, typer.Option(help="subfolder of --data, and the name in the table")] = "wikisql",
+    student: Annotated[str, typer.Option(help="draft: as it is; carved: layers of the target")] = "draft",
+    minutes: Annotated[float, typer.Option(help="of training; 0 = none, the draft as it is", min=0)] = 2.5,
+    modes: Annotated[str, typer.Option(help="comma-separated: plain, ours")] = "plain,ours",
+    seeds: Annotated[int, typer.Option(help="runs of each mode", min=1)] = 1,
+    train_prompts: Annotated[int, typer.Option(min=1)] = 1500,
+    heldout_prompts: Annotated[int, typer.Option(min=2)] = 200,
+    max_tokens: Annotated[int, typer.Option(help="of a response", min=1)] = 96,
+    max_prompt_tokens: Annotated[int, typer.Option(help="longer prompts are left out", min=1)] = 256,
+    cache: Annotated[Path, typer.Option(help="where responses are kept")] = Path("runs/yardstick"),
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 = torch's own choice", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON to write")] = None,
+) -> None:
+    """Trains and measures."""
+    if threads:
+        torch.set_num_threads(threads)
+    chosen = Recipe.parse(recipe or [])
+    model, tokenizer = load_model("target", target), load_tokenizer(target)
+    folder = data / domain if (data / domain).is_dir() else data
+    prompts = domain_prompts(folder, tokenizer, max_prompt_tokens, train_prompts + heldout_prompts)
+    if len(prompts) < train_prompts + heldout_prompts:
+        raise UserError(f"{folder}: {len(prompts)} prompts of at most {max_prompt_tokens} tokens are too few")
+    heldout = respond(model, prompts[:heldout_prompts], max_tokens, 1, False, cache)
+    examples = examples_of(respond(model, prompts[heldout_prompts:], max_tokens, 0, False, cache))
+    fresh, console = make_draft(model, draft, student, chosen.layers), Console(width=120)
+    before = measure(model, fresh(), heldout)
+    runs = []
+    for seed in range(seeds if minutes else 0):
+        for mode in modes.split(","):
+            learner = fresh().requires_grad_(True)
+            if mode == "plain":
+                spent = train_plain(learner, model, examples, 60 * minutes, seed)
+            else:
+                spent = train_ours(learner, model, examples, chosen, 60 * minutes, seed)
+                learner = spent.pop("student")
+            runs.append({"mode": mode, "seed": seed} | spent | measure(model, learner, heldout))
+            console.print(runs[-1])
+    facts = describe_run(0)
+    result = {
+        "machine": {key: value for key, value in facts.items() if key not in ("uncommitted_changes", "argv")},
+        "domain": domain,
+        "student": student,
+        "minutes": minutes,
+        "recipe": asdict(chosen),
+        "train_responses": len(examples),
+        "before": before,
+        "runs": runs,
+    }
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    console.print(table_of(result))
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """One line per mode: means over the seeds."""
+    title = f"{result['domain']} ({result['before']['tokens']:,} held-out tokens), {result['student']}, {result['minutes']:g} minutes"
+    table = Table("draft", "alpha", "sampled", "agreement", "tau 3", "tau 5", "tokens", "epochs", title=title)
+    rows = {"as it is": [result["before"]]}
+    for run in result["runs"]:
+        rows.setdefault(run["mode"], []).append(run)
+    for name, values in rows.items():
+        mean = {key: statistics.mean(v[key] for v in values) for key in ("alpha", "alpha_sampled", "agreement")}
+        tau = [statistics.mean(v["tau"][str(gamma)] for v in values) for gamma in GAMMAS]
+        tokens = f"{statistics.mean(v['tokens_trained'] for v in values):,.0f}" if "tokens_trained" in values[0] else ""
+        epochs = f"{values[0]['epochs']:.1f}" if "epochs" in values[0] else ""
+        table.add_row(
+            name, *(f"{value:.4f}" for value in mean.values()), *(f"{value:.2f}" for value in tau), tokens, epochs
+        )
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,156 @@
+"""The target of a run, its weights in memory only while someone needs them."""
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from data.endpoint import Endpoint, EndpointTarget
+from data.store import write_json
+from distill.config import TargetConfig
+from distill.provenance import model_fingerprint
+from distill.student import dtype_of, load_model, load_tokenizer, saved_dtype
+from distill.target_side import TargetSide, checkpoint_dtype, load_target_side
+from distill.vocabulary import vocabulary_rows
+from speculative.decode import end_token_ids
+from speculative.errors import UserError
+
+FACTS = "target.json"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a run must know of its target besides the weights."""
+
+    path: str
+    revision: str | None
+    fingerprint: str
+    dtype: str  # of the weights in memory
+    saved_dtype: str  # of the weights on disk, in which drafts are served
+    eos_ids: tuple[int, ...]
+    context_length: int | None
+    vocab_rows: int
+    parameters: int
+
+
+class ServedTarget:
+    """Tokenizer at once, weights on first use; facts are kept beside a run, so that a later start may do without weights."""
+
+    def __init__(self, config: TargetConfig, device: torch.device, run: Path | None = None) -> None:
+        """Reads the tokenizer, and the facts of an earlier start of ``run`` when they are of this path, revision and dtype.
+
+        Raises:
+            UserError: no tokenizer there.
+        """
+        self.config, self.device = config, device
+        self._how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        self.tokenizer = load_tokenizer(config.path, **self._how)
+        self._model: PreTrainedModel | None = None
+        self._run = run
+        self._facts = self._known_facts()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target on its device, loaded when it is not in memory.
+
+        Raises:
+            UserError: not there, not loadable, hub not reachable.
+        """
+        if self.config.endpoint is not None:
+            raise UserError(
+                f"target.endpoint: the weights of {self.config.path} are on a server, and this needs them here"
+            )
+        if self._model is None:
+            dtype = dtype_of(self.config.dtype, self.device)
+            model = load_model("target.path", self.config.path, dtype=dtype, **self._how)
+            self._model = model.to(self.device)  # type: ignore[arg-type]
+            self._facts = self._found_facts(self._model)
+        return self._model
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the weights are loaded."""
+        return self._model is not None
+
+    def release(self) -> None:
+        """Forgets the weights; whoever asks for `model` loads them again."""
+        self._model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def facts(self) -> TargetFacts:
+        """What is known of the target; loads the weights when nothing is known yet."""
+        if self._facts is None and self.config.endpoint is not None:
+            self._facts = self._served_facts()
+        elif self._facts is None:
+            _ = self.model
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights in memory."""
+        return getattr(torch, self.facts.dtype)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Of the weights on disk."""
+        return getattr(torch, self.facts.saved_dtype)
+
+    def remember(self) -> None:
+        """Writes the facts beside the run: one rank calls it."""
+        if self._run is not None:
+            write_json(self._run / FACTS, asdict(self.facts) | {"asked_dtype": self.config.dtype})
+
+    def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        saved = saved_dtype(self.config.path, model, **self._how)
+        return TargetFacts(
+            self.config.path, self.config.revision, model_fingerprint(model), _name(model.dtype), _name(saved),
+            end_token_ids(model), limit, vocabulary_rows(model.config), sum(p.numel() for p in model.parameters()),
+        )  # fmt: skip
+
+    def _served_facts(self) -> TargetFacts:
+        """What config, tokenizer and generation config tell of a target that a server keeps."""
+        side = self.side
+        end = side.generation.eos_token_id
+        eos_ids = () if end is None else tuple(end) if isinstance(end, list) else (int(end),)
+        saved = checkpoint_dtype(side.config)
+        asked = dtype_of(self.config.dtype, self.device)
+        return TargetFacts(
+            self.config.path, self.config.revision, f"endpoint {self.endpoint.model}",
+            _name(saved if isinstance(asked, str) else asked), _name(saved), eos_ids,
+            getattr(side.config.get_text_config(), "max_position_embeddings", None), vocabulary_rows(side.config), 0,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def side(self) -> TargetSide:
+        """Config, tokenizer and generation config: the target without its weights."""
+        return load_target_side(self.config.path, self.config.trust_remote_code, self.config.revision)
+
+    @functools.cached_property
+    def endpoint(self) -> EndpointTarget:
+        """The server that has the weights."""
+        assert self.config.endpoint is not None
+        rows = vocabulary_rows(self.side.config)
+        return EndpointTarget(Endpoint(**self.config.endpoint.model_dump()), self.tokenizer, rows)
+
+    def _known_facts(self) -> TargetFacts | None:
+        """Facts of an earlier start; none when anything about them is odd, for the weights can always be asked again."""
+        try:
+            values = json.loads((self._run / FACTS).read_text(encoding="utf-8")) if self._run else {}
+            asked = values.pop("asked_dtype")
+            facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        same = (facts.path, facts.revision, asked) == (self.config.path, self.config.revision, self.config.dtype)
+        return facts if same else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
