@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from distill.heads import SplitModel
+from distill.layers import layer_list, per_layer_fields
 from speculative.errors import UserError
 from speculative.sampling import SamplingSettings, logits_to_probs
 
@@ -44,31 +45,6 @@ class LayerChoice:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-
-def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """(name in the model, list) of the layers: the first list as long as the config says the model is deep.
-
-    Raises:
-        UserError: there is none.
-    """
-    depth = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return name, module
-    raise UserError(f"{type(model).__name__}: no list of {depth} layers to carve from; use student.init: config")
-
-
-def per_layer_fields(config: Any) -> dict[str, list[Any]]:
-    """Fields of a text config with one entry per layer, such as `layer_types`."""
-    return {
-        name: value
-        for name, value in vars(config).items()
-        if isinstance(value, list)
-        and len(value) == config.num_hidden_layers
-        and not name.endswith(("_id", "_ids"))
-        and name != "architectures"
-    }
 
 
 @contextmanager

@@ -161,11 +161,6 @@ def save_checkpoint(
     return final
 
 
-def load_state(accelerator: Accelerator, folder: Path) -> None:
-    """Optimizer, scheduler, weights and RNG of a checkpoint, also by another number of ranks than wrote it."""
-    accelerator.load_state(str(folder))
-
-
 def settle_weights(folder: Path, judgement: dict[str, Any]) -> None:
     """Gives the better of raw and averaged weights the name `student`; the other stays beside it. May be called again."""
     if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():

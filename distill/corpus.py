@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from data import stdlib
@@ -61,9 +62,14 @@ class HeldoutLoss:
         self.accelerator = accelerator
         self.micro_batch_size = config.train.micro_batch_size
 
+    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
+        """{step, heldout_loss, perplexity, heldout_tokens, score}; the main process's, sent to the others."""
+        record: list[Any] = [None if module is None else self.judge(step, module)]
+        return broadcast_object_list(record)[0] if self.accelerator.num_processes > 1 else record[0]
+
     @torch.no_grad()
-    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
-        """{step, heldout_loss, perplexity, heldout_tokens, score}."""
+    def judge(self, step: int, module: DraftModule) -> dict[str, Any]:
+        """The record of one model, on this process alone."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.examples), self.micro_batch_size):
             batch = collate(self.examples[start : start + self.micro_batch_size], 0).to(self.accelerator.device)

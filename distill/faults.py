@@ -8,6 +8,8 @@ from speculative.errors import UserError
 from speculative.self_checks import SelfCheckError
 
 MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
+# What gloo and NCCL say on a rank whose neighbour is gone.
+_DEAD_RANK = ("closed by peer", "reset by peer", "socket timeout", "timed out waiting", "remote process exited", "nccl")
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -30,6 +32,13 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return (
             f"understudy: out of memory ({str(error).splitlines()[0]}); lower train.micro_batch_size, loss.chunk_tokens, "
             "serving.batch_size or judge.batch_size and start again (responses and their shards are kept)",
+            MISTAKE,
+        )
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _DEAD_RANK):
+        return (
+            "understudy: another rank died or cannot be reached, so this one stops; the other's own message or the system's log "
+            "(out of memory?) says why; the same command goes on from the last checkpoint, also on another number of ranks "
+            f"({str(error).splitlines()[0][:160]})",
             MISTAKE,
         )
     if isinstance(error, OSError) and error.errno in _DISK:

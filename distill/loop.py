@@ -3,7 +3,6 @@
 Legend: R response tokens of a micro-batch.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 
 from data.collate import Batch, Example
 from data.store import write_json
-from distill import checkpoint
+from distill import checkpoint, sharding
 from distill.batches import BatchSource
 from distill.config import RunConfig, TrainConfig
 from distill.interrupt import Interrupt
@@ -47,8 +46,8 @@ class NotFinite(UserError):
 class Validator(Protocol):
     """Judges a checkpoint. All ranks call it; the record is the same on each."""
 
-    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
-        """A JSON-able record with at least `score`: higher is better."""
+    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
+        """A JSON-able record with at least `score`: higher is better. The module is None except on the main process."""
         ...
 
     def headline(self, record: dict[str, Any]) -> str:
@@ -107,7 +106,7 @@ class Loop:
         self.run = config.folder
         self.flops = training_flops(module.inner, teacher.split.model if isinstance(teacher, Teacher) else None)
         optimizers = make_optimizers(module, optim)
-        self.wrapped, *self.optimizers = accelerator.prepare(module, *optimizers)
+        self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, optim, train.steps)
         self.spikes = SpikeGuard(optim.spike_factor)
         self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
@@ -116,7 +115,8 @@ class Loop:
         self.clock = self.module.clock = StepClock(accelerator.device)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
         if progress.step or (checkpoint.step_folder(self.run, 0) / "state").exists():
-            checkpoint.load_state(accelerator, checkpoint.step_folder(self.run, progress.step) / "state")
+            state = checkpoint.step_folder(self.run, progress.step) / "state"
+            sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
             self.metrics.cut_after(progress.step)
 
     @property
@@ -156,7 +156,7 @@ class Loop:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step: a function of the step alone (and of the rollouts stored for it)."""
-        return self.batches.micro_batches(step, self.module)
+        return self.batches.micro_batches(step, sharding.WholeDraft(self.accelerator, self.wrapped, self.module))
 
     def step(self, window: Sequence[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches.
@@ -176,24 +176,24 @@ class Loop:
         self.clock.mark("data")
         for index, batch in enumerate(window):
             batch = batch.to(accelerator.device)
-            last = index == len(window) - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
-                signal = self.teacher.signal(batch) if self.teacher else None
-                self.clock.mark("teacher")
-                loss, overlap, slack = self.wrapped(
-                    batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT
-                )
-                accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
+            signal = self.teacher.signal(batch) if self.teacher else None
+            self.clock.mark("teacher")
+            with sharding.micro_step(accelerator, self.wrapped, last=index == len(window) - 1):
+                with sharding.autocast(accelerator):
+                    loss, overlap, slack = self.wrapped(
+                        batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT
+                    )
+                sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
                 self.clock.mark("student")
             sums += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
-        grad_norm = float(accelerator.clip_grad_norm_(self.wrapped.parameters(), self.config.optim.max_grad_norm))
+        grad_norm = sharding.clip_gradients(accelerator, self.wrapped, self.config.optim.max_grad_norm)
         mean_loss, mean_overlap, mean_slack = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             self._refuse_update(mean_loss, grad_norm)
         lr, skipped = self.schedulers[0].get_last_lr()[0], self.spikes.is_spike(grad_norm)
+        if not skipped:
+            sharding.update(accelerator, self.wrapped, self.optimizers)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            if not skipped:
-                optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
         if skipped:
@@ -304,9 +304,10 @@ class Loop:
         self.wrapped.eval()
         # What the judge draws must not reach the training: after a resume the judgement is not repeated.
         with torch.random.fork_rng():
-            record = self.validator(self.progress.step, self.module)
+            record = self.validator(self.progress.step, self._full())
             if self.average is not None:
-                record = self._better(record, self.validator(self.progress.step, self._averaged()))
+                averaged = self._averaged() if self.accelerator.is_main_process else None
+                record = self._better(record, self.validator(self.progress.step, averaged))
         self._judge_seconds = time.perf_counter() - started
         self.progress.spend("judge", self._judge_seconds)
         if self.accelerator.is_main_process:
@@ -314,6 +315,10 @@ class Loop:
             self.accelerator.print(self.validator.headline(record))
         self.accelerator.wait_for_everyone()
         return record
+
+    def _full(self) -> DraftModule | None:
+        """The draft with all of its weights on the main process. All ranks call it."""
+        return sharding.full_module(self.accelerator, self.wrapped, self.module)
 
     def _averaged(self) -> DraftModule:
         """The averaged weights as a module of their own."""
@@ -330,9 +335,10 @@ class Loop:
         if (checkpoint.step_folder(self.run, self.progress.step) / checkpoint.PROGRESS).exists():
             return
         students: dict[str, Any] = {}
-        if self.accelerator.is_main_process:
+        full = self._full()
+        if full is not None:
             # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
-            students["student"] = self.module.exported()
+            students["student"] = full.exported()
             if self.average is not None:
                 students[checkpoint.AVERAGED] = self._averaged().exported()
         checkpoint.save_checkpoint(self.run, self.accelerator, students, self.tokenizer, self.progress, self.provenance)

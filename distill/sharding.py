@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distill.config import RunConfig
+from distill.layers import layer_list
 from distill.student import DraftModule
 from speculative.errors import UserError
 
@@ -167,7 +168,7 @@ def prepare(
     forward to the end of the backward, so the loss may use the head's weight outside the head's own forward. ZeRO-3 is told so.
     """
     if accelerator.is_fsdp2:
-        module._no_split_modules = sorted({type(layer).__name__ for layer in decoder_layers(module.inner)})  # type: ignore[assignment]
+        module._no_split_modules = sorted({type(layer).__name__ for layer in layer_list(module.inner)[1]})  # type: ignore[assignment]
     wrapped, *prepared = accelerator.prepare(module, *optimizers)
     # Else transformers would cut every model that is loaded from here on under ZeRO-3: the target, and what is judged.
     unset_hf_deepspeed_config()
@@ -235,19 +236,6 @@ def update(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]) ->
         wrapped.step()
     for optimizer in optimizers:
         optimizer.step()  # under DeepSpeed it does nothing
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's layers: the list of modules that is as long as the config says it is deep.
-
-    Raises:
-        UserError: an architecture without such a list.
-    """
-    depth = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return list(module)
-    raise UserError(f"{type(model).__name__}: no list of {depth} layers to shard; use configs/accelerate/ddp.yaml")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -357,7 +345,7 @@ def shard_teacher(target: PreTrainedModel, mesh: Any = None) -> None:
     Raises:
         UserError: an architecture without a list of layers.
     """
-    for layer in decoder_layers(target):
+    for layer in layer_list(target)[1]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 

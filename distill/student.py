@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from data.signals import Signal
 from distill.heads import SplitModel
+from distill.layers import layer_list, per_layer_fields
 from distill.objective import Objective, chunked_loss
 from distill.sections import StudentConfig
 from distill.step_clock import StepClock
@@ -119,20 +120,9 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     text_config = config.get_text_config()
     text_config.num_hidden_layers = len(chosen)
     # Per-layer settings (sliding or full attention, dense or sparse MLP) travel with their layers.
-    for name, value in list(vars(text_config).items()):
-        if (
-            isinstance(value, list)
-            and len(value) == depth
-            and not name.endswith(("_id", "_ids"))
-            and name != "architectures"
-        ):
-            setattr(text_config, name, [value[layer] for layer in chosen])
-    names = [
-        name for name, module in target.named_modules() if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    if not names:
-        raise UserError(f"{type(target).__name__}: no list of {depth} layers to carve from; use student.init: config")
-    prefix = names[0] + "."
+    for name, value in per_layer_fields(target.config.get_text_config()).items():
+        setattr(text_config, name, [value[layer] for layer in chosen])
+    prefix = layer_list(target)[0] + "."
     state = {}
     for key, value in target.state_dict().items():
         if not key.startswith(prefix):

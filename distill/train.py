@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from transformers import PreTrainedModel
 
 from data.collate import Example
@@ -32,6 +32,7 @@ from distill.provenance import describe_run, tokenizer_fingerprint
 from distill.responses import RunStores, decode_settings
 from distill.rollouts import Rollouts, text_examples
 from distill.served_target import ServedTarget
+from distill.sharding import require_deepspeed, settle_launcher
 from distill.student import (
     DraftModule,
     context_of,
@@ -78,16 +79,13 @@ def start(config: RunConfig) -> Accelerator:
     Raises:
         UserError: the folder holds another config or cannot be written; a tracker is not installed.
     """
+    require_deepspeed()
     accelerator = new_accelerator(
         mixed_precision=config.train.mixed_precision,
         log_with=list(config.tracking.trackers) or None,
         project_dir=str(config.folder),
     )
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        raise UserError(
-            f"the launcher asks for {accelerator.distributed_type.value}; one process per device (MULTI_GPU, MULTI_CPU) is "
-            "what is supported: run `accelerate config` again without FSDP or DeepSpeed"
-        )
+    settle_launcher(accelerator, config)
     check_batches(config.train, accelerator.num_processes)
     if accelerator.is_main_process:
         checkpoint.claim_folder(config)

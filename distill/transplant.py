@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.vocabulary import ROLES, _row_tensors, tokens_by_id
+from distill.vocabulary import ROLES, row_tensors, special_ids, tokens_by_id
 from speculative.errors import UserError
 
 _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -37,17 +37,12 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any("\u0120" in string for string in tokenizer.get_vocab())
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token_id for token_id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-
-
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """The text that each token stands for, as UTF-8 (perhaps a part of a character), by id; special tokens are left out.
 
     Knows byte-level BPE and SentencePiece's marks (a leading block for a space, `<0xAB>` for a byte).
     """
-    byte_level, special = _is_byte_level(tokenizer), _special_ids(tokenizer)
+    byte_level, special = _is_byte_level(tokenizer), special_ids(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {}
     for token_id, string in tokens_by_id(tokenizer).items():
@@ -125,7 +120,7 @@ def _special_pieces(target_tokenizer: Any, donor_tokenizer: Any) -> dict[int, tu
         if target_id is not None and donor_id is not None:
             pieces.setdefault(target_id, (donor_id,))
     donor_vocabulary, target_strings = donor_tokenizer.get_vocab(), tokens_by_id(target_tokenizer)
-    for target_id in _special_ids(target_tokenizer):
+    for target_id in special_ids(target_tokenizer):
         string = target_strings.get(target_id)
         if string in donor_vocabulary:
             pieces.setdefault(target_id, (donor_vocabulary[string],))
@@ -191,10 +186,10 @@ def transplant_vocabulary(donor: PreTrainedModel, donor_tokenizer: Any, target_t
     pieces = {
         token_id: tuple(piece for piece in donors if piece < old_rows) for token_id, donors in match.pieces.items()
     }
-    made = [spread_rows(tensor, pieces, rows, known) for tensor in _row_tensors(donor)]
+    made = [spread_rows(tensor, pieces, rows, known) for tensor in row_tensors(donor)]
     with torch.random.fork_rng(devices=[]):
         donor.resize_token_embeddings(rows, mean_resizing=False)
-    for tensor, values in zip(_row_tensors(donor), made, strict=True):
+    for tensor, values in zip(row_tensors(donor), made, strict=True):
         tensor.copy_(values)
     donor.config.get_text_config().vocab_size = rows
     for role in ("bos", "eos", "pad"):

@@ -47,13 +47,13 @@ class DraftJudge:
         self.config, self.accelerator, self.target = config, accelerator, target
         self.saved_dtype, self.heldout = target.saved_dtype, heldout
 
-    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
+    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
 
         With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
         """
         shared: list[Any] = [None]
-        if self.accelerator.is_main_process:
+        if module is not None:
             draft = served_copy(module.exported(), self.saved_dtype, self.target)
             by_rule = {rule: self.judge(draft, rule) for rule in self.heldout}
             main = by_rule.pop(self.config.judge_rule)

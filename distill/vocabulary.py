@@ -147,16 +147,16 @@ def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
         return
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         # The library re-initialises new rows at random; the fork keeps that draw out of the run's random state.
-        matrices = _row_tensors(model)
+        matrices = row_tensors(model)
         means = [(tensor[:real_rows].to(_wide(tensor)).mean(dim=0)) for tensor in matrices]
         model.resize_token_embeddings(rows, mean_resizing=False)
-        for tensor, mean in zip(_row_tensors(model), means, strict=True):
+        for tensor, mean in zip(row_tensors(model), means, strict=True):
             assert tensor.shape[0] == rows
             tensor[old_rows:] = mean.to(tensor.dtype)
     model.config.get_text_config().vocab_size = rows
 
 
-def _row_tensors(model: Any) -> list[torch.Tensor]:
+def row_tensors(model: Any) -> list[torch.Tensor]:
     """Tensors with one line per vocabulary row: embedding, head (once when tied), head bias."""
     tensors = [model.get_input_embeddings().weight]
     head: nn.Module | None = model.get_output_embeddings()
@@ -184,7 +184,7 @@ def _first_role_difference(
             sides = f"{_quoted(target_string)} in the target and {_quoted(draft_string)} in the draft"
             known_ids = [i for i in (target_id, draft_id) if i is not None]
             return (known_ids[0], target_string, draft_string), f"{role} is {sides}: the target's is used"
-    differing = _special_ids(target_tokenizer) ^ _special_ids(draft_tokenizer)
+    differing = special_ids(target_tokenizer) ^ special_ids(draft_tokenizer)
     if differing:
         token_id = min(differing)
         string = target_tokens.get(token_id)
@@ -193,7 +193,8 @@ def _first_role_difference(
     return None, ""
 
 
-def _special_ids(tokenizer: Any) -> set[int]:
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids that the tokenizer treats as special, by any of its own ways of saying so."""
     flagged = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     return flagged | set(tokenizer.all_special_ids)
 

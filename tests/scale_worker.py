@@ -210,9 +210,12 @@ def slow_train(path: Path) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "train":
+        sys.exit(slow_train(Path(sys.argv[2])))
     if sys.argv[1] == "cases":
         cases(Path(sys.argv[2]))
-    elif sys.argv[1] in ENGINES:
-        zero_cases(Path(sys.argv[2]), sys.argv[1])
     else:
-        sys.exit(slow_train(Path(sys.argv[2])))
+        zero_cases(Path(sys.argv[2]), sys.argv[1])
+    # As `distill.train` ends: a rank that leaves without a word may abort the one that is still reading from it.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

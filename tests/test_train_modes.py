@@ -177,7 +177,7 @@ class TestSpikes:
         loop.accelerator.clip_grad_norm_ = lambda *_: torch.tensor(700.0)  # type: ignore[method-assign]
         for step in range(MOST_SKIPS - 1):
             loop.step(loop.micro_batches(step))
-        with pytest.raises(NotFinite, match="20 updates skipped in a row.*no checkpoint yet.*lower optim.lr"):
+        with pytest.raises(NotFinite, match=r"20 updates skipped in a row.*no checkpoint yet.*lower optim.lr"):
             loop.step(loop.micro_batches(MOST_SKIPS))
 
 
