@@ -43,11 +43,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from data.collate import Batch, Example, collate
 from data.signals import DenseSignal
-from distill.carving import layer_list
 from distill.heads import OutputHead, SplitModel
+from distill.layers import layer_list
 from distill.objective import Objective, chunked_loss
 from distill.profiling import peak_flops
-from distill.student import DraftModule
 from distill.teacher import Teacher
 
 OBJECTIVES = ("forward_kl", "jsd", "lk_hybrid")
@@ -223,9 +222,9 @@ def floor_step(race: Race, objective: str) -> Callable[[], None]:
 def our_step(
     race: Race, objective: str, compiled: bool, phases: dict[str, list[float]] | None = None
 ) -> Callable[[], None]:
-    """One step through the product's modules; with ``phases`` it also notes the teacher's seconds and the rest's."""
-    fields = {"compile": True} if compiled and "compile" in Objective.__dataclass_fields__ else {}
-    module = DraftModule(race.student, Objective({objective: 1.0}, **fields)).train()
+    """One step through the product's loss; with ``phases`` it also notes the teacher's seconds and the rest's."""
+    chosen, split = Objective({objective: 1.0}, compile=compiled), SplitModel(race.student)
+    race.student.train()
 
     def step() -> None:
         batch = race.batch
@@ -235,8 +234,11 @@ def our_step(
             wait(race.device)
             middle = time.perf_counter()
         with race.autocast():
-            loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal)
-        (loss / batch.labels_R.numel()).backward()
+            # What the product's DraftModule does; that one needs the configuration library.
+            hidden_BTD = split.hidden(batch.input_ids_BT)
+            hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R]
+            sums = chunked_loss(chosen, hidden_RD, split.head, signal, batch.labels_R)
+        (sums.loss / batch.labels_R.numel()).backward()
         race.update()
         if phases is not None:
             wait(race.device)

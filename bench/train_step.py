@@ -54,9 +54,9 @@ from data.respond import RenderedPrompt
 from data.signal_store import SignalStore, signal_manifest
 from data.signals import DenseSignal, TopKSignal
 from distill.capture import StoredTeacher, topk_signal
-from distill.carving import layer_list
 from distill.config import OptimConfig, RolloutConfig, parse_config
 from distill.heads import OutputHead
+from distill.layers import layer_list
 from distill.objective import Objective, chunked_loss
 from distill.optim import make_optimizers
 from distill.provenance import describe_run, model_fingerprint

@@ -44,9 +44,9 @@ from data.signal_store import SignalStore, signal_manifest
 from data.template import loss_mask
 from distill import losses
 from distill.capture import CapturingTeacher
-from distill.carving import layer_list
 from distill.config import OptimConfig, SignalConfig
 from distill.heads import SplitModel
+from distill.layers import layer_list
 from distill.objective import Objective
 from distill.optim import make_optimizers, weight_average
 from distill.provenance import describe_run, model_fingerprint

@@ -1,6 +1,5 @@
 """Judges one draft by a config's target, held-out prompts and serving settings: what `understudy evaluate` does."""
 
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -8,7 +7,7 @@ from transformers import PreTrainedModel
 from distill.config import RunConfig
 from distill.prompts import load_prompts
 from distill.responses import RunStores, decode_settings
-from distill.student import load_model, load_tokenizer
+from distill.student import find_student, load_model, load_tokenizer
 from distill.train import context_limit, load_target, new_accelerator, positions_of
 from distill.validate import served_copy
 from distill.verdict import best_gamma_facts, describe_costs, step_costs, time_drafts, verdict_of_one
@@ -32,15 +31,6 @@ def parse_gammas(text: str) -> list[int]:
     if not gammas or gammas[0] < 1 or gammas[-1] > 16:
         raise UserError(f"--gamma {text}: give a number such as 5, or a range such as 1:8, between 1 and 16")
     return gammas
-
-
-def find_student(path: str) -> str:
-    """A run's folder, a checkpoint's folder or a model directory -> the model directory; a hub id stays as it is."""
-    folder = Path(path)
-    for candidate in (folder / "best" / "student", folder / "student", folder):
-        if (candidate / "config.json").exists():
-            return str(candidate)
-    return path
 
 
 def load_draft(path: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:

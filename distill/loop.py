@@ -89,6 +89,7 @@ class Loop:
         progress: checkpoint.Progress,
         provenance: dict[str, Any],
         batches: BatchSource | None = None,
+        reference: Teacher | None = None,
     ) -> None:
         """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one.
 
@@ -97,7 +98,7 @@ class Loop:
         """
         train, optim = config.train, config.optim
         check_batches(train, accelerator.num_processes)
-        self.config, self.accelerator, self.teacher = config, accelerator, teacher
+        self.config, self.accelerator, self.teacher, self.reference = config, accelerator, teacher, reference
         self.tokenizer, self.validator, self.progress, self.provenance = tokenizer, validator, progress, provenance
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.batches = batches or BatchSource(
@@ -177,12 +178,14 @@ class Loop:
         for index, batch in enumerate(window):
             batch = batch.to(accelerator.device)
             signal = self.teacher.signal(batch) if self.teacher else None
+            reference = self.reference.signal(batch) if self.reference else None
             self.clock.mark("teacher")
             with sharding.micro_step(accelerator, self.wrapped, last=index == len(window) - 1):
                 with sharding.autocast(accelerator):
                     loss, overlap, slack = self.wrapped(
-                        batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT
-                    )
+                        batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
+                        reference,
+                    )  # fmt: skip
                 sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
                 self.clock.mark("student")
             sums += torch.stack([loss.detach().double(), overlap.double(), slack.double()])

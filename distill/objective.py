@@ -194,7 +194,7 @@ def _selected(
         sweep = _Sweep(compare, signal, labels_R, None, False)
         student = _head_of(student_head, student_hidden_RD, False)
         ours = sweep.run(student)
-        theirs = sweep.run(_Head(reference.head, reference.hidden_RD))
+        theirs = sweep.run(_frozen_head_of(reference))
         return losses.selected_rows(ours.loss_C, theirs.loss_C, objective.keep), ours
 
 
@@ -229,23 +229,21 @@ class _ChunkedLoss(torch.autograd.Function):
 class _Head:
     """Logits of some rows, without gradient; any function of hidden states will do."""
 
+    # Whether the gradient may take the place of the logits: not where a graph has kept them.
+    in_place = False
     vocabulary = UNKNOWN_VOCABULARY
 
-    def __init__(self, logits_of: Callable[[Tensor], Tensor], hidden_RD: Tensor) -> None:
-        self.logits_of, self.hidden_RD = logits_of, hidden_RD.detach()
+    def __init__(self, logits_of: Callable[[Tensor], Tensor], hidden_RD: Tensor, autocast: bool = True) -> None:
+        self.logits_of, self.hidden_RD, self.autocast = logits_of, hidden_RD.detach(), autocast
         self.dtype = hidden_RD.dtype
 
     def logits(self, chosen: slice) -> Tensor:
         """(C, V) logits of some rows."""
         # Autocast keeps casts of weights, and one made without gradient would be found by the pass that needs one.
         device = self.hidden_RD.device.type
-        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        dtype, enabled = torch.get_autocast_dtype(device), self.autocast and torch.is_autocast_enabled(device)
         with torch.no_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
             return self.logits_of(self.hidden_RD[chosen])
-
-    def gradient_buffer(self, logits_CV: Tensor) -> Tensor:
-        """Where the gradient with respect to these logits is to be written."""
-        raise NotImplementedError
 
     def before_cap(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
         """The gradient with respect to the logits before the soft cap, where the head takes that one."""
@@ -253,10 +251,6 @@ class _Head:
 
     def take(self, chosen: slice, gradient_CV: Tensor) -> None:
         """From the gradient of a chunk's logits to those of hidden states and weights."""
-        raise NotImplementedError
-
-    def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the hidden states and of the parameters, in this order; None for what does not learn."""
         raise NotImplementedError
 
 
@@ -278,10 +272,6 @@ class _GraphHead(_Head):
             self.graph_CV = self.logits_of(self.hidden_CD)
         return self.graph_CV.detach()
 
-    def gradient_buffer(self, logits_CV: Tensor) -> Tensor:
-        # Not the logits themselves: the graph may have kept them.
-        return torch.empty_like(logits_CV)
-
     def take(self, chosen: slice, gradient_CV: Tensor) -> None:
         inputs = ([] if self.hidden_gradient_RD is None else [self.hidden_CD]) + self.parameters
         found = list(torch.autograd.grad(self.graph_CV, inputs, gradient_CV, allow_unused=True))
@@ -293,6 +283,7 @@ class _GraphHead(_Head):
             self.collected[index] = gradient if earlier is None or gradient is None else earlier.add_(gradient)
 
     def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the hidden states and of the parameters, in this order; None for what does not learn."""
         # Without rows there was no chunk; every rank must still have a gradient to reduce.
         empty = not len(self.hidden_RD)
         pairs = zip(self.collected, parameters, strict=True)
@@ -305,13 +296,15 @@ class _LinearHead(_Head):
     Under autocast the products run in its dtype, as torch's own would; the weight's gradient is summed in float32.
     """
 
-    def __init__(self, head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> None:
+    in_place = True
+
+    def __init__(self, head: OutputHead, hidden_RD: Tensor, wants_gradient: bool, autocast: bool = True) -> None:
         layer, device = head.projection, hidden_RD.device.type
         assert isinstance(layer, nn.Linear)
         self.scale, self.softcap, self.wants_gradient = head.scale, head.softcap, wants_gradient
         self.dtype, self.vocabulary = layer.weight.dtype, layer.weight.shape[0]
         # Autocast leaves float64 alone.
-        if torch.is_autocast_enabled(device) and torch.float64 not in (self.dtype, hidden_RD.dtype):
+        if autocast and torch.is_autocast_enabled(device) and torch.float64 not in (self.dtype, hidden_RD.dtype):
             self.dtype = torch.get_autocast_dtype(device)
         self.hidden_RD, self.weight_VD = hidden_RD.detach().to(self.dtype), layer.weight.detach().to(self.dtype)
         self.bias_V = None if layer.bias is None else layer.bias.detach().to(self.dtype)
@@ -340,9 +333,6 @@ class _LinearHead(_Head):
                 logits_CV.mul_(self.scale)
         return logits_CV if self.softcap is None else logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def gradient_buffer(self, logits_CV: Tensor) -> Tensor:
-        return logits_CV
-
     def before_cap(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
         if self.softcap is None:
             return gradient_CV
@@ -363,22 +353,32 @@ class _LinearHead(_Head):
 
     def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         own = [one for one in (self.weight_gradient_VD, self.bias_gradient_V) if one is not None]
-        return [
-            self.hidden_gradient_RD, *(found.to(one.dtype) for found, one in zip(own, parameters, strict=True))
-        ]  # fmt: skip
+        return [self.hidden_gradient_RD, *(found.to(one.dtype) for found, one in zip(own, parameters, strict=True))]
 
 
 def _head_of(head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> "_GraphHead | _LinearHead":
-    """The fast way through the head, where the head is nothing but a linear layer: no adapter, quantisation, shard, hook."""
+    """The student's head, by hand where that is possible."""
+    return (_LinearHead if _is_linear(head) else _GraphHead)(head, hidden_RD, wants_gradient)
+
+
+def _frozen_head_of(signal: DenseSignal) -> _Head:
+    """The target's head. Modules and `OutputHead`s run outside the student's autocast, plain ones into one buffer."""
+    head = OutputHead(signal.head) if isinstance(signal.head, nn.Module) else signal.head
+    if isinstance(head, OutputHead) and _is_linear(head):
+        return _LinearHead(head, signal.hidden_RD, wants_gradient=False, autocast=False)
+    return _Head(head, signal.hidden_RD, autocast=not isinstance(head, OutputHead))
+
+
+def _is_linear(head: OutputHead) -> bool:
+    """Whether the head is nothing but a linear layer: no adapter, quantisation, shard or hook."""
     layer = head.projection
-    plain = (
+    return (
         type(head) is OutputHead
         and type(layer) is nn.Linear
         and type(layer.weight) in (Tensor, nn.Parameter)
         and "forward" not in vars(layer)
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
     )
-    return (_LinearHead if plain else _GraphHead)(head, hidden_RD, wants_gradient)
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor, scale: float, *, fresh: bool) -> None:
@@ -411,17 +411,18 @@ class _Sweep:
         objective, device = self.objective, self.labels_R.device
         chunk = objective.chunk_tokens or chunk_rows(head.vocabulary, head.dtype, device)
         block = min(chunk, _block_rows(head.vocabulary, device))
+        target = _frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
         nothing = torch.zeros(0, dtype=torch.promote_types(head.dtype, torch.float32), device=device)
         found = [Rows(nothing, nothing, nothing, None)]
         for chosen in _slices(self.labels_R.numel(), chunk):
             logits_CV = head.logits(chosen)
-            against = part_of(self.signal, chosen)
-            if isinstance(against, DenseSignal):
-                against = against.head(against.hidden_RD)
-                if against.shape != logits_CV.shape:
-                    raise ValueError(f"target logits {tuple(against.shape)}, student logits {tuple(logits_CV.shape)}")
+            against = part_of(self.signal, chosen) if target is None else target.logits(chosen)
+            if target is not None and against.shape != logits_CV.shape:
+                raise ValueError(f"target logits {tuple(against.shape)}, student logits {tuple(logits_CV.shape)}")
             labels_C, weights_C = self.labels_R[chosen], part_of(self.weights_R, chosen)
-            gradient_CV = head.gradient_buffer(logits_CV) if self.wants_gradient else None
+            gradient_CV = None
+            if self.wants_gradient:
+                gradient_CV = logits_CV if head.in_place else torch.empty_like(logits_CV)
             for part in _slices(len(logits_CV), block):
                 rows = rows_of(
                     objective.terms, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),

@@ -108,6 +108,14 @@ class RunConfig(Section):
             )
         if self.target is not None and self.target.endpoint is not None:
             self._possible_endpoint()
+        if (
+            self.target is not None
+            and self.target.shard
+            and (mix.student or mix.speculative or self.signal.source == "capture")
+        ):
+            raise ValueError(
+                "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"
+            )
         if (weighting.name == "selected") != (weighting.reference is not None):
             raise ValueError("loss.weighting.reference goes with loss.weighting.name: selected, and only with it")
         if weighting.name in ("entropy", "selected") and names == {"ce"}:

@@ -36,6 +36,10 @@ class TargetConfig(Section):
         "auto", description="weights and forward of the target; auto = as saved on an accelerator, float32 on a CPU"
     )
     trust_remote_code: bool = Field(False, description="run model code that comes with the weights")
+    shard: bool = Field(
+        False,
+        description="cut the target's layers over the ranks while the draft learns (torch's fully_shard); whole again to judge",
+    )
     endpoint: EndpointConfig | None = Field(
         None, description="a server answers and scores; `path` names the same model, its weights are never loaded"
     )

@@ -4,7 +4,7 @@ import copy
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from data.signals import Signal
+from data.signals import DenseSignal, Signal
 from distill.heads import SplitModel
 from distill.layers import layer_list, per_layer_fields
 from distill.objective import Objective, chunked_loss
-from distill.sections import StudentConfig
 from distill.step_clock import StepClock
 from speculative.errors import UserError
+
+if TYPE_CHECKING:  # pydantic is not needed to load and to train a draft
+    from distill.sections import StudentConfig
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
@@ -141,7 +143,16 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     return draft.eval()
 
 
-def context_of(student: StudentConfig) -> int | None:
+def find_student(path: str) -> str:
+    """A run's folder, a checkpoint's folder or a model directory -> the model directory; a hub id stays as it is."""
+    folder = Path(path)
+    for candidate in (folder / "best" / "student", folder / "student", folder):
+        if (candidate / "config.json").exists():
+            return str(candidate)
+    return path
+
+
+def context_of(student: "StudentConfig") -> int | None:
     """The context that a draft was made for, from its config alone; None when it is the target's own.
 
     Raises:
@@ -247,6 +258,7 @@ class DraftModule(nn.Module):
         signal: Signal | None = None,
         weights_R: Tensor | None = None,
         position_ids_BT: Tensor | None = None,
+        reference: DenseSignal | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(summed loss, summed overlap, what the overlap may lack) over the R response tokens of a micro-batch."""
         split = self._split[0]
@@ -254,7 +266,7 @@ class DraftModule(nn.Module):
         hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
         if self.clock is not None:
             self.clock.mark("student")
-        sums = chunked_loss(self.objective, hidden_RD, split.head, signal, labels_R, weights_R)
+        sums = chunked_loss(self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference)
         if self.clock is not None:
             self.clock.mark("loss")
         return sums.loss, sums.overlap, sums.overlap_slack

@@ -1,5 +1,6 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
 
+import contextlib
 import json
 import sys
 import time
@@ -32,19 +33,23 @@ from distill.provenance import describe_run, tokenizer_fingerprint
 from distill.responses import RunStores, decode_settings
 from distill.rollouts import Rollouts, text_examples
 from distill.served_target import ServedTarget
-from distill.sharding import require_deepspeed, settle_launcher
+from distill.sharding import gathered, require_deepspeed, settle_launcher, shard_teacher
 from distill.student import (
     DraftModule,
     context_of,
+    find_student,
     from_architecture,
     load_model,
     load_tokenizer,
 )
+from distill.teacher import Teacher
 from distill.tracking import start_trackers
 from distill.validate import DraftJudge
 from distill.verdict import make_verdict
+from distill.vocabulary import vocabulary_rows
 from speculative.errors import UserError
-from speculative.evaluate import self_checks
+from speculative.evaluate import HeldoutResponse, self_checks
+from speculative.verify import Rule
 
 # Responses that layers and channels are chosen by.
 CALIBRATION_TEXTS = 32
@@ -58,12 +63,32 @@ On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run g
 
 def make_objective(config: RunConfig) -> Objective:
     """The objective that the config names."""
-    loss = config.loss
+    loss, weighting = config.loss, config.loss.weighting
     # Greedy serving has no temperature: the estimate of alpha on the progress line is then the one at temperature 1.
     serving_temperature = config.serving.temperature or 1.0
     return Objective(
-        config.loss_weights(), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature
-    )
+        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature,
+        weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
+    )  # fmt: skip
+
+
+def make_reference(config: RunConfig, target: ServedTarget) -> Teacher | None:
+    """The draft that loss.weighting: selected compares with.
+
+    Raises:
+        UserError: not there, or of another vocabulary.
+    """
+    path = config.loss.weighting.reference
+    if path is None:
+        return None
+    name = find_student(path)
+    reference = load_model("loss.weighting.reference", name)
+    if vocabulary_rows(reference.config) != target.facts.vocab_rows:
+        raise UserError(
+            f"loss.weighting.reference {path!r}: {vocabulary_rows(reference.config)} vocabulary rows, the target has "
+            f"{target.facts.vocab_rows}; give a draft distilled for this target"
+        )
+    return Teacher(reference.to(target.device))  # type: ignore[arg-type]
 
 
 def new_accelerator(**options: Any) -> Accelerator:
@@ -129,6 +154,8 @@ def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
         "training_tokens": int(windows.size),
     }
     module = DraftModule(student, make_objective(config))
+    if config.train.compile:
+        module.inner.base_model.compile(dynamic=True)  # batches differ in width
     validator = HeldoutLoss(config, accelerator, heldout)
     loop = Loop(config, accelerator, module, None, window_examples(windows), tokenizer, validator, progress, provenance)
     loop.fit()
@@ -207,6 +234,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     if student is None:
         student = first_student(config, accelerator, target, rows)
     module = DraftModule(student, make_objective(config))
+    if config.train.compile:
+        module.inner.base_model.compile(dynamic=True)  # batches differ in width
     accelerator.print(
         f"{len(rows)} responses of {sum(map(len, (row.log_target_probs for row in rows))):,} tokens; "
         + (f"target {target.facts.parameters:,} parameters, " if target.facts.parameters else "")
@@ -228,17 +257,37 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":
         target.release()  # the store speaks for it, and replay judges: until the verdict nobody needs its weights
-    loop = Loop(config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance, batches)
+    if config.target.shard and accelerator.num_processes > 1 and target.in_memory:
+        shard_teacher(target.model)
+    loop = Loop(
+        config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance, batches,
+        make_reference(config, target),
+    )  # fmt: skip
     loop.fit()
-    if accelerator.is_main_process:
-        clock = _Clock(progress)
-        verdict = make_verdict(config, target, judge, heldout, checks, progress.seconds, context)
-        plot_run(config.folder)
-        clock.stop("verdict")
-        verdict["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
-        write_json(config.folder / "verdict.json", verdict)
-        accelerator.print(verdict["sentence"])
-    accelerator.wait_for_everyone()
+    with gathered(target.model) if target.in_memory else contextlib.nullcontext():
+        if accelerator.is_main_process:
+            _conclude(config, accelerator, target, judge, heldout, checks, progress, context)
+        accelerator.wait_for_everyone()
+
+
+def _conclude(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: ServedTarget,
+    judge: DraftJudge,
+    heldout: dict[Rule, list[HeldoutResponse]],
+    checks: dict[str, Any],
+    progress: checkpoint.Progress,
+    context: int,
+) -> None:
+    """Verdict and plot, on the main process."""
+    clock = _Clock(progress)
+    verdict = make_verdict(config, target, judge, heldout, checks, progress.seconds, context)
+    plot_run(config.folder)
+    clock.stop("verdict")
+    verdict["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
+    write_json(config.folder / "verdict.json", verdict)
+    accelerator.print(verdict["sentence"])
 
 
 def carved_by_measurement(config: RunConfig) -> bool:

@@ -1,5 +1,6 @@
 """Judges a checkpoint of a draft by speculative decoding of held-out prompts; the score is tau of the configured rule."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,6 +13,7 @@ from distill.config import RunConfig
 from distill.merged_student import cast_weights
 from distill.responses import decode_settings
 from distill.served_target import ServedTarget
+from distill.sharding import gathered
 from distill.student import DraftModule
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.replay import agreement_words
@@ -53,12 +55,16 @@ class DraftJudge:
         With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
         """
         shared: list[Any] = [None]
-        if module is not None:
-            draft = served_copy(module.exported(), self.saved_dtype, self.target)
-            by_rule = {rule: self.judge(draft, rule) for rule in self.heldout}
-            main = by_rule.pop(self.config.judge_rule)
-            shared = [{"step": step, "score": main["tau"], **main, **by_rule}]
+        with gathered(self.target.model) if self.target.in_memory else contextlib.nullcontext():
+            if module is not None:
+                shared = [self._record(step, module)]
         return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
+
+    def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
+        draft = served_copy(module.exported(), self.saved_dtype, self.target)
+        by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
+        main = by_rule.pop(self.config.judge_rule)
+        return {"step": step, "score": main["tau"], **main, **by_rule}
 
     def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers of a draft under one rule."""

@@ -415,8 +415,7 @@ def test_bf16_products_point_the_same_way(kind: str, dtype: torch.dtype, options
     inputs = [setting.student_hidden_RD, *setting.student_head.parameters()]
     for value, mine, theirs in zip(inputs, setting.gradients(sums), exact.gradients(expected), strict=True):
         assert mine.dtype == value.dtype
-        cosine = nn.functional.cosine_similarity(mine.double().flatten(), theirs.flatten(), dim=0)
-        assert cosine > 0.995  # 8 bits of mantissa
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.05  # 8 bits of mantissa
 
 
 def test_a_selecting_pass_does_not_spoil_autocasts_kept_weights() -> None:

@@ -228,3 +228,36 @@ def test_metrics_are_the_same_in_another_cut(tmp_path: Path) -> None:
         if "loss" in first:
             # float32 sums in another order
             assert first["loss"] == pytest.approx(second["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "weighting",
+    ["{name: entropy}", "{name: position, half_life: 4}", "{name: selected, keep: 0.5, reference: REFERENCE}"],
+)
+def test_weighted_tokens_train_otherwise_than_equal_ones(tiny_config: Path, tiny_run: Path, weighting: str) -> None:
+    command = [str(tiny_config), "judge.live=end", "train.steps=2", "judge.every=2", "loss.name=forward_kl"]
+    name = f"weighted-{weighting[7:13]}"
+    chosen = weighting.replace("REFERENCE", str(tiny_run))
+    assert train.main([*command, f"name={name}", f"loss.weighting={chosen}"]) == 0
+    assert train.main([*command, "name=equal"]) == 0
+    folder = load_config(tiny_config).folder.parent
+    ours, theirs = (metrics_lines(folder / run) for run in (name, "equal"))
+    # The same batch and the same weights at the first step: overlap is unweighted, the loss is not.
+    assert ours[0]["alpha_train"] == pytest.approx(theirs[0]["alpha_train"], rel=1e-5)
+    assert ours[0]["loss"] < theirs[0]["loss"] - 1e-3
+
+
+def metrics_lines(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_a_reference_of_another_vocabulary_is_refused(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tiny_models import tiny_model
+
+    tiny_model().save_pretrained(tmp_path / "other")
+    weighting = f"loss.weighting={{name: selected, reference: '{tmp_path / 'other'}'}}"
+    assert train.main([str(tiny_config), "name=other-reference", weighting]) == 2
+    assert "50 vocabulary rows, the target has" in capsys.readouterr().err
