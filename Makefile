@@ -35,6 +35,8 @@ test: setup      ## all tests (under 10 minutes on 2 cores)
 bench: setup     ## the numbers in README; writes bench/results/
 	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
 	$(BIN)/python bench/decode.py --out bench/results/decode.json
+	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
+	$(BIN)/python bench/train_step.py --out bench/results/train_step.json
 
 clean:           ## remove runs and caches; keeps the virtual environment
 	rm -rf runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -13,6 +13,7 @@ was not run, over it at the first number of rows, times as many.
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -47,6 +48,12 @@ def peak_memory(device: torch.device) -> tuple[Callable[[], None], Callable[[], 
             held = torch.cuda.memory_allocated()
 
         return start, lambda: (torch.cuda.max_memory_allocated() - held) / 2**20
+
+    if not Path("/proc/self/clear_refs").exists():
+        # The peak of the whole life so far: too little where loading took more than the loss.
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return lambda: None, lambda: (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
 
     def field(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -147,7 +154,7 @@ def with_ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
         beside = naive.get((cell["width"], cell["rows"]), naive[cell["width"], rows])
         times = cell["rows"] / beside["rows"]
         cell["vs_naive"] = round(cell["seconds"] / (times * beside["seconds"]), 3)
-        cell["loss_memory_ratio"] = round(cell["peak_memory_mb"] / (times * beside["peak_memory_mb"]), 4)
+        cell["loss_memory_ratio"] = round(cell["peak_memory_mb"] / max(1e-9, times * beside["peak_memory_mb"]), 4)
     return cells
 
 

@@ -42,6 +42,7 @@ class Batch:
     position_ids_BT: Tensor | None = None
     weights_R: Tensor | None = None
     indices: tuple[int, ...] = ()
+    positions: int = 0  # tokens of all sequences, padding not counted
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on another device."""
@@ -52,6 +53,7 @@ class Batch:
         return Batch(
             self.input_ids_BT.to(device, non_blocking=True), self.rows_R.to(device, non_blocking=True),
             self.labels_R.to(device, non_blocking=True), moved(self.position_ids_BT), moved(self.weights_R), self.indices,
+            self.positions,
         )  # fmt: skip
 
 
@@ -77,4 +79,5 @@ def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = (
         torch.from_numpy(labels_BT.reshape(-1)[rows_R]),
         weights_R=torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
         indices=tuple(int(index) for index in indices),
+        positions=sum(len(example.input_ids) for example in examples),
     )

@@ -57,4 +57,5 @@ def collate_packed(
         position_ids_BT=torch.from_numpy(positions_BT),
         weights_R=torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
         indices=tuple(int(index) for index in indices),
+        positions=sum(len(example.input_ids) for row in rows for example in row),
     )

@@ -124,7 +124,7 @@ class SignalStore:
 
     @property
     def _again(self) -> str:
-        return f"run `understudy respond CONFIG --signal {self.kind}` again"
+        return f"run `understudy respond {self.folder.parent / 'config.yaml'} --signal {self.kind}` again"
 
     def _create(self, manifest: Mapping[str, Any]) -> None:
         try:

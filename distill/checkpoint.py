@@ -48,7 +48,10 @@ class Progress:
 
 
 # Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
-MAY_DIFFER = ("resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps")
+MAY_DIFFER = (
+    "resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
+    "serving.batch_size", "judge.batch_size", "judge.speed_threads", "tracking.trackers", "tracking.project",
+)  # fmt: skip
 
 
 def claim_folder(config: RunConfig) -> None:
@@ -64,7 +67,11 @@ def claim_folder(config: RunConfig) -> None:
         # Before the first checkpoint only the responses could hang on the config, and their manifests guard them: a start
         # that failed may be mended.
         if path.exists() and (folder / "checkpoints").exists():
-            difference = _first_difference(load_config(path).model_dump(mode="json"), config.model_dump(mode="json"))
+            may = set(MAY_DIFFER)
+            if config.loss.weighting.name == "selected":
+                may.discard("train.micro_batch_size")  # it chooses within a micro-batch
+            old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
+            difference = _first_difference(old_tree, new_tree, may)
             if difference is not None:
                 key, old, new = difference
                 raise UserError(
@@ -76,7 +83,8 @@ def claim_folder(config: RunConfig) -> None:
                     f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
                 )
         elif path.exists() and path.read_text(encoding="utf-8") != text:
-            (folder / "self_checks.json").unlink(missing_ok=True)
+            for stale in ("self_checks.json", "student.json"):
+                (folder / stale).unlink(missing_ok=True)
         temporary = path.with_name(".config.yaml.tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
@@ -86,15 +94,15 @@ def claim_folder(config: RunConfig) -> None:
         ) from error
 
 
-def _first_difference(old: Any, new: Any, key: str = "") -> tuple[str, str, str] | None:
+def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple[str, str, str] | None:
     """(dotted key, old value, new value) of the first difference between two trees that matters."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in (*old, *(name for name in new if name not in old)):
-            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+            found = _first_difference(old.get(name), new.get(name), may, f"{key}.{name}".lstrip("."))
             if found is not None:
                 return found
         return None
-    return None if old == new or key in MAY_DIFFER else (key, json.dumps(old), json.dumps(new))
+    return None if old == new or key in may else (key, json.dumps(old), json.dumps(new))
 
 
 def step_folder(run: Path, step: int) -> Path:

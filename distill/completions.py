@@ -31,7 +31,7 @@ def held_out_completions(run: Path, count: int) -> list[Panel]:
     sets = load_prompts(
         config.data,
         tokenizer,
-        context_limit(config, positions_of(target)),
+        context_limit(config, positions_of(target), positions_of(draft)),
         config.serving.max_tokens,
         config.judge.prompts,
         heldout_only=True,

@@ -27,7 +27,11 @@ def documents_of(source: SourceConfig) -> list[str]:
         return stdlib.corpus_documents(heldout=source.split == "heldout")
     from data.sources import load_source
 
-    return [row.text or "" for row in load_source(**source.model_dump())]
+    rows = load_source(**source.model_dump())
+    for row in rows:
+        if row.text is None:
+            raise UserError(f"{row.origin}: chat messages are no plain text; map prompt_column")
+    return [str(row.text) for row in rows]
 
 
 def windows_of(sources: tuple[SourceConfig, ...], tokenizer: PreTrainedTokenizerBase, window: int) -> np.ndarray:

@@ -60,7 +60,7 @@ class StepResult:
     """One optimizer step: means over all response tokens of all ranks.
 
     `alpha` estimates the draft's acceptance on this batch; it may be too low by `alpha_slack` when the teacher's word comes
-    from a store. `positions` counts all tokens that went through the draft, prompts and padding included.
+    from a store. `positions` counts all tokens that went through the draft, prompts included and padding not.
     """
 
     loss: float
@@ -170,7 +170,7 @@ class Loop:
         """
         accelerator = self.accelerator
         self._set_objective()
-        counts = torch.tensor([sum(b.labels_R.numel() for b in window), sum(b.input_ids_BT.numel() for b in window)])
+        counts = torch.tensor([sum(b.labels_R.numel() for b in window), sum(b.positions for b in window)])
         tokens, positions = accelerator.reduce(counts.to(accelerator.device)).tolist()
         sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
@@ -193,7 +193,8 @@ class Loop:
         mean_loss, mean_overlap, mean_slack = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             self._refuse_update(mean_loss, grad_norm)
-        lr, skipped = self.schedulers[0].get_last_lr()[0], self.spikes.is_spike(grad_norm)
+        # Some optimizers keep their learning rate as a tensor.
+        lr, skipped = float(self.schedulers[0].get_last_lr()[0]), self.spikes.is_spike(grad_norm)
         if not skipped:
             sharding.update(accelerator, self.wrapped, self.optimizers)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
@@ -209,7 +210,10 @@ class Loop:
         )
 
     def _set_objective(self) -> None:
-        weights = self.config.loss_weights(self.progress.step)
+        step = self.progress.step
+        weights = self.config.loss_weights(step)
+        if step and self.config.loss_weights(step - 1) != weights:
+            self.spikes.forget()
         if self.module.objective.weights != weights:
             self.module.objective = dataclasses.replace(self.module.objective, weights=weights)
 
@@ -229,14 +233,14 @@ class Loop:
         if self.spikes.skipped_in_a_row >= MOST_SKIPS:
             raise NotFinite(
                 f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g} against {median:.3g} before; "
-                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.config.optim.spike_factor:g})"
+                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.config.optim.spike_factor:g}), under another name"
             )
 
     def _refuse_update(self, loss: float, grad_norm: float) -> None:
         self.wrapped.zero_grad(set_to_none=True)
         raise NotFinite(
             f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
-            f"{self._last_good()}; try a lower optim.lr (now {self.schedulers[0].base_lrs[0]:g})"
+            f"{self._last_good()}; try a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g}) under another name"
         )
 
     def _last_good(self) -> str:
@@ -284,7 +288,6 @@ class Loop:
         if self.accelerator.is_main_process:
             checkpoint.settle_weights(folder, record)
         flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-        flat["judge/seconds"] = self._judge_seconds
         self.metrics.write(step, flat, always=True)
         # From the files, not from memory: a kill between two writes cannot make them disagree.
         scores = checkpoint.judged_scores(self.run)
@@ -300,7 +303,6 @@ class Loop:
         judged = path.exists()
         # All ranks have looked before the first of them can write it: else they would part ways here.
         self.accelerator.wait_for_everyone()
-        self._judge_seconds = 0.0
         if judged:
             return json.loads(path.read_text(encoding="utf-8"))
         started = time.perf_counter()
@@ -311,8 +313,8 @@ class Loop:
             if self.average is not None:
                 averaged = self._averaged() if self.accelerator.is_main_process else None
                 record = self._better(record, self.validator(self.progress.step, averaged))
-        self._judge_seconds = time.perf_counter() - started
-        self.progress.spend("judge", self._judge_seconds)
+        record = record | {"judging_seconds": time.perf_counter() - started}
+        self.progress.spend("judge", record["judging_seconds"])
         if self.accelerator.is_main_process:
             write_json(path, record)
             self.accelerator.print(self.validator.headline(record))

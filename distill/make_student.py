@@ -58,8 +58,8 @@ def make_student(
     return student
 
 
-def refuse_impossible(config: RunConfig) -> None:
-    """Raises UserError when a key of `student` does nothing with this `init`."""
+def refuse_impossible(config: RunConfig, target_config: Any = None, vocab_rows: int | None = None) -> None:
+    """Raises UserError when a key of `student` does nothing with this `init`, or asks for more than the target has."""
     student = config.student
     for set_, key, init in (
         (student.layers == "auto", "layers: auto", "carved"),
@@ -69,6 +69,23 @@ def refuse_impossible(config: RunConfig) -> None:
     ):
         if set_ and student.init != init:
             raise UserError(f"student.{key} goes with student.init: {init}, and this run has init: {student.init}")
+    if target_config is not None:
+        text = target_config.get_text_config()
+        for key, asked, there, wanted in (
+            ("depth", student.depth, getattr(text, "num_hidden_layers", None), student.layers == "auto"),
+            ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
+        ):
+            if wanted and asked is not None and isinstance(there, int) and asked > there:
+                raise UserError(f"student.{key} = {asked}: the target has {there}")
+    if (
+        vocab_rows is not None
+        and config.signal.source != "online"
+        and config.signal.kind == "topk"
+        and config.signal.k > vocab_rows
+    ):
+        raise UserError(
+            f"signal.k = {config.signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that"
+        )
 
 
 def _carved(

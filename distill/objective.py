@@ -24,7 +24,7 @@ from distill.losses import Terms
 # A head that does not say how many tokens it knows is taken to know this many, when its chunk is chosen.
 UNKNOWN_VOCABULARY = 1 << 17
 # Bytes of a chunk's logits. On a CPU the head's weights are read once a chunk, so a chunk has CPU_ROWS rows at least.
-CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 128, 256 << 20
+CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
 # Bytes of a block: five or so of them share a core's cache; on a GPU they only bound the scratch memory.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
 # Bytes of a half-precision product on its way into a float32 sum.

@@ -47,8 +47,11 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     lr = optim.lr if optim.lr is not None else default_lr(module)
     matrices, tables, vectors = parameter_groups(module)
     table_decay = optim.weight_decay if optim.embedding_weight_decay is None else optim.embedding_weight_decay
+    # Muon knows matrices only: stacked experts and convolutions stay with AdamW.
+    orthogonal = [p for p in matrices if p.dim() == 2] if optim.name == "muon" else []
+    chosen = {id(p) for p in orthogonal}
     groups = [
-        {"params": [] if optim.name == "muon" else matrices, "weight_decay": optim.weight_decay},
+        {"params": [p for p in matrices if id(p) not in chosen], "weight_decay": optim.weight_decay},
         {"params": tables, "weight_decay": table_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
@@ -56,9 +59,9 @@ def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.O
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
         optimizers.append(_adamw(groups, lr, optim))
-    if optim.name == "muon" and matrices:
+    if orthogonal:
         optimizers.append(
-            torch.optim.Muon(matrices, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
+            torch.optim.Muon(orthogonal, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     return optimizers
 
@@ -123,6 +126,11 @@ class SpikeGuard:
     def median(self) -> float:
         """Of the remembered norms; 0 without any."""
         return statistics.median(self.norms) if self.norms else 0.0
+
+    def forget(self) -> None:
+        """Another objective begins: its norms may be of another size."""
+        self.norms.clear()
+        self.skipped_in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -29,7 +29,7 @@ def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -
     target, tokenizer, saved = load_target(config.target, new_accelerator().device)
     draft = served_copy(load_draft(str(exported), target, tokenizer), saved, target)
     max_tokens = config.serving.max_tokens
-    context = context_limit(config, positions_of(target))
+    context = context_limit(config, positions_of(target), positions_of(draft))
     heldout = load_prompts(config.data, tokenizer, context, max_tokens, prompts, heldout_only=True).heldout
     theirs = check_with_transformers(
         target,

@@ -22,7 +22,7 @@ from distill.sections import (
     TrainConfig,
 )
 
-# Objective by engine rule when loss.name is null; docs/training.md has the sweep behind it.
+# Objective by engine rule when loss.name is null. One for all until a sweep shows that a rule wants another (docs/training.md).
 DEFAULT_OBJECTIVE: dict[Rule, LossName] = {"sample": "lk_hybrid", "greedy-draft": "lk_hybrid", "greedy": "lk_hybrid"}
 
 

@@ -223,7 +223,8 @@ class LossConfig(Section):
     """What the student minimises, per response token, averaged over all response tokens of a step."""
 
     name: LossName | None = Field(
-        None, description="objective, see distill/losses.py; null = by the engine rule (docs/training.md says why)"
+        None,
+        description="objective, see distill/losses.py; null = by serving.rule (lk_hybrid for each; docs/training.md)",
     )
     warmup: WarmupConfig | None = Field(
         None, description="another objective first, e.g. {name: forward_kl, ratio: 0.2}"

@@ -13,7 +13,7 @@ from data.endpoint import Endpoint, EndpointTarget
 from data.store import write_json
 from distill.config import TargetConfig
 from distill.provenance import model_fingerprint
-from distill.student import dtype_of, load_model, load_tokenizer, saved_dtype
+from distill.student import dtype_of, load_model, load_tokenizer, resolve, saved_dtype
 from distill.target_side import TargetSide, checkpoint_dtype, load_target_side
 from distill.vocabulary import vocabulary_rows
 from speculative.decode import end_token_ids
@@ -68,7 +68,13 @@ class ServedTarget:
             dtype = dtype_of(self.config.dtype, self.device)
             model = load_model("target.path", self.config.path, dtype=dtype, **self._how)
             self._model = model.to(self.device)  # type: ignore[arg-type]
-            self._facts = self._found_facts(self._model)
+            found = self._found_facts(self._model)
+            if self._facts is not None and found != self._facts:
+                raise UserError(
+                    f"{self.config.path}: its weights or their dtype are no longer those that {self._run}/{FACTS} tells of; give the run "
+                    "another name, or delete its folder"
+                )
+            self._facts = found
         return self._model
 
     @property
@@ -105,7 +111,7 @@ class ServedTarget:
     def remember(self) -> None:
         """Writes the facts beside the run: one rank calls it."""
         if self._run is not None:
-            write_json(self._run / FACTS, asdict(self.facts) | {"asked_dtype": self.config.dtype})
+            write_json(self._run / FACTS, asdict(self.facts) | {"asked": self._asked()})
 
     def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -140,16 +146,25 @@ class ServedTarget:
         rows = vocabulary_rows(self.side.config)
         return EndpointTarget(Endpoint(**self.config.endpoint.model_dump()), self.tokenizer, rows)
 
+    def _asked(self) -> dict[str, Any]:
+        """What an earlier start must have asked for, and what local weight files looked like then."""
+        folder = Path(resolve(self.config.path))
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        return {
+            "path": self.config.path, "revision": self.config.revision, "dtype": self.config.dtype, "device": self.device.type,
+            "endpoint": self.config.endpoint.model_dump() if self.config.endpoint else None,
+            "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        }  # fmt: skip
+
     def _known_facts(self) -> TargetFacts | None:
         """Facts of an earlier start; none when anything about them is odd, for the weights can always be asked again."""
         try:
             values = json.loads((self._run / FACTS).read_text(encoding="utf-8")) if self._run else {}
-            asked = values.pop("asked_dtype")
+            asked = values.pop("asked")
             facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        same = (facts.path, facts.revision, asked) == (self.config.path, self.config.revision, self.config.dtype)
-        return facts if same else None
+        return facts if asked == self._asked() else None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,6 +4,8 @@ import time
 
 import torch
 
+# data: micro-batches, rollouts when they are due; teacher: the target's layers, or reading its store; student: the draft's layers,
+# forward and backward; loss: the head products of both models and the divergence.
 STAGES = ("data", "teacher", "student", "loss", "optimizer")
 
 

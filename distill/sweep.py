@@ -173,8 +173,9 @@ class _Runner:
         if not finished(trial):
             raise TrialFailed("ended without a verdict")
         found, minutes = measures(self.sweep, trial), (time.perf_counter() - started) / 60
+        speed = "" if found["speed_up"] is None else f" {found['speed_up']:.2f}x,"
         self.console.print(
-            f"    alpha {found['alpha']:.3f}, tau {found['tau']:.2f}, {found['speed_up']:.2f}x, {minutes:.1f} min",
+            f"    alpha {found['alpha']:.3f}, tau {found['tau']:.2f},{speed} {minutes:.1f} min",
             highlight=False,
         )
 

@@ -6,7 +6,6 @@ Legend: B sequences, T positions, R response tokens, D hidden width, V vocabular
 from typing import Protocol
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.collate import Batch
@@ -33,10 +32,4 @@ class Teacher:
     def signal(self, batch: Batch) -> DenseSignal:
         """Hidden states (R, D) that predict the response tokens of the micro-batch, and the head over them."""
         hidden_BTD = self.split.hidden(batch.input_ids_BT, batch.position_ids_BT)
-        return DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], self.head)
-
-    @torch.no_grad()
-    def head(self, hidden_CD: Tensor) -> Tensor:
-        """Logits (C, V), outside the student's autocast."""
-        with torch.autocast(hidden_CD.device.type, enabled=False):
-            return self.split.head(hidden_CD)
+        return DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], self.split.head)

@@ -27,7 +27,7 @@ TRACKED_NAMES = {
     "tokens_per_second": "speed/tokens_per_second",
     "mfu": "speed/mfu",
     "peak_memory_mib": "memory/peak_mib",
-    "judge/seconds": "time/judge",
+    "judge/judging_seconds": "time/judge",
 }
 # What a run's row in the table of runs shows of a value that is not simply the last one.
 SUMMARIES = {
@@ -60,9 +60,10 @@ class Metrics:
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             # A kill in the middle of a write leaves a torn last line.
-            if not line.endswith("}"):
+            try:
+                values = json.loads(line)
+            except ValueError:
                 continue
-            values = json.loads(line)
             if values["step"] < step or (values["step"] == step and "judge/score" not in values):
                 kept.append(line)
         temporary = self.path.with_suffix(".tmp")

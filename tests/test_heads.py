@@ -45,7 +45,7 @@ def test_the_tail_matters_in_these_models(kind: str, plain: dict[str, Any]) -> N
     with torch.no_grad():
         right = split.head(split.hidden(ids_BT))
         for name, value in plain.items():
-            setattr(split, name, value)
+            setattr(split.head, name, value)
         without = split.head(split.hidden(ids_BT))
     assert (right - without).abs().max() > 0.1
 

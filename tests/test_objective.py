@@ -5,8 +5,10 @@ Legend: R rows (response tokens), C rows of a chunk, D hidden width, V vocabular
 
 import copy
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from distill.objective import Objective, Sums, chunk_rows, chunked_loss, eager_l
 from distill.student import DraftModule, add_lora
 from distill.teacher import Teacher
 
+ROOT = Path(__file__).resolve().parent.parent
 ROWS, WIDTH, TARGET_WIDTH, VOCAB = 11, 6, 9, 19
 MIXES = {name: {name: 1.0} for name in losses.NAMES} | {"mix": {"forward_kl": 0.5, "tv": 2.0, "ce": 0.1}}
 SERVED = {"topk": list(MIXES), "sampled": ["forward_kl", "ce"], "dense": list(MIXES), "none": ["ce"]}
@@ -30,7 +33,10 @@ CASES = [(kind, mix) for kind, mixes in SERVED.items() for mix in mixes]
 
 
 class Wrapped(nn.Linear):
-    """Not a plain linear layer to the eyes of the fast path."""
+    """Not what its weights say: a head that must be asked."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 1.5 * super().forward(hidden)
 
 
 class Setting:
@@ -401,7 +407,7 @@ def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: 
 @pytest.mark.parametrize("options", [{}, {"scale": 0.5, "softcap": 2.0}], ids=["linear", "capped"])
 def test_bf16_products_point_the_same_way(kind: str, dtype: torch.dtype, options: dict[str, Any], plain: bool) -> None:
     """Autocast of float32 weights, and weights that are bf16 themselves, against float64."""
-    exact = Setting(**options)
+    exact = Setting(plain=plain, **options)
     expected = exact.loss(chunked_loss, Objective(MIXES["forward_kl"], chunk_tokens=4), kind)
     setting = Setting(dtype=dtype, plain=plain, **options)
     signal = exact.signal(kind)
@@ -418,6 +424,16 @@ def test_bf16_products_point_the_same_way(kind: str, dtype: torch.dtype, options
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.05  # 8 bits of mantissa
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    setting, objective = Setting(), Objective(MIXES["forward_kl"], chunk_tokens=4)
+    expected = setting.loss(chunked_loss, objective)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = setting.loss(chunked_loss, objective)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
+    for mine, theirs in zip(setting.gradients(found), setting.gradients(expected), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
 def test_a_selecting_pass_does_not_spoil_autocasts_kept_weights() -> None:
     setting = Setting(dtype=torch.float32, plain=False)
     objective = Objective(MIXES["forward_kl"], chunk_tokens=4, weighting="selected", keep=1.0)
@@ -432,6 +448,23 @@ def test_automatic_chunks() -> None:
     assert chunk_rows(151_936, torch.float32, cpu) >= 128, "a head's weights are read once a chunk"
     assert 200 << 20 < chunk_rows(151_936, torch.bfloat16, gpu) * 151_936 * 2 <= 256 << 20
     assert chunk_rows(1 << 40, torch.float32, gpu) == 1
+
+
+def test_the_bench_measures_every_case() -> None:
+    specification = importlib.util.spec_from_file_location("bench_loss", ROOT / "bench" / "loss.py")
+    assert specification is not None
+    assert specification.loader is not None
+    bench = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(bench)
+    shared = {"vocabulary": 300, "device": "cpu", "dtype": "float32", "threads": 1, "repeats": 1, "chunk_tokens": None}
+    planned = bench.cases([16, 32], ["forward_kl", "jsd"], compiled=False)
+    cells = bench.with_ratios([bench.run_case({**shared, **one, "width": 8}) for one in planned])
+    assert [(cell["what"], cell["objective"], cell["signal"], cell["rows"]) for cell in cells] == [
+        ("naive", "forward_kl", "dense", 16), ("ours", "forward_kl", "dense", 16), ("ours", "jsd", "dense", 16),
+        ("ours", "forward_kl", "topk", 16), ("ours", "forward_kl", "dense", 32), ("ours", "forward_kl", "topk", 32),
+    ]  # fmt: skip
+    assert cells[0]["vs_naive"] == 1.0
+    assert all(cell["seconds"] > 0 for cell in cells)
 
 
 def batch_of(lengths: list[int], vocab: int, seed: int = 0) -> Batch:

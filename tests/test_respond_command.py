@@ -22,6 +22,7 @@ from tiny_training import (
 )
 
 from data.signal_store import ENTRY, INDEX, SignalStore
+from data.signals import TopKSignal
 from data.store import Store
 from distill import respond_command
 from distill.capture import CapturingTeacher
@@ -245,6 +246,13 @@ def test_the_program(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def _in_child(config_path: Path, folder: Path) -> None:
     torch.set_num_threads(1)
+    write = SignalStore.write
+
+    def slowly(store: SignalStore, index: int, signal: TopKSignal) -> None:
+        time.sleep(0.05)  # else it is done before anybody can kill it
+        write(store, index, signal)
+
+    SignalStore.write = slowly  # type: ignore[method-assign, assignment]
     respond(config_path, folder, "train.micro_batch_size=1")
 
 

@@ -112,7 +112,7 @@ def test_what_is_missing_is_known_and_told(tmp_path: Path) -> None:
     assert store.missing() == [0, 2, 3, 5]
     assert store.lacking([4, 2, 2, 1]) == [2]
     assert "example 2" in refused(lambda: store.read([1, 2]))
-    assert "understudy respond CONFIG --signal topk" in refused(lambda: store.read([2]))
+    assert "config.yaml --signal topk" in refused(lambda: store.read([2]))
 
 
 def test_a_second_opening_reads_what_the_first_wrote_and_goes_on(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_refusal_names_file_example_and_remedy(tmp_path: Path) -> None:
         text = refused(call)
         assert str(store.folder / "shard-000-000.bin") in text
         assert "example 2" in text
-        assert "understudy respond CONFIG --signal topk" in text
+        assert "config.yaml --signal topk" in text
     assert same(opened(tmp_path).read([1, 3]), store.read([1, 3])), "the others are whole"
 
 

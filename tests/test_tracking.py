@@ -84,7 +84,7 @@ class RecordingAccelerator:
 def test_trackers_get_other_names_than_the_file() -> None:
     line = {
         "loss": 0.5, "alpha_train": 0.7, "lr": 1e-3, "grad_norm": 2.0, "skipped": True, "tokens_per_second": 900.0, "mfu": 0.4,
-        "peak_memory_mib": 512.0, "seconds": {"data": 0.1, "teacher": 0.2}, "judge/tau": 2.5, "judge/seconds": 3.0, "new_key": 1,
+        "peak_memory_mib": 512.0, "seconds": {"data": 0.1, "teacher": 0.2}, "judge/tau": 2.5, "judge/judging_seconds": 3.0, "new_key": 1,
         "note": "no number",
     }  # fmt: skip
     assert tracked(4, line) == {

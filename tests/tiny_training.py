@@ -147,7 +147,7 @@ def make_loop(
 def metrics_of(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    clock = ("tokens_per_second", "seconds", "peak_memory_mib", "mfu")
+    clock = ("tokens_per_second", "seconds", "peak_memory_mib", "mfu", "judge/judging_seconds")
     return [{key: value for key, value in line.items() if key not in clock} for line in lines]
 
 
