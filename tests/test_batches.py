@@ -107,7 +107,11 @@ def sequences(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def equal(found: Batch, expected: Batch) -> bool:
-    pairs = [(getattr(found, name), getattr(expected, name)) for name in vars(expected) if name not in ("indices", "positions")]
+    pairs = [
+        (getattr(found, name), getattr(expected, name))
+        for name in vars(expected)
+        if name not in ("indices", "positions")
+    ]
     return found.positions == expected.positions and all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 

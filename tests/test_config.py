@@ -62,9 +62,7 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -
     assert load_config(write(tmp_path, MINIMAL), [f"optim.lr={text}"]).optim.lr == value
 
 
-@pytest.mark.parametrize(
-    "quoted", ['"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "[1]", ".inf", ".nan", "-1e-4", "0"]
-)
+@pytest.mark.parametrize("quoted", ['"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "[1]", ".inf", ".nan", "-1e-4", "0"])
 def test_a_learning_rate_that_is_no_positive_number_is_refused(tmp_path: Path, quoted: str) -> None:
     text = refused(lambda: load_config(write(tmp_path, MINIMAL + f"optim: {{lr: {quoted}}}\n")))
     assert "config.yaml" in text

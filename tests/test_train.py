@@ -58,7 +58,9 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
     stages = {f"train/{stage}" for stage in STAGES}
     assert set(verdict["seconds"]) == {"self_checks", "respond", "judge", "train", "verdict"} | stages
     # The stages are parts of the whole; a little is between them.
-    assert sum(verdict["seconds"][stage] for stage in stages) == pytest.approx(verdict["seconds"]["train"], rel=0.2, abs=0.1)
+    assert sum(verdict["seconds"][stage] for stage in stages) == pytest.approx(
+        verdict["seconds"]["train"], rel=0.2, abs=0.1
+    )
 
 
 def test_best_is_the_highest_tau_and_the_link_points_there(verdict: dict, tiny_run: Path) -> None:
