@@ -288,6 +288,7 @@ class Loop:
         if self.accelerator.is_main_process:
             checkpoint.settle_weights(folder, record)
         flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        flat["judge/judging_seconds"] = self.progress.seconds.get("judge", 0.0)  # of all judgements so far
         self.metrics.write(step, flat, always=True)
         # From the files, not from memory: a kill between two writes cannot make them disagree.
         scores = checkpoint.judged_scores(self.run)
@@ -313,8 +314,7 @@ class Loop:
             if self.average is not None:
                 averaged = self._averaged() if self.accelerator.is_main_process else None
                 record = self._better(record, self.validator(self.progress.step, averaged))
-        record = record | {"judging_seconds": time.perf_counter() - started}
-        self.progress.spend("judge", record["judging_seconds"])
+        self.progress.spend("judge", time.perf_counter() - started)
         if self.accelerator.is_main_process:
             write_json(path, record)
             self.accelerator.print(self.validator.headline(record))
