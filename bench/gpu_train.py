@@ -1,7 +1,7 @@
 """A distillation step on an accelerator at real shapes: tokens/s, MFU, peak memory, and the loss alone; ours beside the others.
 
     python bench/gpu_train.py --out bench/results/gpu_train.json            # 0.5 B learns from 7 B, vocabulary 151,936, 4 x 2,048 tokens
-    python bench/gpu_train.py --tiny --device cpu --out /tmp/x.json         # the same program in seconds
+    python bench/gpu_train.py --tiny --device cpu --out tiny.json           # the same program in seconds
 
 Nothing is downloaded: weights are random at the sizes of Qwen2.5-0.5B and -7B, with one vocabulary. The target is bfloat16, the
 draft float32 under bfloat16 autocast, fused AdamW, no gradient checkpointing, for all. A contestant that runs out of memory is
