@@ -186,7 +186,7 @@ def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, t
     text.write_text("Some general text that the draft should not forget. " * 40)
     overrides = [
         "data.mix={target: 0.5, student: 0.25, speculative: 0.125, text: 0.125}", "data.rollouts.every=3",
-        "data.rollouts.prompts=8", f"data.text=[{{path: '{text}'}}]", "data.text_window=24", "judge.live=end",
+        "data.rollouts.prompts=8", f"data.text=[{{path: '{text}'}}]", "data.text_window=24", "judge.live=never",
         "judge.every=5",
     ]  # fmt: skip
     assert train.main([str(tiny_config), "name=mixed", *overrides]) == 0
@@ -213,7 +213,7 @@ def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, t
 
 
 def test_micro_batches_may_be_cut_otherwise_after_a_stop(tiny_config: Path) -> None:
-    command = [str(tiny_config), "name=cut", "train.steps=4"]
+    command = [str(tiny_config), "name=cut", "train.steps=4", "judge.live=never"]
     assert train.main([*command, "train.micro_batch_size=8"]) == 0
     assert train.main([*command, "train.micro_batch_size=4"]) == 0
     assert train.main([*command, "train.batch_size=16"]) == 2
@@ -235,7 +235,7 @@ def test_metrics_are_the_same_in_another_cut(tmp_path: Path) -> None:
     ["{name: entropy}", "{name: position, half_life: 4}", "{name: selected, keep: 0.5, reference: REFERENCE}"],
 )
 def test_weighted_tokens_train_otherwise_than_equal_ones(tiny_config: Path, tiny_run: Path, weighting: str) -> None:
-    command = [str(tiny_config), "judge.live=end", "train.steps=2", "judge.every=2", "loss.name=forward_kl"]
+    command = [str(tiny_config), "judge.live=never", "train.steps=2", "judge.every=2", "loss.name=forward_kl"]
     name = f"weighted-{weighting[7:13]}"
     chosen = weighting.replace("REFERENCE", str(tiny_run))
     assert train.main([*command, f"name={name}", f"loss.weighting={chosen}"]) == 0
