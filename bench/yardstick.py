@@ -56,9 +56,10 @@ from distill.vocabulary import vocabulary_rows
 from speculative.decode import decode, end_token_ids
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.replay import replay, score_responses
+from speculative.replay import replay
 from speculative.responses import DecodeSettings
 from speculative.sampling import SamplingSettings
+from speculative.token_scores import score_responses
 
 GAMMAS = (3, 5)
 Prompts = list[list[int]]

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from data.store import Row, Store
 from data.template import loss_mask
 from speculative.decode import decode
-from speculative.replay import score_responses
 from speculative.responses import DecodeSettings, Response
 from speculative.sampling import SamplingSettings
+from speculative.token_scores import score_responses
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ from speculative.lookup import PromptLookup
 from speculative.metrics import latency, live_metrics, stage_seconds
 from speculative.processors import LogitsRules
 from speculative.proposal_log import ProposalLog
-from speculative.replay import agreement_warning, agreement_words, replay_agreement, score_responses
+from speculative.replay import agreement_warning, agreement_words, replay_agreement
 from speculative.responses import DecodeSettings, Prompt, Response, Timing
 from speculative.retrieval import Retrieval
 from speculative.sampling import SamplingSettings
+from speculative.token_scores import score_responses
 from speculative.tree import TokenTree
 
 DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")

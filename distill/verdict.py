@@ -37,7 +37,7 @@ from speculative.cost import StepCosts, best_gamma, break_even_alpha, measure_co
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, compare_speed
 from speculative.metrics import paired_alpha_gain
-from speculative.replay import score_responses
+from speculative.token_scores import score_responses
 from speculative.verify import Rule
 
 VERDICT = "verdict.json"

@@ -22,10 +22,11 @@ from speculative.decode import decode, end_token_ids
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
 from speculative.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
-from speculative.replay import GAMMAS, agreement_warning, replay, replay_agreement, score_responses
+from speculative.replay import GAMMAS, agreement_warning, replay, replay_agreement
 from speculative.responses import DecodeSettings, Prompt, Response
 from speculative.sampling import SamplingSettings
 from speculative.self_checks import SelfCheckError, self_checks
+from speculative.token_scores import score_responses
 
 __all__ = ["HeldoutResponse", "SelfCheckError", "compare_speed", "judge", "judge_frozen", "self_checks"]
 

@@ -65,7 +65,7 @@ def ratio_interval(
 def alpha_with_interval(accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]) -> tuple[float, Interval]:
     """Acceptance rate alpha: mean acceptance probability over all positions of target-written text, and its interval.
 
-    `accept_probs` holds one array of per-token probabilities for each response (`replay.score_responses`).
+    `accept_probs` holds one array of per-token probabilities for each response (`token_scores.score_responses`).
     """
     sums_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))

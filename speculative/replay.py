@@ -1,53 +1,19 @@
 """Every gamma from one draft pass over stored target responses (DESIGN section 5): no target in memory.
 
-Shapes: N responses, T positions (padded), K gammas, J1 = accepted so far in the block, 0..max gamma; B rows, R tokens,
-V vocabulary.
+Shapes: N responses, T positions (padded), K gammas, J1 = accepted so far in the block, 0..max gamma.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
-
-from speculative.errors import UserError
-from speculative.models import evaluating, takes_logits_to_keep
-from speculative.sampling import SamplingSettings, logits_to_probs
-from speculative.verify import draft_settings_for
 
 GAMMAS = tuple(range(1, 17))
 WORRYING_Z = 4.0  # Beyond this the gap between live decoding and replay has a cause.
 # Greedy has no coins to excuse a difference, but a near-tie may fall otherwise in a batch of another shape.
 GREEDY_BLOCK_TOLERANCE = 0.02
-# Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
-LOGITS_PER_FORWARD = 1 << 26
-# Rows turned into float32 probabilities at once: rows x vocabulary.
-PROBS_PER_CHUNK = 1 << 22
-
-
-class StoredText(Protocol):
-    """A target response with the log target probability of each of its tokens; `decode.Response` is one."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-
-    @property
-    def log_target_probs(self) -> Sequence[float]: ...
-
-
-def accept_probabilities(draft_log_probs_T: np.ndarray, log_target_probs_T: np.ndarray) -> np.ndarray:
-    """a_t = min(1, draft / target) of stored tokens under rule `sample`, by maximal coupling.
-
-    Given that the target's token x_t was emitted, it was an accepted drafted token with this probability. Its mean over
-    target-written text is an unbiased alpha (= E sum_v min(target, draft), 2211.17192 Corollary 3.6).
-    """
-    return np.exp(np.minimum(draft_log_probs_T - log_target_probs_T, 0.0))
 
 
 def _padded(accept_probs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -150,81 +116,3 @@ def agreement_warning(check: dict[str, Any] | None) -> str | None:
         "probabilities give; look for draft positions, masks or sampling that differ between the two, or for rounding "
         "(bfloat16) in a nearly deterministic draft"
     )
-
-
-def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length whose logits stay within LOGITS_PER_FORWARD (at least one a batch)."""
-    order = sorted(
-        (index for index, text in enumerate(texts) if text.response_ids),
-        key=lambda index: len(texts[index].prompt_ids) + len(texts[index].response_ids),
-    )
-    batch: list[int] = []
-    for index in order:
-        total = len(texts[index].prompt_ids) + len(texts[index].response_ids)  # the longest so far
-        if batch and (len(batch) + 1) * total * vocab_size > LOGITS_PER_FORWARD:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def _response_logits(draft: PreTrainedModel, texts: Sequence[StoredText]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (rows, V) that predict the response tokens of right-padded texts, text after text; and those tokens."""
-    longest = max(len(text.prompt_ids) + len(text.response_ids) for text in texts)
-    ids_BT = torch.zeros((len(texts), longest), dtype=torch.int64)
-    scored_BT = torch.zeros((len(texts), longest), dtype=torch.bool)
-    for row, text in enumerate(texts):
-        prompt, total = len(text.prompt_ids), len(text.prompt_ids) + len(text.response_ids)
-        ids_BT[row, :total] = torch.tensor([*text.prompt_ids, *text.response_ids])
-        scored_BT[row, prompt - 1 : total - 1] = True
-    ids_BT, scored_BT = ids_BT.to(draft.device), scored_BT.to(draft.device)
-    columns = longest - min(len(text.prompt_ids) for text in texts) + 1
-    keep = {"logits_to_keep": columns} if takes_logits_to_keep(draft) else {}
-    # No padding mask: a causal model never looks right, where the padding is.
-    logits_BTV = draft(input_ids=ids_BT, use_cache=False, **keep).logits
-    return logits_BTV[:, -columns:][scored_BT[:, -columns:]], ids_BT[scored_BT.roll(1, 1)]
-
-
-def score_responses(
-    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: str = "sample"
-) -> list[np.ndarray]:
-    """Acceptance probability of every stored response token, one float64 array per text, in order.
-
-    Rule `sample`: min(1, draft / target), draft probabilities under the same serving settings. Rules `greedy-draft` and
-    `greedy`: 1 where the draft's argmax is the stored token. One forward per batch of right-padded texts; logits are
-    bounded by LOGITS_PER_FORWARD entries and become float32 probabilities PROBS_PER_CHUNK entries at a time.
-
-    Raises UserError when the draft returns NaN, and for a rule that contradicts the temperature.
-    """
-    draft_settings = draft_settings_for(rule, settings)
-    scores: list[np.ndarray] = [np.zeros(0) for _ in texts]
-    vocab_size = draft.config.get_text_config(decoder=True).vocab_size
-    with evaluating(draft):
-        for batch in _batches(texts, vocab_size):
-            logits_RV, token_ids_R = _response_logits(draft, [texts[index] for index in batch])
-            rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
-            parts = [
-                _token_scores(*chunk, draft_settings)
-                for chunk in zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True)
-            ]
-            flat_R = torch.cat(parts).cpu().numpy()
-            if np.isnan(flat_R).any():
-                raise UserError("the draft returned NaN or infinite logits on stored text: check its weights and dtype")
-            lengths = [len(texts[index].response_ids) for index in batch]
-            for index, values in zip(batch, np.split(flat_R, np.cumsum(lengths)[:-1]), strict=True):
-                if draft_settings.greedy:
-                    scores[index] = values
-                else:
-                    scores[index] = accept_probabilities(values, np.asarray(texts[index].log_target_probs))
-    return scores
-
-
-def _token_scores(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, draft_settings: SamplingSettings) -> torch.Tensor:
-    """Per row in float64: log draft probability of the token, or 1 / 0 for argmax equality; NaN for broken logits."""
-    if draft_settings.greedy:
-        scores_R = (logits_RV.argmax(-1) == token_ids_R).double()
-    else:
-        probs_RV = logits_to_probs(logits_RV, draft_settings)
-        scores_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
-    return scores_R.where(logits_RV.amax(-1).isfinite(), torch.nan)

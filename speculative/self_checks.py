@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from speculative.decode import decode
 from speculative.drafters import Ask, ModelDrafter, Proposal
 from speculative.models import evaluating
-from speculative.replay import score_responses
 from speculative.responses import DecodeSettings, Prompt, Response
 from speculative.sampling import GREEDY
+from speculative.token_scores import score_responses
 from speculative.verify import Rule
 
 # How far alpha of a target against itself may be from 1. The two sides run the same weights in calls of different

@@ -9,8 +9,8 @@ from speculative.decode import DecodeSettings, decode
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
 from speculative.gamma import AdaptiveGamma, BlockSeconds, FixedGamma
-from speculative.replay import score_responses
 from speculative.sampling import GREEDY, SamplingSettings
+from speculative.token_scores import score_responses
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET)

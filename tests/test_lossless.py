@@ -20,8 +20,9 @@ from speculative.early_exit import EarlyExit, first_layers
 from speculative.errors import UserError
 from speculative.gamma import FixedGamma
 from speculative.processors import LogitsRules
-from speculative.replay import replay_agreement, score_responses
+from speculative.replay import replay_agreement
 from speculative.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.token_scores import score_responses
 from speculative.tree import TokenTree
 
 TARGET = tiny_model()

@@ -12,8 +12,9 @@ from speculative.early_exit import first_layers
 from speculative.errors import UserError
 from speculative.memory import cache_bytes, cache_shapes, check_memory, free_bytes
 from speculative.models import attention_windows, check_decodable, check_same_vocabulary, evaluating, max_positions
-from speculative.replay import replay_agreement, score_responses
+from speculative.replay import replay_agreement
 from speculative.sampling import GREEDY
+from speculative.token_scores import score_responses
 
 MATRIX = {
     "llama": {},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import perturbed, prompts_of, tiny_model
 
-from speculative import replay as replay_module
+from speculative import token_scores as scores_module
 from speculative.decode import DecodeSettings, decode
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
@@ -19,9 +19,9 @@ from speculative.replay import (
     expected_blocks,
     replay,
     replay_agreement,
-    score_responses,
 )
 from speculative.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.token_scores import score_responses
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.03)
@@ -147,8 +147,8 @@ def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, m
             expected = (logits.argmax(-1) == tokens).double()
         # Float32 sums in another order.
         torch.testing.assert_close(torch.from_numpy(scores), expected, rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(replay_module, "LOGITS_PER_FORWARD", 1)
-    monkeypatch.setattr(replay_module, "PROBS_PER_CHUNK", 150)
+    monkeypatch.setattr(scores_module, "LOGITS_PER_FORWARD", 1)
+    monkeypatch.setattr(scores_module, "PROBS_PER_CHUNK", 150)
     for chunked, scores in zip(score_responses(DRAFT, texts, sampling, rule), whole, strict=True):
         np.testing.assert_allclose(chunked, scores, rtol=1e-4, atol=1e-5)  # float32, other shapes
 

@@ -16,8 +16,9 @@ from distill.optim import make_optimizers
 from distill.step_clock import STAGES
 from distill.student import carve, load_model
 from distill.verdict import SCHEMA
-from speculative.replay import replay, score_responses
+from speculative.replay import replay
 from speculative.sampling import SamplingSettings
+from speculative.token_scores import score_responses
 
 
 @pytest.fixture(scope="module")
