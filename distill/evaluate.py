@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from distill.config import RunConfig
 from distill.prompts import load_prompts
 from distill.responses import RunStores, decode_settings
+from distill.served_target import ServedTarget
 from distill.student import find_student, load_model, load_tokenizer
 from distill.train import context_limit, load_target, new_accelerator, positions_of
 from distill.validate import served_copy
@@ -33,7 +34,7 @@ def parse_gammas(text: str) -> list[int]:
     return gammas
 
 
-def load_draft(path: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedModel:
+def load_draft(path: str, target: PreTrainedModel | ServedTarget, tokenizer: Any) -> PreTrainedModel:
     """A draft from a run, checkpoint, directory or hub id, its vocabulary checked against the target's.
 
     Raises:
@@ -41,7 +42,7 @@ def load_draft(path: str, target: PreTrainedModel, tokenizer: Any) -> PreTrained
     """
     name = find_student(path)
     draft = load_model("draft", name)
-    rows = vocabulary_rows(target.config)
+    rows = target.facts.vocab_rows if isinstance(target, ServedTarget) else vocabulary_rows(target.config)
     agreement = require_agreement(tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
     if agreement.verdict == "repair":
         repair_rows(draft, rows, agreement.token_rows)

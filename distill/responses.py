@@ -75,7 +75,7 @@ class RunStores:
         else:
             settings, name = decode_settings(self.config, self.target), "heldout"
         # Another seed than the training responses': the same prompt under both would give the same text.
-        return _frozen(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1))
+        return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1))
 
     def heldout_by_rule(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Held-out responses for the configured rule, then greedy ones when that is another rule."""
@@ -137,7 +137,8 @@ class RunStores:
         return rows
 
 
-def _frozen(rows: list[Row]) -> list[HeldoutResponse]:
+def frozen_responses_of(rows: list[Row]) -> list[HeldoutResponse]:
+    """Rows of a store of held-out responses as what a draft is judged on."""
     return [
         HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs))
         for row in rows
