@@ -89,6 +89,10 @@ class HeldoutLoss:
             "score": -mean,
         }
 
+    def dial(self, module: DraftModule) -> dict[str, float]:
+        """Text alone has no acceptance to read: the config refuses judge.dial_every without a target."""
+        raise AssertionError("judge.dial_every without a target")
+
     def headline(self, record: dict[str, Any]) -> str:
         """One line."""
         return f"step {record['step']:>6}  held-out loss {record['heldout_loss']:.4f} nats  perplexity {record['perplexity']:.2f}"

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from data.store import Store
 from distill.config import RunConfig, load_config
-from distill.evaluate import load_draft
 from distill.responses import frozen_responses_of
+from distill.served_draft import load_draft
 from distill.served_target import ServedTarget
 from distill.validate import served_copy
 from speculative.errors import UserError

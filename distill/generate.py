@@ -15,10 +15,10 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.store import write_json
-from distill.evaluate import load_draft
 from distill.faults import Interrupted
 from distill.prompt_files import read_datastore, read_prompts
 from distill.response_file import ResponseFile, check_writable
+from distill.served_draft import load_draft
 from distill.student import dtype_of, load_model, load_tokenizer
 from speculative.cascade import Cascade
 from speculative.decode import Event, end_token_ids, generate
@@ -31,11 +31,11 @@ from speculative.lookup import PromptLookup
 from speculative.metrics import latency, live_metrics, stage_seconds
 from speculative.processors import LogitsRules
 from speculative.proposal_log import ProposalLog
-from speculative.replay import agreement_warning, agreement_words, replay_agreement
+from speculative.replay import agreement_of, agreement_warning, agreement_words, law_of
 from speculative.responses import DecodeSettings, Prompt, Response, Timing
 from speculative.retrieval import Retrieval
 from speculative.sampling import SamplingSettings
-from speculative.token_scores import score_responses
+from speculative.token_scores import score_tokens
 from speculative.tree import TokenTree
 
 DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")
@@ -291,7 +291,7 @@ def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Ev
 def summary(
     loaded: Loaded, responses: list[Response], settings: DecodeSettings, policy: GammaPolicy, timing: Timing
 ) -> dict[str, Any]:
-    """Numbers of a run; `replay_check` where replay has a law: a draft model, one gamma, a token-wise rule, no rules."""
+    """Numbers of a run; `replay_check` where replay has a law: a draft model, one gamma, no logits rules."""
     tokens = sum(len(response.response_ids) for response in responses)
     result: dict[str, Any] = {
         "tokens": tokens,
@@ -310,10 +310,11 @@ def summary(
     result |= live_metrics(responses, settings.gamma)
     if isinstance(policy, AdaptiveGamma):
         result["gammas_chosen"] = {str(gamma): count for gamma, count in sorted(policy.chosen.items())}
-    plain_law = settings.rule != "block" and settings.tree is None and settings.active_rules is None
-    if type(loaded.drafter) is ModelDrafter and isinstance(policy, FixedGamma) and not policy.stop_below and plain_law:
-        scored = score_responses(loaded.drafter.model, responses, settings.sampling, settings.rule)
-        check = replay_agreement(scored, [response.blocks for response in responses], settings.gamma)
+    plain_law = settings.tree is None and settings.active_rules is None
+    if type(loaded.drafter) is ModelDrafter and isinstance(policy, FixedGamma) and plain_law:
+        scores = score_tokens(loaded.drafter.model, responses, settings.sampling)
+        law, counted = law_of(settings.rule, settings.sampling), [response.blocks for response in responses]
+        check = agreement_of(scores, law, counted, settings.gamma, stop_below=policy.stop_below)
         result["replay_check"] = check
         result["warning"] = agreement_warning(check)
     return result

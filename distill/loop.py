@@ -54,6 +54,10 @@ class Validator(Protocol):
         """The record in one line for the screen."""
         ...
 
+    def dial(self, module: DraftModule) -> dict[str, float]:
+        """{alpha, tau} of the draft as it is, cheaply; the main process alone calls it."""
+        ...
+
 
 @dataclass
 class StepResult:
@@ -149,6 +153,7 @@ class Loop:
                     show(self.progress.step, self._record(result, elapsed))
                     profile.step()
                     self._judge_if_due()
+                    self._read_dial_if_due()
                     if self._any_rank(interrupt.requested):
                         self._save()
                         raise Interrupted(str(checkpoint.step_folder(self.run, self.progress.step)))
@@ -298,6 +303,30 @@ class Loop:
             write_json(folder / checkpoint.PROGRESS, vars(self.progress))
             checkpoint.point_best(self.run, self.progress.best_step)
         self.accelerator.wait_for_everyone()
+
+    def _read_dial_if_due(self) -> None:
+        """Between checkpoints: held-out alpha and tau of the weights as they are, by replay, into the metrics."""
+        step, judge = self.progress.step, self.config.judge
+        if (
+            not judge.dial_every
+            or step % judge.dial_every
+            or step % judge.every == 0
+            or step == self.config.train.steps
+        ):
+            return
+        started = time.perf_counter()
+        self.wrapped.eval()
+        full = self._full()
+        if full is not None and self.accelerator.is_main_process:
+            with torch.random.fork_rng():
+                reading = self.validator.dial(full)
+            values = {f"dial/{key}": value for key, value in reading.items()}
+            self.metrics.write(step, values, always=True)
+            self.accelerator.print(
+                f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay"
+            )
+        self.accelerator.wait_for_everyone()
+        self.progress.spend("judge", time.perf_counter() - started)
 
     def _judgement(self, path: Path) -> dict[str, Any]:
         """The record at ``path``, made first when there is none."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from distill.assisted import check_with_transformers
 from distill.config import RunConfig
-from distill.evaluate import load_draft
 from distill.prompts import load_prompts
 from distill.responses import decode_settings
+from distill.served_draft import load_draft
 from distill.train import context_limit, load_target, new_accelerator, positions_of
 from distill.validate import served_copy
 from speculative.decode import decode

@@ -23,7 +23,7 @@ from distill.sections import (
 )
 
 # Objective by engine rule when loss.name is null. One for all until a sweep shows that a rule wants another (docs/training.md).
-DEFAULT_OBJECTIVE: dict[Rule, LossName] = {"sample": "lk_hybrid", "greedy-draft": "lk_hybrid", "greedy": "lk_hybrid"}
+DEFAULT_OBJECTIVE: dict[Rule, LossName] = {"sample": "lk_hybrid", "greedy-draft": "lk_hybrid", "greedy": "lk_hybrid", "block": "lk_hybrid"}
 
 
 class RunConfig(Section):
@@ -75,6 +75,8 @@ class RunConfig(Section):
             raise ValueError(
                 "serving.batch_size above serving.shard_size: a shard is decoded by itself; raise shard_size too"
             )
+        if self.target is None and (self.judge.dial_every or self.judge.served is not None):
+            raise ValueError("judge.dial_every and judge.served go with a target")
         if self.target is None and student.lora is not None:
             raise ValueError("student.lora goes with a target; target: null trains all weights")
         if self.target is None and any(s.path == "stdlib" and s.limit for s in (*self.data.train, *self.data.heldout)):

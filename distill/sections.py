@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
-Rule = Literal["sample", "greedy-draft", "greedy"]
+Rule = Literal["sample", "greedy-draft", "greedy", "block"]
 
 
 class Section(BaseModel):
@@ -334,6 +334,14 @@ class JudgeConfig(Section):
         "checkpoint",
         description="when held-out prompts are decoded for real: at every checkpoint; only for the verdict (replay picks the best, "
         "and with signal.source: store the target is not in memory while training); or never (no speeds)",
+    )
+    dial_every: int = Field(
+        0,
+        ge=0,
+        description="steps between readings of held-out alpha and tau by replay alone, between checkpoints; 0 = none",
+    )
+    served: str | None = Field(
+        None, description="the draft that is served today (run, checkpoint, directory, hub id): judged beside the new one"
     )
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
     patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")

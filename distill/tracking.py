@@ -40,7 +40,7 @@ SUMMARIES = {
     "judge/tau": "max",
     "judge/score": "max",
 }
-SECTIONS = ("train", "judge", "speed", "time", "memory")
+SECTIONS = ("train", "judge", "dial", "speed", "time", "memory")
 
 
 class Metrics:

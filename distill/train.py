@@ -46,7 +46,6 @@ from distill.student import (
 from distill.teacher import Teacher
 from distill.tracking import start_trackers
 from distill.validate import DraftJudge
-from distill.verdict import make_verdict
 from distill.vocabulary import vocabulary_rows
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, self_checks
@@ -276,7 +275,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         gc.collect()
     with gathered(target.model) if target.in_memory else contextlib.nullcontext():
         if accelerator.is_main_process:
-            _conclude(config, accelerator, target, judge, heldout, checks, progress, context)
+            domains = sorted({prompt.domain for prompt in sets.train})
+            _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
         accelerator.wait_for_everyone()
 
 
@@ -284,20 +284,22 @@ def _conclude(
     config: RunConfig,
     accelerator: Accelerator,
     target: ServedTarget,
-    judge: DraftJudge,
     heldout: dict[Rule, list[HeldoutResponse]],
     checks: dict[str, Any],
     progress: checkpoint.Progress,
     context: int,
+    trained_on: Sequence[str],
 ) -> None:
-    """Verdict and plot, on the main process."""
+    """Verdict, report and plot, on the main process."""
+    from distill.conclusion import conclude_run, write_conclusion
+
     clock = _Clock(progress)
-    verdict = make_verdict(config, target, judge, heldout, checks, progress.seconds, context)
+    result = conclude_run(config, target, heldout, checks, progress.seconds, context, trained_on)
     plot_run(config.folder)
     clock.stop("verdict")
-    verdict["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
-    write_json(config.folder / "verdict.json", verdict)
-    accelerator.print(verdict["sentence"])
+    result["verdict"]["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
+    write_conclusion(config.folder, result)
+    accelerator.print(result["verdict"]["sentence"])
 
 
 def carved_by_measurement(config: RunConfig) -> bool:

@@ -16,7 +16,8 @@ from distill.served_target import ServedTarget
 from distill.sharding import gathered
 from distill.student import DraftModule
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
-from speculative.replay import agreement_words
+from speculative.replay import agreement_words, expected_blocks_of
+from speculative.token_scores import score_tokens
 from speculative.verify import Rule
 
 
@@ -33,6 +34,16 @@ def served_copy(
     cast_weights(rounded, target.dtype)
     rounded.to(target.device)  # type: ignore[arg-type]
     return rounded.requires_grad_(False).eval()
+
+
+def judge_by_replay(
+    config: RunConfig, target: ServedTarget, draft: PreTrainedModel, heldout: list[HeldoutResponse], rule: Rule
+) -> dict[str, Any]:
+    """The numbers of a draft that need no target in memory: alpha and tau from frozen text."""
+    gamma = config.judge.gamma
+    result = judge_frozen(draft, heldout, decode_settings(config, target, gamma, rule))
+    del result["per_prompt"]
+    return {**result, "tau": result["replay"][gamma], "gamma": gamma, "live": False, "warnings": []}
 
 
 class DraftJudge:
@@ -66,15 +77,21 @@ class DraftJudge:
         main = by_rule.pop(self.config.judge_rule)
         return {"step": step, "score": main["tau"], **main, **by_rule}
 
+    def dial(self, module: DraftModule) -> dict[str, float]:
+        """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
+        rule, gamma = self.config.judge_rule, self.config.judge.gamma
+        settings = decode_settings(self.config, self.target, gamma, rule)
+        draft = served_copy(module.exported(), self.saved_dtype, self.target)
+        scores = score_tokens(draft, self.heldout[rule], settings.sampling)
+        tokens = sum(map(len, scores))
+        alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
+        return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
+
     def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers of a draft under one rule."""
         if self.config.judge.live == "checkpoint":
             return self.judge_live(draft, rule)
-        gamma = self.config.judge.gamma
-        settings = decode_settings(self.config, self.target, gamma, rule)
-        result = judge_frozen(draft, self.heldout[rule], settings)
-        del result["per_prompt"]
-        return {**result, "tau": result["replay"][gamma], "gamma": gamma, "live": False, "warnings": []}
+        return judge_by_replay(self.config, self.target, draft, self.heldout[rule], rule)
 
     def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""

@@ -2,53 +2,49 @@
 
 rule, gamma, prompts, tokens      engine rule, drafted tokens per block, held-out prompts, their response tokens
 baseline, best                    {step, alpha, alpha_ci, tau, tau_ci, accepted_per_drafted, survival, tokens_per_second}
+served                            the same of the draft that is served today (judge.served)
 target_tokens_per_second          the target alone; all tokens/s are at batch 1, alternating on the same prompts
-speed_up                          {baseline, best}: median over prompts of tokens/s over the target's
-paired                            {alpha_gain, ci}: best minus baseline on the same frozen text
-replay                            {gamma: tau} of the best, every gamma from 1 to 16
+speed_up, speed_up_ci             by draft: median over prompts of tokens/s over the target's, and its interval
+effects, against_served           best minus baseline (minus served) on the same frozen text: see speculative/effects.py
+paired                            {alpha_gain, ci}: alpha of `effects`, its interval widened for the checkpoints looked at
+replay                            {gamma: tau} of the best, every gamma from 0 to 32
 best_gamma, predicted_speed_up    argmax of tau / (gamma c + v); best_gamma 0: no gamma pays
 costs                             measured seconds, cost ratio c, v of each gamma, break-even alpha
 checkpoints                       one judgement each, step 0 first
 self_checks                       what was checked before anything was measured
 domains                           best, per domain
-pays_off, sentence                the answer; judge.live: never leaves null whatever needs the target's weights
+pays_off                          whether the target with the draft is certainly faster than alone
+outcome                           pays_off, no_speed, no_measurable_gain, loss or not_timed: what distilling brought
+sentence, warnings                the answer in words; judge.live: never leaves null whatever needs the target's weights
 seconds                           by stage
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel
-
-from data.store import write_json
 from distill import checkpoint
-from distill.config import RunConfig
-from distill.responses import decode_settings
-from distill.served_target import ServedTarget
-from distill.student import load_model
-from distill.validate import DraftJudge, served_copy
-from speculative.cost import StepCosts, best_gamma, break_even_alpha, measure_costs
+from distill.evidence import BASELINE, SERVED, Evidence
+from speculative.cost import StepCosts, best_gamma, break_even_alpha
+from speculative.effects import paired_effects, speed_interval
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, compare_speed
-from speculative.metrics import paired_alpha_gain
-from speculative.token_scores import score_responses
-from speculative.verify import Rule
 
 VERDICT = "verdict.json"
 JUDGED = ("step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival")
 # Keys and types of verdict.json; `understudy evaluate --json` prints the same shape.
 SCHEMA: dict[str, type | tuple[type, ...]] = {
-    "rule": str, "gamma": int, "prompts": int, "tokens": int, "baseline": (dict, NoneType), "best": dict,
-    "target_tokens_per_second": (float, NoneType), "speed_up": (dict, NoneType), "paired": (dict, NoneType), "replay": dict,
+    "rule": str, "gamma": int, "prompts": int, "tokens": int, "baseline": (dict, NoneType), "served": (dict, NoneType),
+    "best": dict, "target_tokens_per_second": (float, NoneType), "speed_up": (dict, NoneType), "speed_up_ci": (dict, NoneType),
+    "effects": (dict, NoneType), "against_served": (dict, NoneType), "paired": (dict, NoneType), "replay": dict,
     "best_gamma": (int, NoneType), "predicted_speed_up": (float, NoneType), "costs": (dict, NoneType), "checkpoints": list,
-    "self_checks": dict, "domains": dict, "pays_off": (bool, NoneType), "sentence": str, "seconds": dict,
+    "self_checks": dict, "domains": dict, "pays_off": (bool, NoneType), "outcome": str, "sentence": str, "warnings": list,
+    "seconds": dict,
 }  # fmt: skip
+OUTCOMES = ("pays_off", "no_speed", "no_measurable_gain", "loss", "not_timed")
+# A perfect draft that would not give more than this is worth a word: real ones reach half of what it gains.
+LITTLE = 2.0
 
 
 def load_judgements(run: Path) -> list[dict[str, Any]]:
@@ -83,33 +79,6 @@ def load_verdict(run: Path) -> dict[str, Any]:
         ) from error
 
 
-def step_costs(
-    config: RunConfig, target: PreTrainedModel, draft: PreTrainedModel, rule: Rule, gamma: int, context_limit: int
-) -> StepCosts:
-    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room."""
-    blocks = 8
-    gammas = sorted(
-        g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
-    )
-    context = max(2, min(128, context_limit - (blocks + 3) * (max(gammas) + 1)))
-    settings = decode_settings(config, target, rule=rule)
-    with cpu_threads(config.judge.speed_threads):
-        return measure_costs(
-            target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
-        )
-
-
-@contextlib.contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """Torch's CPU threads while something is timed: a small model at batch 1 is served best by one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def describe_costs(costs: StepCosts, gamma: int) -> dict[str, Any]:
     """The measured costs as plain numbers."""
     gammas = sorted(costs.verify_seconds)
@@ -124,164 +93,134 @@ def describe_costs(costs: StepCosts, gamma: int) -> dict[str, Any]:
     }
 
 
-def sentence_of(speed_up: float, alpha_gain: float, ci: list[float], gamma: int) -> tuple[bool, str]:
-    """(does the best draft pay off, one plain sentence)."""
-    pays = speed_up > 1.0
-    how = f"decodes {speed_up:.2f}x as fast as the target alone at gamma {gamma}"
-    if ci[0] > 0:
-        learned = f"accepts {alpha_gain:+.3f} [{ci[0]:+.3f}, {ci[1]:+.3f}] alpha over the undistilled baseline"
-    else:
-        learned = f"has no certain gain in alpha over the undistilled baseline ({alpha_gain:+.3f} [{ci[0]:+.3f}, {ci[1]:+.3f}])"
-    return pays, f"{'It pays off' if pays else 'No gain'}: the distilled draft {how} and {learned}."
+def best_gamma_facts(replay: dict[Any, float], costs: StepCosts) -> dict[str, Any]:
+    """{best_gamma, predicted_speed_up}: the best among the gammas whose costs were measured or lie between."""
+    taus = {int(gamma): tau for gamma, tau in replay.items()}
+    chosen, predicted = best_gamma({g: tau for g, tau in taus.items() if g <= max(costs.verify_seconds)}, costs)
+    return {"best_gamma": chosen, "predicted_speed_up": predicted}
 
 
-def make_verdict(
-    config: RunConfig,
-    served: ServedTarget,
-    judge: DraftJudge,
-    heldout: dict[Rule, list[HeldoutResponse]],
+def verdict_of(
+    evidence: Evidence,
+    *,
+    checkpoints: Sequence[dict[str, Any]],
     self_checks: dict[str, Any],
     seconds: dict[str, float],
-    context_limit: int,
 ) -> dict[str, Any]:
-    """Times and pairs baseline and best of a run, writes verdict.json, returns it.
+    """verdict.json from evidence alone: the last contestant against the baseline and the served draft, where there are.
 
-    With judge.live: never, nothing is decoded or timed: what only that measures is null.
+    checkpoints: every judged one, of which the last contestant was picked: its interval is widened for them.
     """
-    if config.judge.live == "never":
-        return _verdict_by_replay(config, served, heldout, seconds)
-    run, rule, gamma, target = config.folder, config.judge_rule, config.judge.gamma, served.model
-    records = load_judgements(run)
-    best = max(records, key=lambda record: record["score"])
-    drafts = {
-        name: served_copy(
-            load_model(name, str(checkpoint.step_folder(run, record["step"]) / "student")), served.saved_dtype, target
-        )
-        for name, record in (("baseline", records[0]), ("best", best))
-    }
-    baseline, best = (
-        record if record.get("live", True) else {**record, **judge.judge_live(drafts[name], rule)}
-        for name, record in (("baseline", records[0]), ("best", best))
-    )
-    settings = decode_settings(config, target, gamma, rule)
-    frozen = heldout[rule]
-    probs = {name: score_responses(draft, frozen, settings.sampling, rule) for name, draft in drafts.items()}
-    paired = paired_alpha_gain(probs["best"], probs["baseline"], [response.prompt for response in frozen])
-    speed = time_drafts(config, target, drafts, frozen, gamma, rule)
-    costs = step_costs(config, target, drafts["best"], rule, gamma, context_limit)
-    pays, sentence = sentence_of(speed["best"]["speed_up"], paired["alpha_gain"], paired["ci"], gamma)
-    verdict = {
+    rule, gamma, best = evidence.rule, evidence.gamma, evidence.judged[evidence.best.name]
+    names = [one.name for one in evidence.contestants]
+    costs = evidence.costs[evidence.best.name] if evidence.costs else None
+    looks = max(1, len(checkpoints) - 1)
+    effects = _effects(evidence, BASELINE, costs, looks) if BASELINE in names else None
+    speeds = {name: speed_interval(evidence.speed[name]["ratios"]) for name in names} if evidence.speed else None
+    outcome, pays, sentence = conclude(evidence, effects, speeds)
+    timed: dict[str, Any] = {"best_gamma": None, "predicted_speed_up": None}
+    if costs is not None:
+        timed = best_gamma_facts(best["replay"], costs)
+    return {
         "rule": rule,
         "gamma": gamma,
         "prompts": best["prompts"],
         "tokens": best["tokens"],
-        "baseline": _judged(baseline) | {"tokens_per_second": speed["baseline"]["tokens_per_second"]},
-        "best": _judged(best) | {"tokens_per_second": speed["best"]["tokens_per_second"]},
-        "target_tokens_per_second": speed["target"]["tokens_per_second"],
-        "speed_up": {name: speed[name]["speed_up"] for name in drafts},
-        "paired": paired,
-        **best_gamma_facts(best["replay"], costs),
-        "costs": describe_costs(costs, gamma),
-        "checkpoints": records,
+        **{name: _judged(evidence, name) if name in names else None for name in (BASELINE, SERVED)},
+        "best": _judged(evidence, evidence.best.name),
+        "target_tokens_per_second": evidence.speed["target"]["tokens_per_second"] if evidence.speed else None,
+        "speed_up": {name: speed[0] for name, speed in speeds.items()} if speeds else None,
+        "speed_up_ci": {name: speed[1] for name, speed in speeds.items()} if speeds else None,
+        "effects": effects,
+        "against_served": _effects(evidence, SERVED, costs, looks) if SERVED in names else None,
+        "paired": {"alpha_gain": effects["alpha"]["gain"], "ci": effects["alpha"]["ci"]} if effects else None,
+        "replay": {str(g): tau for g, tau in best["replay"].items()},
+        **timed,
+        "costs": describe_costs(costs, gamma) if costs is not None else None,
+        "checkpoints": list(checkpoints),
         "self_checks": self_checks,
         "domains": best["domains"],
         "pays_off": pays,
+        "outcome": outcome,
         "sentence": sentence,
+        "warnings": list(best.get("warnings", [])),
         "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
     }
-    write_json(run / VERDICT, verdict)
-    return verdict
 
 
-def _verdict_by_replay(
-    config: RunConfig,
-    served: ServedTarget,
-    heldout: dict[Rule, list[HeldoutResponse]],
-    seconds: dict[str, float],
-) -> dict[str, Any]:
-    """The verdict of a run whose target is not here: alpha and tau from the frozen text."""
-    run, rule, gamma = config.folder, config.judge_rule, config.judge.gamma
-    records = load_judgements(run)
-    best = max(records, key=lambda record: record["score"])
-    settings = decode_settings(config, served, gamma, rule)
-    probs: dict[str, Any] = {}
-    for name, record in (("best", best), ("baseline", records[0])):
-        draft = load_model("checkpoint", str(checkpoint.step_folder(run, record["step"]) / "student"))
-        rounded = served_copy(draft, served.saved_dtype, served)
-        probs[name] = score_responses(rounded, heldout[rule], settings.sampling, rule)
-    paired = paired_alpha_gain(probs["best"], probs["baseline"], [response.prompt for response in heldout[rule]])
-    _, sentence = sentence_of(1.0, paired["alpha_gain"], paired["ci"], gamma)
-    learned = sentence[sentence.index(" and ") + 5 :]
-    verdict = {
-        "rule": rule, "gamma": gamma, "prompts": best["prompts"], "tokens": best["tokens"],
-        "baseline": _judged(records[0]), "best": _judged(best), "target_tokens_per_second": None, "speed_up": None,
-        "paired": paired, "replay": {str(g): tau for g, tau in best["replay"].items()}, "best_gamma": None,
-        "predicted_speed_up": None, "costs": None, "checkpoints": records, "self_checks": {}, "domains": best["domains"],
-        "pays_off": None,
-        "sentence": f"Not timed here (judge.live: never): the distilled draft has tau {best['tau']:.2f} at gamma {gamma} by replay "
-        f"(undistilled {records[0]['tau']:.2f}) and {learned}",
-        "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
-    }  # fmt: skip
-    write_json(run / VERDICT, verdict)
-    return verdict
+def _effects(evidence: Evidence, against: str, costs: StepCosts | None, looks: int) -> dict[str, Any]:
+    return paired_effects(
+        evidence.own_scores(evidence.best.name),
+        evidence.own_scores(against),
+        evidence.keys,
+        rule=evidence.rule,
+        gamma=evidence.gamma,
+        costs=(costs.cost_ratio, costs.verify_ratio(evidence.gamma)) if costs is not None else None,
+        looks=looks,
+    )
 
 
-def time_drafts(
-    config: RunConfig,
-    target: PreTrainedModel,
-    drafts: dict[str, PreTrainedModel],
-    frozen: list[HeldoutResponse],
-    gamma: int,
-    rule: Rule,
-) -> dict[str, dict[str, float]]:
-    """Tokens/s at batch 1 of the target alone and with each draft, alternating on the same held-out prompts."""
-    # Spread over the set, which is stored longest prompt first.
-    spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
-    prompts = [(frozen[index].key, frozen[index].prompt_ids) for index in spread]
-    with cpu_threads(config.judge.speed_threads):
-        return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))
+def conclude(
+    evidence: Evidence, effects: dict[str, Any] | None, speeds: dict[str, Any] | None
+) -> tuple[str, bool | None, str]:
+    """(outcome, whether decoding with the draft is certainly faster than without, the answer in one sentence)."""
+    who = "the distilled draft" if effects else evidence.best.label
+    learned = _learned(effects) if effects else None
+    pays, fast = _fast(evidence, speeds)
+    if effects is not None and effects["certain"] == "loss":
+        return "loss", pays, f"It got worse: {who} {learned} and {fast}."
+    if effects is not None and effects["certain"] == "none":
+        return "no_measurable_gain", pays, f"No measurable gain: {who} {learned}; it {fast}."
+    if speeds is None:
+        return (
+            "not_timed",
+            None,
+            f"Not timed here (judge.live: never): {who} {fast}{f' and {learned}' if learned else ''}.",
+        )
+    if pays:
+        return "pays_off", True, f"It pays off: {who} {fast}{f' and {learned}' if learned else ''}."
+    start = "Not certain to pay off here" if speeds[evidence.best.name][1][1] >= 1.0 else "It does not pay off here"
+    though = f", though it {learned}" if learned else ""
+    return "no_speed", pays, f"{start}: {who} {fast}{though}{_ceiling(evidence)}."
 
 
-def best_gamma_facts(replay: dict[Any, float], costs: StepCosts) -> dict[str, Any]:
-    """{replay, best_gamma, predicted_speed_up}: the best among the gammas whose costs were measured or lie between."""
-    taus = {int(gamma): tau for gamma, tau in replay.items()}
-    chosen, predicted = best_gamma({g: tau for g, tau in taus.items() if g <= max(costs.verify_seconds)}, costs)
-    return {
-        "replay": {str(gamma): tau for gamma, tau in taus.items()},
-        "best_gamma": chosen,
-        "predicted_speed_up": predicted,
-    }
+def _learned(effects: dict[str, Any]) -> str:
+    gain, (low, high) = effects["alpha"]["gain"], effects["alpha"]["ci"]
+    if gain == low == high == 0.0:
+        return "is the undistilled one: no checkpoint is better than the undistilled baseline"
+    numbers = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
+    if effects["certain"] == "none":
+        seen = effects["minimal_detectable"]["alpha"]
+        size = f"; a difference of {seen:.3f} would have been seen" if seen else ""
+        return f"has no certain difference in alpha to the undistilled baseline ({numbers}{size})"
+    return f"accepts {numbers} alpha over the undistilled baseline"
 
 
-def verdict_of_one(
-    judged: dict[str, Any],
-    gamma_facts: dict[str, Any],
-    speed: dict[str, dict[str, float]],
-    checks: dict[str, Any],
-    name: str,
-) -> dict[str, Any]:
-    """The shape of verdict.json for one draft that was not trained here: `baseline` and `paired` are null."""
-    speed_up = speed["best"]["speed_up"]
-    return {
-        "rule": judged["rule"],
-        "gamma": judged["gamma"],
-        "prompts": judged["prompts"],
-        "tokens": judged["tokens"],
-        "baseline": None,
-        "best": _judged(judged) | {"tokens_per_second": speed["best"]["tokens_per_second"]},
-        "target_tokens_per_second": speed["target"]["tokens_per_second"],
-        "speed_up": {"best": speed_up},
-        "paired": None,
-        **gamma_facts,
-        "checkpoints": [judged],
-        "self_checks": checks,
-        "domains": judged["domains"],
-        "pays_off": speed_up > 1.0,
-        "sentence": f"{'It pays off' if speed_up > 1.0 else 'No gain'}: {name} decodes {speed_up:.2f}x as fast as the target "
-        f"alone at gamma {judged['gamma']}.",
-        "seconds": {},
-    }
+def _fast(evidence: Evidence, speeds: dict[str, Any] | None) -> tuple[bool | None, str]:
+    """(certainly faster than the target alone, in words)."""
+    if speeds is None:
+        judged, baseline = evidence.judged[evidence.best.name], evidence.judged.get(BASELINE)
+        before = f" (undistilled {baseline['tau']:.2f})" if baseline else ""
+        return None, f"has tau {judged['tau']:.2f} at gamma {evidence.gamma} by replay{before}"
+    speed_up, (low, high) = speeds[evidence.best.name]
+    how = f"decodes {speed_up:.2f}x [{low:.2f}, {high:.2f}] as fast as the target alone at gamma {evidence.gamma}"
+    if low <= 1.0 <= high:
+        how += ", which cannot be told from no speed-up"
+    return low > 1.0, how
 
 
-def _judged(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record[key] for key in JUDGED if key in record}
+def _ceiling(evidence: Evidence) -> str:
+    """What a draft that is always accepted would give at these costs, when that is little."""
+    if not evidence.costs:
+        return ""
+    costs = evidence.costs[evidence.best.name]
+    _, most = best_gamma({gamma: gamma + 1.0 for gamma in range(1, max(costs.verify_seconds) + 1)}, costs)
+    if most > LITTLE:
+        return ""
+    return f"; at c = {costs.cost_ratio:.2f} even a draft that is always accepted would give {most:.2f}x: take a shallower one"
+
+
+def _judged(evidence: Evidence, name: str) -> dict[str, Any]:
+    record = evidence.judged[name]
+    row = {key: record[key] for key in JUDGED if key in record}
+    return row | ({"tokens_per_second": evidence.speed[name]["tokens_per_second"]} if evidence.speed else {})

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from speculative.block_loop import BlockLoop
-from speculative.drafters import ModelDrafter
+from speculative.drafters import Ask, ModelDrafter, Proposal, Seats
 from speculative.models import evaluating, vocab_rows
 from speculative.responses import DecodeSettings, Timing
 from speculative.sampling import SamplingSettings
@@ -53,6 +54,21 @@ class StepCosts:
         return float(np.interp(gamma, gammas, seconds)) / self.target_seconds
 
 
+def given_costs(
+    target_seconds: float, draft_seconds: float, verify_seconds: float | None = None, max_gamma: int = 16
+) -> StepCosts:
+    """Costs that were not measured here: one target step, one draft step and a verify call, in seconds.
+
+    A verify call is taken to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call: true
+    where reading the weights takes the time (a large model, few rows), flattering elsewhere. `context` 0: of no text.
+    """
+    verify = target_seconds if verify_seconds is None else verify_seconds
+    ends = (1, max_gamma)
+    return StepCosts(
+        target_seconds, {g: g * draft_seconds for g in ends}, dict.fromkeys(ends, verify), batch_size=1, context=0
+    )
+
+
 def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
     """Tokens per second, tau / (gamma * c + v), over the target alone (2211.17192 Theorem 3.8 with a measured v)."""
     return tau / (gamma * c + v)
@@ -90,9 +106,32 @@ def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
     return high
 
 
+class _FreeProposals:
+    """Proposes gamma fixed tokens at once: what is left to time is the target."""
+
+    name = "free proposals"
+    source_names: tuple[str, ...] = ("free",)
+    observes = False
+    model: PreTrainedModel | None = None
+
+    def start(self, seats: Seats) -> None:
+        self._device = seats.target.device
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...
+
+    def propose(self, ask: Ask) -> Proposal:
+        ids_RG = torch.zeros((len(ask.lengths_R), ask.gamma), dtype=torch.int64, device=self._device)
+        return Proposal(ids_RG, counts_R=np.full(len(ask.lengths_R), ask.gamma))
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        raise AssertionError("free proposals do not observe")
+
+    def keep(self, rows: list[int]) -> None: ...
+
+
 def measure_costs(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | None,
     *,
     gammas: Sequence[int] = (1, 3, 5, 8),
     sampling: SamplingSettings | None = None,
@@ -106,7 +145,8 @@ def measure_costs(
     """Time the stages of the real block loop on random tokens; medians over blocks, gammas interleaved in each repeat.
 
     A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
-    its own from the caches. The context must leave room for `blocks` blocks in both models.
+    its own from the caches. The context must leave room for `blocks` blocks in both models. Without a draft, proposals
+    come for nothing: the target's own times, for whoever proposes without a model.
     """
     ids = np.random.default_rng(seed).integers(0, vocab_rows(target), size=(batch_size, context))
     prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
@@ -123,7 +163,7 @@ def measure_costs(
                 )
                 loop = BlockLoop(
                     target,
-                    ModelDrafter(draft) if gamma > 0 else None,
+                    (ModelDrafter(draft) if draft is not None else _FreeProposals()) if gamma > 0 else None,
                     batch_size,
                     context + settings.max_tokens,
                     settings,

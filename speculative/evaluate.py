@@ -22,11 +22,16 @@ from speculative.decode import decode, end_token_ids
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
 from speculative.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
-from speculative.replay import GAMMAS, agreement_warning, replay, replay_agreement
+from speculative.proposal_log import ProposalLog
+from speculative.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
 from speculative.responses import DecodeSettings, Prompt, Response
 from speculative.sampling import SamplingSettings
 from speculative.self_checks import SelfCheckError, self_checks
-from speculative.token_scores import score_responses
+from speculative.token_scores import TokenScores, score_tokens
+from speculative.verify import Rule
+
+# Every gamma a curve is drawn for; 0 = plain decoding.
+CURVE_GAMMAS = tuple(range(33))
 
 __all__ = ["HeldoutResponse", "SelfCheckError", "compare_speed", "judge", "judge_frozen", "self_checks"]
 
@@ -51,35 +56,69 @@ def judge_frozen(
     draft: PreTrainedModel,
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
-    replay_gammas: Iterable[int] = GAMMAS,
+    replay_gammas: Iterable[int] = CURVE_GAMMAS,
 ) -> dict[str, Any]:
     """The cheap half of `judge`: one draft pass over frozen text, no target in memory.
 
-    {alpha, alpha_ci, rule, prompts, tokens, replay: {gamma: tau}, domains: {name: the same without rule},
-    per_prompt: {"keys": [...], "accept_probs": [one array per response]}}. `per_prompt` is what
-    `metrics.paired_alpha_gain(ours, baseline, keys)` takes.
+    {alpha, alpha_ci, rule, prompts, tokens, replay: {gamma: tau}, rules: {other rule: {alpha, replay}}, domains: {name:
+    the same without rule and rules}, per_response: {accept_sums, tokens, blocks: expected at `settings.gamma`},
+    per_prompt: {"keys": [...], "scores": [TokenScores per response], "accept_probs": [one array per response]}}.
+
+    rules: what the same text tells of every other rule it has a law for. `per_response` is plain numbers, so that two
+    judgements on the same text can be paired later without a model.
     """
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
-    accept_probs = score_responses(draft, heldout, settings.sampling, settings.rule)
+    scores = score_tokens(draft, heldout, settings.sampling)
+    accept_probs = [own.accept_probs(settings.rule) for own in scores]
     gammas = tuple(replay_gammas)
+    blocks_NK = expected_blocks_of(scores, settings.rule, (*gammas, settings.gamma))
+    tokens_N = np.array([len(own) for own in scores])
 
     def numbers(indices: Sequence[int]) -> dict[str, Any]:
         probs = [accept_probs[index] for index in indices]
         alpha, interval = alpha_with_interval(probs, [heldout[index].prompt for index in indices])
+        tokens = int(tokens_N[indices].sum())
         return {
             "alpha": alpha,
             "alpha_ci": list(interval),
             "prompts": len({heldout[index].prompt for index in indices}),
-            "tokens": sum(len(values) for values in probs),
-            "replay": replay(probs, gammas),
+            "tokens": tokens,
+            "replay": dict(zip(gammas, (tokens / blocks_NK[indices, : len(gammas)].sum(0)).tolist(), strict=True)),
         }
 
     return {
         **numbers(range(len(heldout))),
         "rule": settings.rule,
+        "rules": {
+            rule: _under_rule(scores, rule, gammas)
+            for rule in rules_of_text(settings.sampling)
+            if rule != settings.rule
+        },
         "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items()},
-        "per_prompt": {"keys": [response.prompt for response in heldout], "accept_probs": accept_probs},
+        "per_response": {
+            "accept_sums": [float(probs.sum()) for probs in accept_probs],
+            "tokens": tokens_N.tolist(),
+            "blocks": blocks_NK[:, -1].tolist(),
+        },
+        "per_prompt": {
+            "keys": [response.prompt for response in heldout],
+            "scores": scores,
+            "accept_probs": accept_probs,
+        },
+    }
+
+
+def rules_of_text(sampling: SamplingSettings) -> tuple[Rule, ...]:
+    """The rules that text of the target can be replayed under: greedy text under `greedy`, sampled text under the others."""
+    return ("greedy",) if sampling.greedy else ("sample", "greedy-draft", "block")
+
+
+def _under_rule(scores: Sequence[TokenScores], rule: Rule, gammas: Sequence[int]) -> dict[str, Any]:
+    tokens = sum(len(own) for own in scores)
+    return {
+        "alpha": float(sum(own.accept_probs(rule).sum() for own in scores) / tokens),
+        "replay": dict(zip(gammas, (tokens / expected_blocks_of(scores, rule, gammas).sum(0)).tolist(), strict=True)),
     }
 
 
@@ -90,13 +129,15 @@ def judge(
     settings: DecodeSettings,
     *,
     batch_size: int = 16,
-    replay_gammas: Iterable[int] = GAMMAS,
+    replay_gammas: Iterable[int] = CURVE_GAMMAS,
+    log: ProposalLog | None = None,
 ) -> dict[str, Any]:
     """All numbers of one draft: `judge_frozen` on the stored text, and live decoding of each held-out prompt once.
 
     Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
     tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
     live numbers also per domain. `replay_check` replays the very text of the live run: |z| above 4 means a fault.
+    `per_prompt` gets the live run's `responses` too. log: every drafted token of the live run.
 
     Raises UserError when gamma is 0, for empty input and whatever `decode` refuses.
     """
@@ -106,14 +147,15 @@ def judge(
     first_of_prompt = {response.prompt: response for response in reversed(heldout)}
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
-    responses, timing = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size)
+    responses, timing = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size, log=log)
+    result["per_prompt"]["responses"] = responses
 
     for name, indices in _by_domain(chosen).items():
         result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
     check = None
-    if settings.rule != "block" and settings.active_rules is None and settings.tree is None:
-        own_probs = score_responses(draft, responses, settings.sampling, settings.rule)
-        check = replay_agreement(own_probs, [response.blocks for response in responses], settings.gamma)
+    if settings.active_rules is None and settings.tree is None:
+        own, law = score_tokens(draft, responses, settings.sampling), law_of(settings.rule, settings.sampling)
+        check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
     return {
         **result,
         **live_metrics(responses, settings.gamma),
@@ -154,11 +196,11 @@ def compare_speed(
     settings: DecodeSettings,
     *,
     repeats: int = 1,
-) -> dict[str, dict[str, float]]:
-    """Speed at batch 1 of the target alone ("target") and with each draft, {name: {tokens_per_second, speed_up}}.
+) -> dict[str, dict[str, Any]]:
+    """Speed at batch 1 of the target alone ("target") and with each draft, {name: {tokens_per_second, speed_up, ratios}}.
 
     The contestants alternate on each prompt, so that a drifting machine slows all of them alike; the speed-up is the
-    median over prompts and repeats of tokens per second over the target's on the same prompt.
+    median over prompts and repeats of tokens per second over the target's on the same prompt (`ratios`: each of them).
     """
     contestants: dict[str, PreTrainedModel | None] = {"target": None, **drafts}
     for draft in contestants.values():
@@ -168,13 +210,15 @@ def compare_speed(
         for prompt in prompts:
             for name, draft in contestants.items():
                 rates[name] += measure_tokens_per_second(target, draft, [prompt], settings)
-    return {
-        name: {
+    speeds: dict[str, dict[str, Any]] = {}
+    for name, own in rates.items():
+        ratios = np.divide(own, rates["target"]).tolist()
+        speeds[name] = {
             "tokens_per_second": statistics.median(own),
-            "speed_up": statistics.median(np.divide(own, rates["target"]).tolist()),
+            "speed_up": statistics.median(ratios),
+            "ratios": ratios,
         }
-        for name, own in rates.items()
-    }
+    return speeds
 
 
 def frozen_responses(

@@ -155,19 +155,31 @@ def _pass(
 ) -> list[np.ndarray]:
     """What `columns` (logits_RV, token_ids_R) -> (R, K) makes of each text's tokens, (T, K) per text in order."""
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
-    vocab_size = draft.config.get_text_config(decoder=True).vocab_size
-    with evaluating(draft):
-        for batch in _batches(texts, vocab_size):
-            logits_RV, token_ids_R = _response_logits(draft, [texts[index] for index in batch])
-            rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
-            parts = [columns(*chunk) for chunk in zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True)]
-            flat_RK = torch.cat(parts).cpu().numpy()
-            if np.isnan(flat_RK).any():
-                raise UserError("the draft returned NaN or infinite logits on stored text: check its weights and dtype")
-            lengths = [len(texts[index].response_ids) for index in batch]
-            for index, values_TK in zip(batch, np.split(flat_RK, np.cumsum(lengths)[:-1]), strict=True):
-                found[index] = values_TK
+    for batch, chunks in response_logits(draft, texts):
+        flat_RK = torch.cat([columns(*chunk) for chunk in chunks]).cpu().numpy()
+        if np.isnan(flat_RK).any():
+            raise UserError("the draft returned NaN or infinite logits on stored text: check its weights and dtype")
+        lengths = [len(texts[index].response_ids) for index in batch]
+        for index, values_TK in zip(batch, np.split(flat_RK, np.cumsum(lengths)[:-1]), strict=True):
+            found[index] = values_TK
     return found
+
+
+def response_logits(
+    model: PreTrainedModel, texts: Sequence[StoredText]
+) -> Iterator[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """Batch by batch: indices of its texts, and chunks (logits_RV, token_ids_R) of their response tokens, text after text.
+
+    logits_RV predict token_ids_R. One forward per batch of right-padded texts of similar length, without gradients; a
+    chunk holds at most PROBS_PER_CHUNK entries. Texts without a response are in no batch.
+    """
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    for batch in _batches(texts, vocab_size):
+        # Not around the yield: the caller's code would run without gradients.
+        with evaluating(model):
+            logits_RV, token_ids_R = _response_logits(model, [texts[index] for index in batch])
+        rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
+        yield batch, list(zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True))
 
 
 def _rule_scores(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, draft_settings: SamplingSettings) -> torch.Tensor:

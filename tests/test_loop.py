@@ -571,8 +571,7 @@ def _train(path: Path) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     forget_accelerators()
     # The verdict and its plot are made from what is on disk, after everything that this file looks at.
-    train.make_verdict = lambda *_: {"sentence": "no verdict in this test"}
-    train.plot_run = lambda _: None
+    train._conclude = lambda *_: None
     os._exit(train.main([str(path)]))
 
 

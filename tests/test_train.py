@@ -52,7 +52,7 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
         assert row["tau_ci"][0] <= row["tau"] <= row["tau_ci"][1]
         assert len(row["survival"]) == verdict["gamma"]
         assert row["survival"] == sorted(row["survival"], reverse=True)
-    assert set(verdict["replay"]) == {str(gamma) for gamma in range(1, 17)}
+    assert set(verdict["replay"]) == {str(gamma) for gamma in range(33)}
     assert set(verdict["paired"]) == {"alpha_gain", "ci"}
     assert [record["step"] for record in verdict["checkpoints"]] == [0, 4, 8, 12]
     assert verdict["self_checks"]["alpha_live"] == pytest.approx(1.0, abs=1e-3)

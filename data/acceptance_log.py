@@ -1,0 +1,294 @@
+"""What a server says of its drafts: acceptance per request, or per interval, from the logs that servers write.
+
+    jsonl       {"accepted": 131, "drafted": 300} a request; optional "blocks", "domain", "time"
+    csv         the same columns under a header
+    vllm        the engine's lines `SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens, ...`, one an interval
+    llama.cpp   the server's lines `draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92`, one a
+                request (older builds: `draft acceptance rate = ...`, without the mean length)
+    proposals   our own proposal log, parquet (`understudy generate --log`)
+
+Each but the last may be gzipped. Lines of an engine's log that say nothing of drafts are passed over.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from speculative.errors import UserError
+
+FORMATS = ("jsonl", "csv", "vllm", "llama.cpp", "proposals")
+EXPECTED = {
+    "jsonl": '{"accepted": 131, "drafted": 300} on each line, optional "blocks", "domain", "time"',
+    "csv": "a header line with accepted,drafted and optional blocks,domain,time",
+    "vllm": "`SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens` lines",
+    "llama.cpp": "`draft acceptance = 0.57 ( 171 accepted / 297 generated)` lines",
+    "proposals": "the parquet file of `understudy generate --log`",
+}
+_VLLM, _LLAMA = "SpecDecoding metrics:", re.compile(r"draft acceptance(?: rate)? =")
+_VLLM_COUNTS = re.compile(r"Accepted: (\d+) tokens, Drafted: (\d+) tokens")
+_VLLM_LENGTH = re.compile(r"Mean acceptance length: (\d+\.\d+)")
+_VLLM_PLACES = re.compile(r"Per-position acceptance rate: ([\d., ]+?)(?:, [A-Z]|$)")
+_VLLM_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
+_LLAMA_COUNTS = re.compile(r"\(\s*(\d+) accepted /\s*(\d+) generated\)")
+_LLAMA_LENGTH = re.compile(r"mean (?:acceptance length|len) =\s*(\d+\.\d+)")
+_LLAMA_TIME = re.compile(r"(?:^|\s)(\d+\.\d\d\.\d{3}\.\d{3}) ")
+_SNIFFED_LINES = 20000  # An engine says much while it starts.
+
+
+@dataclass(frozen=True)
+class AcceptanceRecord:
+    """Drafted tokens of one request (or interval) and how many were accepted.
+
+    order: from 0, as logged. blocks: target calls that had drafted tokens, None where the log does not tell.
+    """
+
+    order: int
+    drafted: int
+    accepted: int
+    blocks: int | None = None
+    slice: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class AcceptanceLog:
+    """sums: a record is an interval of many requests, not one request. warnings: what was passed over, in plain lines."""
+
+    records: list[AcceptanceRecord]
+    format: str
+    sums: bool
+    warnings: list[str] = field(default_factory=list)
+
+    def gamma(self) -> float | None:
+        """Mean drafted tokens per block over the records that tell their blocks; None where none does."""
+        told = [(record.drafted, record.blocks) for record in self.records if record.blocks is not None]
+        return sum(drafted for drafted, _ in told) / sum(blocks for _, blocks in told) if told else None
+
+
+class _DamagedError(ValueError):
+    """A line that is not what its format says; the message is what it lacks."""
+
+
+_Fields = tuple[int, int, int | None, str | None, str | None]  # drafted, accepted, blocks, slice, time
+
+
+def read_acceptance_log(path: Path, format: str = "auto") -> AcceptanceLog:
+    """The records of a log, in its order. `auto` tells the format by suffix and content.
+
+    The last line of a log that is still written may be torn: it is left out with a warning. Requests that drafted
+    nothing are left out.
+
+    Raises:
+        UserError: no such file, unknown format, a damaged line (named), accepted > drafted, or no record at all.
+    """
+    if format not in ("auto", *FORMATS):
+        raise UserError(f"--format {format}: one of auto, {', '.join(FORMATS)}")
+    if not path.is_file():
+        raise UserError(f"--log {path}: no such file")
+    chosen = _format_of(path) if format == "auto" else format
+    if chosen is None:
+        raise _nothing_in(path, "no format recognised")
+    warnings: list[str] = []
+    rows = _proposals(path) if chosen == "proposals" else _text_rows(path, chosen, warnings)
+    records: list[AcceptanceRecord] = []
+    idle = 0
+    for drafted, accepted, blocks, name, time in rows:
+        if drafted == 0:
+            idle += 1
+            continue
+        records.append(AcceptanceRecord(len(records), drafted, accepted, blocks, name, time))
+    if idle:
+        warnings.append(f"{idle} of {idle + len(records)} records drafted nothing and are left out")
+    if not records:
+        raise _nothing_in(path, f"no {chosen} record with drafted tokens")
+    return AcceptanceLog(records, chosen, chosen == "vllm", warnings)
+
+
+def _nothing_in(path: Path, what: str) -> UserError:
+    known = "; ".join(f"{name}: {expected}" for name, expected in EXPECTED.items())
+    return UserError(f"--log {path}: {what}; formats (--format): {known}")
+
+
+def _format_of(path: Path) -> str | None:
+    """The format by suffix where that is plain, else by the first line that tells."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    with path.open("rb") as file:
+        if suffix == ".parquet" or file.read(4) == b"PAR1":
+            return "proposals"
+    if suffix in (".jsonl", ".ndjson"):
+        return "jsonl"
+    first = True
+    for number, line, _ in _lines(path, []):
+        if _VLLM in line:
+            return "vllm"
+        if _LLAMA.search(line):
+            return "llama.cpp"
+        if first and line.strip():
+            first = False
+            if line.lstrip().startswith("{"):
+                return "jsonl"
+            if {"accepted", "drafted"} <= set(_cells(line)):
+                return "csv"
+        if number > _SNIFFED_LINES:
+            break
+    return "csv" if suffix == ".csv" else None
+
+
+def _lines(path: Path, warnings: list[str]) -> Iterator[tuple[int, str, bool]]:
+    """(number from 1, text, whether it ends in a line feed) of each line; a gzip that is cut off ends early, with a warning."""
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+    with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+        # At line feeds alone: a carriage return within a line is progress output of an engine, not its end.
+        text = io.TextIOWrapper(cast(BinaryIO, file), encoding="utf-8-sig", errors="replace", newline="\n")
+        number = 0
+        try:
+            for number, line in enumerate(text, start=1):
+                yield number, line.rstrip("\r\n"), line.endswith("\n")
+        except EOFError:
+            warnings.append(f"{path}:{number + 1}: the gzip ends in the middle; what stands before it is used")
+        except (OSError, zlib.error) as error:
+            raise UserError(f"--log {path}: not readable ({error}); give another copy") from error
+
+
+def _text_rows(path: Path, format: str, warnings: list[str]) -> Iterator[_Fields]:
+    """Checked rows of a text log."""
+    parse: Callable[[str], _Fields | None] = {"jsonl": _json_row, "vllm": _vllm_row, "llama.cpp": _llama_row}.get(
+        format, _CsvRows()
+    )
+    for number, line, whole in _lines(path, warnings):
+        if not line.strip():
+            continue
+        try:
+            row = parse(line)
+            if row is not None:
+                _check_counts(*row[:3])
+        except _DamagedError as error:
+            if whole:
+                raise UserError(f"{path}:{number}: {error}; expected {EXPECTED[format]}") from None
+            warnings.append(f"{path}:{number}: the last line is torn and left out")
+            return
+        if row is not None:
+            yield row
+
+
+def _check_counts(drafted: int, accepted: int, blocks: int | None) -> None:
+    if accepted > drafted:
+        raise _DamagedError(f"accepted {accepted} of only {drafted} drafted tokens")
+    if blocks == 0 and drafted:
+        raise _DamagedError(f"{drafted} drafted tokens in {blocks} blocks")
+
+
+def _json_row(line: str) -> _Fields:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise _DamagedError("not a JSON object") from None
+    if not isinstance(row, dict):
+        raise _DamagedError("not a JSON object")
+    for key in ("accepted", "drafted", "blocks"):
+        value = row.get(key)
+        if (type(value) is not int or value < 0) and not (key == "blocks" and value is None):
+            raise _DamagedError(f'"{key}" is {"missing" if key not in row else json.dumps(value)}, not a whole number')
+    name = row.get("domain")
+    if name is not None and not isinstance(name, str):
+        raise _DamagedError(f'"domain" is {json.dumps(name)}, not a text')
+    time = row.get("time")
+    return row["drafted"], row["accepted"], row.get("blocks"), name, None if time is None else str(time)
+
+
+class _CsvRows:
+    """Rows by the header's names; the first line is the header."""
+
+    def __init__(self) -> None:
+        self.columns: list[str] | None = None
+
+    def __call__(self, line: str) -> _Fields | None:
+        cells = _cells(line)
+        if self.columns is None:
+            if not {"accepted", "drafted"} <= set(cells):
+                raise _DamagedError("no header with accepted and drafted")
+            self.columns = cells
+            return None
+        if len(cells) != len(self.columns):
+            raise _DamagedError(f"{len(cells)} cells under {len(self.columns)} columns")
+        row = dict(zip(self.columns, cells, strict=True))
+        drafted, accepted = (_whole(key, row[key]) for key in ("drafted", "accepted"))
+        blocks = _whole("blocks", row["blocks"]) if row.get("blocks") else None
+        return drafted, accepted, blocks, row.get("domain") or None, row.get("time") or None
+
+
+def _whole(key: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        raise _DamagedError(f"{key} is {text!r}, not a whole number")
+    return int(text)
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], strict=True), [])]
+    except csv.Error:
+        raise _DamagedError("not a line of cells") from None
+
+
+def _vllm_row(line: str) -> _Fields | None:
+    """Blocks are drafted / positions where the mean acceptance length, printed to two places, agrees; else from that length."""
+    if _VLLM not in line:
+        return None
+    counts = _VLLM_COUNTS.search(line)
+    if counts is None:
+        raise _DamagedError("a line of SpecDecoding metrics without its counts")
+    accepted, drafted = int(counts[1]), int(counts[2])
+    length, places, time = _VLLM_LENGTH.search(line), _VLLM_PLACES.search(line), _VLLM_TIME.search(line)
+    blocks = None
+    if places is not None and drafted:
+        blocks = max(1, round(drafted / len(places[1].split(","))))
+    if length is not None and (blocks is None or abs(1 + accepted / blocks - float(length[1])) > 0.006):
+        blocks = _blocks_from(accepted, float(length[1]))
+    return drafted, accepted, blocks, None, time and time[1]
+
+
+def _llama_row(line: str) -> _Fields | None:
+    if not _LLAMA.search(line):
+        return None
+    counts = _LLAMA_COUNTS.search(line)
+    if counts is None:
+        raise _DamagedError("draft acceptance without its counts")
+    accepted, drafted = int(counts[1]), int(counts[2])
+    length, time = _LLAMA_LENGTH.search(line), _LLAMA_TIME.search(line)
+    blocks = _blocks_from(accepted, float(length[1])) if length is not None else None
+    return drafted, accepted, blocks, None, time and time[1]
+
+
+def _blocks_from(accepted: int, mean_length: float) -> int | None:
+    """Blocks from 1 + accepted / blocks; exact up to the two places that are printed."""
+    return max(1, round(accepted / (mean_length - 1))) if mean_length > 1 and accepted else None
+
+
+def _proposals(path: Path) -> Iterator[_Fields]:
+    """One row a prompt, in order of first appearance; its slice is not in the file."""
+    try:
+        table = pq.read_table(path, columns=["prompt", "block", "accepted"])
+        counted = table.group_by("prompt", use_threads=False).aggregate(
+            [("accepted", "count"), ("accepted", "sum"), ("block", "count_distinct")]
+        )
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--log {path}: {reason}; expected {EXPECTED['proposals']}") from error
+    columns = ("accepted_count", "accepted_sum", "block_count_distinct")
+    counts_R3 = np.stack([counted.column(name).to_numpy().astype(np.int64) for name in columns], 1)
+    for drafted, accepted, blocks in counts_R3.tolist():
+        yield drafted, accepted, blocks, None, None

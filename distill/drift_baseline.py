@@ -1,0 +1,147 @@
+"""What acceptance is compared with: the best draft of a run on its held-out prompts, one row a prompt, in pools by slice.
+
+The rows are those of the run's live judging. For another gamma or rule than that one's, the block process is drawn anew
+along the run's frozen text (`redrawn_prompts`): no target is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.acceptance_log import AcceptanceRecord
+from speculative.cusum import FEWEST_REQUESTS, Pool, pool_of
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.replay import costs_of
+from speculative.token_scores import TokenScores
+from speculative.verify import Rule
+
+ALL = "all"  # The slice of requests without a label, and the pool of every held-out prompt.
+OTHERS = "others"
+MOST_SLICES = 20  # Each takes its share of the false alarm rate; more would leave none of them any power.
+
+
+@dataclass(frozen=True)
+class BaselinePrompt:
+    """A held-out prompt answered with the draft: drafted and accepted tokens, and blocks."""
+
+    domain: str
+    drafted: int
+    accepted: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """source: `live` (the run's own judging) or `replay` (drawn along its frozen text)."""
+
+    gamma: int
+    rule: Rule
+    source: str
+    prompts: list[BaselinePrompt]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Requests of one label, in order, and the pool that they are compared with; `of`: its name."""
+
+    name: str
+    records: list[AcceptanceRecord]
+    pool: Pool
+    of: str
+    prompts: list[BaselinePrompt]
+
+
+def prompts_of_result(live_prompts: Sequence[dict[str, Any]], name: str) -> list[BaselinePrompt]:
+    """The rows of result.json's `live_prompts`; those that drafted nothing are left out.
+
+    Raises:
+        UserError: a row without the counts; `name` is the file's.
+    """
+    try:
+        rows = [
+            BaselinePrompt(str(row["domain"]), int(row["drafted"]), int(row["accepted"]), int(row["blocks"]))
+            for row in live_prompts
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{name}: live_prompts lacks domain, drafted, accepted or blocks; start the run's own command again, which judges it anew"
+        ) from error
+    return [row for row in rows if row.drafted > 0]
+
+
+def redrawn_prompts(
+    texts: Sequence[HeldoutResponse], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
+) -> list[BaselinePrompt]:
+    """The block process drawn once along each frozen response, as a server with this gamma and rule would have counted it.
+
+    A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
+    cost of the j tokens from t (`speculative.replay`): as many as stay at or below one exponential draw. Servers count a
+    block's tokens behind the end of the text too; there the mean acceptance of all text stands in.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = sum(len(text) for text in scores)
+    accepted = sum(float(text.accept_probs(rule).sum()) for text in scores)
+    with np.errstate(divide="ignore"):
+        beyond_G = np.full(gamma, -np.log(accepted / max(1, tokens)))
+    rows = []
+    for response, score in zip(texts, scores, strict=True):
+        costs_T = np.concatenate([costs_of(score, rule).costs_T, beyond_G])
+        start = blocks = kept = 0
+        while start < len(score):
+            highest_G = np.maximum.accumulate(costs_T[start : start + gamma].cumsum())
+            here = int((highest_G <= rng.exponential()).sum())
+            start, blocks, kept = start + here + 1, blocks + 1, kept + here
+        if blocks:
+            rows.append(BaselinePrompt(response.domain, blocks * gamma, kept, blocks))
+    return rows
+
+
+def slices_of(
+    records: Sequence[AcceptanceRecord], baseline: Baseline, *, sums: bool = False
+) -> tuple[list[Slice], list[str]]:
+    """(the records by label with the pool of each, what a reader must know of that).
+
+    A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them. Beyond MOST_SLICES labels the
+    rarest go together.
+
+    Raises:
+        UserError: too few held-out prompts altogether.
+    """
+    if len(baseline.prompts) < FEWEST_REQUESTS:
+        raise UserError(
+            f"the baseline has {len(baseline.prompts)} held-out prompts and {FEWEST_REQUESTS} are the fewest to tell their "
+            "spread: raise judge.prompts and judge the run again"
+        )
+    counts = Counter(record.slice or ALL for record in records)
+    kept = {name for name, _ in counts.most_common(MOST_SLICES if len(counts) <= MOST_SLICES else MOST_SLICES - 1)}
+    notes = []
+    if len(counts) > len(kept):
+        notes.append(f"{len(counts) - len(kept)} rare labels are taken together as `{OTHERS}`")
+    by_name: dict[str, list[AcceptanceRecord]] = {}
+    for record in records:
+        label = record.slice or ALL
+        by_name.setdefault(label if label in kept else OTHERS, []).append(record)
+    pools: dict[str, Pool] = {}
+    slices = []
+    for name, own in by_name.items():
+        prompts = [row for row in baseline.prompts if row.domain == name]
+        of = name if len(prompts) >= FEWEST_REQUESTS else ALL
+        if of != name and name != OTHERS:
+            few = f"only {len(prompts)} held-out prompts" if prompts else "no held-out prompts"
+            notes.append(f"{name}: {few} of that label, so it is compared with all {len(baseline.prompts)} together")
+        prompts = prompts if of == name and name != ALL else baseline.prompts
+        if of not in pools:
+            pools[of] = pool_of(
+                np.array([row.accepted for row in prompts]),
+                np.array([row.drafted for row in prompts]),
+                baseline.gamma,
+                sums=sums,
+            )
+        slices.append(Slice(name, own, pools[of], of, prompts))
+    return slices, notes

@@ -1,0 +1,237 @@
+"""What a person reads of a probe: a sentence for each draft and one for all, and the tables behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from distill.screen import interval
+from speculative.ceilings import WORTHWHILE
+
+DECISION_WORDS = {
+    "hopeless": "hopeless",
+    "no_headroom": "no headroom",
+    "already_pays": "go: pays already",
+    "needs_distillation": "go: distil it",
+    "out_of_reach": "no go",
+}
+HOPELESS_HINTS = {
+    "cost_ratio": "a draft step costs too much of a target step",
+    "perfect_draft": "the verify call is too dear for blocks of any length",
+    "realistic_draft": "no draft that was ever published accepts enough for this price",
+}
+
+
+def draft_sentence(record: dict[str, Any], rival: float) -> str:
+    """The verdict about one draft in words, from its record in a probe's result; rival: speed-up of prompt lookup."""
+    lead, costs = record["lead"], record["costs"][0]
+    now, reachable, ceiling = lead["now"], lead["reachable"], lead["ceiling"]
+    alpha, gained = lead["alpha"], reachable["alpha"] - lead["alpha"]
+    has = f"alpha {alpha:.3f}, "
+    has += f"{now['speed_up']:.2f}x at gamma {now['gamma']}" if now["gamma"] else "which no gamma makes pay"
+    hope = f"distilled as far as others from there (alpha {reachable['alpha']:.2f}) it would give {reachable['speed_up']:.2f}x"
+    name, decision = record["name"], record["decision"]
+    if decision == "hopeless":
+        perfect = costs["perfect"]
+        gives = f"{perfect['speed_up']:.2f}x" if perfect["gamma"] else "no speed-up"
+        return (
+            f"{name}: hopeless. c = {costs['cost_ratio']:.2f}: even a perfect draft gives {gives} "
+            f"({HOPELESS_HINTS[costs['hopeless']]}), this one has {has}; take a shallower draft first."
+        )
+    if decision == "no_headroom":
+        beaten = f"; prompt lookup gives {rival:.2f}x" if rival > now["speed_up"] else ""
+        return (
+            f"{name}: no headroom. It already accepts {alpha:.3f} of a ceiling of {ceiling['alpha']:.3f}, and drafts that start "
+            f"there gain about {gained:.3f}: distilling cannot pay much. Serve it as it is, {now['speed_up']:.2f}x at gamma "
+            f"{now['gamma']}{beaten}."
+        )
+    if decision == "already_pays":
+        return f"{name}: go. It pays as it is ({has}); {hope}, its ceiling is {ceiling['speed_up']:.2f}x."
+    if decision == "needs_distillation":
+        beaten = f" and prompt lookup gives {rival:.2f}x for free" if rival > max(now["speed_up"], WORTHWHILE) else ""
+        return f"{name}: go, but it needs distillation. It has {has}{beaten}; {hope}, its ceiling is {ceiling['speed_up']:.2f}x."
+    bar = f"prompt lookup's {rival:.2f}x" if rival > WORTHWHILE else f"{WORTHWHILE}x"
+    return f"{name}: no go. It has {has}; {hope}, under {bar}: take a better or a cheaper draft."
+
+
+def overall_sentence(
+    facts: dict[str, Any], usable: Sequence[dict[str, Any]], rival: float, planned: dict[str, Any] | None
+) -> str:
+    """One sentence for all: which draft to distil, or why none; and what prompt lookup gives for free."""
+    free = (
+        f"Prompt lookup alone gives {rival:.2f}x for free: a draft must beat that."
+        if rival >= 1.05
+        else "Prompt lookup gives nothing here."
+    )
+    if facts["decision"] == "no_draft" and planned is None:
+        return f"No draft was given. {free}"
+    if planned is not None and not usable:
+        perfect = planned["perfect"]
+        needed = planned["break_even_alpha"].get("5")
+        start = "Hopeless" if facts["decision"] == "hopeless" else "No draft was given"
+        alpha = (
+            "no alpha pays at gamma 5"
+            if needed is None
+            else f"alpha must be over {needed:.2f} at gamma 5 to pay at all"
+        )
+        return f"{start}: c = {planned['cost_ratio']:.2f}, a perfect draft gives {perfect['speed_up']:.2f}x; {alpha}. {free}"
+    best = next(record for record in usable if record["name"] == facts["best"])
+    if len(usable) == 1:
+        return f"{best['sentence']} {free}"
+    goes = [record["name"] for record in usable if record["go"]]
+    if not goes:
+        return f"No go: of {len(usable)} drafts none is worth distilling; nearest: {best['sentence']} {free}"
+    return (
+        f"Go with {best['name']} ({len(goes)} of {len(usable)} drafts are worth distilling). {best['sentence']} {free}"
+    )
+
+
+def print_probe(console: Console, result: dict[str, Any]) -> None:
+    """The tables of a probe, the sentences last: they are what stays on the screen."""
+    for record in result["drafts"]:
+        if record["refused"] is not None:
+            console.print(Text(f"{record['name']}: refused: {record['refused']}", style="yellow"))
+    used = [record for record in result["drafts"] if record["refused"] is None]
+    console.print(costs_table(result))
+    if used:
+        console.print(cells_table(used, result))
+        console.print(break_even_table(used))
+    for line in probe_lines(result):
+        console.print(Text(line, style="bold green" if line.startswith("Verdict: ") and result["go"] else ""))
+
+
+def probe_lines(result: dict[str, Any]) -> list[str]:
+    """The probe in sentences: what was checked, the free rival, the ceilings, each draft's verdict, the whole's last."""
+    settings, checks = result["settings"], result["checks"]
+    texts = ", ".join(f"{text['tokens']:,} tokens at temperature {text['temperature']:g}" for text in result["texts"])
+    lines = [
+        f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals plain on "
+        f"{checks['greedy_equal']} of {checks['prompts']} prompts"
+        + (f" ({len(checks['near_ties'])} near-ties)" if checks["near_ties"] else ""),
+        f"text: {settings['prompts']} prompts, {texts}",
+        *(f"taken for granted: {said}" for said in result["costs"]["assumptions"]),
+        *(f"note: {note}" for note in result["notes"]),
+    ]
+    for facts in result["lookup"]:
+        gives = f"{facts['speed_up']:.2f}x at gamma {facts['gamma']}" if facts["gamma"] else "no speed-up"
+        lines.append(
+            f"prompt lookup at temperature {facts['temperature']:g}: {gives} (proposes at {facts['proposes']:.0%} of the "
+            f"tokens, right at {facts['hits']:.0%})"
+        )
+    for facts in result["greedy_ceilings"]:
+        lines.append(
+            f"a draft that takes its argmax can have no more than alpha {facts['alpha']:.3f} {interval(facts['alpha_ci'])} at "
+            f"temperature {facts['temperature']:g}: the mean of the target's largest probability"
+        )
+    for record in result["drafts"]:
+        lines += [f"note: {record['name']}: {note}" for note in record["notes"]]
+        if record["refused"] is None:
+            lines += _detectable(record, settings["prompts"])
+            lines += [record["sentence"]] if len(result["drafts"]) > 1 else []
+    return [*lines, f"Verdict: {result['sentence']}"]
+
+
+def _detectable(record: dict[str, Any], prompts: int) -> list[str]:
+    seen = record["detectable_alpha"]
+    if seen is None:
+        return []
+    return [
+        f"{record['name']}: with these {prompts} prompts a gain of {seen:.3f} in alpha would surely be seen (80 % power), with "
+        f"{4 * prompts} one of {seen / 2:.3f}"
+    ]
+
+
+def costs_table(result: dict[str, Any]) -> Table:
+    """Step times by batch size: the target alone, then each draft in the block loop with it."""
+    table = Table(
+        title="given times" if result["costs"]["given"] else "measured times, ms",
+        caption="c: draft step / target step; v: verify call of gamma + 1 tokens / target step; perfect: alpha 1",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in (
+        "",
+        "rule",
+        "batch",
+        "target\nstep",
+        "draft\nstep",
+        "c",
+        "verify call by gamma",
+        "perfect\ndraft",
+        "best now",
+    ):
+        table.add_column(column, justify="left" if column in ("", "rule") else "right")
+    for facts in result["costs"]["target"]:
+        table.add_row(
+            "target", "", str(facts["batch_size"]), _ms(facts["target_step_seconds"]), "", "", _verify(facts), "", ""
+        )
+    for record in result["drafts"]:
+        for place, facts in enumerate(record.get("costs", [])):
+            best, perfect = facts.get("best"), facts["perfect"]
+            table.add_row(
+                record["name"] if place == 0 else "", facts["rule"], str(facts["batch_size"]), _ms(facts["target_step_seconds"]),
+                _ms(facts["draft_step_seconds"]), f"{facts['cost_ratio']:.2f}", _verify(facts), _times(perfect),
+                _times(best) if best else "", style="red" if facts["hopeless"] else "",
+            )  # fmt: skip
+    return table
+
+
+def cells_table(used: Sequence[dict[str, Any]], result: dict[str, Any]) -> Table:
+    """What each draft has under each rule and temperature, and what it could have."""
+    batch = result["settings"]["batch_sizes"][0]
+    table = Table(
+        title=f"drafts as they are, {result['settings']['prompts']} prompts, batch {batch}",
+        caption="@: gamma; alpha: acceptance rate [95 % interval]; distilled: as far as drafts that start there have come",
+        box=box.SIMPLE_HEAD,
+    )
+    columns = ("", "T", "rule", "alpha", "to\nceiling", "survival 1..", "tau", "speed-up", "distilled", "ceiling", "")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place in (0, 2, 10) else "right", no_wrap=place > 0)
+    for record in used:
+        for place, cell in enumerate(record["cells"]):
+            curve, gamma = cell["curve"], cell["now"]["gamma"] or min(3, cell["curve"]["gammas"][-1])
+            survival = " ".join(f"{kept:.2f}"[1:] if kept < 0.995 else "1" for kept in curve["survival"][:4])
+            table.add_row(
+                record["name"] if place == 0 else "",
+                f"{cell['temperature']:g}",
+                cell["rule"],
+                f"{curve['alpha']:.3f}\n{interval(curve['alpha_ci'])}",
+                f"{cell['headroom']['alpha']:+.3f}",
+                survival,
+                f"{curve['tau'][gamma]:.2f} @{gamma}",
+                _times(cell["now"]),
+                _times(cell["reachable"]),
+                _times(cell["ceiling"]),
+                DECISION_WORDS[cell["decision"]],
+            )
+    return table
+
+
+def break_even_table(used: Sequence[dict[str, Any]]) -> Table:
+    """The alpha under which drafting is slower than not, by gamma."""
+    gammas = list(used[0]["costs"][0]["break_even_alpha"])
+    table = Table(title="break-even alpha by gamma (as if tokens were accepted independently)", box=box.SIMPLE_HEAD)
+    for column in ("", *gammas):
+        table.add_column(column, justify="right" if column else "left")
+    for record in used:
+        alphas = record["costs"][0]["break_even_alpha"]
+        cells = ("never" if alphas.get(g) is None else f"{alphas[g]:.2f}" for g in gammas)
+        table.add_row(record["name"], *cells)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def _verify(facts: dict[str, Any]) -> str:
+    pairs = facts["verify_seconds"].items()
+    return " ".join(f"{gamma}:{1e3 * seconds:.1f}" for gamma, seconds in pairs)
+
+
+def _times(facts: dict[str, Any]) -> str:
+    return f"{facts['speed_up']:.2f}x @{facts['gamma']}" if facts["gamma"] else "-"

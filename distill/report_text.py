@@ -1,0 +1,229 @@
+"""The Markdown twin of the report, and the words both twins use. Pure: a result.json as a dict in, text out.
+
+Text of the models stands in code spans, and signs that mean something in Markdown or HTML are escaped everywhere else.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distill.report_tables import (
+    OUTCOMES,
+    Cell,
+    GivenTimes,
+    Table,
+    calibration_line,
+    check_lines,
+    disagreement_table,
+    effect_lines,
+    forgetting_table,
+    given_table,
+    headline_table,
+    judged,
+    labels_of,
+    number,
+    percent,
+    response_facts,
+    rules_table,
+    run_facts,
+    slice_tables,
+    times,
+)
+
+GLOSSARY = {
+    "target": "The large model that is served. The text is always its own: speculation changes the speed, not the words.",
+    "draft": "The small model that proposes the next tokens, which the target then checks all at once.",
+    "block": "One round: the draft proposes gamma tokens, the target verifies them in one call and adds one token of its own.",
+    "gamma": "How many tokens the draft proposes in a block.",
+    "alpha, acceptance rate": "How often a proposed token is accepted, averaged over every position of the target's text. 1 = the draft and the "
+    "target agree always.",
+    "accepted / drafted": "Accepted tokens over all proposed ones. Tokens behind the first rejected one are wasted, so it is below alpha and falls "
+    "with gamma.",
+    "tau, block efficiency": "Tokens written per call of the target: from 1 (every proposal is wrong) to gamma + 1.",
+    "survival": "How often the first j tokens of a block are all accepted.",
+    "correction, bonus": "The target's own token: in place of the first rejected one, or behind a block that was accepted whole.",
+    "c, cost ratio": "Seconds of one step of the draft over seconds of one step of the target.",
+    "v": "Seconds of the target call that verifies a block over seconds of a call for one token.",
+    "speed-up": "Tokens per second over the same target alone: tau / (gamma c + v).",
+    "replay": "tau computed from the two models' probabilities along stored text of the target, for every gamma at once.",
+    "rule": "How the server accepts. sample: the draft samples; greedy-draft: the draft takes its most probable token; greedy: both do "
+    "(temperature 0); block: accepts whole blocks jointly.",
+    "[a, b]": "95 % interval, from resampling the held-out prompts.",
+}
+
+
+def times_words(given: GivenTimes) -> str:
+    """At which step times a speed-up is computed, and where they come from."""
+    source = {"given": "given", "measured": "measured here", "example": "an example, nothing was measured here"}[given.source]
+    return (
+        f"target {1e3 * given.target_seconds:.4g} ms a step, draft {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}), each drafted "
+        f"token lengthens the target's call by {percent(given.verify_extra, 1)} ({source})"
+    )
+
+
+def missing_lines(result: Mapping[str, Any]) -> dict[str, str]:
+    """{section: one line} for what a reader may look for and this result does not hold."""
+    lines = {}
+    if len(result.get("steps") or []) < 2:
+        lines["steps"] = "Only one checkpoint was judged, so there is no curve over steps."
+    if not any(row.get("survival") for row in result["contestants"]):
+        lines["survival"] = "Survival by position was not measured: it needs live decoding."
+    if not result.get("costs"):
+        lines["speed"] = "Nothing was timed on this machine; the curve below is for other times."
+    if not (result.get("curves") or {}).get("rules"):
+        lines["curves"] = "There are no curves over gamma: no rule could be replayed on this held-out text."
+    if not result.get("slices"):
+        lines["slices"] = "There are no slices."
+    if not result.get("token_view"):
+        lines["tokens"] = "There is no token view: nothing was decoded live."
+    if not result.get("disagreements"):
+        lines["disagreements"] = "No disagreements were recorded."
+    if not result.get("calibration"):
+        lines["calibration"] = "The draft's confidence was not measured under this rule."
+    return lines
+
+
+def speed_line(result: Mapping[str, Any]) -> str:
+    """Best gamma and what it should give on this machine."""
+    verdict, costs = result["verdict"], result.get("costs")
+    if not costs or verdict.get("best_gamma") is None:
+        return ""
+    if verdict["best_gamma"] == 0:
+        return f"No gamma pays on this machine (c = {costs['cost_ratio']:.2f})."
+    return (
+        f"Best gamma on this machine: {verdict['best_gamma']}, predicted speed-up {times(verdict.get('predicted_speed_up'))} "
+        f"(c = {costs['cost_ratio']:.2f}, batch {costs.get('batch_size')})."
+    )
+
+
+def escaped(text: str) -> str:
+    """Plain text for Markdown: one line, nothing in it is markup."""
+    flat = " ".join(str(text).split())
+    flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", flat)
+
+
+def code_span(text: str) -> str:
+    """Text as code inside a table: a fence longer than any run of backticks in it; a bar would end the cell."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")
+
+
+def code_block(text: str, language: str = "") -> str:
+    """A fenced block that the text cannot end."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def markdown_table(table: Table) -> str:
+    """A pipe table; notes and marks stand behind the value."""
+    texts = max(1, table.texts)
+    lines = [
+        "| " + " | ".join(escaped(column) for column in table.columns) + " |",
+        "|" + "|".join("---" if place < texts else "---:" for place in range(len(table.columns))) + "|",
+        *("| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows),
+    ]
+    return "\n".join(([f"**{escaped(table.title)}**", ""] if table.title else []) + lines)
+
+
+def _cell(cell: Cell) -> str:
+    text = code_span(cell.text) if cell.code else escaped(cell.text)
+    text = f"**{text}**" if cell.strong and text else text
+    mark = f"**{escaped(cell.mark)}**" if cell.mark else ""
+    return " ".join(part for part in (text, escaped(cell.note), mark) if part)
+
+
+def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
+    """The whole report as Markdown, in the order of the page; what needs a screen (figures, single tokens) is left to the page."""
+    verdict, missing = result["verdict"], missing_lines(result)
+    parts = [
+        f"# {escaped(result['name'])}: {OUTCOMES.get(verdict['outcome'], escaped(verdict['outcome']))}",
+        f"**{escaped(verdict['sentence'])}**",
+        f"Rule {escaped(verdict['rule'])}, gamma {verdict['gamma']}, {verdict['prompts']} held-out prompts, {verdict['tokens']:,} tokens; "
+        "\\[95 % interval\\].",
+        markdown_table(headline_table(result)),
+        *(escaped(line) for line in effect_lines(verdict)),
+        *(f"> Warning: {escaped(line)}" for line in verdict.get("warnings") or []),
+        "## Acceptance over steps",
+        missing.get("steps") or markdown_table(_steps_table(result)),
+        "## Survival by position",
+        missing.get("survival") or markdown_table(_survival_table(result)),
+        "## Speed-up over gamma",
+        *_speed_parts(result, given, missing),
+        "## Slices",
+        *([missing["slices"]] if "slices" in missing else [markdown_table(table) for table in slice_tables(result)]),
+    ]
+    forgotten = forgetting_table(result)
+    parts += ["## Forgetting", markdown_table(forgotten)] if forgotten else []
+    parts += ["## Held-out responses", missing.get("tokens") or markdown_table(_responses_table(result))]
+    expensive = disagreement_table(result)
+    parts += ["## Most expensive disagreements", markdown_table(expensive) if expensive else missing["disagreements"]]
+    calibration = result.get("calibration")
+    parts += ["## Calibration of the draft", escaped(calibration_line(calibration)) if calibration else missing["calibration"]]
+    parts += ["## What was run", "\n".join(f"- {escaped(name)}: {escaped(value)}" for name, value in run_facts(result))]
+    if result.get("config"):
+        parts += [f"<details><summary>Config</summary>\n\n{code_block(result['config'], 'yaml')}\n\n</details>"]
+    parts += ["## Checks of the instrument", "\n".join(f"- {escaped(line)}" for line in check_lines(result))]
+    if result.get("serve"):
+        parts.append("## Serve it")
+    for engine in result.get("serve") or []:
+        takes = "takes this pair" if engine["ok"] else "does not take this pair"
+        note = f". {escaped(engine['note'])}" if engine.get("note") else ""
+        parts.append(f"**{escaped(engine['engine'])}** {takes}{note}\n\n{code_block(engine['command'], engine['language'])}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _speed_parts(result: Mapping[str, Any], given: GivenTimes, missing: Mapping[str, str]) -> list[str]:
+    rules, at_times = rules_table(result), given_table(result, given)
+    if at_times is None:
+        return [missing["curves"]]
+    parts = [missing.get("speed") or escaped(speed_line(result)), markdown_table(rules) if rules else ""]
+    parts += [f"Rule {escaped(row['rule'])} is left out: {escaped(row['why'])}." for row in result["curves"].get("refused") or []]
+    parts += [f"Speed-up at these times: {escaped(times_words(given))}.", markdown_table(at_times)]
+    return [part for part in parts if part]
+
+
+def _steps_table(result: Mapping[str, Any]) -> Table:
+    rows = []
+    for step in result["steps"]:
+        gain = step.get("gain") or {}
+        ends = gain.get("ci")
+        rows.append(
+            [
+                Cell(str(step["step"])),
+                Cell(number(step["alpha"]), _ends(step.get("alpha_ci"))),
+                Cell(number(step["tau"], 2), _ends(step.get("tau_ci"), 2)),
+                Cell(f"{gain['alpha_gain']:+.3f}" if gain else "", _ends(ends)),
+            ]
+        )
+    return Table(("step", "alpha", "tau", "gain in alpha"), rows)
+
+
+def _ends(ends: Any, digits: int = 3) -> str:
+    return "" if ends is None else f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+
+
+def _survival_table(result: Mapping[str, Any]) -> Table:
+    rows, labels = [row for row in result["contestants"] if row.get("survival")], labels_of(result)
+    longest = max(len(row["survival"]) for row in rows)
+    cells = [
+        [Cell(labels[row["name"]], strong=row is judged(result)), *(Cell(number(value)) for value in row["survival"])]
+        + [Cell("")] * (longest - len(row["survival"]))
+        for row in rows
+    ]
+    return Table(("first j accepted", *(f"j = {place}" for place in range(1, longest + 1))), cells)
+
+
+def _responses_table(result: Mapping[str, Any]) -> Table:
+    rows = []
+    for response in result["token_view"]["responses"]:
+        written = response_facts(response)
+        rows.append(
+            [
+                Cell(response["key"], response["domain"]),
+                *(Cell(str(response[key])) for key in ("tokens_count", "blocks", "accepted", "drafted")),
+                *(Cell(str(written[by])) for by in ("target", "bonus")),
+            ]
+        )
+    return Table(("response", "tokens", "target calls", "accepted", "drafted", "corrected", "bonus"), rows)

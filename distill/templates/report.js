@@ -1,0 +1,189 @@
+"use strict";
+(() => {
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const make = (tag, text = "", name = "") => {
+    const element = document.createElement(tag);
+    element.textContent = text;
+    if (name) element.className = name;
+    return element;
+  };
+  const drawn = (tag, attributes, text = "") => {
+    const element = document.createElementNS("http" + "://www.w3.org/2000/svg", tag);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    element.textContent = text;
+    return element;
+  };
+
+  // Token view: one tooltip, filled from the data island; text goes in as text, never as markup.
+  const tokens = read("token-data");
+  const tooltip = document.getElementById("tooltip");
+  const WRITERS = { draft: "written by the draft, accepted", target: "written by the target, a correction", bonus: "written by the target, a bonus" };
+  const shown = (text) =>
+    text === "" ? "∅" : text.replace(/^ +| +$/g, (run) => "␣".repeat(run.length)).replace(/\n/g, "↵").replace(/\t/g, "⇥")
+      .replace(/[\u0000-\u001f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)));
+  const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)} %`);
+  const top = (title, pairs, said) => {
+    const column = make("div");
+    column.append(make("h4", title));
+    const list = make("ol");
+    for (const [text, share] of pairs || []) {
+      const row = make("li", "", text === said ? "said" : "");
+      row.append(make("code", shown(text)), make("span", percent(share)));
+      list.append(row);
+    }
+    column.append(list);
+    return column;
+  };
+  const place = (span) => {
+    const boxes = span.getClientRects();
+    const box = boxes[0] || span.getBoundingClientRect();
+    const { offsetWidth: width, offsetHeight: height } = tooltip;
+    const below = (boxes[boxes.length - 1] || box).bottom + 8;
+    const over = box.top - height - 8;
+    tooltip.style.left = `${Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`;
+    tooltip.style.top = `${below + height < innerHeight || over < 0 ? below : over}px`;
+  };
+  const tokenOf = (event) => (event.target instanceof Element ? event.target.closest(".tokens .t") : null);
+  const show = (span) => {
+    const spans = [...span.parentElement.children];
+    const token = tokens[span.parentElement.dataset.response][spans.indexOf(span)];
+    const first = make("p");
+    first.append(make("code", shown(token.text)), ` id ${token.id}, ${WRITERS[token.by]}, block ${token.block + 1}`);
+    const second = make("p", `probability: target ${percent(token.target_prob)}, draft ${percent(token.draft_prob)}`);
+    const tops = make("div", "", "tops");
+    tops.append(top("target's most probable", token.target_top, token.text), top("draft's most probable", token.draft_top, token.text));
+    tooltip.replaceChildren(first, ...(token.target_prob === null && token.draft_prob === null ? [] : [second]), tops);
+    tooltip.hidden = false;
+    span.setAttribute("aria-describedby", "tooltip");
+    place(span);
+  };
+  const hide = () => {
+    tooltip.hidden = true;
+    for (const span of document.querySelectorAll("[aria-describedby=tooltip]")) span.removeAttribute("aria-describedby");
+  };
+  const showFor = (event) => {
+    const span = tokenOf(event);
+    if (span) show(span);
+  };
+  document.addEventListener("pointerover", (event) => (event.pointerType === "mouse" ? showFor(event) : null));
+  document.addEventListener("focusin", showFor);
+  document.addEventListener("click", showFor);
+  document.addEventListener("pointerout", (event) => (tokenOf(event) && event.pointerType === "mouse" ? hide() : null));
+  document.addEventListener("focusout", (event) => (tokenOf(event) ? hide() : null));
+  addEventListener("scroll", hide, { passive: true });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") return hide();
+    const span = tokenOf(event);
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+    if (!span || !step) return;
+    event.preventDefault();
+    const spans = [...span.parentElement.children];
+    const next = spans[Math.max(0, Math.min(spans.length - 1, spans.indexOf(span) + step))];
+    span.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  });
+
+  // Speed-up at other step times: tau / (gamma c + v), v = 1 + gamma * extra.
+  const curves = read("curve-data");
+  const form = document.getElementById("given-form");
+  const field = (id) => {
+    const input = document.getElementById(id);
+    const value = input.value.trim() === "" ? NaN : Number(input.value);
+    const right = Number.isFinite(value) && (id === "t-verify" ? value >= 0 : value > 0);
+    input.setAttribute("aria-invalid", String(!right));
+    return right ? value : NaN;
+  };
+  const speeds = (series, c, extra) => series.tau.map((tau, index) => tau / (series.gammas[index] * c + 1 + series.gammas[index] * extra));
+  const peak = (values) => values.indexOf(Math.max(...values));
+  const LAST = 16;
+  const chart = (lines) => {
+    const [width, height, left, right, upper, lower] = [353, 209, 38, 8, 20, 34];
+    const highest = Math.max(1.1, ...lines.flatMap((line) => line.values.slice(0, LAST + 1))) * 1.08;
+    const step = highest > 6 ? 2 : highest > 3 ? 1 : highest > 1.5 ? 0.5 : 0.25;
+    const x = (gamma) => left + ((width - left - right) * gamma) / LAST;
+    const y = (value) => height - lower - ((height - upper - lower) * value) / highest;
+    const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "speed-up over gamma at these times", id: "given-chart" });
+    const word = (at, text, more = {}) => svg.append(drawn("text", { x: at[0], y: at[1], "font-size": 9, fill: "var(--muted)", ...more }, text));
+    for (let tick = 0; tick <= highest; tick += step) {
+      svg.append(drawn("line", { x1: left, x2: width - right, y1: y(tick), y2: y(tick), stroke: "var(--rule)", "stroke-width": 0.8 }));
+      word([left - 5, y(tick) + 3], tick.toFixed(step < 0.5 ? 2 : 1), { "text-anchor": "end" });
+    }
+    for (let gamma = 0; gamma <= LAST; gamma += 2) word([x(gamma), height - lower + 13], gamma, { "text-anchor": "middle" });
+    word([(left + width - right) / 2, height - 6], "gamma, drafted tokens a block", { "text-anchor": "middle" });
+    svg.append(drawn("line", { x1: left, x2: width - right, y1: y(1), y2: y(1), stroke: "var(--ink)" }));
+    word([width - right, y(1) - 3], "target alone", { "text-anchor": "end", "font-size": 8 });
+    let along = left;
+    for (const line of lines) {
+      const points = line.values.slice(0, LAST + 1).map((value, index) => `${x(line.gammas[index]).toFixed(2)},${y(value).toFixed(2)}`);
+      const dash = { baseline: "6 3", best: "none", served: "6 2 1.5 2" }[line.name] || "2 2";
+      svg.append(drawn("polyline", { points: points.join(" "), fill: "none", stroke: line.colour, "stroke-width": 1.8, "stroke-dasharray": dash, "data-name": line.name }));
+      svg.append(drawn("line", { x1: along, x2: along + 18, y1: 8, y2: 8, stroke: line.colour, "stroke-width": 1.8, "stroke-dasharray": dash }));
+      const label = line.label.length > 22 ? `${line.label.slice(0, 21)}…` : line.label;
+      word([along + 22, 11], label, { fill: "var(--ink)" });
+      along += 34 + 5 * label.length;
+    }
+    return svg;
+  };
+  const recompute = () => {
+    const [target, draft, verify] = ["t-target", "t-draft", "t-verify"].map(field);
+    const best = document.getElementById("given-best");
+    if ([target, draft, verify].some(Number.isNaN)) {
+      best.textContent = "Give times above 0 (and 0 % or more).";
+      return;
+    }
+    const rule = curves.rules.find((known) => known.rule === document.getElementById("t-rule").value);
+    const lines = rule.series.map((series) => ({ ...series, values: speeds(series, draft / target, verify / 100) }));
+    const figure = document.querySelector("#given-figure figure");
+    figure.querySelector("svg").replaceWith(chart(lines));
+    const rows = [...document.querySelectorAll("#given-table tbody tr")];
+    for (const [column, line] of lines.entries()) {
+      const shownGammas = rows.map((row) => Number(row.cells[0].textContent));
+      const values = shownGammas.map((gamma) => line.values[line.gammas.indexOf(gamma)]);
+      rows.forEach((row, index) => {
+        const cell = row.cells[column + 1];
+        cell.replaceChildren(make("span", `${values[index].toFixed(2)}x`, "value"));
+        cell.classList.toggle("strong", index === peak(values));
+        Object.assign(cell.dataset, { name: line.name, gamma: shownGammas[index], value: values[index] });
+      });
+    }
+    const words = lines.map((line) => {
+      const at = peak(line.values);
+      return line.values[at] > 1 && line.gammas[at] > 0 ? `${line.label}: ${line.values[at].toFixed(2)}x at gamma ${line.gammas[at]}` : `${line.label}: no gamma pays`;
+    });
+    best.textContent = `c = ${(draft / target).toFixed(3)}. Best, ${words.join("; ")}.`;
+  };
+  if (form) {
+    form.hidden = false;
+    document.getElementById("given-best").hidden = false;
+    form.addEventListener("input", recompute);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    recompute();
+  }
+
+  // Commands can be copied; where the clipboard is closed, the text is selected instead.
+  for (const block of document.querySelectorAll(".copyable")) {
+    const button = make("button", "copy");
+    button.type = "button";
+    button.addEventListener("click", async () => {
+      const code = block.querySelector("code");
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        button.textContent = "copied";
+      } catch {
+        getSelection().selectAllChildren(code);
+        button.textContent = "selected";
+      }
+    });
+    block.append(button);
+  }
+  // Paper has no folds.
+  let folded = [];
+  addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const fold of folded) fold.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const fold of folded) fold.open = false;
+  });
+})();
