@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from distill.guard import check_imports
+from distill.judging_commands import add_to
 from speculative.errors import UserError
 
 app = typer.Typer(
@@ -62,15 +63,31 @@ def evaluate(
     as_json: Annotated[
         bool, typer.Option("--json", help="print the result as JSON, in the shape of verdict.json")
     ] = False,
-    out: Annotated[Path, typer.Option(help="where the result is written")] = Path("result.json"),
+    out: Annotated[
+        Path, typer.Option(help="where the result is written; every drafted token beside it as .proposals.parquet")
+    ] = Path("result.json"),
+    losslessness: Annotated[
+        bool,
+        typer.Option("--losslessness", help="instead: prove that the text is the target's own; exit 1 when it is not"),
+    ] = False,
+    scorer: Annotated[
+        str,
+        typer.Option(
+            help="instead: task scores with and without the draft by exact-match, exact-match-number, module:function or file.py:function"
+        ),
+    ] = "",
+    references: Annotated[
+        Path | None, typer.Option(help='answers for --scorer: JSON lines with "prompt" and "reference"')
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="held-out prompts for --losslessness and --scorer", min=1)] = 32,
+    samples: Annotated[
+        int, typer.Option(help="responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)
+    ] = 0,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
 ) -> None:
-    """Judge a draft by real speculative decoding on held-out prompts: a table and result.json."""
-    from data.store import write_json
+    """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
     from distill.config import load_config
-    from distill.evaluate import evaluate as judge_draft
     from distill.evaluate import parse_gammas
-    from distill.screen import judgement_table
     from speculative.verify import RULES
 
     settings = load_config(config, overrides or [])
@@ -78,22 +95,74 @@ def evaluate(
     if chosen not in RULES:
         raise UserError(f"--rule {rule}: one of {', '.join(RULES)}")
     gammas = parse_gammas(gamma) if gamma else [settings.judge.gamma]
-    result, by_gamma = judge_draft(settings, draft, gammas, chosen)
+    if losslessness or scorer:
+        if len(gammas) > 1:
+            raise UserError(f"--gamma {gamma}: --losslessness and --scorer take one gamma")
+        _prove(settings, draft, chosen, gammas[0], losslessness, scorer, references, prompts, samples, as_json)
+        return
+    if references is not None:
+        raise UserError("--references goes with --scorer")
+    _evaluate(settings, draft, gammas, chosen, as_json, out)
+
+
+def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: bool, out: Path) -> None:
+    from data.store import write_json
+    from distill.evaluate import evaluate as judge_draft
+    from distill.response_file import check_writable
+    from distill.screen import judgement_table
+
+    check_writable("--out", out)
+    result, by_gamma = judge_draft(settings, draft, gammas, rule, out.with_suffix(".proposals.parquet"))
     result["gammas"] = {str(number): record for number, record in by_gamma.items()}
     _writable(out, write_json, result)
+    verdict = result["verdict"]
     if as_json:
-        print(json.dumps(result, indent=2))
+        print(json.dumps(verdict, indent=2))
         return
     console = Console()
-    for number, record in by_gamma.items():
-        console.print(judgement_table(f"rule {chosen}, gamma {number}", record))
-    console.print(result["sentence"], style="bold")
+    for number, record in sorted(by_gamma.items()):
+        console.print(judgement_table(f"rule {rule}, gamma {number}", record))
+    console.print(verdict["sentence"], style="bold")
     console.print(
-        f"best gamma {result['best_gamma']}, predicted speed-up {result['predicted_speed_up']:.2f}x; "
-        f"target alone {result['target_tokens_per_second']:.0f} tokens/s, with the draft {result['best']['tokens_per_second']:.0f}; "
-        f"written to {out}",
+        f"best gamma {verdict['best_gamma']}, predicted speed-up {verdict['predicted_speed_up']:.2f}x; "
+        f"target alone {verdict['target_tokens_per_second']:.0f} tokens/s, with the draft {verdict['best']['tokens_per_second']:.0f}; "
+        f"written to {out} (a page of it: understudy report {out})",
         highlight=False,
     )
+
+
+def _prove(
+    settings: Any, draft: str, rule: Any, gamma: int, losslessness: bool, scorer: str, references: Path | None,
+    prompts: int, samples: int, as_json: bool,
+) -> None:  # fmt: skip
+    """The tests for a doubter; exit status 1 when one fails."""
+    from distill import lossless_command, task_scores
+
+    results: dict[str, Any] = {}
+    lines: list[str] = []
+    if losslessness:
+        results["losslessness"] = lossless_command.losslessness(
+            settings, draft, rule=rule, gamma=gamma, prompts=prompts, samples=samples or 16
+        )
+        lines += lossless_command.lossless_lines(results["losslessness"])
+    if scorer:
+        results["scores"] = task_scores.task_scores(
+            settings,
+            draft,
+            scorer,
+            rule=rule,
+            gamma=gamma,
+            prompts=prompts,
+            samples=samples or 1,
+            references=references,
+        )
+        lines += task_scores.score_lines(results["scores"])
+    print(json.dumps(results, indent=2) if as_json else "\n".join(lines))
+    if not all(found["passed"] for found in results.values()):
+        raise typer.Exit(1)
+
+
+add_to(app)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from distill import checkpoint
 from distill.config import RunConfig, dump_config
 from distill.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
 from distill.findings import PROPOSALS, RESULT, findings_of, serve_commands
+from distill.report import report_command
 from distill.responses import decode_settings
 from distill.served_draft import load_draft
 from distill.served_target import ServedTarget
@@ -72,6 +73,7 @@ def write_conclusion(run: Path, result: dict[str, Any]) -> None:
     """verdict.json, result.json and the report of a run."""
     write_json(run / VERDICT, result["verdict"])
     write_json(run / RESULT, result)
+    report_command(run)
 
 
 def seen_by_both(evidence: Evidence, target: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:

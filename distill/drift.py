@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +25,16 @@ from data.sources import PromptRow, load_source
 from data.split import content_hash
 from data.store import write_json
 from data.template import check_lengths, render_prompt
-from distill.drift_baseline import ALL, Baseline, Slice, prompts_of_result, redrawn_prompts, slices_of
+from distill.drift_baseline import (
+    ALL,
+    Baseline,
+    Slice,
+    engine_notes,
+    gamma_of,
+    prompts_of_result,
+    redrawn_prompts,
+    slices_of,
+)
 from distill.frozen_text import FrozenText, load_frozen_text
 from distill.responses import decode_settings
 from distill.screen import interval
@@ -33,6 +42,7 @@ from distill.train import context_limit, positions_of
 from speculative.cusum import (
     Monitored,
     change_with_interval,
+    chart_for,
     monitor,
     neighbour_correlation,
     power_of,
@@ -47,8 +57,6 @@ from speculative.verify import Rule
 RESULT = "result.json"
 REFRESH = 3  # Exit status when a refresh is advised.
 PLOTS = (".png", ".svg")
-_ARGMAX_ENGINES = ("vllm", "llama.cpp")
-_VARYING = 0.05  # A mean draft length this far from a whole number is no fixed gamma.
 _OTHER_LENGTHS = (
     3.0  # Requests this many times longer or shorter than the baseline's lean on the model of their spread.
 )
@@ -78,8 +86,8 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
 
     {run, source: {kind, path, format, requests}, baseline: {gamma, rule, from, prompts}, false_alarm_rate, drop, two_sided,
     refresh, sentence, notes, slices: [{name, compared_with, requests, drafted, accepted, rate, ci, baseline_rate, change,
-    change_ci, tau, baseline_tau, level, threshold, highest, alarms: [{direction, since, at, until}],
-    behind: {since, requests, rate, ci, change, change_ci} of the open alarm or null, power: {probability, delay,
+    change_ci, tau, baseline_tau, level, allowance, threshold, highest, alarms: [{direction, since, at, until}],
+    behind: {since, requests, rate, ci, change, change_ci, time} of the open alarm or null, power: {probability, delay,
     detectable, wanted}, neighbour_correlation, refresh, sentence}]}. Requests are counted from 1 in each slice.
 
     Raises:
@@ -90,9 +98,9 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     frozen: FrozenText | None = None
     if options.log is not None:
         log = read_acceptance_log(options.log, options.format)
-        gamma, notes = _gamma_of(log, options)
+        gamma, notes = gamma_of(log, options.gamma)
         baseline = _baseline(options, gamma)
-        notes = log.warnings + notes + _engine_notes(log, baseline)
+        notes = log.warnings + notes + engine_notes(log, baseline)
     else:
         baseline = _baseline(options, options.gamma)
         frozen = load_frozen_text(options.run, baseline.rule)
@@ -133,30 +141,6 @@ def _written(path: Path, write: Any) -> None:
         write(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def _gamma_of(log: AcceptanceLog, options: DriftOptions) -> tuple[int | None, list[str]]:
-    """(the server's drafted tokens per block, None where nothing tells; notes)."""
-    mean = log.gamma()
-    if options.gamma is not None or mean is None:
-        unsaid = "the log does not tell its blocks: the run's own gamma is assumed (--gamma says otherwise)"
-        return options.gamma, [unsaid] if options.gamma is None else []
-    gamma = max(1, round(mean))
-    if abs(mean - gamma) <= _VARYING * gamma:
-        return gamma, []
-    return gamma, [
-        f"the server drafts {mean:.2f} tokens a block on average, not a fixed number (a confidence stop?): compared "
-        f"with gamma {gamma}, which a fixed gamma alone makes exact"
-    ]
-
-
-def _engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
-    if log.format not in _ARGMAX_ENGINES or baseline.rule not in ("sample", "block"):
-        return []
-    return [
-        f"{log.format} drafts the argmax unless told otherwise, and the baseline is of rule {baseline.rule}: if the "
-        "server was not told, compare with --rule greedy-draft"
-    ]
 
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
@@ -239,9 +223,8 @@ def _counts(part: Slice) -> tuple[np.ndarray, np.ndarray]:
 
 def _monitor(part: Slice, options: DriftOptions, level: float, seed: int) -> Monitored:
     accepted_N, drafted_N = _counts(part)
-    return monitor(
-        part.pool, accepted_N, drafted_N, level=level, drop=options.drop, two_sided=options.two_sided, seed=seed
-    )
+    chart = chart_for(part.pool, drafted_N, level, options.drop, two_sided=options.two_sided, seed=seed)
+    return monitor(part.pool, accepted_N, drafted_N, chart)
 
 
 def _slice_facts(part: Slice, found: Monitored, log: AcceptanceLog, options: DriftOptions) -> dict[str, Any]:
@@ -249,10 +232,10 @@ def _slice_facts(part: Slice, found: Monitored, log: AcceptanceLog, options: Dri
     accepted_N, drafted_N = _counts(part)
     rate, ci = rate_with_interval(part.pool, accepted_N, drafted_N)
     change, change_ci = change_with_interval(part.pool, accepted_N, drafted_N)
-    power = power_of(part.pool, drafted_N, found.threshold, options.drop, seed=options.seed + 1)
+    power = power_of(part.pool, drafted_N, found.chart, seed=options.seed + 1)
     is_open = [alarm for alarm in found.alarms if alarm.until is None]
     first = min((alarm.since for alarm in found.alarms), default=len(accepted_N) + 1)
-    quiet = slice(0, first - 1) if first > 1 else slice(0, len(accepted_N))
+    quiet = slice(0, first - 1)  # A change between would make neighbours alike by itself.
     told = [record for record in part.records if record.blocks is not None]
     blocks = sum(record.blocks or 0 for record in told)
     facts: dict[str, Any] = {
@@ -262,9 +245,10 @@ def _slice_facts(part: Slice, found: Monitored, log: AcceptanceLog, options: Dri
         "baseline_prompts": len(part.prompts), "change": change, "change_ci": list(change_ci),
         "tau": 1 + sum(record.accepted for record in told) / blocks if blocks else None,
         "baseline_tau": 1 + sum(row.accepted for row in part.prompts) / sum(row.blocks for row in part.prompts),
-        "level": found.level, "threshold": found.threshold, "highest": float(found.path_N.max()),
-        "alarms": [vars(alarm) for alarm in found.alarms], "behind": None,
-        "power": vars(power), "neighbour_correlation": neighbour_correlation(part.pool, accepted_N[quiet], drafted_N[quiet]),
+        "level": found.chart.level, "allowance": found.chart.allowance,
+        "threshold": found.chart.threshold, "highest": float(found.path_N.max()),
+        "alarms": [asdict(alarm) for alarm in found.alarms], "behind": None,
+        "power": asdict(power), "neighbour_correlation": neighbour_correlation(part.pool, accepted_N[quiet], drafted_N[quiet]),
         "refresh": any(alarm.direction == "down" for alarm in is_open),
     }  # fmt: skip
     if is_open:
@@ -273,7 +257,7 @@ def _slice_facts(part: Slice, found: Monitored, log: AcceptanceLog, options: Dri
         change, change_ci = change_with_interval(part.pool, accepted_N[since - 1 :], drafted_N[since - 1 :])
         facts["behind"] = {
             "since": since, "requests": len(accepted_N) - since + 1, "rate": rate, "ci": list(ci), "change": change,
-            "change_ci": list(change_ci),
+            "change_ci": list(change_ci), "time": part.records[since - 1].time,
         }  # fmt: skip
     return facts | {"sentence": _sentence(facts, "line" if log.sums else "request")}
 
@@ -289,7 +273,7 @@ def _sentence(facts: dict[str, Any], unit: str) -> str:
         words = (
             f"{where}accepted/drafted {verb} from {baseline:.3f} to {behind['rate']:.3f} "
             f"({behind['change']:+.3f} {_signed(behind['change_ci'])}) since {unit} {alarm['since']:,} of "
-            f"{facts['requests']:,}, seen at {unit} {alarm['at']:,}"
+            f"{facts['requests']:,}{' (' + behind['time'] + ')' if behind['time'] else ''}, seen at {unit} {alarm['at']:,}"
         )
         if alarm["since"] == 1:
             words += (
@@ -300,9 +284,9 @@ def _sentence(facts: dict[str, Any], unit: str) -> str:
     power = facts["power"]
     seen = (
         f"a drop of {power['detectable']:.3f} from the first {unit} on would have been seen with "
-        f"{power['wanted']:.0%} probability"
+        f"{100 * power['wanted']:g} % probability"
         if power["detectable"] is not None
-        else f"but {facts['requests']:,} {unit}s are too few to see any drop with {power['wanted']:.0%} probability"
+        else f"but {facts['requests']:,} {unit}s are too few to see any drop with {100 * power['wanted']:g} % probability"
     )
     words = (
         f"{where}accepted/drafted {facts['rate']:.3f} {interval(facts['ci'])} against {baseline:.3f} "
@@ -352,13 +336,17 @@ def _facts(
     refresh = [facts for facts in told if facts["refresh"]]
     source = options.log or options.prompts
     requests, unit = len(log.records), "log lines" if log.sums else "requests"
-    rate = f"false alarm rate {options.false_alarms:.2%} over {requests:,} {unit}"
+    rate = f"false alarm rate {100 * options.false_alarms:g} % over {requests:,} {unit}"
     if len(told) > 1:
         rate += f" in {len(told)} slices"
     if refresh:
         sentence = f"Refresh the draft: {'; '.join(facts['sentence'] for facts in refresh)} ({rate})."
     else:
-        sentence = f"No drift seen: {'; '.join(facts['sentence'] for facts in told)} ({rate})."
+        risen = any(facts["behind"] for facts in told)
+        # Many slices are in the table; the one that has fallen most stands for them.
+        shown = told if len(told) <= 3 else [min(told, key=lambda facts: facts["change"])]
+        words = "; ".join(facts["sentence"] for facts in shown)
+        sentence = f"{'No refresh needed' if risen else 'No drift seen'}: {words} ({rate})."
     if baseline.source == "replay":
         notes = [
             f"the baseline at gamma {baseline.gamma}, rule {baseline.rule} is drawn by replay along the run's frozen text, "
@@ -387,7 +375,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
         box=box.SIMPLE_HEAD,
     )
     for column in ("slice", "requests", "accepted\n/drafted", "baseline", "change", "1 + accepted\n/block", "sum"):
-        table.add_column(column, justify="left" if column == "slice" else "right")
+        table.add_column(column, justify="left" if column == "slice" else "right", no_wrap=True)
     for facts in result["slices"]:
         table.add_row(
             facts["name"],
@@ -415,16 +403,18 @@ def plot_drift(path: Path, result: dict[str, Any], slices: list[Slice], monitore
     figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
     for part, found in zip(slices, monitored, strict=True):
         counts = np.arange(1, len(found.path_N) + 1)
-        (line,) = axis.plot(counts, found.path_N / found.threshold, label=part.name, linewidth=1.2)
+        (line,) = axis.plot(counts, found.path_N / found.chart.threshold, label=part.name, linewidth=1.2)
         if found.up_path_N is not None:
-            axis.plot(counts, -found.up_path_N / found.threshold, color=line.get_color(), linestyle=":", linewidth=1)
+            axis.plot(
+                counts, -found.up_path_N / found.chart.threshold, color=line.get_color(), linestyle=":", linewidth=1
+            )
         for alarm in found.alarms:
             axis.plot([alarm.at], [1 if alarm.direction == "down" else -1], marker="o", color=line.get_color())
     for height in (1, -1) if result["two_sided"] else (1,):
         axis.axhline(height, linestyle="--", color="grey")
     axis.set(
         xlabel="request of its slice", ylabel="CUSUM over its threshold",
-        title=f"a drop of {result['drop']:g}, false alarm rate {result['false_alarm_rate']:.2%}",
+        title=f"a drop of {result['drop']:g}, false alarm rate {100 * result['false_alarm_rate']:g} %",
     )  # fmt: skip
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)

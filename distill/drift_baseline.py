@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from data.acceptance_log import AcceptanceRecord
+from data.acceptance_log import AcceptanceLog, AcceptanceRecord
 from speculative.cusum import FEWEST_REQUESTS, Pool, pool_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -24,6 +24,8 @@ from speculative.verify import Rule
 ALL = "all"  # The slice of requests without a label, and the pool of every held-out prompt.
 OTHERS = "others"
 MOST_SLICES = 20  # Each takes its share of the false alarm rate; more would leave none of them any power.
+_ARGMAX_ENGINES = ("vllm", "llama.cpp")
+_VARYING = 0.05  # A mean draft length this far from a whole number is no fixed gamma.
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,11 @@ def prompts_of_result(live_prompts: Sequence[dict[str, Any]], name: str) -> list
             BaselinePrompt(str(row["domain"]), int(row["drafted"]), int(row["accepted"]), int(row["blocks"]))
             for row in live_prompts
         ]
+        if any(not 0 <= row.accepted <= row.drafted for row in rows):
+            raise ValueError("accepted beyond drafted")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{name}: live_prompts lacks domain, drafted, accepted or blocks; start the run's own command again, which judges it anew"
+            f"{name}: live_prompts lacks domain, drafted, accepted or blocks, or they contradict each other; start the run's own command again, which judges it anew"
         ) from error
     return [row for row in rows if row.drafted > 0]
 
@@ -100,6 +104,31 @@ def redrawn_prompts(
         if blocks:
             rows.append(BaselinePrompt(response.domain, blocks * gamma, kept, blocks))
     return rows
+
+
+def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[str]]:
+    """(the server's drafted tokens per block: as asked, else the log's, else None; what a reader must know of that)."""
+    mean = log.gamma()
+    if mean is None:
+        unsaid = "the log does not tell its blocks: the run's own gamma is assumed (--gamma says otherwise)"
+        return asked, [unsaid] if asked is None else []
+    gamma = asked or max(1, round(mean))
+    if abs(mean - gamma) <= _VARYING * gamma:
+        return gamma, []
+    return gamma, [
+        f"the server drafts {mean:.2f} tokens a block on average and is compared with a fixed gamma of {gamma}: the two "
+        "differ by that alone (a confidence stop?)"
+    ]
+
+
+def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
+    """A warning where an engine's own rule is probably not the baseline's."""
+    if log.format not in _ARGMAX_ENGINES or baseline.rule not in ("sample", "block"):
+        return []
+    return [
+        f"{log.format} drafts the argmax unless told otherwise, and the baseline is of rule {baseline.rule}: if the "
+        "server was not told, compare with --rule greedy-draft"
+    ]
 
 
 def slices_of(

@@ -216,7 +216,7 @@ def _calibration(evidence: Evidence, verdict: dict[str, Any], costs: StepCosts |
 
 def _forgetting(slices: Sequence[dict[str, Any]], trained_on: Sequence[str] | None) -> list[dict[str, Any]]:
     """The held-out domains side by side, those without training prompts marked; none when all were trained on."""
-    domains = next((table["rows"] for table in slices if table["dimension"] == "domain"), [])
+    domains: list[dict[str, Any]] = next((table["rows"] for table in slices if table["dimension"] == "domain"), [])
     if trained_on is None or all(row["name"] in trained_on for row in domains):
         return []
     return [

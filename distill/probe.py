@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from data.split import content_hash
 from data.store import write_json
 from distill.durations import parse_seconds
 from distill.generate import place_of
-from distill.probe_screen import draft_sentence, overall_sentence
+from distill.probe_screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
 from distill.prompt_files import read_prompts
 from distill.provenance import model_fingerprint
 from distill.response_file import check_writable
@@ -80,10 +78,6 @@ class _Plan:
         sampled = [value for value in self.temperatures if value > 0]
         return (sampled[0], "sample") if sampled else (0.0, "greedy")
 
-    @property
-    def lead_rules(self) -> list[Rule]:
-        return [self.lead[1]]
-
 
 @dataclass
 class _Candidate:
@@ -91,7 +85,7 @@ class _Candidate:
 
     record: dict[str, Any]
     model: PreTrainedModel | None
-    costs: dict[tuple[str, int], StepCosts] = field(default_factory=dict)
+    costs: list[StepCosts] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -110,26 +104,6 @@ class _Text:
     @property
     def keys(self) -> list[Any]:
         return [response.prompt for response in self.responses]
-
-
-class Stages:
-    """Names each stage on the console while it runs, and keeps its seconds."""
-
-    def __init__(self, console: Console | None) -> None:
-        self.console, self.seconds = console, dict[str, float]()
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        # No spinner: its thread would be timed with the models.
-        if self.console is not None:
-            self.console.print(f"{name} ...", end=" ", highlight=False)
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = round(time.perf_counter() - began, 2)
-            if self.console is not None:
-                self.console.print(f"{self.seconds[name]:.1f} s", highlight=False)
 
 
 def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, Any]:
@@ -163,8 +137,10 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         )
         checks = self_checks(target, prompts[:CHECKED_PROMPTS], few)
     texts = [_text(options, target, prompts, temperature, stages) for temperature in plan.temperatures]
-    plan = _with_room(plan, [target, *(one.model for one in candidates if one.model is not None)])
-    alone = _measured(plan, target, None, plan.lead_rules, "the target", stages)
+    plan = _with_room(plan, [target, *(one.model for one in candidates if one.model is not None)], notes)
+    # With a draft, other batch sizes are timed with it.
+    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if candidates else plan
+    alone = _measured(own_plan, target, None, [plan.lead[1]], "the target", stages)
     first = next(iter(alone.values()))
     gammas = range(1, max(first.verify_seconds) + 1)
     lookup = {text.temperature: ceilings.lookup_outlook(text.responses, text.keys, gammas, first) for text in texts}
@@ -181,7 +157,11 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
             {"temperature": text.temperature, "tokens": sum(len(response.response_ids) for response in text.responses)}
             for text in texts
         ],
-        "costs": {"given": plan.given is not None, "assumptions": _assumptions(options, plan), "target": _alone(alone)},
+        "costs": {
+            "given": plan.given is not None,
+            "assumptions": assumptions(plan.given is not None, options.t_verify, plan.context),
+            "target": _alone(alone),
+        },
         "lookup": [{"temperature": temperature, **facts} for temperature, facts in lookup.items()],
         "greedy_ceilings": [
             {"temperature": text.temperature, **ceilings.greedy_ceiling(text.peaks, text.keys, gammas)}
@@ -189,7 +169,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
             if not text.sampling.greedy
         ],
         "drafts": records,
-        "notes": notes,
+        "notes": [*notes, *busy_machine(_lead_seconds(plan, candidates))],
         "seconds": stages.seconds,
     }
     result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given)
@@ -224,7 +204,7 @@ def read_plan(options: ProbeOptions) -> _Plan:
                 f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call of several tokens "
                 "takes no less than one of a single token"
             )
-        given = given_costs(target, draft, verify, MOST_GAMMA)
+        given, batch_sizes = given_costs(target, draft, verify, MOST_GAMMA), [1]
     return _Plan(temperatures, gammas, batch_sizes, given)
 
 
@@ -244,6 +224,11 @@ def _prompts(
 ) -> tuple[list[Prompt], list[str]]:
     """At most `count` distinct prompts from all over the source, and what a reader should know of them."""
     embedded = options.prompts == STDLIB
+    room = (context or 1 << 20) - options.max_tokens
+    if room < 1:
+        raise UserError(
+            f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
+        )
     if embedded:
         rows = sorted(load_source(path=STDLIB, split="heldout"), key=content_hash)
         texts = [str(row.text) for row in rows[: 4 * options.count]]
@@ -252,18 +237,13 @@ def _prompts(
         prompts = read_prompts([], Path(options.prompts), tokenizer, options.chat, "")
     distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
     if embedded:
-        room = (context or 1 << 20) - options.max_tokens
         distinct = [prompt for prompt in distinct if len(prompt[1]) <= room]
         chosen = distinct[: options.count]
     else:
         order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
         chosen = [distinct[index] for index in sorted(order)]
-    if not chosen:
-        raise UserError(
-            f"--max-tokens {options.max_tokens} leaves no room for a prompt in a context of {context}: lower it"
-        )
     for key, ids in chosen:
-        if context is not None and len(ids) + options.max_tokens > context:
+        if len(ids) > room:
             raise UserError(
                 f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's "
                 f"context of {context}: shorten the prompt or lower --max-tokens"
@@ -304,7 +284,12 @@ def _candidate(
         return _Candidate(record, None)
     if agreement.verdict == "repair":
         repair_rows(model, rows, agreement.token_rows)
-    served = served_copy(model, saved_dtype(target_path, target), target)
+    try:
+        served = served_copy(model, saved_dtype(target_path, target), target)
+    except UserError as error:
+        reason = str(error).split(";")[0]
+        record["refused"] = f"{reason}: the file is damaged, or its numbers are too large for the dtype it is served in"
+        return _Candidate(record, None)
     if model_fingerprint(served) == model_fingerprint(target):
         record["notes"].append("it is the target itself: it accepts everything and saves nothing")
     return _Candidate(record, served)
@@ -345,13 +330,22 @@ def _text(
         )
 
 
-def _with_room(plan: _Plan, models: Sequence[PreTrainedModel]) -> _Plan:
+def _with_room(plan: _Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> _Plan:
     """The plan with the gammas and the context that the shortest model can be timed at."""
     limit = min((limit for limit in map(max_positions, models) if limit is not None), default=1 << 20)
-    gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 2) * (gamma + 1) < limit - 2] or [1]
-    return replace(
-        plan, gammas=gammas, context=max(2, min(TIMED_CONTEXT, limit - (TIMED_BLOCKS + 2) * (gammas[-1] + 1)))
-    )
+    gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]
+    if plan.given is None and gammas != plan.gammas:
+        notes.append(
+            f"gammas over {gammas[-1]} are not timed: a context of {limit} has no room for {TIMED_BLOCKS} such blocks"
+        )
+    context = max(2, min(TIMED_CONTEXT, limit - (TIMED_BLOCKS + 3) * (gammas[-1] + 1)))
+    return replace(plan, gammas=gammas, context=context)
+
+
+def _lead_seconds(plan: _Plan, candidates: Sequence[_Candidate]) -> list[float]:
+    """What one target step took at the first batch size, each time it was measured."""
+    measured = [costs for candidate in candidates for costs in candidate.costs]
+    return [costs.target_seconds for costs in measured if costs.batch_size == plan.batch_sizes[0]]
 
 
 def _timed(
@@ -393,7 +387,7 @@ def _judge(
     if candidate.model is None:
         return
     record, name = candidate.record, candidate.record["name"]
-    rules = list(dict.fromkeys(rule for text in texts for rule in text.rules))
+    rules = list(dict.fromkeys([plan.lead[1], *(rule for text in texts for rule in text.rules)]))
     cells = []
     try:
         with stages(f"{name} reads the answers"):
@@ -402,7 +396,8 @@ def _judge(
     except UserError as error:
         record["refused"], candidate.model = str(error), None
         return
-    first = 1 if plan.given is not None else plan.batch_sizes[0]
+    candidate.costs = list(costs.values())
+    first = plan.batch_sizes[0]
     for text, own in zip(texts, scores, strict=True):
         for rule in text.rules:
             rival = lookup[text.temperature]["speed_up"]
@@ -411,14 +406,11 @@ def _judge(
             if (text.temperature, rule) == plan.lead:
                 record["detectable_alpha"] = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
     lead = next(cell for cell in cells if (cell["temperature"], cell["rule"]) == plan.lead)
-    taus = dict(zip(lead["curve"]["gammas"], lead["curve"]["tau"], strict=True))
-    record["costs"] = []
-    for (timed_rule, _), own_costs in costs.items():
-        facts = {"rule": timed_rule, **ceilings.cost_facts(own_costs)}
-        if timed_rule == plan.lead[1]:
-            measured = {gamma: taus[gamma] for gamma in taus if 0 < gamma <= max(own_costs.verify_seconds)}
-            facts["best"] = dict(zip(("gamma", "speed_up"), best_gamma(measured, own_costs), strict=True))
-        record["costs"].append(facts)
+    taus = {gamma: tau for gamma, tau in zip(lead["curve"]["gammas"], lead["curve"]["tau"], strict=True) if gamma > 0}
+    record["costs"] = [{"rule": rule, **ceilings.cost_facts(facts)} for (rule, _), facts in costs.items()]
+    for facts, own_costs in zip(record["costs"], candidate.costs, strict=True):
+        if facts["rule"] == plan.lead[1]:
+            facts["best"] = dict(zip(("gamma", "speed_up"), best_gamma(taus, own_costs), strict=True))
     record |= {"cells": cells, "decision": lead["decision"]}
     record["lead"] = {"alpha": lead["curve"]["alpha"], "alpha_ci": lead["curve"]["alpha_ci"]} | {
         name: lead[name] for name in ("temperature", "rule", "now", "reachable", "ceiling", "headroom")
@@ -434,23 +426,6 @@ def _alone(costs: dict[tuple[str, int], StepCosts]) -> list[dict[str, Any]]:
     return [{name: fact[name] for name in names} for fact in facts]
 
 
-def _assumptions(options: ProbeOptions, plan: _Plan) -> list[str]:
-    """What the speed-ups take for granted."""
-    if plan.given is None:
-        return [
-            f"times are of this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens; "
-            f"between measured gammas they are interpolated"
-        ]
-    said = ["times are given, not measured: nothing of this machine enters; the same for every draft and rule"]
-    if options.t_verify:
-        said.append(f"a verify call takes {options.t_verify} whatever gamma")
-    else:
-        said.append(
-            "--t-verify is not given: a verify call is taken to cost one target step (v = 1), which flatters large gammas"
-        )
-    return said
-
-
 def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], place: torch.device) -> dict[str, Any]:
     return {
         "prompts_from": options.prompts,
@@ -460,7 +435,7 @@ def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], 
         "temperatures": plan.temperatures,
         "lead": {"temperature": plan.lead[0], "rule": plan.lead[1]},
         "gammas": plan.gammas,
-        "batch_sizes": [1] if plan.given is not None else plan.batch_sizes,
+        "batch_sizes": plan.batch_sizes,
         "device": str(place),
         "threads": torch.get_num_threads(),
         "seed": options.seed,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,11 +23,58 @@ DECISION_WORDS = {
     "needs_distillation": "go: distil it",
     "out_of_reach": "no go",
 }
+NOISY = 1.4  # Of a quiet machine; rules alone differ by up to 1.15 in a target step.
 HOPELESS_HINTS = {
     "cost_ratio": "a draft step costs too much of a target step",
     "perfect_draft": "the verify call is too dear for blocks of any length",
     "realistic_draft": "no draft that was ever published accepts enough for this price",
 }
+
+
+class Stages:
+    """Names each stage on the console while it runs, and keeps its seconds."""
+
+    def __init__(self, console: Console | None) -> None:
+        self.console, self.seconds = console, dict[str, float]()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        # No spinner: its thread would be timed with the models.
+        if self.console is not None:
+            self.console.print(f"{name} ...", end=" ", highlight=False)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.perf_counter() - began, 2)
+            if self.console is not None:
+                self.console.print(f"{self.seconds[name]:.1f} s", highlight=False)
+
+
+def assumptions(given: bool, t_verify: str, context: int) -> list[str]:
+    """What the speed-ups take for granted."""
+    if not given:
+        return [
+            f"times are of this machine, {torch.get_num_threads()} threads, at a context of {context} tokens; between measured "
+            "gammas they are interpolated"
+        ]
+    said = ["times are given, not measured: nothing of this machine enters; the same for every draft and rule"]
+    if t_verify:
+        return [*said, f"a verify call takes {t_verify} whatever gamma"]
+    return [
+        *said,
+        "--t-verify is not given: a verify call is taken to cost one target step (v = 1), which flatters large gammas",
+    ]
+
+
+def busy_machine(seconds: Sequence[float]) -> list[str]:
+    """A note when the same target step was timed very differently: then no speed-up here is worth much."""
+    if not seconds or max(seconds) < NOISY * min(seconds):
+        return []
+    return [
+        f"one target step took between {1e3 * min(seconds):.1f} and {1e3 * max(seconds):.1f} ms: the machine is busy, so take "
+        "speed-ups for rough ones, or probe again when it is quiet"
+    ]
 
 
 def draft_sentence(record: dict[str, Any], rival: float) -> str:
@@ -98,8 +148,9 @@ def print_probe(console: Console, result: dict[str, Any]) -> None:
             console.print(Text(f"{record['name']}: refused: {record['refused']}", style="yellow"))
     used = [record for record in result["drafts"] if record["refused"] is None]
     console.print(costs_table(result))
+    for record in used:
+        console.print(cells_table(record, result))
     if used:
-        console.print(cells_table(used, result))
         console.print(break_even_table(used))
     for line in probe_lines(result):
         console.print(Text(line, style="bold green" if line.startswith("Verdict: ") and result["go"] else ""))
@@ -138,7 +189,7 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
 
 def _detectable(record: dict[str, Any], prompts: int) -> list[str]:
     seen = record["detectable_alpha"]
-    if seen is None:
+    if seen is None or seen < 0.0005:
         return []
     return [
         f"{record['name']}: with these {prompts} prompts a gain of {seen:.3f} in alpha would surely be seen (80 % power), with "
@@ -180,34 +231,41 @@ def costs_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def cells_table(used: Sequence[dict[str, Any]], result: dict[str, Any]) -> Table:
-    """What each draft has under each rule and temperature, and what it could have."""
-    batch = result["settings"]["batch_sizes"][0]
+def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
+    """What a draft has under each rule and temperature, and what it could have."""
+    settings = result["settings"]
     table = Table(
-        title=f"drafts as they are, {result['settings']['prompts']} prompts, batch {batch}",
+        title=f"{record['name']} as it is: {settings['prompts']} prompts, batch {settings['batch_sizes'][0]}",
         caption="@: gamma; alpha: acceptance rate [95 % interval]; distilled: as far as drafts that start there have come",
         box=box.SIMPLE_HEAD,
     )
-    columns = ("", "T", "rule", "alpha", "to\nceiling", "survival 1..", "tau", "speed-up", "distilled", "ceiling", "")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place in (0, 2, 10) else "right", no_wrap=place > 0)
-    for record in used:
-        for place, cell in enumerate(record["cells"]):
-            curve, gamma = cell["curve"], cell["now"]["gamma"] or min(3, cell["curve"]["gammas"][-1])
-            survival = " ".join(f"{kept:.2f}"[1:] if kept < 0.995 else "1" for kept in curve["survival"][:4])
-            table.add_row(
-                record["name"] if place == 0 else "",
-                f"{cell['temperature']:g}",
-                cell["rule"],
-                f"{curve['alpha']:.3f}\n{interval(curve['alpha_ci'])}",
-                f"{cell['headroom']['alpha']:+.3f}",
-                survival,
-                f"{curve['tau'][gamma]:.2f} @{gamma}",
-                _times(cell["now"]),
-                _times(cell["reachable"]),
-                _times(cell["ceiling"]),
-                DECISION_WORDS[cell["decision"]],
-            )
+    for column in (
+        "T",
+        "rule",
+        "alpha",
+        "to\nceiling",
+        "survival\n1, 2, ...",
+        "tau",
+        "speed-up",
+        "distilled",
+        "ceiling",
+        "",
+    ):
+        table.add_column(column, justify="left" if column in ("rule", "") else "right")
+    for cell in record["cells"]:
+        curve, gamma = cell["curve"], cell["now"]["gamma"] or min(3, cell["curve"]["gammas"][-1])
+        table.add_row(
+            f"{cell['temperature']:g}",
+            cell["rule"],
+            f"{curve['alpha']:.3f}\n{interval(curve['alpha_ci'])}",
+            f"{cell['headroom']['alpha']:+.3f}",
+            " ".join(f"{kept:.2f}"[1:] if kept < 0.995 else "1" for kept in curve["survival"][:4]),
+            f"{curve['tau'][gamma]:.2f} @{gamma}",
+            _times(cell["now"]),
+            _times(cell["reachable"]),
+            _times(cell["ceiling"]),
+            DECISION_WORDS[cell["decision"]],
+        )
     return table
 
 

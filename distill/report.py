@@ -15,8 +15,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from data.store import write_bytes, write_json
+from data.store import write_bytes
 from distill import report_tables, report_text
+from distill.durations import parse_seconds
 from distill.report_figures import figures_of, series_of
 from distill.report_tables import OUTCOMES, GivenTimes, judged, measured_times
 from speculative.errors import UserError
@@ -90,7 +91,7 @@ def report_command(source: Path, to: Path | None = None, given: GivenTimes | Non
         html.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(files.html, page.encode("utf-8", "replace"))
         write_bytes(files.markdown, text.encode("utf-8", "replace"))
-        write_json(files.summary, summary_of(result, files))
+        write_bytes(files.summary, (json.dumps(summary_of(result, files), indent=2) + "\n").encode())
     except OSError as error:
         raise UserError(f"{html}: cannot be written ({error.strerror or error})") from error
     return files
@@ -106,8 +107,6 @@ def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
         return None
     if not t_target or not t_draft:
         raise UserError("--t-target and --t-draft go together, e.g. --t-target 25ms --t-draft 3ms")
-    from distill.durations import parse_seconds
-
     return GivenTimes(parse_seconds(t_target, "--t-target"), parse_seconds(t_draft, "--t-draft"))
 
 
@@ -131,10 +130,14 @@ def load_result(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or "format" not in result:
         raise UserError(f"{path}: no result of a run (it has no key `format`); give a run's folder or its {RESULT}")
     if result["format"] != FORMAT:
-        raise UserError(f"{path}: format {result['format']!r}, this version reads {FORMAT}; make it again with this version")
+        raise UserError(
+            f"{path}: format {result['format']!r}, this version reads {FORMAT}; make it again with this version"
+        )
     missing = next(_missing_keys(result), None)
     if missing:
-        raise UserError(f"{path}: key {missing} is missing; make it again with `understudy evaluate` or by ending the run")
+        raise UserError(
+            f"{path}: key {missing} is missing; make it again with `understudy evaluate` or by ending the run"
+        )
     return completed(result)
 
 
@@ -174,7 +177,17 @@ def summary_of(result: Mapping[str, Any], files: ReportFiles | None = None) -> d
         "step", "alpha", "alpha_ci", "tau", "tau_ci", "tau_by", "accepted_per_drafted", "speed_up", "speed_up_ci", "tokens_per_second",
     )  # fmt: skip
     effects = verdict.get("effects") or {}
-    facts = ("outcome", "pays_off", "sentence", "rule", "gamma", "prompts", "tokens", "best_gamma", "predicted_speed_up")
+    facts = (
+        "outcome",
+        "pays_off",
+        "sentence",
+        "rule",
+        "gamma",
+        "prompts",
+        "tokens",
+        "best_gamma",
+        "predicted_speed_up",
+    )
     return {
         "format": FORMAT,
         "kind": result["kind"],
@@ -196,10 +209,15 @@ def render_page(result: Mapping[str, Any], given: GivenTimes | None = None) -> s
     """The HTML page of a result."""
     result, given = completed(result), given or measured_times(result)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=False,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
-        name: getattr(report_tables, name) for name in ("number", "signed", "times", "percent", "interval", "visible", "token_text")
+        name: getattr(report_tables, name)
+        for name in ("number", "signed", "times", "percent", "interval", "visible", "token_text")
     }
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -230,12 +248,17 @@ def _curve_data(result: Mapping[str, Any]) -> dict[str, Any]:
     main = report_tables.main_curves(result)
     return {
         "chosen": main["rule"] if main else None,
-        "judged": judged(result)["name"],
+        "columns": [name for name in labels if main and name in main["contestants"]],
         "rules": [
             {
                 "rule": curves["rule"],
                 "series": [
-                    {"name": name, "label": label, "colour": colours[name], **{key: curves["contestants"][name][key] for key in ("gammas", "tau")}}
+                    {
+                        "name": name,
+                        "label": label,
+                        "colour": colours[name],
+                        **{key: curves["contestants"][name][key] for key in ("gammas", "tau")},
+                    }
                     for name, label in labels.items()
                     if name in curves["contestants"]
                 ],

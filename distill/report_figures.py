@@ -23,9 +23,10 @@ VARIABLES = {
     SERIES["served"]: "var(--served)", OTHERS[0]: "var(--other-1)", OTHERS[1]: "var(--other-2)", OTHERS[2]: "var(--other-3)",
 }  # fmt: skip
 SHAPES = {"best": ("o", "-"), "baseline": ("s", "--"), "served": ("^", "-.")}
-LONGEST_LABEL = 28
+LONGEST_LABEL = 24
+LEGEND_ROOM = 62  # characters of a legend's line, five of them for each sign before a label
 LAST_GAMMA = 16  # beyond it curves are flat; tables go on to 32
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9,
     "axes.edgecolor": MUTED, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "text.color": INK,
     "grid.color": RULE, "axes.grid": True, "axes.axisbelow": True, "lines.linewidth": 1.7, "lines.markersize": 4,
@@ -51,7 +52,9 @@ def figures_of(result: Mapping[str, Any], given: GivenTimes) -> dict[str, str]:
             drawn["speed"] = _draw("speed", "speed-up over gamma on this machine", _speeds, result, curves)
         drawn["given"] = _draw("given", "speed-up over gamma at the given times", _given_speeds, result, curves, given)
     if result.get("calibration"):
-        drawn["calibration"] = _draw("calibration", "accepted share over the draft's confidence", _reliability, result["calibration"])
+        drawn["calibration"] = _draw(
+            "calibration", "accepted share over the draft's confidence", _reliability, result["calibration"]
+        )
     return drawn
 
 
@@ -67,10 +70,18 @@ def _colour(result: Mapping[str, Any], name: str) -> str:
 
 def _style(result: Mapping[str, Any], name: str) -> dict[str, Any]:
     marker, line = SHAPES.get(name, ("D", ":"))
-    label = labels_of(result).get(name, name)
-    # A label that starts with "_" is left out of matplotlib's legends.
-    shown = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
-    return {"color": _colour(result, name), "marker": marker, "linestyle": line, "label": shown.lstrip("_") or name}
+    # SVG is XML, which has no signs for control characters.
+    label = "".join(
+        sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in labels_of(result).get(name, name)
+    )
+    shown = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    # matplotlib leaves a label that starts with "_" out of its legends.
+    return {
+        "color": _colour(result, name),
+        "marker": marker,
+        "linestyle": line,
+        "label": f"\N{ZERO WIDTH SPACE}{shown}" if shown.startswith("_") else shown,
+    }
 
 
 def _draw(name: str, title: str, plot: Any, *data: Any) -> str:
@@ -81,10 +92,13 @@ def _draw(name: str, title: str, plot: Any, *data: Any) -> str:
         figure = Figure(figsize=SIZE, layout="constrained")
         axis = figure.add_subplot()
         plot(axis, *data)
-        if axis.get_legend_handles_labels()[0]:
+        labels = axis.get_legend_handles_labels()[1]
+        if labels:
+            columns = len(labels) if sum(len(label) + 5 for label in labels) <= LEGEND_ROOM else 2
             axis.legend(
-                loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, borderaxespad=0.2, handlelength=1.9, columnspacing=0.9, handletextpad=0.5
-            )
+                loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.9,
+                columnspacing=0.9, handletextpad=0.5,
+            )  # fmt: skip
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True)
     return inline_svg(buffer.getvalue(), name, title)
@@ -146,7 +160,12 @@ def _steps(axis: Any, result: Mapping[str, Any], key: str) -> None:
     best = next((step for step in steps if step["step"] == main.get("step")), None)
     if best is not None:
         axis.annotate(
-            number(best[key], 3 if key == "alpha" else 2), (best["step"], best[key]), xytext=(0, 7), textcoords="offset points", ha="center", color=INK
+            number(best[key], 3 if key == "alpha" else 2),
+            (best["step"], best[key]),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            color=INK,
         )
         axis.margins(y=0.15)
     axis.set(xlabel="optimizer step", ylabel=key)
@@ -183,7 +202,13 @@ def _taus(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> No
 def _speed_axis(axis: Any) -> None:
     axis.axhline(1.0, color=INK, linewidth=1.0)
     axis.annotate(
-        "target alone", (LAST_GAMMA, 1.0), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8, color=MUTED
+        "target alone",
+        (LAST_GAMMA, 1.0),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=MUTED,
     )
     axis.set(xlabel="gamma, drafted tokens a block", ylabel="speed-up")
     axis.set_ylim(0, 1.12 * axis.dataLim.y1)  # room for the words at the peak
@@ -192,7 +217,12 @@ def _speed_axis(axis: Any) -> None:
 def _peak(axis: Any, gammas: Sequence[int], values: Sequence[float], colour: str) -> None:
     at = max(range(len(values)), key=values.__getitem__)
     axis.annotate(
-        f"{values[at]:.2f}x at {gammas[at]}", (gammas[at], values[at]), xytext=(4, 7), textcoords="offset points", color=colour, fontsize=8.5
+        f"{values[at]:.2f}x at {gammas[at]}",
+        (gammas[at], values[at]),
+        xytext=(4, 7),
+        textcoords="offset points",
+        color=colour,
+        fontsize=8.5,
     )
 
 
@@ -210,7 +240,15 @@ def _speeds(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> 
         ends = main.get("speed_up_ci")
         error = [[abs(main["speed_up"] - end)] for end in ends] if ends else None
         axis.errorbar(
-            [gamma], [main["speed_up"]], yerr=error, color=INK, fmt="*", markersize=8, capsize=3, linewidth=1.2, label="measured"
+            [gamma],
+            [main["speed_up"]],
+            yerr=error,
+            color=INK,
+            fmt="*",
+            markersize=8,
+            capsize=3,
+            linewidth=1.2,
+            label="measured",
         )
     _speed_axis(axis)
 
@@ -231,14 +269,21 @@ def _reliability(axis: Any, calibration: Mapping[str, Any]) -> None:
     for one in bins:
         # How often this confidence occurs, as a bar from below, at most a quarter of the height.
         axis.bar(
-            one["low"], 0.25 * one["weight"] / heaviest, width=0.96 * (one["high"] - one["low"]), align="edge", color=RULE, linewidth=0
+            one["low"],
+            0.25 * one["weight"] / heaviest,
+            width=0.96 * (one["high"] - one["low"]),
+            align="edge",
+            color=RULE,
+            linewidth=0,
         )
     axis.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1, label="perfectly calibrated")
     colour = SERIES["best"]
     for one in bins:
         if one.get("ci"):
             axis.plot([one["confidence"]] * 2, one["ci"], color=colour, linewidth=1.2)
-    axis.plot([one["confidence"] for one in bins], [one["accepted"] for one in bins], color=colour, marker="o", label="draft")
+    axis.plot(
+        [one["confidence"] for one in bins], [one["accepted"] for one in bins], color=colour, marker="o", label="draft"
+    )
     if calibration.get("stop_below"):
         axis.axvline(calibration["stop_below"], color=INK, linestyle=":", linewidth=1.2, label="stop below")
     axis.set(xlabel="probability the draft gave its token", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1.02))

@@ -4,15 +4,13 @@ The page draws a cell's `bar`, Markdown leaves it out. Numbers are shown as they
 result; what is null there is shown as an en dash.
 """
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speculative.cost import predicted_speed_up
-from speculative.replay import agreement_words
 
-NOTHING = "–"
+NOTHING = "\N{EN DASH}"
 OUTCOMES = {
     "pays_off": "Pays off",
     "no_speed": "No speed-up",
@@ -20,7 +18,8 @@ OUTCOMES = {
     "loss": "Loss",
     "not_timed": "Not timed",
 }
-SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+SHOWN_DISAGREEMENTS = 12  # the page folds the rest
+SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 ORDERED_DIMENSIONS = ("prompt length", "position", "target entropy", "first tokens")
 WRITERS = {"draft": "draft, accepted", "target": "target, corrected", "bonus": "target, bonus"}
 
@@ -94,6 +93,11 @@ def interval(ends: Sequence[float] | None, digits: int = 3, sign: bool = False) 
     return "" if ends is None else f"[{', '.join(f'{end:{chr(43) if sign else str()}.{digits}f}' for end in ends)}]"
 
 
+def count(number_of: int, noun: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number_of:,} {noun}{'' if number_of == 1 else 's'}"
+
+
 def visible(text: str) -> str:
     """Text of a model in one line: white space and control characters as signs."""
     signs = {" ": "␣", "\n": "↵", "\t": "⇥", "": "∅", "\x7f": "␡"}
@@ -129,7 +133,9 @@ def judged(result: Mapping[str, Any]) -> Any:
 def main_curves(result: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Curves of the rule that was judged; of the first rule where that one has none."""
     rules = (result.get("curves") or {}).get("rules") or []
-    return next((curves for curves in rules if curves["rule"] == result["verdict"]["rule"]), rules[0] if rules else None)
+    return next(
+        (curves for curves in rules if curves["rule"] == result["verdict"]["rule"]), rules[0] if rules else None
+    )
 
 
 def measured_times(result: Mapping[str, Any]) -> GivenTimes:
@@ -149,10 +155,14 @@ def labels_of(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def headline_table(result: Mapping[str, Any]) -> Table:
-    """Every contestant beside the others: alpha, tau, accepted / drafted, speed-up, tokens per second."""
-    rows, verdict = result["contestants"], result["verdict"]
+    """The judged draft, then every other contestant: alpha, tau, accepted / drafted, speed-up, tokens per second."""
+    verdict, main = result["verdict"], judged(result)
+    rows = [main, *(row for row in result["contestants"] if row is not main)]
     effects = verdict.get("effects") or {}
-    heads = [f"{row.get('label') or row['name']}" + (f" (step {row['step']})" if row.get("step") is not None else "") for row in rows]
+    heads = [
+        f"{row.get('label') or row['name']}" + (f" (step {row['step']})" if row.get("step") is not None else "")
+        for row in rows
+    ]
 
     def line(name: str, key: str, digits: int, ci: str, how: Any = number, effect: str = "") -> list[Cell]:
         cells = [Cell(name)]
@@ -160,7 +170,7 @@ def headline_table(result: Mapping[str, Any]) -> Table:
             note = interval(row.get(ci), digits)
             if key == "tau" and row.get("tau_by") == "replay":
                 note = f"{note} by replay".strip()
-            cells.append(Cell(how(row.get(key)), note, strong=row is judged(result)))
+            cells.append(Cell(how(row.get(key)), note, strong=row is main))
         if effects:
             gain = effects.get(effect) or {}
             cells.append(Cell(signed(gain.get("gain"), digits), interval(gain.get("ci"), digits, sign=True)))
@@ -174,34 +184,16 @@ def headline_table(result: Mapping[str, Any]) -> Table:
         line("tokens/s", "tokens_per_second", 0, "", lambda value: number(value, 0)),
     ]
     shown = [cells for cells in table if any(cell.text != NOTHING for cell in cells[1:])]
-    return Table(("", *heads, *(["gain over baseline"] if effects else [])), shown)
-
-
-def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
-    """How sure the gain is, and what these prompts could have seen."""
-    effects = verdict.get("effects")
-    if not effects:
-        return []
-    looks = effects.get("looks") or 1
-    lines = [
-        f"Gain over the baseline, paired by prompt ({effects['prompts']} prompts, {effects['tokens']:,} tokens; {effects['method']}, "
-        f"{percent(effects.get('confidence'))}"
-        + (f", corrected for {looks} looks: {percent(effects.get('corrected_confidence'), 2)}" if looks > 1 else "")
-        + ")."
-    ]
-    least = effects.get("minimal_detectable") or {}
-    if least.get("alpha") is not None:
-        lines.append(
-            f"The smallest difference these prompts can see (80 % power): {least['alpha']:.3f} in alpha"
-            + (f", {least['tau']:.3f} in tau" if least.get("tau") is not None else "")
-            + (f"; {effects['prompts_for_half']:,} prompts would see half of it." if effects.get("prompts_for_half") else ".")
-        )
-    return lines
+    return Table(("", *heads, *(["gain, same text"] if effects else [])), shown)
 
 
 def rules_table(result: Mapping[str, Any]) -> Table | None:
     """Each engine rule: what the judged draft reaches under it, at this gamma and at the best one."""
-    rules, name, gamma = (result.get("curves") or {}).get("rules") or [], judged(result)["name"], result["verdict"]["gamma"]
+    rules, name, gamma = (
+        (result.get("curves") or {}).get("rules") or [],
+        judged(result)["name"],
+        result["verdict"]["gamma"],
+    )
     rows = []
     for curves in rules:
         curve = curves["contestants"].get(name)
@@ -215,7 +207,7 @@ def rules_table(result: Mapping[str, Any]) -> Table | None:
                 Cell(curves["rule"], curves.get("note") or "", strong=curves["rule"] == result["verdict"]["rule"]),
                 Cell(number(curve["alpha"]), interval(curve.get("alpha_ci"))),
                 Cell(number(taus.get(gamma), 2)),
-                Cell(NOTHING if best is None else str(best), "none pays" if best == 0 else ""),
+                Cell(NOTHING if best is None else "none" if best == 0 else str(best)),
                 Cell(times(fast.get(best) if best is not None else None)),
             ]
         )
@@ -235,7 +227,11 @@ def given_table(result: Mapping[str, Any], given: GivenTimes) -> Table | None:
     gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns.values())]
     best = {name: max(gammas, key=column.__getitem__, default=0) for name, column in columns.items()}
     rows = [
-        [Cell(str(gamma)), *(Cell(times(column[gamma]), strong=best[name] == gamma) for name, column in columns.items())] for gamma in gammas
+        [
+            Cell(str(gamma)),
+            *(Cell(times(column[gamma]), strong=best[name] == gamma) for name, column in columns.items()),
+        ]
+        for gamma in gammas
     ]
     return Table(("gamma", *labels.values()), rows, texts=0)
 
@@ -253,28 +249,36 @@ def slice_tables(result: Mapping[str, Any]) -> list[Table]:
         names = [name for name in labels if any(name in row["alpha"] for row in rows)]
         worst = max(rows, key=lambda row: row.get("lost_share") or 0.0) if len(rows) > 1 else None
         has_gain = any(row.get("gain") is not None for row in rows)
-        columns = (group["dimension"], "tokens", *(f"alpha {labels[name]}" for name in names), *(["gain"] if has_gain else []), "share of losses")
+        names.sort(key=lambda name: name != main)
+        alphas = [f"alpha {labels[name]}" for name in names]
+        columns = (
+            group["dimension"],
+            alphas[0],
+            *(["gain"] if has_gain else []),
+            "share of losses",
+            *alphas[1:],
+            "tokens",
+        )
         unit = f" ({group['unit']})" if group.get("unit") else ""
-        cells = [_slice_cells(row, names, main, row is worst, has_gain) for row in rows]
+        cells = [_slice_cells(row, names, row is worst, has_gain) for row in rows]
         tables.append(Table(columns, cells, f"By {group['dimension']}{unit}"))
     return tables
 
 
-def _slice_cells(row: Mapping[str, Any], names: Sequence[str], main: str, worst: bool, has_gain: bool) -> list[Cell]:
+def _slice_cells(row: Mapping[str, Any], names: Sequence[str], worst: bool, has_gain: bool) -> list[Cell]:
+    """`names` begins with the judged draft, whose bar carries the baseline as a tick."""
     falls = row.get("gain_ci") is not None and row["gain_ci"][1] < 0
-    cells = [Cell(str(row["name"]), f"{row['prompts']} prompts", "loses most" if worst else ""), Cell(f"{row['tokens']:,}")]
-    for name in names:
-        alpha = row["alpha"].get(name)
-        cells.append(
-            Cell(number(alpha), interval((row.get("alpha_ci") or {}).get(name)), strong=name == main)
-            if name != main
-            else Cell(
-                number(alpha), interval((row.get("alpha_ci") or {}).get(name)), "", alpha, row["alpha"].get("baseline"), strong=True
-            )
-        )
-    if has_gain:
-        cells.append(Cell(signed(row.get("gain")), interval(row.get("gain_ci"), sign=True), "worse" if falls else ""))
-    return [*cells, Cell(percent(row.get("lost_share")), bar=row.get("lost_share"))]
+    alphas = [Cell(number(row["alpha"].get(name)), interval((row.get("alpha_ci") or {}).get(name))) for name in names]
+    alphas[0] = replace(alphas[0], bar=row["alpha"].get(names[0]), tick=row["alpha"].get("baseline"), strong=True)
+    gain = Cell(signed(row.get("gain")), interval(row.get("gain_ci"), sign=True), "worse" if falls else "")
+    return [
+        Cell(str(row["name"]), count(row["prompts"], "prompt"), "loses most" if worst else ""),
+        alphas[0],
+        *([gain] if has_gain else []),
+        Cell(percent(row.get("lost_share")), bar=row.get("lost_share")),
+        *alphas[1:],
+        Cell(f"{row['tokens']:,}"),
+    ]
 
 
 def forgetting_table(result: Mapping[str, Any]) -> Table | None:
@@ -284,102 +288,50 @@ def forgetting_table(result: Mapping[str, Any]) -> Table | None:
     cells = []
     for row in rows:
         change = row.get("change") or {}
-        falls = bool(change) and change["ci"][1] < 0
+        falls = change.get("ci") is not None and change["ci"][1] < 0
         cells.append(
             [
                 Cell(str(row["domain"]), "" if row["trained_on"] else "not trained on"),
                 Cell(f"{row['tokens']:,}"),
-                *(Cell(number(row["alpha"].get(name)), interval((row.get("alpha_ci") or {}).get(name))) for name in names),
+                *(
+                    Cell(number(row["alpha"].get(name)), interval((row.get("alpha_ci") or {}).get(name)))
+                    for name in names
+                ),
                 Cell(signed(change.get("gain")), interval(change.get("ci"), sign=True), "forgotten" if falls else ""),
             ]
         )
     return Table(("domain", "tokens", *(f"alpha {labels[name]}" for name in names), "change"), cells) if rows else None
 
 
-def disagreement_table(result: Mapping[str, Any]) -> Table | None:
-    """Where the draft loses most: what the target said and what the draft wanted."""
-    rows = result.get("disagreements") or []
-    timed = any(row.get("tokens_per_second_lost") is not None for row in rows)
+def disagreement_table(result: Mapping[str, Any], start: int = 0, stop: int | None = None) -> Table | None:
+    """Where the draft loses most: what the target said and what the draft wanted; rows from `start` to `stop`."""
+    every = result.get("disagreements") or []
+    rows = every[start:stop]
+    timed = any(row.get("tokens_per_second_lost") is not None for row in every)
     cells = [
         [
             Cell(visible(row["context"]), code=True),
             Cell(visible(row["target_said"]), code=True),
             Cell(visible(row["draft_wanted"]), code=True),
-            Cell(f"{row['count']}", f"in {row['prompts']} prompts"),
+            Cell(f"{row['count']}", f"in {count(row['prompts'], 'prompt')}"),
             Cell(percent(row.get("lost_share"), 1), bar=row.get("lost_share")),
             Cell(number(row.get("tau_if_agreed"), 3)),
             *([Cell(number(row.get("tokens_per_second_lost"), 1))] if timed else []),
         ]
         for row in rows
     ]
-    columns = ("after", "target said", "draft wanted", "times", "share of losses", "tau if they agreed", *(["tokens/s lost"] if timed else []))
+    columns = (
+        "after",
+        "target said",
+        "draft wanted",
+        "times",
+        "share of losses",
+        "tau if they agreed",
+        *(["tokens/s lost"] if timed else []),
+    )
     return Table(columns, cells, texts=3) if rows else None
 
 
 def response_facts(response: Mapping[str, Any]) -> dict[str, int]:
     """How many tokens of a response each writer wrote."""
     return {by: sum(token["by"] == by for token in response["tokens"]) for by in WRITERS}
-
-
-def calibration_line(calibration: Mapping[str, Any]) -> str:
-    """What to do with the draft's confidence."""
-    stop = calibration.get("stop_below")
-    advice = f"Advice: stop drafting behind a token of probability under {stop:.2f}." if stop else "Stopping early does not pay here: leave it off."
-    words = (calibration.get("words") or "").rstrip(".")
-    return f"{words}. {advice}" if words else advice
-
-
-def check_lines(result: Mapping[str, Any]) -> list[str]:
-    """The instrument's own checks, in words; what has no words here is shown as key and value."""
-    checks = dict(result.get("checks") or {})
-    lines = []
-    if "alpha_replay" in checks:
-        lines.append(
-            f"The target as its own draft scores alpha {checks.pop('alpha_replay'):.4f} by replay and {checks.pop('alpha_live', float('nan')):.4f} "
-            f"live (1 is right; tolerance {checks.pop('alpha_tolerance', 0):g})."
-        )
-    if "greedy_equal" in checks:
-        ties = checks.pop("near_ties", None) or []
-        checks.pop("near_tie_tolerance", None)
-        lines.append(
-            f"Speculative greedy text equals plain greedy text on {checks.pop('greedy_equal')} of {checks.pop('prompts', '?')} prompts"
-            + (f"; {len(ties)} part at a near-tie of two logits." if ties else ".")
-        )
-    verdict, main = result["verdict"], judged(result)
-    records = [record for record in verdict.get("checkpoints") or [] if record.get("step") == main.get("step")]
-    if records and records[0].get("replay_check"):
-        words = agreement_words(records[0]["replay_check"], records[0]["live_tokens"])
-        lines.append(f"Live decoding against replay of its own text: tau {number(main['tau'], 2)} beside {words}.")
-    for key, value in checks.items():
-        if isinstance(value, str | int | float):
-            lines.append(f"{key.replace('_', ' ')}: {value}")
-    return lines or ["No self-check was run here (nothing was decoded)."]
-
-
-def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was run, on what: (name, value), values that are not recorded left out."""
-    facts, costs, verdict = dict(result.get("provenance") or {}), result.get("costs") or {}, result["verdict"]
-    dirty = facts.pop("uncommitted_changes", None)
-    commit, argv = facts.pop("commit", None), facts.pop("argv", None)
-    versions = facts.pop("versions", None) or {}
-    machine = [f"{facts.pop(key)}" for key in ("machine", "device") if facts.get(key) is not None]
-    threads = facts.pop("threads", None)
-    sampling = facts.pop("sampling", None) or {}
-    rows = [
-        ("run", f"{result['name']} ({result['kind']}), {result.get('made', '')}"),
-        ("judged", f"rule {verdict['rule']}, gamma {verdict['gamma']}, {verdict['prompts']} held-out prompts, {verdict['tokens']:,} tokens"),
-        ("serving settings", ", ".join(f"{key} {value}" for key, value in sampling.items())),
-        ("command", shlex.join(map(str, argv)) if argv else ""),
-        ("commit", f"{commit}{f' with {len(dirty.splitlines())} lines of uncommitted changes' if dirty else ''}" if commit else ""),
-        ("machine", ", ".join(machine) + (f", {threads} threads" if threads else "")),
-        ("timed at", f"batch {costs.get('batch_size')}, context {costs.get('context')} tokens" if costs else ""),
-        (
-            "step times",
-            f"target {1e3 * costs['target_step_seconds']:.2f} ms, draft {1e3 * costs['draft_step_seconds']:.2f} ms, c = {costs['cost_ratio']:.3f}"
-            if costs
-            else "",
-        ),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
-    ]
-    rows += [(key.replace("_", " "), str(value)) for key, value in facts.items() if isinstance(value, str | int | float) and len(str(value)) < 200]
-    return [(name, value) for name, value in rows if value]

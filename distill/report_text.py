@@ -4,18 +4,18 @@ Text of the models stands in code spans, and signs that mean something in Markdo
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from distill.report_tables import (
     OUTCOMES,
+    SHOWN_DISAGREEMENTS,
     Cell,
     GivenTimes,
     Table,
-    calibration_line,
-    check_lines,
+    count,
     disagreement_table,
-    effect_lines,
     forgetting_table,
     given_table,
     headline_table,
@@ -25,10 +25,11 @@ from distill.report_tables import (
     percent,
     response_facts,
     rules_table,
-    run_facts,
     slice_tables,
     times,
 )
+from speculative.effects import words
+from speculative.replay import agreement_words
 
 GLOSSARY = {
     "target": "The large model that is served. The text is always its own: speculation changes the speed, not the words.",
@@ -54,7 +55,9 @@ GLOSSARY = {
 
 def times_words(given: GivenTimes) -> str:
     """At which step times a speed-up is computed, and where they come from."""
-    source = {"given": "given", "measured": "measured here", "example": "an example, nothing was measured here"}[given.source]
+    source = {"given": "given", "measured": "measured here", "example": "an example, nothing was measured here"}[
+        given.source
+    ]
     return (
         f"target {1e3 * given.target_seconds:.4g} ms a step, draft {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}), each drafted "
         f"token lengthens the target's call by {percent(given.verify_extra, 1)} ({source})"
@@ -68,10 +71,10 @@ def missing_lines(result: Mapping[str, Any]) -> dict[str, str]:
         lines["steps"] = "Only one checkpoint was judged, so there is no curve over steps."
     if not any(row.get("survival") for row in result["contestants"]):
         lines["survival"] = "Survival by position was not measured: it needs live decoding."
-    if not result.get("costs"):
-        lines["speed"] = "Nothing was timed on this machine; the curve below is for other times."
     if not (result.get("curves") or {}).get("rules"):
         lines["curves"] = "There are no curves over gamma: no rule could be replayed on this held-out text."
+    elif not result.get("costs"):
+        lines["speed"] = "Nothing was timed on this machine; the curve below is for other times."
     if not result.get("slices"):
         lines["slices"] = "There are no slices."
     if not result.get("token_view"):
@@ -94,6 +97,108 @@ def speed_line(result: Mapping[str, Any]) -> str:
         f"Best gamma on this machine: {verdict['best_gamma']}, predicted speed-up {times(verdict.get('predicted_speed_up'))} "
         f"(c = {costs['cost_ratio']:.2f}, batch {costs.get('batch_size')})."
     )
+
+
+def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
+    """How sure the gain is, and what these prompts could have seen."""
+    effects = verdict.get("effects")
+    if not effects:
+        return []
+    looks = effects.get("looks") or 1
+    sure = percent(effects["confidence"]) + (
+        f", {percent(effects['corrected_confidence'], 2)} an interval for {looks} looks" if looks > 1 else ""
+    )
+    return [
+        f"Gain over the baseline, paired by prompt: {words(effects)}.",
+        f"Both drafts on the same {count(effects['prompts'], 'prompt')} ({effects['tokens']:,} tokens), tau and speed-up by replay: so a gain can "
+        f"differ from the difference of two live runs. {effects['method'].capitalize()}, {sure}.",
+    ]
+
+
+def calibration_line(calibration: Mapping[str, Any]) -> str:
+    """What to do with the draft's confidence."""
+    stop = calibration.get("stop_below")
+    said = (calibration.get("words") or "").rstrip(".")
+    advice = (
+        f"Stop drafting behind a token of probability under {stop:.2f}."
+        if stop
+        else "Stopping early does not pay here: leave it off."
+    )
+    return f"{said[0].upper()}{said[1:]}." if said else advice
+
+
+def check_lines(result: Mapping[str, Any]) -> list[str]:
+    """The instrument's own checks, in words; what has no words here is shown as key and value."""
+    checks = dict(result.get("checks") or {})
+    lines = []
+    if "alpha_replay" in checks:
+        size = [f"{checks.pop(key)} {key}" for key in ("prompts", "tokens") if key in checks] + [
+            str(checks.pop("dtype", ""))
+        ]
+        lines.append(
+            f"The target as its own draft scores alpha {number(checks.pop('alpha_replay'), 4)} by replay and "
+            f"{number(checks.pop('alpha_live', None), 4)} live: 1 is right, within {checks.pop('alpha_tolerance', 0):g} "
+            f"({', '.join(part for part in size if part)})."
+        )
+        checks.pop("gamma", None)
+    if "greedy_equal" in checks:
+        ties = checks.pop("near_ties", None) or []
+        checks.pop("near_tie_tolerance", None)
+        equal = checks.pop("greedy_equal")
+        lines.append(
+            f"Speculative greedy text equals plain greedy text on {equal} of {equal + len(ties)} prompts"
+            + (f"; {len(ties)} part at a near-tie of two logits." if ties else ".")
+        )
+    verdict, main = result["verdict"], judged(result)
+    records = [record for record in verdict.get("checkpoints") or [] if record.get("step") == main.get("step")]
+    if records and records[0].get("replay_check"):
+        agreement = agreement_words(records[0]["replay_check"], records[0]["live_tokens"])
+        lines.append(f"Live decoding against replay of its own text: tau {number(main['tau'], 2)} beside {agreement}.")
+    for key, value in checks.items():
+        if isinstance(value, str | int | float):
+            lines.append(f"{key.replace('_', ' ')}: {value}")
+    return lines or ["No self-check was run here (nothing was decoded)."]
+
+
+def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was run, on what: (name, value), values that are not recorded left out."""
+    facts, costs, verdict = dict(result.get("provenance") or {}), result.get("costs") or {}, result["verdict"]
+    dirty = facts.pop("uncommitted_changes", None)
+    commit, argv = facts.pop("commit", None), facts.pop("argv", None)
+    versions = facts.pop("versions", None) or {}
+    machine = [f"{facts.pop(key)}" for key in ("machine", "device") if facts.get(key) is not None]
+    threads = facts.pop("threads", None)
+    sampling = facts.pop("sampling", None) or {}
+    rows = [
+        ("run", f"{result['name']} ({result['kind']}), {result.get('made', '')}"),
+        (
+            "judged",
+            f"rule {verdict['rule']}, gamma {verdict['gamma']}, {verdict['prompts']} held-out prompts, {verdict['tokens']:,} tokens",
+        ),
+        ("serving settings", ", ".join(f"{key} {value}" for key, value in sampling.items())),
+        ("command", shlex.join(map(str, argv)) if argv else ""),
+        (
+            "commit",
+            f"{commit}{f' with {len(dirty.splitlines())} lines of uncommitted changes' if dirty else ''}"
+            if commit
+            else "",
+        ),
+        ("machine", ", ".join(machine) + (f", {threads} threads" if threads else "")),
+        ("timed at", f"batch {costs.get('batch_size')}, context {costs.get('context')} tokens" if costs else ""),
+        (
+            "step times",
+            f"target {1e3 * costs['target_step_seconds']:.2f} ms, draft {1e3 * costs['draft_step_seconds']:.2f} ms, c = {costs['cost_ratio']:.3f}"
+            if costs
+            else "",
+        ),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
+    ]
+    rows += [
+        (key.replace("_", " "), str(value))
+        for key, value in facts.items()
+        if isinstance(value, str | int | float) and len(str(value)) < 200
+    ]
+    return [(name, value) for name, value in rows if value]
 
 
 def escaped(text: str) -> str:
@@ -157,10 +262,15 @@ def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
     forgotten = forgetting_table(result)
     parts += ["## Forgetting", markdown_table(forgotten)] if forgotten else []
     parts += ["## Held-out responses", missing.get("tokens") or markdown_table(_responses_table(result))]
-    expensive = disagreement_table(result)
+    expensive = disagreement_table(result, 0, SHOWN_DISAGREEMENTS)
     parts += ["## Most expensive disagreements", markdown_table(expensive) if expensive else missing["disagreements"]]
+    more = len(result.get("disagreements") or []) - SHOWN_DISAGREEMENTS
+    parts += [f"{more} more are on the page."] if more > 0 else []
     calibration = result.get("calibration")
-    parts += ["## Calibration of the draft", escaped(calibration_line(calibration)) if calibration else missing["calibration"]]
+    parts += [
+        "## Calibration of the draft",
+        escaped(calibration_line(calibration)) if calibration else missing["calibration"],
+    ]
     parts += ["## What was run", "\n".join(f"- {escaped(name)}: {escaped(value)}" for name, value in run_facts(result))]
     if result.get("config"):
         parts += [f"<details><summary>Config</summary>\n\n{code_block(result['config'], 'yaml')}\n\n</details>"]
@@ -170,7 +280,9 @@ def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
     for engine in result.get("serve") or []:
         takes = "takes this pair" if engine["ok"] else "does not take this pair"
         note = f". {escaped(engine['note'])}" if engine.get("note") else ""
-        parts.append(f"**{escaped(engine['engine'])}** {takes}{note}\n\n{code_block(engine['command'], engine['language'])}")
+        parts.append(
+            f"**{escaped(engine['engine'])}** {takes}{note}\n\n{code_block(engine['command'], engine['language'])}"
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -179,7 +291,10 @@ def _speed_parts(result: Mapping[str, Any], given: GivenTimes, missing: Mapping[
     if at_times is None:
         return [missing["curves"]]
     parts = [missing.get("speed") or escaped(speed_line(result)), markdown_table(rules) if rules else ""]
-    parts += [f"Rule {escaped(row['rule'])} is left out: {escaped(row['why'])}." for row in result["curves"].get("refused") or []]
+    parts += [
+        f"Rule {escaped(row['rule'])} is left out: {escaped(row['why'])}."
+        for row in result["curves"].get("refused") or []
+    ]
     parts += [f"Speed-up at these times: {escaped(times_words(given))}.", markdown_table(at_times)]
     return [part for part in parts if part]
 

@@ -19,6 +19,7 @@ from data.respond import RenderedPrompt
 from data.store import Row, write_json
 from distill import checkpoint
 from distill.batches import BatchSource, check_packing
+from distill.conclusion import conclude_run, write_conclusion
 from distill.config import RunConfig, TargetConfig, load_config
 from distill.corpus import HeldoutLoss, window_examples, windows_of
 from distill.faults import explain
@@ -31,6 +32,7 @@ from distill.objective import Objective
 from distill.plot import plot_run
 from distill.prompts import load_prompts
 from distill.provenance import describe_run, tokenizer_fingerprint
+from distill.report_panels import log_result
 from distill.responses import RunStores, decode_settings
 from distill.rollouts import Rollouts, text_examples
 from distill.served_target import ServedTarget
@@ -291,14 +293,13 @@ def _conclude(
     trained_on: Sequence[str],
 ) -> None:
     """Verdict, report and plot, on the main process."""
-    from distill.conclusion import conclude_run, write_conclusion
-
     clock = _Clock(progress)
     result = conclude_run(config, target, heldout, checks, progress.seconds, context, trained_on)
     plot_run(config.folder)
     clock.stop("verdict")
     result["verdict"]["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
     write_conclusion(config.folder, result)
+    log_result(accelerator, result)
     accelerator.print(result["verdict"]["sentence"])
 
 

@@ -34,8 +34,8 @@ WORTHWHILE = 1.1
 GAIN_WORTHWHILE = 1.05
 # Share of the gap to its ceiling that distilling has closed for a draft that started at alpha: a line through 15 pairs
 # (two of ours, two of a plain loop, 11 published: 2310.07177, OSD, DistillSpec on Qwen3, one null result), starting alpha
-# .13 to .81, shares .75 to 0, residual .11. Weak drafts make up more than half of it, good ones next to nothing.
-CLOSED_AT_ZERO, CLOSED_PER_ALPHA = 0.86, -0.94
+# .13 to .81, shares .75 to 0, residual .11. Good drafts gain next to nothing; under .43 all end near .69 wherever they start.
+CLOSED_AT_ZERO, CLOSED_PER_ALPHA, WEAK_ALPHA = 0.86, -0.94, 0.43
 # Ceilings look at gammas up to here even where fewer were measured.
 CEILING_GAMMA = 8
 
@@ -98,7 +98,10 @@ def target_peaks(target: PreTrainedModel, texts: Sequence[StoredText], settings:
 
 def closed_share(alpha: float, ceiling_alpha: float = 1.0) -> float:
     """What share of the gap to its ceiling distilling may be expected to close for a draft that has this alpha."""
-    return max(0.0, CLOSED_AT_ZERO + CLOSED_PER_ALPHA * alpha / ceiling_alpha)
+    own = min(alpha / ceiling_alpha, 1.0)
+    start = max(own, WEAK_ALPHA)
+    end = start + (1.0 - start) * max(0.0, CLOSED_AT_ZERO + CLOSED_PER_ALPHA * start)
+    return (end - own) / (1.0 - own) if own < 1.0 else 0.0
 
 
 def partly_closed(accept_probs: Sequence[np.ndarray], ceilings: Sequence[np.ndarray], share: float) -> list[np.ndarray]:

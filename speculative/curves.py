@@ -22,6 +22,8 @@ CURVE_GAMMAS = range(33)
 # Resamples that should lie beyond each end of an interval, so that the end itself hardly depends on the seed; at most.
 BEYOND_EACH_END = 25
 MOST_RESAMPLES = 100_000
+# Of sums of a few thousand terms, relative: less is no spread.
+ROUNDING = 1e-12
 # Entries (resamples x prompts) drawn at once.
 DRAWN_AT_ONCE = 4_000_000
 
@@ -46,8 +48,7 @@ def intervals_of_sums(
     drawn_RK = np.concatenate([numbers_of(counts_RP @ sums_PC) for counts_RP in _resamples(prompts, tail, seed)])
     intervals = []
     for number, left_out_P, drawn_R in zip(numbers_K, left_out_PK.T, drawn_RK.T, strict=True):
-        # Rounding in sums of a few thousand terms, not a spread.
-        if np.ptp(left_out_P) < 1e-12 * max(1.0, abs(number)):
+        if np.ptp(left_out_P) < ROUNDING * max(1.0, abs(number)):
             intervals.append([float(number)] * 2)
             continue
         low, high = np.quantile(drawn_R, _bca_levels(number, left_out_P, drawn_R, tail))
@@ -78,7 +79,9 @@ def _resamples(prompts: int, tail: float, seed: int) -> Iterator[np.ndarray]:
 
 def _bca_levels(number: float, left_out_P: np.ndarray, drawn_R: np.ndarray, tail: float) -> tuple[float, float]:
     """Which quantiles of the resamples are the two ends; `tail` and 1 - `tail` without bias and skew."""
-    below = float(((drawn_R < number).mean() + (drawn_R <= number).mean()) / 2.0)
+    # Draws of the very same prompts count half; in another order their sums differ by rounding.
+    apart_R = np.where(np.abs(drawn_R - number) < ROUNDING * max(1.0, abs(number)), 0.0, drawn_R - number)
+    below = float(((apart_R < 0.0).mean() + (apart_R <= 0.0).mean()) / 2.0)
     deviations_P = left_out_P.mean() - left_out_P
     if not 0.0 < below < 1.0:
         return tail, 1.0 - tail

@@ -1,7 +1,7 @@
 """Has acceptance fallen? A sequential test (CUSUM, Page 1954) of a stream of requests against a pool of baseline ones.
 
-Of a request, `drafted` tokens were proposed and `accepted` kept. The log-likelihood ratio of a drop against none is summed
-and held at zero from below; it crosses the threshold with the stated probability when nothing has changed. That
+Of a request, `drafted` tokens were proposed and `accepted` kept. How far each falls behind the baseline, less an allowance, is
+summed and held at zero from below; the sum crosses its threshold with the stated probability when nothing has changed. That
 probability is about this: the stream's requests are independent draws of what the pool was drawn from. Held-out prompts
 are such draws; a server's traffic comes in order, and one user's requests resemble each other (`neighbour_correlation`).
 
@@ -11,8 +11,8 @@ Shapes: P requests of the pool, N of the stream in their order, B simulated pool
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -28,7 +28,11 @@ _POWER_STREAMS = 400
 _HALVINGS = 12
 _NOTHING = 1e-9  # Variance of residuals that are all the same but for rounding.
 
+_ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # Shares of the drop.
+_TRIAL_LEVEL = 0.02  # Rarer alarms would be too few among _POWER_STREAMS.
+
 Direction = Literal["down", "up"]
+_SIDES: tuple[Direction, ...] = ("down", "up")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,19 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Chart:
+    """A test before it sees a stream. drop: the fall it is tuned to; allowance: the fall that it lets pass, Page's reference
+    value; threshold: the sum that is an alarm; level: the probability of any false alarm.
+    """
+
+    drop: float
+    allowance: float
+    threshold: float
+    level: float
+    two_sided: bool = False
+
+
+@dataclass(frozen=True)
 class Alarm:
     """One crossing of the threshold; requests counted from 1.
 
@@ -70,14 +87,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Monitored:
-    """A stream under the test. path_N: the sum behind each request, in nats; threshold: the same; up_path_N: two-sided only."""
+    """A stream under the test. path_N: the sum behind each request; up_path_N: two-sided only."""
 
     path_N: np.ndarray
     up_path_N: np.ndarray | None
-    threshold: float
+    chart: Chart
     alarms: tuple[Alarm, ...]
-    level: float
-    drop: float
 
 
 @dataclass(frozen=True)
@@ -147,18 +162,23 @@ def cusum_path(increments_N: np.ndarray) -> np.ndarray:
     return sums_N - np.minimum(np.minimum.accumulate(sums_N, axis=-1), 0.0)
 
 
-def log_likelihood_ratios(
-    pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, drop: float, direction: Direction = "down"
+def increments(
+    pool: Pool,
+    accepted_N: np.ndarray,
+    drafted_N: np.ndarray,
+    drop: float,
+    allowance: float,
+    direction: Direction = "down",
 ) -> np.ndarray:
-    """Increments (N,) in nats: normal log-likelihood ratio of acceptance moved by `drop` against the pool's.
+    """What each request (N,) adds to the sum: drop x information x (z - allowance x information).
 
-    m z - m^2 / 2 with z the standardised residual and m = drop x drafted / spread its mean under the drop: Page's
-    allowance, half the shift, weighted by what a request tells.
+    z: the standardised residual, of mean drop x information under the drop. With an allowance of half the drop this is
+    the normal log-likelihood ratio of the drop against none, in nats: a request counts by what it tells.
     """
-    spread_N = pool.spread(drafted_N)
-    means_N = drop * np.asarray(drafted_N) / spread_N
-    z_N = (pool.rate * np.asarray(drafted_N) - np.asarray(accepted_N)) / spread_N
-    return means_N * (z_N if direction == "down" else -z_N) - means_N**2 / 2
+    spread_N, drafted_N = pool.spread(drafted_N), np.asarray(drafted_N, dtype=np.float64)
+    information_N = drafted_N / spread_N
+    z_N = (pool.rate * drafted_N - np.asarray(accepted_N)) / spread_N
+    return drop * information_N * ((z_N if direction == "down" else -z_N) - allowance * information_N)
 
 
 @dataclass(frozen=True)
@@ -185,19 +205,20 @@ def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Itera
     information_N = (np.asarray(drafted_N) / pool.spread(drafted_N)).astype(np.float32)
     centred_P = pool.residuals_P - pool.residuals_P.mean()
     centred_P = (centred_P / max(1e-12, centred_P.std())).astype(np.float32)
+    varied = pool.residuals_P.var() > _NOTHING
     rows = max(1, _CELLS // max(1, len(information_N)))
     for start in range(0, streams, rows):
         size = min(rows, streams - start)
         drawn_BP = rng.integers(count, size=(size, count - 1))
         own_BP, told_BP = pool.residuals_P[drawn_BP], pool.information_P[drawn_BP]
         errors_B = (told_BP * own_BP).sum(1) / (told_BP**2).sum(1)
-        scales_B = ((own_BP - errors_B[:, None] * told_BP) ** 2).sum(1) / (count - 2)
+        scales_B = ((own_BP - errors_B[:, None] * told_BP) ** 2).sum(1) / (count - 2) if varied else np.ones(size)
         noise_BN = centred_P[rng.integers(count, size=(size, len(information_N)), dtype=np.uint32)] * information_N
         yield _Worlds(np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6))
 
 
 def _paths(
-    worlds: _Worlds, squares_N: np.ndarray, drop: float, fallen_B: np.ndarray | float, direction: Direction
+    worlds: _Worlds, squares_N: np.ndarray, chart: Chart, fallen_B: np.ndarray | float, direction: Direction = "down"
 ) -> np.ndarray:
     """CUSUM paths (B, N) of streams whose acceptance has fallen by `fallen_B` from the first request on.
 
@@ -205,60 +226,67 @@ def _paths(
     """
     moved_B = worlds.errors_B + fallen_B
     seen_BN = moved_B[:, None] * squares_N - worlds.noise_BN
-    sums_BN = (seen_BN if direction == "down" else -seen_BN) - drop / 2 * squares_N
+    sums_BN = (seen_BN if direction == "down" else -seen_BN) - chart.allowance * squares_N
     low_BN = np.minimum(np.minimum.accumulate(sums_BN, axis=1), 0.0)
-    return (sums_BN - low_BN) * (drop / worlds.scales_B)[:, None]
+    return (sums_BN - low_BN) * (chart.drop / worlds.scales_B)[:, None]
 
 
 def _squares(pool: Pool, drafted_N: np.ndarray) -> np.ndarray:
     return np.cumsum((np.asarray(drafted_N) / pool.spread(drafted_N)) ** 2)
 
 
-def threshold_for(
-    pool: Pool, drafted_N: np.ndarray, level: float, drop: float, *, two_sided: bool = False, seed: int = 0
-) -> float:
-    """The height that a stream of these requests crosses anywhere with probability `level` when nothing has changed.
+def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], streams: int, seed: int) -> list[float]:
+    """For each chart the height that `level` of the simulated streams cross, nothing having changed."""
+    squares_N = _squares(pool, drafted_N)
+    highest: list[list[np.ndarray]] = [[] for _ in charts]
+    for worlds in _worlds(pool, drafted_N, streams, seed):
+        for chart, found in zip(charts, highest, strict=True):
+            top_B = _paths(worlds, squares_N, chart, 0.0).max(1)
+            if chart.two_sided:
+                top_B = np.maximum(top_B, _paths(worlds, squares_N, chart, 0.0, "up").max(1))
+            found.append(top_B)
+    # With B exchangeable values beside the real one, P(it exceeds the k-th of them) <= level.
+    return [
+        float(np.sort(np.concatenate(found))[min(streams, math.ceil((streams + 1) * (1 - chart.level))) - 1])
+        for chart, found in zip(charts, highest, strict=True)
+    ]
 
-    By simulation with the pool's own residuals; the error of the baseline is in it, because a long stream would
-    otherwise find that the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180).
+
+def chart_for(
+    pool: Pool, drafted_N: np.ndarray, level: float, drop: float, *, two_sided: bool = False, seed: int = 0
+) -> Chart:
+    """The chart that a stream of these requests crosses anywhere with probability `level` when nothing has changed.
+
+    The threshold is simulated with the pool's own residuals. The error of the baseline is in it: a long stream would
+    otherwise find that the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is
+    half the drop, or more where that error would carry the sum up: of a few, the one that sees the drop soonest. Neither
+    looks at what the stream accepted.
+
+    Raises ValueError for a level outside (0, 1), a drop that is not positive, or no request.
     """
+    if not 0 < level < 1 or not drop > 0 or len(drafted_N) == 0:
+        raise ValueError(f"level {level}, drop {drop}, {len(drafted_N)} requests")
+    chart = Chart(drop, drop / 2, math.inf, level, two_sided)
     if pool.residuals_P.var() < _NOTHING:
         # Nothing to simulate with. A likelihood ratio reaches e^h with probability e^-h at most, from each of N starts.
-        return math.log(len(drafted_N) / level)
+        return replace(chart, threshold=math.log((1 + two_sided) * len(drafted_N) / level))
+    tried = [replace(chart, allowance=drop * share, level=max(level, _TRIAL_LEVEL)) for share in _ALLOWANCES]
+    heights = _thresholds(pool, drafted_N, tried, _POWER_STREAMS, seed + 1)
+    # Behind the drop the sum climbs by drop x (drop - allowance) x information^2 a request.
+    soonest = min(zip(heights, tried, strict=True), key=lambda pair: pair[0] / (drop - pair[1].allowance))[1]
+    chart = replace(soonest, level=level)
     streams = max(_FEWEST_STREAMS, math.ceil(_EXCEEDING / level))
-    squares_N = _squares(pool, drafted_N)
-    sides: tuple[Direction, ...] = ("down", "up") if two_sided else ("down",)
-    highest = [
-        np.max([_paths(worlds, squares_N, drop, 0.0, side).max(1) for side in sides], axis=0)
-        for worlds in _worlds(pool, drafted_N, streams, seed)
-    ]
-    ordered = np.sort(np.concatenate(highest))
-    # With B exchangeable values beside the real one, P(it exceeds this one) <= level.
-    return float(ordered[min(streams, math.ceil((streams + 1) * (1 - level))) - 1])
+    return replace(chart, threshold=_thresholds(pool, drafted_N, [chart], streams, seed)[0])
 
 
-def monitor(
-    pool: Pool,
-    accepted_N: np.ndarray,
-    drafted_N: np.ndarray,
-    *,
-    level: float,
-    drop: float,
-    two_sided: bool = False,
-    seed: int = 0,
-) -> Monitored:
-    """The stream under the test. level: probability of any false alarm over these N requests; drop: the fall in
-    acceptance that it is tuned to (others are seen too, later).
-
-    Raises ValueError for a level outside (0, 1), a drop that is not positive, or an empty stream.
-    """
-    if not 0 < level < 1 or not drop > 0 or len(accepted_N) == 0 or len(accepted_N) != len(drafted_N):
-        raise ValueError(f"level {level}, drop {drop}, {len(accepted_N)} requests")
-    threshold = threshold_for(pool, drafted_N, level, drop, two_sided=two_sided, seed=seed)
-    down_N = cusum_path(log_likelihood_ratios(pool, accepted_N, drafted_N, drop))
-    up_N = cusum_path(log_likelihood_ratios(pool, accepted_N, drafted_N, drop, "up")) if two_sided else None
-    alarms = _alarms(down_N, threshold, "down") + ([] if up_N is None else _alarms(up_N, threshold, "up"))
-    return Monitored(down_N, up_N, threshold, tuple(sorted(alarms, key=lambda alarm: alarm.at)), level, drop)
+def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Chart) -> Monitored:
+    """The stream under the chart that `chart_for` made for its `drafted_N`."""
+    paths = {
+        side: cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance, side))
+        for side in _SIDES[: 1 + chart.two_sided]
+    }
+    alarms = [alarm for side, path_N in paths.items() for alarm in _alarms(path_N, chart.threshold, side)]
+    return Monitored(paths["down"], paths.get("up"), chart, tuple(sorted(alarms, key=lambda alarm: alarm.at)))
 
 
 def _alarms(path_N: np.ndarray, threshold: float, direction: Direction) -> list[Alarm]:
@@ -274,22 +302,20 @@ def _alarms(path_N: np.ndarray, threshold: float, direction: Direction) -> list[
     return alarms
 
 
-def power_of(
-    pool: Pool, drafted_N: np.ndarray, threshold: float, drop: float, *, wanted: float = 0.9, seed: int = 1
-) -> Power:
-    """What the (one-sided) test sees in a stream of these requests, the spread staying as it is; by simulation."""
+def power_of(pool: Pool, drafted_N: np.ndarray, chart: Chart, *, wanted: float = 0.9, seed: int = 1) -> Power:
+    """What the chart sees of a fall in a stream of these requests, their spread staying as it is; by simulation."""
     squares_N = _squares(pool, drafted_N)
     delays: list[float] = []
     needed: list[np.ndarray] = []
     for worlds in _worlds(pool, drafted_N, _POWER_STREAMS, seed):
-        over_BN = _paths(worlds, squares_N, drop, drop, "down") > threshold
+        over_BN = _paths(worlds, squares_N, chart, chart.drop) > chart.threshold
         delays += (over_BN.argmax(1) + 1)[over_BN.any(1)].tolist()
         # A larger fall raises every increment: the smallest that crosses is found by halving.
         low_B, high_B = np.zeros(len(over_BN)), np.full(len(over_BN), pool.rate)
-        never_B = _paths(worlds, squares_N, drop, high_B, "down").max(1) <= threshold
+        never_B = _paths(worlds, squares_N, chart, high_B).max(1) <= chart.threshold
         for _ in range(_HALVINGS):
             middle_B = (low_B + high_B) / 2
-            seen_B = _paths(worlds, squares_N, drop, middle_B, "down").max(1) > threshold
+            seen_B = _paths(worlds, squares_N, chart, middle_B).max(1) > chart.threshold
             low_B, high_B = np.where(seen_B, low_B, middle_B), np.where(seen_B, middle_B, high_B)
         needed.append(np.where(never_B, np.inf, high_B))
     detectable = float(np.sort(np.concatenate(needed))[math.ceil(wanted * _POWER_STREAMS) - 1])

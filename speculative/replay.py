@@ -183,6 +183,11 @@ def block_variance(accept_probs: Sequence[np.ndarray], gamma: int) -> np.ndarray
     return _block_variance(_costs_of_probs(accept_probs), gamma)
 
 
+def block_deviation_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> float:
+    """Standard deviation of the blocks of all these responses together, given their text, under any rule."""
+    return float(np.sqrt(_block_variance([costs_of(text, rule) for text in scores], gamma).sum()))
+
+
 def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_below: float = 0.0) -> list[float]:
     """P(the first j drafted tokens of a block are kept), j = 1..gamma, averaged over the blocks that replay expects.
 
@@ -193,7 +198,7 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_be
     for group in _groups([costs_of(text, rule, stop_below) for text in scores], (gamma,)):
         starts_TN = _starts_TNK(group, (gamma,))[..., 0]
         for start in range(int(group.lengths_N.max(initial=0))):
-            inside_NJ = start + np.arange(1, gamma + 1) <= 1 + group.lengths_N[:, None]
+            inside_NJ = start + np.arange(1, gamma + 1) <= group.lengths_N[:, None]
             weights_NJ = starts_TN[start][:, None] * inside_NJ
             blocks_J += weights_NJ.sum(0)
             kept_J += (weights_NJ * _kept_NJ1(group, start, gamma)[:, 1:]).sum(0)

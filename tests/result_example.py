@@ -169,7 +169,9 @@ def _slices(made: Simulation) -> list[dict[str, Any]]:
             "lost_share": share,
         }  # fmt: skip
 
-    lost = {d: sum((1 - v).sum() for v, o in zip(made.probs["best"], made.domains, strict=True) if o == d) for d in DOMAINS}
+    lost = {
+        d: sum((1 - v).sum() for v, o in zip(made.probs["best"], made.domains, strict=True) if o == d) for d in DOMAINS
+    }
     of = {d: [i for i, o in enumerate(made.domains) if o == d] for d in DOMAINS}
     everyone = list(range(PROMPTS))
     classes = ["word start", "continuation", "digits", "punctuation", "identifier", "whitespace"]
@@ -188,7 +190,12 @@ def _slices(made: Simulation) -> list[dict[str, Any]]:
 
 
 def _disagreements(live: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    said = [("if count", " <", " >", 31), ("total =", " 0", " 1", 22), ("items:\n", "\t", "    ", 17), ("a | b", "`x`", "*y*", 3)]
+    said = [
+        ("if count", " <", " >", 31),
+        ("total =", " 0", " 1", 22),
+        ("items:\n", "\t", "    ", 17),
+        ("a | b", "`x`", "*y*", 3),
+    ]
     return [
         {
             "context": context, "target_said": target, "draft_wanted": draft, "count": count, "prompts": min(count, 9),
@@ -223,7 +230,7 @@ def _verdict(made: Simulation, contestants: list[dict[str, Any]], tokens: int, b
     effects = {
         "alpha": {"gain": gain, "ci": _interval(gain, 0.014)}, "tau": {"gain": tau_gain, "ci": _interval(tau_gain, 0.07)},
         "speed_up": {"gain": speed_gain, "ci": _interval(speed_gain, 0.04)}, "confidence": 0.95, "looks": 4,
-        "corrected_confidence": 0.9875, "method": "BCa bootstrap over prompts", "prompts": PROMPTS, "tokens": tokens,
+        "corrected_confidence": 0.9875, "method": "paired bootstrap over prompts (BCa), Bonferroni over 4 looks", "prompts": PROMPTS, "tokens": tokens,
         "minimal_detectable": {"alpha": 0.02, "tau": 0.1}, "prompts_for_half": 4 * PROMPTS, "certain": "gain",
     }  # fmt: skip
     checkpoint = {
@@ -263,7 +270,9 @@ def example_result(seed: int = 0, responses: int = 8) -> dict[str, Any]:
     """Everything a timed run with a baseline and a served draft has to show."""
     made = Simulation(seed)
     live = _live_prompts(made)
-    tokens, blocks, drafted, accepted = (sum(row[key] for row in live) for key in ("tokens", "blocks", "drafted", "accepted"))
+    tokens, blocks, drafted, accepted = (
+        sum(row[key] for row in live) for key in ("tokens", "blocks", "drafted", "accepted")
+    )
     contestants = _contestants(made, tokens / blocks, accepted / drafted)
     old, new = made.alpha("baseline") + 0.2, made.alpha("best")
     return {
@@ -322,8 +331,18 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
             curve["speed_up"] = None
     for row in made["disagreements"]:
         row["tokens_per_second_lost"] = None
-    nothing = {"speed_up": None, "speed_up_ci": None, "best_gamma": None, "predicted_speed_up": None, "target_tokens_per_second": None}
-    made["verdict"] |= nothing | {"outcome": "not_timed", "pays_off": None, "sentence": "Not timed here: the distilled draft has more."}
+    nothing = {
+        "speed_up": None,
+        "speed_up_ci": None,
+        "best_gamma": None,
+        "predicted_speed_up": None,
+        "target_tokens_per_second": None,
+    }
+    made["verdict"] |= nothing | {
+        "outcome": "not_timed",
+        "pays_off": None,
+        "sentence": "Not timed here: the distilled draft has more.",
+    }
     made["verdict"]["effects"]["speed_up"] = None
     return made | {"costs": None, "token_view": None, "live_prompts": None, "checks": {}}
 
@@ -334,7 +353,12 @@ def no_baseline(result: dict[str, Any]) -> dict[str, Any]:
     made["kind"] = "evaluation"
     made["contestants"] = [row | {"step": None} for row in made["contestants"] if row["name"] == "best"]
     made["steps"], made["forgetting"], made["serve"] = [], [], []
-    made["verdict"] |= {"baseline": None, "paired": None, "effects": None, "speed_up": {"best": made["verdict"]["speed_up"]["best"]}}
+    made["verdict"] |= {
+        "baseline": None,
+        "paired": None,
+        "effects": None,
+        "speed_up": {"best": made["verdict"]["speed_up"]["best"]},
+    }
     for curves in made["curves"]["rules"]:
         curves["contestants"] = {"best": curves["contestants"]["best"]}
     for row in (row for table in made["slices"] for row in table["rows"]):

@@ -79,9 +79,10 @@ def test_importance_weights_equal_enumeration(seed, sharpness):
         assert one["accepted"] == pytest.approx(accepted[place] / drafted[place], abs=1e-9)
         assert one["ci"] is None
         mean = confidence[place] / drafted[place]
-        # Exact where the bin holds one token; two or more unequal ones share a mass.
-        assert one["confidence"] == pytest.approx(mean, abs=1e-9 if place >= 5 else 0.02 if place >= 2 else 0.1)
-        assert one["low"] <= one["confidence"] <= one["high"]
+        # Exact where a bin has room for one token. Where the mass tells how many there are, they differ by a bin's width
+        # at most, so that their probability-weighted mean is within .05 ** 2 / .3 of the plain one.
+        assert one["confidence"] == pytest.approx(mean, abs=1e-9 if place >= 5 else 0.01 if place >= 3 else 0.1)
+        assert one["low"] - 1e-9 <= one["confidence"] <= one["high"] + 1e-9
 
 
 def test_tiny_models_against_their_full_distributions():

@@ -3,7 +3,15 @@
 import pytest
 from tiny_models import perturbed, tiny_model
 
-from speculative.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, measure_costs, predicted_speed_up
+from speculative.cost import (
+    StepCosts,
+    best_gamma,
+    break_even_alpha,
+    given_costs,
+    iid_tau,
+    measure_costs,
+    predicted_speed_up,
+)
 
 FREE = StepCosts(1.0, {1: 0.02, 8: 0.16}, {1: 1.0, 8: 1.0}, batch_size=1, context=1)
 
@@ -56,3 +64,21 @@ def test_measured_costs_are_positive_and_complete():
     assert costs.target_seconds > 0
     assert costs.draft_seconds[4] > costs.draft_seconds[1] > 0
     assert (costs.batch_size, costs.context) == (2, 16)
+
+
+def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free():
+    target = tiny_model(num_hidden_layers=6)
+    costs = measure_costs(target, None, gammas=(1, 4), batch_size=2, context=16, blocks=3, repeats=2)
+    assert set(costs.verify_seconds) == {1, 4}
+    assert costs.target_seconds > 0
+    # Making four ids takes microseconds, a call of six layers about a millisecond.
+    assert costs.cost_ratio < 0.2
+
+
+def test_given_times_are_taken_as_they_are():
+    costs = given_costs(0.025, 0.003)
+    assert costs.cost_ratio == pytest.approx(0.12)
+    assert [costs.verify_ratio(gamma) for gamma in (1, 5, 16)] == [1.0, 1.0, 1.0]
+    dearer = given_costs(0.025, 0.003, 0.03, max_gamma=8)
+    assert [dearer.verify_ratio(gamma) for gamma in (1, 5, 8)] == pytest.approx([1.2, 1.2, 1.2])
+    assert max(dearer.verify_seconds) == 8

@@ -8,7 +8,7 @@
     return element;
   };
   const drawn = (tag, attributes, text = "") => {
-    const element = document.createElementNS("http" + "://www.w3.org/2000/svg", tag);
+    const element = document.createElementNS(document.querySelector("figure svg").namespaceURI, tag);
     for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
     element.textContent = text;
     return element;
@@ -34,6 +34,7 @@
     column.append(list);
     return column;
   };
+  let current = null;
   const place = (span) => {
     const boxes = span.getClientRects();
     const box = boxes[0] || span.getBoundingClientRect();
@@ -54,12 +55,15 @@
     tops.append(top("target's most probable", token.target_top, token.text), top("draft's most probable", token.draft_top, token.text));
     tooltip.replaceChildren(first, ...(token.target_prob === null && token.draft_prob === null ? [] : [second]), tops);
     tooltip.hidden = false;
+    if (current) current.removeAttribute("aria-describedby");
+    current = span;
     span.setAttribute("aria-describedby", "tooltip");
     place(span);
   };
   const hide = () => {
     tooltip.hidden = true;
-    for (const span of document.querySelectorAll("[aria-describedby=tooltip]")) span.removeAttribute("aria-describedby");
+    if (current) current.removeAttribute("aria-describedby");
+    current = null;
   };
   const showFor = (event) => {
     const span = tokenOf(event);
@@ -70,7 +74,13 @@
   document.addEventListener("click", showFor);
   document.addEventListener("pointerout", (event) => (tokenOf(event) && event.pointerType === "mouse" ? hide() : null));
   document.addEventListener("focusout", (event) => (tokenOf(event) ? hide() : null));
-  addEventListener("scroll", hide, { passive: true });
+  // A focus scrolls its token into view: the tooltip follows instead of closing.
+  addEventListener("scroll", () => {
+    if (!current) return;
+    const box = current.getBoundingClientRect();
+    if (box.bottom < 0 || box.top > innerHeight) hide();
+    else place(current);
+  }, { passive: true });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") return hide();
     const span = tokenOf(event);
@@ -137,14 +147,15 @@
     const figure = document.querySelector("#given-figure figure");
     figure.querySelector("svg").replaceWith(chart(lines));
     const rows = [...document.querySelectorAll("#given-table tbody tr")];
-    for (const [column, line] of lines.entries()) {
+    for (const [column, name] of curves.columns.entries()) {
+      const line = lines.find((known) => known.name === name);
       const shownGammas = rows.map((row) => Number(row.cells[0].textContent));
-      const values = shownGammas.map((gamma) => line.values[line.gammas.indexOf(gamma)]);
+      const values = shownGammas.map((gamma) => (line ? line.values[line.gammas.indexOf(gamma)] : NaN));
       rows.forEach((row, index) => {
         const cell = row.cells[column + 1];
-        cell.replaceChildren(make("span", `${values[index].toFixed(2)}x`, "value"));
+        cell.replaceChildren(make("span", line ? `${values[index].toFixed(2)}x` : "–", "value"));
         cell.classList.toggle("strong", index === peak(values));
-        Object.assign(cell.dataset, { name: line.name, gamma: shownGammas[index], value: values[index] });
+        Object.assign(cell.dataset, { name, gamma: shownGammas[index], value: values[index] });
       });
     }
     const words = lines.map((line) => {

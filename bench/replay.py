@@ -1,0 +1,396 @@
+"""Can the verdict be believed? Replay against live decoding, its cost, what its intervals cover, and predicted speed.
+
+    python bench/replay.py --out bench/results/replay.json
+    python bench/replay.py --quick --out quick.json          # seconds, tiny sizes: shows that it runs, not what is true
+    python bench/replay.py --pair DIR --out FILE             # DIR has two model folders, *target and *draft
+
+tau_error_max    over every rule and gamma: tau counted live over tau that replay of the very text predicts, minus 1. Sampled
+                 rules run until the coins' standard error is small enough or their seconds are up: each cell says both
+cost_ratio       seconds x variance of tau over prompts, live decoding over one draft pass: what an interval of the same width
+                 costs. For one gamma; `curve`: for gammas 1 to 16 at once; `paired`: for the difference between two drafts.
+                 The text is stored: its making is paid once and by neither
+coverage         share of 95 % intervals that hold the truth. The pool of all prompts is the population, its value the truth,
+                 held-out sets are drawn from it
+speedup_error_max  predicted tau / (gamma c + v) over measured at batch 1, minus 1; contestants alternate on each prompt
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from data import stdlib
+from distill.provenance import describe_run
+from distill.student import carve, load_model, load_tokenizer
+from speculative.cost import measure_costs, predicted_speed_up
+from speculative.curves import intervals_of_sums
+from speculative.decode import decode, end_token_ids
+from speculative.drafters import ModelDrafter
+from speculative.effects import effects_of_sums
+from speculative.errors import UserError
+from speculative.evaluate import measure_tokens_per_second
+from speculative.replay import agreement_of, block_deviation_of, expected_blocks_of, law_of
+from speculative.responses import DecodeSettings, Prompt, Response
+from speculative.sampling import GREEDY, SamplingSettings
+from speculative.token_scores import score_tokens
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+DOMAINS = {"wikisql/train": "question", "nl2bash/nl2bash": "nl", "gsm8k/train": "question"}
+LONGEST_PROMPT = 128
+RULES = ("sample", "block", "greedy-draft", "greedy")
+OTHER_DRAFT_NOISE = 0.02  # Of the spread of each weight: a second draft to compare with, a little worse.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. `standard_error`: relative, of tau counted live, at which a cell is done."""
+
+    prompts: int = 1200
+    max_tokens: int = 96
+    batch: int = 64
+    gammas: tuple[int, ...] = tuple(range(1, 17))
+    standard_error: float = 0.003
+    cell_seconds: float = 9.0
+    cost_prompts: int = 192
+    simulations: int = 2000
+    heldout: tuple[int, ...] = (30, 64, 200)
+    speed_prompts: int = 48
+    speed_gammas: tuple[int, ...] = tuple(range(1, 9))
+
+
+QUICK = Sizes(24, 12, 12, (1, 4), 0.1, 0.5, 12, 20, (8, 16), 2, (1, 3))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A pair, prompts, and the settings that all parts share."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    prompts: list[Prompt]
+    sizes: Sizes
+    eos_ids: tuple[int, ...]
+
+    def settings(self, rule: str, gamma: int, seed: int = 0) -> DecodeSettings:
+        sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0)
+        return DecodeSettings(sampling, gamma, rule, self.sizes.max_tokens, self.eos_ids, seed)  # type: ignore[arg-type]
+
+    def live(self, prompts: Sequence[Prompt], settings: DecodeSettings) -> tuple[list[Response], float]:
+        drafter = ModelDrafter(self.draft) if settings.gamma else None
+        began = time.perf_counter()
+        responses, _ = decode(self.target, drafter, prompts, settings, batch_size=self.sizes.batch)
+        return responses, time.perf_counter() - began
+
+
+def load_pair(folder: Path | None) -> tuple[str, PreTrainedModel, PreTrainedModel, Any]:
+    """(name, target, draft, tokenizer): the two model folders, or the embedded target with a draft carved from it."""
+    if folder is None:
+        target = load_model("target", "embedded")
+        return "embedded, carved", target, carve(target, [0, -1]), load_tokenizer("embedded")
+    found = {kind: sorted(folder.glob(f"*{kind}")) for kind in ("target", "draft")}
+    for kind, paths in found.items():
+        if len(paths) != 1:
+            raise UserError(f"--pair {folder}: needs one model folder whose name ends in {kind}")
+    paths = [str(found[kind][0]) for kind in ("target", "draft")]
+    return folder.name, load_model("target", paths[0]), load_model("draft", paths[1]), load_tokenizer(paths[0])
+
+
+def load_prompts(tokenizer: Any, chat: bool, count: int) -> list[Prompt]:
+    """Real questions of three domains in equal shares for a chat pair; function heads of the held-out library else."""
+    folder = SHARED / "data"
+    texts: list[str] = []
+    if chat and folder.is_dir():
+        for name, field in DOMAINS.items():
+            with gzip.open(folder / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+                rows = [json.loads(line)[field] for _, line in zip(range(4 * count), file, strict=False)]
+            random.Random(0).shuffle(rows)
+            texts += rows[: count // len(DOMAINS) * 2]
+    else:
+        texts = [head for _, head in stdlib.function_head_rows(heldout=True)]
+    random.Random(1).shuffle(texts)
+    rows_of_ids = []
+    for text in dict.fromkeys(texts):
+        if chat and tokenizer.chat_template:
+            turns = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        rows_of_ids.append(tokenizer(text, add_special_tokens=not chat, verbose=False).input_ids)
+    return [(f"prompt {row}", ids) for row, ids in enumerate(rows_of_ids) if 2 <= len(ids) <= LONGEST_PROMPT][:count]
+
+
+def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
+    """One cell: blocks counted live against replay of the same text, round after round until the coins are averaged out."""
+    sizes, sampled = bench.sizes, rule in ("sample", "block")
+    tokens = counted = rounds = 0
+    expected = variance = seconds = 0.0
+    law = law_of(rule, bench.settings(rule, gamma).sampling)
+    while True:
+        settings = bench.settings(rule, gamma, seed=rounds)
+        first = rounds * 2 * sizes.batch % len(bench.prompts)
+        chosen = (bench.prompts + bench.prompts)[first : first + 2 * sizes.batch]
+        responses, spent = bench.live([(f"{key}, {row}", ids) for row, (key, ids) in enumerate(chosen)], settings)
+        scores = score_tokens(bench.draft, responses, settings.sampling)
+        check = agreement_of(scores, law, [response.blocks for response in responses], gamma)
+        tokens += sum(len(response.response_ids) for response in responses)
+        counted += check["live_blocks"]
+        expected += check["predicted_blocks"]
+        variance += block_deviation_of(scores, law, gamma) ** 2
+        seconds += spent
+        rounds += 1
+        error = variance**0.5 / expected
+        if not sampled or error <= sizes.standard_error or seconds > sizes.cell_seconds:
+            break
+    return {
+        "rule": rule,
+        "gamma": gamma,
+        "tau_live": tokens / counted,
+        "tau_replay": tokens / expected,
+        "tau_error": expected / counted - 1.0,
+        "standard_error": error,
+        "z": (counted - expected) / variance**0.5 if variance > 1e-9 else None,
+        "blocks": counted,
+        "tokens": tokens,
+        "seconds": seconds,
+    }
+
+
+def noisy_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The draft with a little noise on every weight: another checkpoint to compare with."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += OTHER_DRAFT_NOISE * weight.std() * torch.randn(weight.shape, generator=generator)
+    return other
+
+
+def _spread(tokens_P: np.ndarray, blocks_P: np.ndarray) -> np.ndarray:
+    """What each prompt adds to tau, linearised: the variance of tau over P prompts is that of these over P."""
+    return (tokens_P - blocks_P * tokens_P.sum() / blocks_P.sum()) / blocks_P.mean()
+
+
+def equal_width(bench: Bench, texts: Sequence[Response], other: PreTrainedModel) -> dict[str, Any]:
+    """Seconds x variance over prompts: live decoding of these prompts against one draft pass over stored text of them."""
+    sizes, gamma, rule = bench.sizes, bench.sizes.gammas[len(bench.sizes.gammas) // 3], "sample"
+    prompts = bench.prompts[: len(texts)]
+    sampling = bench.settings(rule, gamma).sampling
+
+    def replayed(gammas: Sequence[int], draft: PreTrainedModel) -> tuple[np.ndarray, float]:
+        began = time.perf_counter()
+        blocks_NK = expected_blocks_of(score_tokens(draft, texts, sampling), rule, gammas)
+        return blocks_NK, time.perf_counter() - began
+
+    tokens_P = np.array([len(text.response_ids) for text in texts])
+    replayed((gamma,), bench.draft)  # Warm-up, not counted.
+    replay_seconds = statistics.median(replayed((gamma,), bench.draft)[1] for _ in range(3))
+    curve_seconds = statistics.median(replayed(sizes.gammas, bench.draft)[1] for _ in range(3))
+    blocks_PK, _ = replayed(sizes.gammas, bench.draft)
+    other_PK, _ = replayed(sizes.gammas, other)
+    work: dict[int, float] = {}
+    spreads: dict[int, tuple[float, float]] = {}
+    for column, own in enumerate(sizes.gammas):
+        if own != gamma and column % 4:
+            continue  # The curve's cost is interpolated between these.
+        responses, seconds = bench.live(prompts, bench.settings(rule, own, seed=7))
+        live_tokens_P = np.array([len(response.response_ids) for response in responses])
+        spread = float(np.var(_spread(live_tokens_P, np.array([response.blocks for response in responses])), ddof=1))
+        spreads[own] = spread, seconds
+        work[own] = seconds * spread / float(np.var(_spread(tokens_P, blocks_PK[:, column]), ddof=1))
+    column = sizes.gammas.index(gamma)
+    difference = _spread(tokens_P, blocks_PK[:, column]) - _spread(tokens_P, other_PK[:, column])
+    live_spread, live_seconds = spreads[gamma]
+    curve_work = float(np.interp(sizes.gammas, sorted(work), [work[own] for own in sorted(work)]).sum())
+    return {
+        "rule": rule,
+        "gamma": gamma,
+        "prompts": len(texts),
+        "live_seconds": live_seconds,
+        "replay_seconds": replay_seconds,
+        "variance_ratio": work[gamma] / live_seconds,
+        "one_gamma": work[gamma] / replay_seconds,
+        "curve": curve_work / curve_seconds,
+        # Two live runs are independent: their variances add. Each side is two runs or two passes.
+        "paired": live_seconds * 2.0 * live_spread / (replay_seconds * float(np.var(difference, ddof=1))),
+    }
+
+
+def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, gamma: int = 5) -> dict[str, Any]:
+    """Share of intervals that hold the pool's own value, by number and number of prompts."""
+    settings = bench.settings("sample", gamma)
+    tokens_N = np.array([len(text.response_ids) for text in texts], dtype=np.float64)
+    sides = []
+    for draft in (bench.draft, other):
+        scores = score_tokens(draft, texts, settings.sampling)
+        accepted_N = np.array([text.accept_probs("sample").sum() for text in scores])
+        sides.append((accepted_N, expected_blocks_of(scores, "sample", (gamma,))[:, 0]))
+    pool_N3 = np.stack((tokens_N, *sides[0]), 1)
+
+    def numbers_of(sums_C: np.ndarray) -> np.ndarray:
+        return np.stack((sums_C[..., 1] / sums_C[..., 0], sums_C[..., 0] / sums_C[..., 2]), -1)
+
+    def gains(rows: np.ndarray) -> dict[str, Any]:
+        drawn = [(accepted_N[rows], blocks_N[rows]) for accepted_N, blocks_N in sides]
+        return effects_of_sums(range(len(rows)), tokens_N[rows], *drawn, gamma=gamma)
+
+    everything = gains(np.arange(len(texts)))
+    truth = dict(zip(("alpha", "tau"), numbers_of(pool_N3.sum(0)).tolist(), strict=True))
+    truth |= {f"{name} gain": everything[name]["gain"] for name in ("alpha", "tau")}
+    rng = np.random.default_rng(0)
+    shares: dict[str, dict[str, float]] = {name: {} for name in truth}
+    for prompts in bench.sizes.heldout:
+        held = dict.fromkeys(truth, 0)
+        for simulation in range(bench.sizes.simulations):
+            rows = rng.integers(0, len(texts), prompts)
+            found = dict(
+                zip(("alpha", "tau"), intervals_of_sums(pool_N3[rows], numbers_of, seed=simulation), strict=True)
+            )
+            found |= {f"{name} gain": own["ci"] for name, own in gains(rows).items() if name in ("alpha", "tau")}
+            for name, (low, high) in found.items():
+                held[name] += low <= truth[name] <= high
+        for name, count in held.items():
+            shares[name][str(prompts)] = count / bench.sizes.simulations
+    every = [share for own in shares.values() for share in own.values()]
+    return {"truth": truth, "shares": shares, "lowest": min(every), "highest": max(every), "pool": len(texts)}
+
+
+def speed(bench: Bench, texts: Sequence[Response]) -> list[dict[str, Any]]:
+    """Predicted against measured speed-up at batch 1 for each gamma; taus by replay of text stored for these prompts."""
+    sizes, rule = bench.sizes, "sample"
+    sampling = bench.settings(rule, 1).sampling
+    blocks_NK = expected_blocks_of(score_tokens(bench.draft, texts, sampling), rule, sizes.speed_gammas)
+    taus = sum(len(text.response_ids) for text in texts) / blocks_NK.sum(0)
+    prompts = bench.prompts[: sizes.speed_prompts]
+    context = round(statistics.mean(len(ids) for _, ids in prompts)) + sizes.max_tokens // 2
+    costs = measure_costs(
+        bench.target, bench.draft, gammas=sizes.speed_gammas, sampling=sampling, context=context, repeats=5
+    )
+    contestants = {gamma: bench.settings(rule, gamma) for gamma in (0, *sizes.speed_gammas)}
+
+    def rate(gamma: int, prompt: Prompt) -> float:
+        draft = bench.draft if gamma else None
+        return measure_tokens_per_second(bench.target, draft, [prompt], contestants[gamma])[0]
+
+    for gamma in contestants:
+        rate(gamma, prompts[0])  # Warm-up, not counted.
+    rates = [{gamma: rate(gamma, prompt) for gamma in contestants} for prompt in prompts]
+    cells = []
+    for gamma, tau in zip(sizes.speed_gammas, taus.tolist(), strict=True):
+        measured = statistics.median(own[gamma] / own[0] for own in rates)
+        predicted = predicted_speed_up(tau, gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+        cells.append(
+            {
+                "gamma": gamma,
+                "tau": tau,
+                "predicted": predicted,
+                "measured": measured,
+                "error": predicted / measured - 1.0,
+                "cost_ratio": costs.cost_ratio,
+                "verify_ratio": costs.verify_ratio(gamma),
+            }
+        )
+    return cells
+
+
+def timed(console: Console, what: str, measure: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    found = measure()
+    console.print(f"{what}: {time.perf_counter() - began:.0f} s")
+    return found
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """What the JSON holds, for people."""
+    cells = Table("rule", "gamma", "tau live", "tau replay", "error", "standard error", "z", title="matched text")
+    for cell in result["cells"]:
+        z = "exact" if cell["z"] is None else f"{cell['z']:+.1f}"
+        numbers = (f"{cell['tau_live']:.3f}", f"{cell['tau_replay']:.3f}", f"{cell['tau_error']:+.2%}")
+        cells.add_row(cell["rule"], str(cell["gamma"]), *numbers, f"{cell['standard_error']:.2%}", z)
+    held = Table("prompts", *result["coverage"]["shares"], title="share of 95 % intervals that hold the truth")
+    for prompts in next(iter(result["coverage"]["shares"].values())):
+        held.add_row(prompts, *(f"{own[prompts]:.1%}" for own in result["coverage"]["shares"].values()))
+    speeds = Table("gamma", "tau", "predicted", "measured", "error", title="speed-up at batch 1")
+    for cell in result["speed"]:
+        numbers = (f"{cell['tau']:.2f}", f"{cell['predicted']:.2f}", f"{cell['measured']:.2f}", f"{cell['error']:+.1%}")
+        speeds.add_row(str(cell["gamma"]), *numbers)
+    return [cells, held, speeds]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="write the result here as JSON")],
+    pair: Annotated[Path | None, typer.Option(help="folder with two model folders, *target and *draft")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: shows that it runs")] = False,
+    embedded: Annotated[
+        bool, typer.Option("--embedded", help="the embedded target and a draft carved from it")
+    ] = False,
+    threads: Annotated[int, typer.Option(help="torch's CPU threads for batches; 0 = as it is")] = 0,
+    speed_threads: Annotated[int, typer.Option(help="torch's CPU threads at batch 1")] = 1,
+    rules: Annotated[str, typer.Option(help="rules of the matched text, by comma")] = ",".join(RULES),
+    cell_seconds: Annotated[float, typer.Option(help="most seconds of a cell; 0 = as the size says")] = 0.0,
+) -> None:
+    """Measure and write; see the top of this file."""
+    console = Console(width=120)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    sizes = QUICK if quick else Sizes()
+    sizes = replace(sizes, cell_seconds=cell_seconds or sizes.cell_seconds)
+    if pair is None and not embedded and (SHARED / "models").is_dir():
+        pair = SHARED / "models"
+    name, target, draft, tokenizer = load_pair(pair)
+    prompts = load_prompts(tokenizer, pair is not None and bool(tokenizer.chat_template), sizes.prompts)
+    bench = Bench(target, draft, prompts, sizes, end_token_ids(target))
+    other = noisy_copy(draft)
+    facts = describe_run(0) | {"uncommitted_changes": None, "argv": None}
+
+    texts, _ = timed(console, "stored text", lambda: bench.live(prompts, bench.settings("sample", 0, seed=99)))
+    kept = [row for row, text in enumerate(texts) if text.response_ids]
+    shares = timed(console, "coverage", lambda: coverage(bench, [texts[row] for row in kept], other))
+    width = timed(console, "equal width", lambda: equal_width(bench, texts[: sizes.cost_prompts], other))
+    before = torch.get_num_threads()
+    torch.set_num_threads(speed_threads)
+    speeds = timed(console, "speed", lambda: speed(bench, texts[: max(sizes.speed_prompts, sizes.cost_prompts)]))
+    torch.set_num_threads(before)
+    wanted = [rule for rule in rules.split(",") if rule]
+    cells = timed(
+        console, "matched text", lambda: [matched_text(bench, rule, gamma) for rule in wanted for gamma in sizes.gammas]
+    )
+    result = {
+        "machine": facts,
+        "versions": facts["versions"],
+        "pair": name,
+        "quick": quick,
+        "tau_error_max": max(abs(cell["tau_error"]) for cell in cells),
+        "cost_ratio": width["one_gamma"],
+        "cost": width,
+        "coverage": shares,
+        "speedup_error_max": max(abs(cell["error"]) for cell in speeds),
+        "speed": speeds,
+        "cells": cells,
+    }
+    partial = out.with_name(out.name + ".partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, out)
+    for table in tables(result):
+        console.print(table)
+    console.print(
+        f"|tau error| <= {result['tau_error_max']:.2%}; equal width costs live decoding {width['one_gamma']:.0f}x (one gamma), "
+        f"{width['curve']:.0f}x (curve), {width['paired']:.0f}x (a difference); coverage {shares['lowest']:.1%} to "
+        f"{shares['highest']:.1%}; speed-up within {result['speedup_error_max']:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
