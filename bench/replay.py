@@ -3,6 +3,7 @@
     python bench/replay.py --out bench/results/replay.json
     python bench/replay.py --quick --out quick.json          # seconds, tiny sizes: shows that it runs, not what is true
     python bench/replay.py --pair DIR --out FILE             # DIR has two model folders, *target and *draft
+    python bench/replay.py --parts matched --device cuda --batch 512 --cell-seconds 60 --out FILE     # into a FILE that is there
 
 tau_error_max    over every rule and gamma: tau counted live over tau that replay of the very text predicts, minus 1. Sampled
                  rules run until the coins' standard error is small enough or their seconds are up: each cell says both
@@ -52,21 +53,23 @@ from speculative.token_scores import score_tokens
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 DOMAINS = {"wikisql/train": "question", "nl2bash/nl2bash": "nl", "gsm8k/train": "question"}
-LONGEST_PROMPT = 128
 RULES = ("sample", "block", "greedy-draft", "greedy")
-OTHER_DRAFT_NOISE = 0.02  # Of the spread of each weight: a second draft to compare with, a little worse.
+OTHER_DRAFT_NOISE = (
+    0.1  # Of the spread of each weight: as far from the draft as checkpoints are, a point or two of alpha.
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is measured. `standard_error`: relative, of tau counted live, at which a cell is done."""
 
-    prompts: int = 1200
+    prompts: int = 900
     max_tokens: int = 96
+    longest_prompt: int = 128
     batch: int = 64
     gammas: tuple[int, ...] = tuple(range(1, 17))
     standard_error: float = 0.003
-    cell_seconds: float = 9.0
+    cell_seconds: float = 10.0
     cost_prompts: int = 192
     simulations: int = 2000
     heldout: tuple[int, ...] = (30, 64, 200)
@@ -74,7 +77,8 @@ class Sizes:
     speed_gammas: tuple[int, ...] = tuple(range(1, 9))
 
 
-QUICK = Sizes(24, 12, 12, (1, 4), 0.1, 0.5, 12, 20, (8, 16), 2, (1, 3))
+QUICK = Sizes(24, 12, 64, 12, (1, 4), 0.1, 0.0, 12, 20, (8, 16), 2, (1, 3))
+PARTS = ("coverage", "cost", "speed", "matched")
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def load_pair(folder: Path | None) -> tuple[str, PreTrainedModel, PreTrainedMode
     return folder.name, load_model("target", paths[0]), load_model("draft", paths[1]), load_tokenizer(paths[0])
 
 
-def load_prompts(tokenizer: Any, chat: bool, count: int) -> list[Prompt]:
+def load_prompts(tokenizer: Any, chat: bool, count: int, longest: int) -> list[Prompt]:
     """Real questions of three domains in equal shares for a chat pair; function heads of the held-out library else."""
     folder = SHARED / "data"
     texts: list[str] = []
@@ -130,7 +134,7 @@ def load_prompts(tokenizer: Any, chat: bool, count: int) -> list[Prompt]:
             turns = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         rows_of_ids.append(tokenizer(text, add_special_tokens=not chat, verbose=False).input_ids)
-    return [(f"prompt {row}", ids) for row, ids in enumerate(rows_of_ids) if 2 <= len(ids) <= LONGEST_PROMPT][:count]
+    return [(f"prompt {row}", ids) for row, ids in enumerate(rows_of_ids) if 2 <= len(ids) <= longest][:count]
 
 
 def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
@@ -174,7 +178,8 @@ def noisy_copy(model: PreTrainedModel) -> PreTrainedModel:
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in other.parameters():
-            weight += OTHER_DRAFT_NOISE * weight.std() * torch.randn(weight.shape, generator=generator)
+            noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+            weight += OTHER_DRAFT_NOISE * weight.std() * noise
     return other
 
 
@@ -313,83 +318,132 @@ def timed(console: Console, what: str, measure: Callable[[], Any]) -> Any:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What the JSON holds, for people."""
-    cells = Table("rule", "gamma", "tau live", "tau replay", "error", "standard error", "z", title="matched text")
-    for cell in result["cells"]:
-        z = "exact" if cell["z"] is None else f"{cell['z']:+.1f}"
-        numbers = (f"{cell['tau_live']:.3f}", f"{cell['tau_replay']:.3f}", f"{cell['tau_error']:+.2%}")
-        cells.add_row(cell["rule"], str(cell["gamma"]), *numbers, f"{cell['standard_error']:.2%}", z)
-    held = Table("prompts", *result["coverage"]["shares"], title="share of 95 % intervals that hold the truth")
-    for prompts in next(iter(result["coverage"]["shares"].values())):
-        held.add_row(prompts, *(f"{own[prompts]:.1%}" for own in result["coverage"]["shares"].values()))
-    speeds = Table("gamma", "tau", "predicted", "measured", "error", title="speed-up at batch 1")
-    for cell in result["speed"]:
-        numbers = (f"{cell['tau']:.2f}", f"{cell['predicted']:.2f}", f"{cell['measured']:.2f}", f"{cell['error']:+.1%}")
-        speeds.add_row(str(cell["gamma"]), *numbers)
-    return [cells, held, speeds]
+    """What was measured, for people."""
+    made = []
+    if "cells" in result:
+        cells = Table("rule", "gamma", "tau live", "tau replay", "error", "standard error", "z", title="matched text")
+        for cell in result["cells"]:
+            z = "exact" if cell["z"] is None else f"{cell['z']:+.1f}"
+            numbers = (f"{cell['tau_live']:.3f}", f"{cell['tau_replay']:.3f}", f"{cell['tau_error']:+.2%}")
+            cells.add_row(cell["rule"], str(cell["gamma"]), *numbers, f"{cell['standard_error']:.2%}", z)
+        made.append(cells)
+    if "coverage" in result:
+        shares = result["coverage"]["shares"]
+        held = Table("prompts", *shares, title="share of 95 % intervals that hold the truth")
+        for prompts in shares["alpha"]:
+            held.add_row(prompts, *(f"{own[prompts]:.1%}" for own in shares.values()))
+        made.append(held)
+    if "speed" in result:
+        speeds = Table("gamma", "tau", "predicted", "measured", "error", title="speed-up at batch 1")
+        for cell in result["speed"]:
+            numbers = (f"{cell['tau']:.2f}", f"{cell['predicted']:.2f}", f"{cell['measured']:.2f}")
+            speeds.add_row(str(cell["gamma"]), *numbers, f"{cell['error']:+.1%}")
+        made.append(speeds)
+    return made
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The numbers that were asked for, in one line."""
+    words = []
+    if "cells" in result:
+        words.append(f"|tau error| <= {result['tau_error_max']:.2%}")
+    if "cost" in result:
+        cost = result["cost"]
+        ratios = (
+            f"{cost['one_gamma']:.0f}x (one gamma), {cost['curve']:.0f}x (curve), {cost['paired']:.0f}x (a difference)"
+        )
+        words.append(f"equal width costs live decoding {ratios}")
+    if "coverage" in result:
+        words.append(f"95 % intervals cover {result['coverage']['lowest']:.1%} to {result['coverage']['highest']:.1%}")
+    if "speed" in result:
+        words.append(f"speed-up predicted within {result['speedup_error_max']:.1%}")
+    return "; ".join(words)
+
+
+def measured(
+    bench: Bench, parts: Sequence[str], rules: Sequence[str], speed_threads: int, console: Console
+) -> dict[str, Any]:
+    """The parts of the result that were asked for."""
+    result: dict[str, Any] = {}
+    other = noisy_copy(bench.draft)
+    texts: list[Response] = []
+    if set(parts) - {"matched"}:
+        plain = bench.settings("sample", 0, seed=99)
+        texts, _ = timed(console, "stored text", lambda: bench.live(bench.prompts, plain))
+    if "coverage" in parts:
+        result["coverage"] = timed(console, "coverage", lambda: coverage(bench, texts, other))
+    if "cost" in parts:
+        few = texts[: bench.sizes.cost_prompts]
+        result["cost"] = timed(console, "cost", lambda: equal_width(bench, few, other))
+        result["cost_ratio"] = result["cost"]["one_gamma"]
+    if "speed" in parts:
+        before = torch.get_num_threads()
+        torch.set_num_threads(speed_threads)
+        result["speed"] = timed(console, "speed", lambda: speed(bench, texts[: bench.sizes.cost_prompts]))
+        torch.set_num_threads(before)
+        result["speedup_error_max"] = max(abs(cell["error"]) for cell in result["speed"])
+    if "matched" in parts:
+        every = [(rule, gamma) for rule in rules for gamma in bench.sizes.gammas]
+        result["cells"] = timed(console, "matched text", lambda: [matched_text(bench, *cell) for cell in every])
+        result["tau_error_max"] = max(abs(cell["tau_error"]) for cell in result["cells"])
+        result["standard_error_max"] = max(cell["standard_error"] for cell in result["cells"])
+    return result
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="write the result here as JSON")],
+    out: Annotated[
+        Path, typer.Option(help="write the result here as JSON; parts that are there and not asked for stay")
+    ],
     pair: Annotated[Path | None, typer.Option(help="folder with two model folders, *target and *draft")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: shows that it runs")] = False,
     embedded: Annotated[
         bool, typer.Option("--embedded", help="the embedded target and a draft carved from it")
     ] = False,
+    parts: Annotated[str, typer.Option(help="what to measure, by comma")] = ",".join(PARTS),
+    rules: Annotated[str, typer.Option(help="rules of the matched text, by comma")] = ",".join(RULES),
+    cell_seconds: Annotated[float, typer.Option(help="most live seconds of a cell; 0 = as the size says")] = 0.0,
+    batch: Annotated[int, typer.Option(help="rows of a batch; 0 = as the size says")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     threads: Annotated[int, typer.Option(help="torch's CPU threads for batches; 0 = as it is")] = 0,
     speed_threads: Annotated[int, typer.Option(help="torch's CPU threads at batch 1")] = 1,
-    rules: Annotated[str, typer.Option(help="rules of the matched text, by comma")] = ",".join(RULES),
-    cell_seconds: Annotated[float, typer.Option(help="most seconds of a cell; 0 = as the size says")] = 0.0,
 ) -> None:
     """Measure and write; see the top of this file."""
     console = Console(width=120)
+    wanted = [part for part in parts.split(",") if part]
+    if unknown := set(wanted) - set(PARTS):
+        raise typer.BadParameter(f"--parts {', '.join(sorted(unknown))}: must be of {', '.join(PARTS)}")
     torch.set_num_threads(threads or torch.get_num_threads())
     sizes = QUICK if quick else Sizes()
-    sizes = replace(sizes, cell_seconds=cell_seconds or sizes.cell_seconds)
+    sizes = replace(sizes, cell_seconds=cell_seconds or sizes.cell_seconds, batch=batch or sizes.batch)
     if pair is None and not embedded and (SHARED / "models").is_dir():
         pair = SHARED / "models"
     name, target, draft, tokenizer = load_pair(pair)
-    prompts = load_prompts(tokenizer, pair is not None and bool(tokenizer.chat_template), sizes.prompts)
-    bench = Bench(target, draft, prompts, sizes, end_token_ids(target))
-    other = noisy_copy(draft)
-    facts = describe_run(0) | {"uncommitted_changes": None, "argv": None}
-
-    texts, _ = timed(console, "stored text", lambda: bench.live(prompts, bench.settings("sample", 0, seed=99)))
-    kept = [row for row, text in enumerate(texts) if text.response_ids]
-    shares = timed(console, "coverage", lambda: coverage(bench, [texts[row] for row in kept], other))
-    width = timed(console, "equal width", lambda: equal_width(bench, texts[: sizes.cost_prompts], other))
-    before = torch.get_num_threads()
-    torch.set_num_threads(speed_threads)
-    speeds = timed(console, "speed", lambda: speed(bench, texts[: max(sizes.speed_prompts, sizes.cost_prompts)]))
-    torch.set_num_threads(before)
-    wanted = [rule for rule in rules.split(",") if rule]
-    cells = timed(
-        console, "matched text", lambda: [matched_text(bench, rule, gamma) for rule in wanted for gamma in sizes.gammas]
+    prompts = load_prompts(
+        tokenizer, pair is not None and bool(tokenizer.chat_template), sizes.prompts, sizes.longest_prompt
     )
+    bench = Bench(target.to(device), draft.to(device), prompts, sizes, end_token_ids(target))  # type: ignore[arg-type]
+    machine = describe_run(0) | {"uncommitted_changes": None, "argv": None}
+    began = time.perf_counter()
+    fresh = measured(bench, wanted, rules.split(","), speed_threads, console)
+    former = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    if former and (former.get("pair"), former.get("quick")) != (name, quick):
+        former = {}  # Of another pair or size: nothing of it stays.
     result = {
-        "machine": facts,
-        "versions": facts["versions"],
+        **former,
+        "machine": former.get("machine", {}) | dict.fromkeys(wanted, machine),
+        "versions": machine["versions"],
         "pair": name,
         "quick": quick,
-        "tau_error_max": max(abs(cell["tau_error"]) for cell in cells),
-        "cost_ratio": width["one_gamma"],
-        "cost": width,
-        "coverage": shares,
-        "speedup_error_max": max(abs(cell["error"]) for cell in speeds),
-        "speed": speeds,
-        "cells": cells,
+        "seconds": former.get("seconds", 0.0) + time.perf_counter() - began,
+        **fresh,
     }
     partial = out.with_name(out.name + ".partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, out)
-    for table in tables(result):
+    for table in tables(fresh):
         console.print(table)
-    console.print(
-        f"|tau error| <= {result['tau_error_max']:.2%}; equal width costs live decoding {width['one_gamma']:.0f}x (one gamma), "
-        f"{width['curve']:.0f}x (curve), {width['paired']:.0f}x (a difference); coverage {shares['lowest']:.1%} to "
-        f"{shares['highest']:.1%}; speed-up within {result['speedup_error_max']:.1%}"
-    )
+    console.print(summary(fresh))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _format_of(path: Path) -> str | None:
             first = False
             if line.lstrip().startswith("{"):
                 return "jsonl"
-            if {"accepted", "drafted"} <= set(_cells(line)):
+            if {"accepted", "drafted"} <= {cell.strip(' "') for cell in line.split(",")}:
                 return "csv"
         if number > _SNIFFED_LINES:
             break

@@ -131,7 +131,7 @@ def _curves(axis: Any, result: dict[str, Any]) -> None:
         axis.fill_between(gammas, low, high, alpha=0.2, color=f"C{number}", linewidth=0)
         axis.plot(gammas, [row["taus"][index] for index in shown], marker=".", color=f"C{number}")
     # Names given here and not to the lines: matplotlib leaves out a label that begins with an underscore.
-    axis.legend(axis.get_lines(), [row["name"] for row in result["drafts"]], fontsize=8, loc="lower right")
+    axis.legend(axis.get_lines(), [row["name"] for row in result["drafts"]], fontsize=8, loc="best")
     axis.axvline(result["gamma"], linestyle=":", color="grey")
     axis.set(xlabel="gamma (drafted tokens per block)", ylabel="tau (tokens per target call)")
     axis.grid(alpha=0.3)
@@ -150,6 +150,6 @@ def _gains(axis: Any, result: dict[str, Any]) -> None:
             axis.plot([own["tau"]["gain"]], [height], marker="o", color=f"C{number}")
     axis.axvline(0.0, color="C0", linewidth=1)
     axis.set_yticks(range(len(groups)), [name for name, _ in groups])
-    axis.invert_yaxis()
+    axis.set_ylim(len(groups) - 0.4, -0.6)
     axis.set(xlabel=f"difference in tau at gamma {result['gamma']} to {result['against']}")
     axis.grid(alpha=0.3, axis="x")

@@ -175,10 +175,11 @@ def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> t
     }  # fmt: skip
     context = context_limit(config, positions_of(target), positions_of(draft))
     prompts, labels = [], []
-    for row in rows:
+    for number, row in enumerate(rows):
         ids = render_prompt(row, frozen.target.tokenizer, **kwargs)
         if check_lengths(ids, row.origin, context, config.serving.max_tokens, config.data.too_long):
-            prompts.append((row.origin, ids))
+            # Its coins belong to the prompt and its place, not to the file's name.
+            prompts.append((f"{number}:{content_hash(row)}", ids))
             labels.append(row.domain if labelled else None)
     if not prompts:
         raise UserError(f"--prompts {options.prompts}: every prompt is too long for the context of {context} tokens")

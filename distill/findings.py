@@ -204,14 +204,14 @@ def _calibration(evidence: Evidence, verdict: dict[str, Any], costs: StepCosts |
     scores = evidence.own_scores(evidence.best.name)
     found = calibration(evidence.frozen, scores, evidence.rule) | {"name": evidence.best.name}
     if costs is None:
-        return found | {"stop_below": None, "words": "no advice on a confidence stop: nothing was timed"}
+        return found | {"words": f"{found['words']}; no advice on a confidence stop: nothing was timed"}
     gamma = evidence.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     speed_up = predicted_speed_up(verdict["replay"][str(gamma)], gamma, costs.cost_ratio, costs.verify_ratio(gamma))
     threshold, words = stop_below(
         scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up
     )
-    return found | {"stop_below": threshold, "words": words}
+    return found | {"stop_below": threshold, "words": f"{found['words']}. {words}"}
 
 
 def _forgetting(slices: Sequence[dict[str, Any]], trained_on: Sequence[str] | None) -> list[dict[str, Any]]:

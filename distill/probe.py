@@ -160,7 +160,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         "costs": {
             "given": plan.given is not None,
             "assumptions": assumptions(plan.given is not None, options.t_verify, plan.context),
-            "target": _alone(alone),
+            "target": [ceilings.cost_facts(one) for one in alone.values()],
         },
         "lookup": [{"temperature": temperature, **facts} for temperature, facts in lookup.items()],
         "greedy_ceilings": [
@@ -169,7 +169,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
             if not text.sampling.greedy
         ],
         "drafts": records,
-        "notes": [*notes, *busy_machine(_lead_seconds(plan, candidates))],
+        "notes": [*notes, *busy_machine(_lead_seconds(plan, candidates, first))],
         "seconds": stages.seconds,
     }
     result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given)
@@ -237,7 +237,7 @@ def _prompts(
         prompts = read_prompts([], Path(options.prompts), tokenizer, options.chat, "")
     distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
     if embedded:
-        distinct = [prompt for prompt in distinct if len(prompt[1]) <= room]
+        distinct = [prompt for prompt in distinct if len(prompt[1]) <= room] or distinct
         chosen = distinct[: options.count]
     else:
         order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
@@ -342,9 +342,9 @@ def _with_room(plan: _Plan, models: Sequence[PreTrainedModel], notes: list[str])
     return replace(plan, gammas=gammas, context=context)
 
 
-def _lead_seconds(plan: _Plan, candidates: Sequence[_Candidate]) -> list[float]:
+def _lead_seconds(plan: _Plan, candidates: Sequence[_Candidate], alone: StepCosts) -> list[float]:
     """What one target step took at the first batch size, each time it was measured."""
-    measured = [costs for candidate in candidates for costs in candidate.costs]
+    measured = [alone, *(costs for candidate in candidates for costs in candidate.costs)]
     return [costs.target_seconds for costs in measured if costs.batch_size == plan.batch_sizes[0]]
 
 
@@ -417,13 +417,6 @@ def _judge(
     }
     record["go"] = lead["decision"] in ceilings.WORTH_DISTILLING
     record["sentence"] = draft_sentence(record, lookup[plan.lead[0]]["speed_up"])
-
-
-def _alone(costs: dict[tuple[str, int], StepCosts]) -> list[dict[str, Any]]:
-    """The target's own times by batch size, without what only means something with a draft."""
-    names = ("batch_size", "context", "target_step_seconds", "verify_seconds", "verify_ratio")
-    facts = [ceilings.cost_facts(one) for one in costs.values()]
-    return [{name: fact[name] for name in names} for fact in facts]
 
 
 def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], place: torch.device) -> dict[str, Any]:

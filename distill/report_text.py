@@ -105,13 +105,14 @@ def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
     if not effects:
         return []
     looks = effects.get("looks") or 1
-    sure = percent(effects["confidence"]) + (
-        f", {percent(effects['corrected_confidence'], 2)} an interval for {looks} looks" if looks > 1 else ""
-    )
+    method = effects["method"]
+    sure = f"intervals of {percent(effects['confidence'])}"
+    if looks > 1:
+        sure = f"intervals of {percent(effects['corrected_confidence'], 2)} each, {percent(effects['confidence'])} over all looks"
     return [
         f"Gain over the baseline, paired by prompt: {words(effects)}.",
         f"Both drafts on the same {count(effects['prompts'], 'prompt')} ({effects['tokens']:,} tokens), tau and speed-up by replay: so a gain can "
-        f"differ from the difference of two live runs. {effects['method'].capitalize()}, {sure}.",
+        f"differ from the difference of two live runs. {method[0].upper()}{method[1:]}; {sure}.",
     ]
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from speculative.responses import DecodeSettings, Response
 from speculative.target_view import top_tokens
-from speculative.token_class import token_pieces
+from speculative.token_class import token_pieces, token_text
 from speculative.token_scores import score_tokens
 
 DRAFT, TARGET, BONUS = "draft", "target", "bonus"
@@ -56,7 +56,13 @@ def token_view(
     }
     shown = []
     for index, (response, domain) in enumerate(zip(responses, domains, strict=True)):
-        pieces = token_pieces(tokenizer, response.response_ids)
+        special = set(tokenizer.all_special_ids)
+        pieces = [
+            token_text(tokenizer, token_id) if token_id in special else piece
+            for token_id, piece in zip(
+                response.response_ids, token_pieces(tokenizer, response.response_ids), strict=True
+            )
+        ]
         probs = {who: np.exp(of[index].log_draft_probs) for who, of in scores.items()}
         listed = {who: _listed(tokenizer, *of[index]) for who, of in tops.items()}
         tokens = [
@@ -84,7 +90,7 @@ def token_view(
 
 
 def _listed(tokenizer: Any, ids_TK: np.ndarray, probs_TK: np.ndarray) -> list[list[list[Any]]]:
-    texts = {int(token_id): tokenizer.decode([int(token_id)]) for token_id in np.unique(ids_TK)}
+    texts = {int(token_id): token_text(tokenizer, int(token_id)) for token_id in np.unique(ids_TK)}
     return [
         [[texts[int(token_id)], float(prob)] for token_id, prob in zip(ids, probs, strict=True)]
         for ids, probs in zip(ids_TK, probs_TK, strict=True)

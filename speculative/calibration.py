@@ -121,7 +121,7 @@ def stop_below(
     threshold = _edge(int(filled[int(pays.argmax()) - 1]) + 1)
     return threshold, (
         f"stop drafting behind a token of probability below {threshold:.1f}: one more costs "
-        f"{cost_ratio + verify_slope:.2f} target steps and is rarely accepted there"
+        f"{cost_ratio + verify_slope:.2f} target steps there, more than it brings"
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from speculative.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, predicted_speed_up
 from speculative.curves import rule_curve
-from speculative.lookup import _RowIndex
+from speculative.lookup import RowIndex
 from speculative.metrics import alpha_with_interval, ratio_interval, sum_by_prompt
 from speculative.replay import replay
 from speculative.sampling import SamplingSettings
@@ -145,7 +145,7 @@ def lookup_blocks(
 
 def _lookup_kept(text: StoredText, gamma: int, max_ngram: int, min_ngram: int) -> np.ndarray:
     """(T,) how many tokens of a proposal of gamma made at each position would be kept; -1 where there is none."""
-    index = _RowIndex(min_ngram, max_ngram)
+    index = RowIndex(min_ngram, max_ngram)
     index.read(list(text.prompt_ids))
     said = list(text.response_ids)
     kept_T = np.full(len(said), -1, dtype=np.int64)

@@ -59,7 +59,7 @@ class PromptLookup:
         check_ngrams(min_ngram, max_ngram)
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._device = torch.device("cpu")
-        self._rows: list[_RowIndex] = []
+        self._rows: list[RowIndex] = []
 
     def start(self, seats: Seats) -> None:
         self._device = seats.target.device
@@ -86,11 +86,11 @@ class PromptLookup:
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
-    def _empty(self) -> _RowIndex:
-        return _RowIndex(self.min_ngram, self.max_ngram)
+    def _empty(self) -> RowIndex:
+        return RowIndex(self.min_ngram, self.max_ngram)
 
 
-class _RowIndex:
+class RowIndex:
     """One row's text and, for every n-gram in it that something follows, the latest position of what follows."""
 
     def __init__(self, min_ngram: int, max_ngram: int):

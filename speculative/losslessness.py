@@ -77,7 +77,10 @@ def _places(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, sampling: Sampli
     """(R, 2) in float64: mass of the likelier tokens, mass of the token and its equals."""
     probs_RV = logits_to_probs(logits_RV, sampling)
     of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
-    sums = [(probs_RV.double() * chosen).sum(-1) for chosen in (probs_RV > of_token_R1, probs_RV == of_token_R1)]
+    sums = [
+        torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
+        for chosen_RV in (probs_RV > of_token_R1, probs_RV == of_token_R1)
+    ]
     return torch.stack(sums, 1).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
 
 

@@ -248,6 +248,7 @@ def test_what_a_further_token_brings_is_measured_behind_the_bin():
         assert found == expected
     # The price is speed_up * (cost_ratio + verify_slope), however it is made up.
     assert stop_below(scores, "greedy", speed_up=2.0, cost_ratio=0.1, verify_slope=0.06)[0] == 0.6
+    assert stop_below(scores, "greedy", speed_up=2.0, cost_ratio=0.1, verify_slope=0.07)[0] is None
 
 
 def test_a_sampled_draft_is_judged_by_the_mass_it_would_draft():

@@ -301,6 +301,8 @@ def test_it_prints_light_and_unfolded(browser: Chrome) -> None:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.execute_script("return getComputedStyle(document.querySelector('nav')).display") == "none"
+    show_at(browser, 720)
+    assert browser.execute_script("return document.scrollingElement.scrollWidth") <= 720, "tables fit on A4"
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
     assert printed.startswith(b"%PDF")

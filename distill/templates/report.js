@@ -75,12 +75,7 @@
   document.addEventListener("pointerout", (event) => (tokenOf(event) && event.pointerType === "mouse" ? hide() : null));
   document.addEventListener("focusout", (event) => (tokenOf(event) ? hide() : null));
   // A focus scrolls its token into view: the tooltip follows instead of closing.
-  addEventListener("scroll", () => {
-    if (!current) return;
-    const box = current.getBoundingClientRect();
-    if (box.bottom < 0 || box.top > innerHeight) hide();
-    else place(current);
-  }, { passive: true });
+  addEventListener("scroll", () => (current ? place(current) : null), { passive: true });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") return hide();
     const span = tokenOf(event);
