@@ -86,7 +86,7 @@ def _bca_levels(number: float, left_out_P: np.ndarray, drawn_R: np.ndarray, tail
     if not 0.0 < below < 1.0:
         return tail, 1.0 - tail
     bias = float(stats.norm.ppf(below))
-    acceleration = float((deviations_P**3).sum() / (3.0 * (deviations_P**2).sum() ** 1.5))
+    acceleration = float((deviations_P**3).sum() / (6.0 * (deviations_P**2).sum() ** 1.5))
     levels = []
     for end in (float(stats.norm.ppf(tail)), float(stats.norm.ppf(1.0 - tail))):
         stretched = 1.0 - acceleration * (bias + end)

@@ -312,12 +312,12 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule) ->
     responses, _ = decode(target, ModelDrafter(draft), prompts_of([5] * 60), settings, batch_size=60)
     texts = [HeldoutResponse(r.key, "d", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     scores = score_tokens(draft, texts, settings.sampling)
-    draws = [redrawn_prompts(texts, scores, rule, 3, seed) for seed in range(12)]
-    assert [len(rows) for rows in draws] == [60] * 12
+    draws = [redrawn_prompts(texts, scores, rule, 3, seed) for seed in range(40)]
+    assert [len(rows) for rows in draws] == [60] * 40
     blocks = np.array([[row.blocks for row in rows] for rows in draws])
     expected = expected_blocks_of(scores, rule, (3,))[:, 0]
-    error = blocks.std(0).sum() / np.sqrt(12) + 1e-9
-    assert abs(blocks.mean(0).sum() - expected.sum()) < max(error, 0.01 * expected.sum())
+    error = np.sqrt(blocks.var(0, ddof=1).sum() / len(draws))  # 0 under argmax rules: the text alone says
+    assert abs(blocks.mean(0).sum() - expected.sum()) <= 4 * error + 1e-6
     assert all(row.drafted == 3 * row.blocks and 0 <= row.accepted <= row.drafted for rows in draws for row in rows)
     drawn = sum(row.accepted for rows in draws for row in rows) / sum(row.drafted for rows in draws for row in rows)
     counted = sum(r.accepted for r in responses) / sum(r.drafted for r in responses)
