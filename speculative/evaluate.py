@@ -70,9 +70,10 @@ def judge_frozen(
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
     scores = score_tokens(draft, heldout, settings.sampling)
-    accept_probs = [own.accept_probs(settings.rule) for own in scores]
+    law = law_of(settings.rule, settings.sampling)
+    accept_probs = [own.accept_probs(law) for own in scores]
     gammas = tuple(replay_gammas)
-    blocks_NK = expected_blocks_of(scores, settings.rule, (*gammas, settings.gamma))
+    blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
     tokens_N = np.array([len(own) for own in scores])
 
     def numbers(indices: Sequence[int]) -> dict[str, Any]:
@@ -90,11 +91,7 @@ def judge_frozen(
     return {
         **numbers(range(len(heldout))),
         "rule": settings.rule,
-        "rules": {
-            rule: _under_rule(scores, rule, gammas)
-            for rule in rules_of_text(settings.sampling)
-            if rule != settings.rule
-        },
+        "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(settings.sampling) if rule != law},
         "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items()},
         "per_response": {
             "accept_sums": [float(probs.sum()) for probs in accept_probs],

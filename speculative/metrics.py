@@ -17,6 +17,7 @@ from speculative.responses import Response, Timing
 Interval = tuple[float, float]
 
 RESAMPLES = 2000
+WIDEST = 0.999
 
 
 def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.ndarray:
@@ -26,13 +27,23 @@ def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.n
     return np.bincount(prompt_of_N, weights=np.asarray(values_N, dtype=np.float64), minlength=len(index))
 
 
+def expanded_tail(confidence: float, prompts: int) -> float:
+    """What to leave at each end so that a bootstrap over few prompts covers as promised; (1 - confidence) / 2 for many.
+
+    Resampling n values has a spread too small by sqrt((n - 1) / n), and an estimated spread asks for Student's t
+    (Hesterberg, arXiv 1411.5279, "expanded percentile"). Without it 30 prompts cover 92-93 % where 95 % is said.
+    """
+    end = stats.t.ppf((1.0 - confidence) / 2.0, prompts - 1) * np.sqrt(prompts / (prompts - 1))
+    return float(stats.norm.cdf(end))
+
+
 def ratio_interval(
     numerators_P: np.ndarray, denominators_P: np.ndarray, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
     """Bootstrap interval of sum(numerators) / sum(denominators) over prompts.
 
-    Bias-corrected and accelerated (BCa); percentile when BCa is undefined because the resamples hardly differ; the
-    estimate twice for a single prompt or when every prompt has the same ratio.
+    Bias-corrected and accelerated (BCa), widened for few prompts by `expanded_tail`; percentile when BCa is undefined
+    because the resamples hardly differ; the estimate twice for a single prompt or when every prompt has the same ratio.
     """
     numerators_P = np.asarray(numerators_P, dtype=np.float64)
     denominators_P = np.asarray(denominators_P, dtype=np.float64)
@@ -43,6 +54,8 @@ def ratio_interval(
     def ratio(numerators: np.ndarray, denominators: np.ndarray, axis: int = -1) -> np.ndarray:
         return numerators.sum(axis) / denominators.sum(axis)
 
+    # What lies beyond the widest of these ends is a handful of resamples in any case.
+    level = min(1.0 - 2.0 * expanded_tail(confidence, len(numerators_P)), WIDEST)
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=RuntimeWarning)
@@ -53,7 +66,7 @@ def ratio_interval(
                 vectorized=True,
                 n_resamples=RESAMPLES,
                 batch=max(1, 4_000_000 // len(numerators_P)),
-                confidence_level=confidence,
+                confidence_level=level,
                 method=method,
                 rng=np.random.default_rng(seed),
             ).confidence_interval

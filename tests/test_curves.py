@@ -9,11 +9,11 @@ from scipy import stats
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative import curves
-from speculative.curves import expanded_tail, intervals_of_sums, rule_curve, what_if
+from speculative.curves import intervals_of_sums, rule_curve, what_if
 from speculative.decode import decode
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
-from speculative.metrics import survival
+from speculative.metrics import expanded_tail, survival
 from speculative.processors import LogitsRules
 from speculative.replay import expected_blocks_of
 from speculative.responses import DecodeSettings
