@@ -83,6 +83,12 @@ def evaluate(
     samples: Annotated[
         int, typer.Option(help="responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)
     ] = 0,
+    control: Annotated[
+        bool,
+        typer.Option(
+            help="--losslessness: a third set of texts at 1.1 times the temperature, which must be told apart"
+        ),
+    ] = True,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
 ) -> None:
     """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
@@ -98,7 +104,7 @@ def evaluate(
     if losslessness or scorer:
         if len(gammas) > 1:
             raise UserError(f"--gamma {gamma}: --losslessness and --scorer take one gamma")
-        _prove(settings, draft, chosen, gammas[0], losslessness, scorer, references, prompts, samples, as_json)
+        _prove(settings, draft, chosen, gammas[0], losslessness, scorer, references, prompts, samples, control, as_json)
         return
     if references is not None:
         raise UserError("--references goes with --scorer")
@@ -133,7 +139,7 @@ def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: 
 
 def _prove(
     settings: Any, draft: str, rule: Any, gamma: int, losslessness: bool, scorer: str, references: Path | None,
-    prompts: int, samples: int, as_json: bool,
+    prompts: int, samples: int, control: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """The tests for a doubter; exit status 1 when one fails."""
     from distill import lossless_command, task_scores
@@ -142,7 +148,7 @@ def _prove(
     lines: list[str] = []
     if losslessness:
         results["losslessness"] = lossless_command.losslessness(
-            settings, draft, rule=rule, gamma=gamma, prompts=prompts, samples=samples or 16
+            settings, draft, rule=rule, gamma=gamma, prompts=prompts, samples=samples or 16, control=control
         )
         lines += lossless_command.lossless_lines(results["losslessness"])
     if scorer:

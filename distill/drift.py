@@ -57,9 +57,8 @@ from speculative.verify import Rule
 RESULT = "result.json"
 REFRESH = 3  # Exit status when a refresh is advised.
 PLOTS = (".png", ".svg")
-_OTHER_LENGTHS = (
-    3.0  # Requests this many times longer or shorter than the baseline's lean on the model of their spread.
-)
+# Requests this many times longer or shorter than the baseline's lean on the model of their spread.
+_OTHER_LENGTHS = 3.0
 
 
 @dataclass(frozen=True)
@@ -372,17 +371,17 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     baseline = result["baseline"]
     table = Table(
         title=f"{result['source']['path']} against {result['run']} (gamma {baseline['gamma']}, rule {baseline['rule']})",
-        caption="[95 % interval]; sum: highest value over its threshold, 1 = alarm",
+        caption="(baseline), [95 % interval]; length: 1 + accepted per block; sum: highest over its threshold, 1 = alarm",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("slice", "requests", "accepted\n/drafted", "baseline", "change", "1 + accepted\n/block", "sum"):
-        table.add_column(column, justify="left" if column == "slice" else "right", no_wrap=True)
+    for column in ("slice", "requests", "accepted\n/drafted", "change", "length", "sum"):
+        table.add_column(column, justify="left" if column == "slice" else "right", no_wrap=column != "slice")
     for facts in result["slices"]:
+        other = "" if facts["compared_with"] == facts["name"] else f"\n(against {facts['compared_with']})"
         table.add_row(
-            facts["name"],
+            facts["name"] + other,
             f"{facts['requests']:,}",
-            f"{facts['rate']:.3f}\n{interval(facts['ci'])}",
-            f"{facts['baseline_rate']:.3f}" + (f"\n({facts['compared_with']})" if len(result["slices"]) > 1 else ""),
+            f"{facts['rate']:.3f}\n({facts['baseline_rate']:.3f})",
             f"{facts['change']:+.3f}\n{_signed(facts['change_ci'])}",
             f"{'?' if facts['tau'] is None else format(facts['tau'], '.2f')}\n({facts['baseline_tau']:.2f})",
             f"{facts['highest'] / facts['threshold']:.2f}",

@@ -56,16 +56,31 @@ def load_pair(config: RunConfig, path: str, rule: Rule, gamma: int, prompts: int
 
 
 def losslessness(
-    config: RunConfig, draft: str, *, rule: Rule, gamma: int, prompts: int = 32, samples: int = 16
+    config: RunConfig,
+    draft: str,
+    *,
+    rule: Rule,
+    gamma: int,
+    prompts: int = 32,
+    samples: int = 16,
+    control: bool = True,
 ) -> dict[str, Any]:
     """Result of `speculative.losslessness.losslessness` at the serving settings; `passed` False means exit status 1.
+
+    control: decode once more at 1.1 times the temperature, to show that the tests would have seen that.
 
     Raises:
         UserError: see `load_pair`; fewer than two samples.
     """
     pair = load_pair(config, draft, rule, gamma, prompts)
     found = tests.losslessness(
-        pair.target, pair.draft, pair.keyed, pair.settings, samples=samples, batch_size=config.judge.batch_size
+        pair.target,
+        pair.draft,
+        pair.keyed,
+        pair.settings,
+        samples=samples,
+        batch_size=config.judge.batch_size,
+        control=control,
     )
     return {"draft": draft, "dtype": str(pair.target.dtype).removeprefix("torch."), **found}
 

@@ -23,7 +23,12 @@ from distill.sections import (
 )
 
 # Objective by engine rule when loss.name is null. One for all until a sweep shows that a rule wants another (docs/training.md).
-DEFAULT_OBJECTIVE: dict[Rule, LossName] = {"sample": "lk_hybrid", "greedy-draft": "lk_hybrid", "greedy": "lk_hybrid", "block": "lk_hybrid"}
+DEFAULT_OBJECTIVE: dict[Rule, LossName] = {
+    "sample": "lk_hybrid",
+    "greedy-draft": "lk_hybrid",
+    "greedy": "lk_hybrid",
+    "block": "lk_hybrid",
+}
 
 
 class RunConfig(Section):

@@ -341,7 +341,8 @@ class JudgeConfig(Section):
         description="steps between readings of held-out alpha and tau by replay alone, between checkpoints; 0 = none",
     )
     served: str | None = Field(
-        None, description="the draft that is served today (run, checkpoint, directory, hub id): judged beside the new one"
+        None,
+        description="the draft that is served today (run, checkpoint, directory, hub id): judged beside the new one",
     )
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
     patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")

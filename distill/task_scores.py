@@ -50,10 +50,11 @@ def exact_match(prompt: str, response: str, reference: str | None) -> float:
 
 def exact_match_number(prompt: str, response: str, reference: str | None) -> float:
     """1 where the response's last number is the reference's: the one behind `####` (GSM8K), or its last."""
-    wanted = _last_number(_needed(reference).rpartition("####")[2])
-    if wanted is None:
+    _, marked, answer = _needed(reference).rpartition("####")
+    wanted = _numbers(answer)[: 1 if marked else None]
+    if not wanted:
         raise ValueError("the reference has no number")
-    return float(_last_number(response) == wanted)
+    return float(_numbers(response)[-1:] == wanted[-1:])
 
 
 def _needed(reference: str | None) -> str:
@@ -62,9 +63,8 @@ def _needed(reference: str | None) -> str:
     return reference
 
 
-def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+def _numbers(text: str) -> list[Decimal]:
+    return [Decimal(number.replace(",", "")) for number in _NUMBER.findall(text)]
 
 
 BUILT_IN: dict[str, Scorer] = {"exact-match": exact_match, "exact-match-number": exact_match_number}

@@ -34,7 +34,7 @@ from speculative.drafters import Drafter, ModelDrafter
 from speculative.errors import UserError
 from speculative.responses import DecodeSettings, Prompt, Response
 from speculative.sampling import GREEDY, SamplingSettings, logits_to_probs
-from speculative.self_checks import SelfCheckError, _near_tie
+from speculative.self_checks import SelfCheckError, near_tie
 from speculative.token_scores import response_logits
 
 LEVEL = 1e-3  # False alarms of the whole check.
@@ -210,7 +210,7 @@ def greedy_equality(
         if one.response_ids == other.response_ids:
             continue
         try:
-            near_ties.append(_near_tie(target, one, other))
+            near_ties.append(near_tie(target, one, other))
         except SelfCheckError as error:
             differences.append(str(error))
     return {

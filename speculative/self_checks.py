@@ -85,7 +85,7 @@ def self_checks(
     plain_greedy, _ = decode(target, None, prompts, replace(greedy, gamma=0), batch_size=batch_size)
     speculative_greedy, _ = decode(target, SpoiledDrafter(target), prompts, greedy, batch_size=batch_size)
     near_ties = [
-        _near_tie(target, one, other)
+        near_tie(target, one, other)
         for one, other in zip(plain_greedy, speculative_greedy, strict=True)
         if one.response_ids != other.response_ids
     ]
@@ -103,7 +103,7 @@ def self_checks(
     }
 
 
-def _near_tie(target: PreTrainedModel, plain: Response, speculative: Response) -> dict[str, Any]:
+def near_tie(target: PreTrainedModel, plain: Response, speculative: Response) -> dict[str, Any]:
     """Where two greedy texts part and by how little; raises SelfCheckError when it is more than rounding."""
     pairs = zip(plain.response_ids, speculative.response_ids, strict=False)
     position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)

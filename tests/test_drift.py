@@ -32,7 +32,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.replay import expected_blocks_of
 from speculative.responses import DecodeSettings
-from speculative.token_scores import score_tokens
+from speculative.token_scores import TokenScores, score_tokens
 from speculative.verify import Rule
 
 GAMMA = 4
@@ -307,13 +307,13 @@ def test_gamma_is_the_logs_where_it_tells() -> None:
 def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule) -> None:
     """Blocks against their exact expectation on the same text; accepted/drafted against what the decoder counted."""
     target = tiny_model()
-    draft = perturbed(target, 0.12)
+    draft = perturbed(target, 0.05)
     settings = DecodeSettings(gamma=3, rule=rule, max_tokens=24)
     responses, _ = decode(target, ModelDrafter(draft), prompts_of([5] * 60), settings, batch_size=60)
     texts = [HeldoutResponse(r.key, "d", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     scores = score_tokens(draft, texts, settings.sampling)
-    draws = [redrawn_prompts(texts, scores, rule, 3, seed) for seed in range(40)]
-    assert [len(rows) for rows in draws] == [60] * 40
+    draws = [redrawn_prompts(texts, scores, rule, 3, seed) for seed in range(60)]
+    assert [len(rows) for rows in draws] == [60] * 60
     blocks = np.array([[row.blocks for row in rows] for rows in draws])
     expected = expected_blocks_of(scores, rule, (3,))[:, 0]
     error = np.sqrt(blocks.var(0, ddof=1).sum() / len(draws))  # 0 under argmax rules: the text alone says
@@ -323,6 +323,16 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule) ->
     counted = sum(r.accepted for r in responses) / sum(r.drafted for r in responses)
     # Given the text its blocks are still random: some 700 blocks of the decoder, a point and a half of standard error.
     assert drawn == pytest.approx(counted, abs=0.045)
+
+
+def test_behind_the_end_of_a_text_the_mean_acceptance_stands_in() -> None:
+    half, nothing = np.log([0.5]), np.zeros(1)
+    score = TokenScores(half, nothing, nothing.astype(bool), nothing.astype(int), nothing)
+    texts = [HeldoutResponse(str(number), "d", [1], [2], [0.0]) for number in range(2000)]
+    rows = redrawn_prompts(texts, [score] * len(texts), "sample", 3)
+    assert {row.blocks for row in rows} == {1}
+    # 1/2 + 1/4 + 1/8 of three; 0.02 is three standard errors of 2,000 blocks.
+    assert sum(row.accepted for row in rows) / 6000 == pytest.approx(0.875 / 3, abs=0.02)
 
 
 def test_a_draft_equal_to_its_target_accepts_all_drawn_blocks() -> None:

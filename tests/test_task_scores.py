@@ -25,6 +25,7 @@ from distill.task_scores import (
 )
 from speculative import block_loop
 from speculative.errors import UserError
+from speculative.losslessness import sampled_texts
 from speculative.responses import Response
 
 
@@ -64,6 +65,7 @@ def config_of(folder, temperature=1.0, **source):
         ("7, or rather 8", "#### 7", 0.0),
         ("no idea", "#### 7", 0.0),
         ("9", "6 and then 9", 1.0),
+        ("7", "5 + 2 = 7 #### 7 (of 12)", 1.0),
     ],
 )
 def test_exact_match_number_reads_gsm8k_answers(response, reference, score):
@@ -206,12 +208,20 @@ def mean_of_characters(prompt, response, reference):
     return sum(ord(letter) % 7 for letter in response) / max(1, 6 * len(response))
 
 
-def test_sampled_scores_differ_by_chance_only(pair):
+def test_sampled_scores_differ_by_chance_only(pair, monkeypatch):
+    seeds = []
+
+    def watched(target, drafter, prompts, settings, samples, *, batch_size):
+        seeds.append(settings.seed)
+        return sampled_texts(target, drafter, prompts, settings, samples, batch_size=batch_size)
+
+    monkeypatch.setattr(room, "sampled_texts", watched)
     found = task_scores(
         config_of(pair), str(pair / "draft"), f"{__file__}:mean_of_characters", rule="sample", gamma=3, samples=8
     )
     assert found["passed"]
-    assert found["same_texts"] < 5, "the two sides share no coins"
+    assert len(set(seeds)) == 2, "the two sides share no coins"
+    assert found["same_texts"] < 5
     low, high = found["difference"]["ci"]
     assert low < 0 < high
     assert found["difference_ci_wide"][0] < low
