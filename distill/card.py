@@ -127,7 +127,8 @@ def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> l
         "| draft | step | alpha | tau | accepted / drafted | tokens/s |",
         "|---|---|---|---|---|---|",
     ]
-    for label, row in (("undistilled baseline", verdict.get("baseline")), ("this draft", verdict.get("best"))):
+    labels = (("undistilled baseline", "baseline"), ("served before", "served"), ("this draft", "best"))
+    for label, row in ((label, verdict.get(key)) for label, key in labels):
         if row:
             cells = [label, _number(row.get("step")), _with_interval(row, "alpha"), _with_interval(row, "tau")]
             cells += [_number(row.get("accepted_per_drafted")), _number(row.get("tokens_per_second"), 1)]
@@ -140,7 +141,7 @@ def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> l
     lines += ["", f"Best measured gamma: {_number(verdict.get('best_gamma'))}."]
     replay = verdict.get("replay") or {}
     if replay:
-        expected = ", ".join(f"{gamma}: {tau:.2f}" for gamma, tau in replay.items())
+        expected = ", ".join(f"{gamma}: {tau:.2f}" for gamma, tau in replay.items() if 1 <= int(gamma) <= 16)
         lines += ["", f"tau by gamma, from replay of stored responses: {expected}."]
     return lines
 

@@ -50,7 +50,8 @@ class Progress:
 # Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
 MAY_DIFFER = (
     "resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
-    "serving.batch_size", "judge.batch_size", "judge.speed_threads", "tracking.trackers", "tracking.project",
+    "serving.batch_size", "judge.batch_size", "judge.speed_prompts", "judge.speed_threads", "judge.served", "tracking.trackers",
+    "tracking.project",
 )  # fmt: skip
 
 

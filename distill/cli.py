@@ -118,6 +118,8 @@ def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: 
     from distill.screen import judgement_table
 
     check_writable("--out", out)
+    if _is_of_a_run(out):
+        raise UserError(f"--out {out}: holds the result of a training run; give another name")
     result, by_gamma = judge_draft(settings, draft, gammas, rule, out.with_suffix(".proposals.parquet"))
     result["gammas"] = {str(number): record for number, record in by_gamma.items()}
     _writable(out, write_json, result)
@@ -135,6 +137,14 @@ def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: 
         f"written to {out} (a page of it: understudy report {out})",
         highlight=False,
     )
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a training run's own result.json is there: drift and report read it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("kind") == "run"
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _prove(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from data.store import read_manifest, write_json
@@ -28,11 +27,9 @@ from distill.student import find_student
 from distill.train import context_limit, positions_of
 from distill.verdict import describe_costs
 from speculative.cost import StepCosts, best_gamma, predicted_speed_up
-from speculative.curves import intervals_of_sums, rule_curve
+from speculative.curves import rule_curve
 from speculative.effects import paired_effects
 from speculative.errors import UserError
-from speculative.metrics import sum_by_prompt
-from speculative.replay import expected_blocks_of
 from speculative.token_scores import TokenScores, score_tokens
 from speculative.verify import RULES, draft_settings_for
 
@@ -311,32 +308,15 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, 
 
 def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, looks: int) -> dict[str, Any]:
     """What a draft gains over the first: `paired_effects`, with each draft's own price in the speed-up."""
-    effects = paired_effects(ours.scores, first.scores, keys, rule=rule, gamma=gamma, looks=looks)
-    speed = None
-    if ours.costs is not None and first.costs is not None:
-        speed = _speed_gain(ours, first, keys, rule, gamma, effects["corrected_confidence"])
-    low, high = effects["tau"]["ci"]
-    certain = "gain" if low > 0 else "loss" if high < 0 else "none"
-    return {"name": ours.name, "path": ours.path, **effects, "speed_up": speed, "certain_tau": certain}
-
-
-def _speed_gain(
-    ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, confidence: float
-) -> dict[str, Any]:
-    lengths_N = np.array([len(text) for text in first.scores])
-    blocks = [expected_blocks_of(entry.scores, rule, (gamma,))[:, 0] for entry in (ours, first)]
-    sums_PC = np.stack([sum_by_prompt(keys, values_N) for values_N in (lengths_N, *blocks)], 1)
-    prices = [(entry.costs.cost_ratio, entry.costs.verify_ratio(gamma)) for entry in (ours, first) if entry.costs]
-
-    def gain_of(sums_C: np.ndarray) -> np.ndarray:
-        one, other = (
-            predicted_speed_up(sums_C[..., 0] / sums_C[..., side], gamma, *price)  # type: ignore[arg-type]
-            for side, price in enumerate(prices, start=1)
-        )
-        return np.asarray(one - other)[..., None]
-
-    sums_PC = sums_PC[sums_PC[:, 0] > 0]
-    return {"gain": float(gain_of(sums_PC.sum(0))[0]), "ci": intervals_of_sums(sums_PC, gain_of, confidence)[0]}
+    price, first_price = (
+        None if entry.costs is None else (entry.costs.cost_ratio, entry.costs.verify_ratio(gamma))
+        for entry in (ours, first)
+    )
+    effects = paired_effects(
+        ours.scores, first.scores, keys, rule=rule, gamma=gamma, costs=price if first_price else None,
+        baseline_costs=first_price, looks=looks,
+    )  # fmt: skip
+    return {"name": ours.name, "path": ours.path, **effects}
 
 
 def _domain(name: str, text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int) -> dict[str, Any]:

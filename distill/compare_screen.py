@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from distill.screen import interval
+from speculative.effects import too_few
 from speculative.errors import UserError
 
 FORMATS = (".svg", ".png")
@@ -47,7 +48,7 @@ def compare_table(result: dict[str, Any]) -> Table:
 
 
 def difference_lines(result: dict[str, Any]) -> list[str]:
-    """One line per draft behind the first: what it gains or loses, and what could have been seen."""
+    """One line per draft behind the first: what it gains or loses, and what could have been seen, if anything."""
     lines = []
     for other in result["differences"]:
         tau, alpha = other["tau"], other["alpha"]
@@ -58,9 +59,11 @@ def difference_lines(result: dict[str, Any]) -> list[str]:
         )
         if other["speed_up"] is not None:
             line += f", speed {other['speed_up']['gain']:+.2f}x {_signed(other['speed_up']['ci'], 2)}"
-        seen = other["minimal_detectable"]["tau"]
-        if other["certain_tau"] == "none" and seen is not None:
-            line += f"; a difference of {seen:.3f} in tau would have been seen"
+        seen, few = other["minimal_detectable"]["tau"], too_few(other["prompts"], other["corrected_confidence"])
+        if few is not None:
+            line += f"; {few}"
+        elif other["certain_tau"] == "none" and seen is not None:
+            line += f"; a difference of {seen:.3f} in tau would have been seen in 4 of 5 cases"
         lines.append(line)
     if len(result["differences"]) > 1:
         count = len(result["differences"])

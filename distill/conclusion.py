@@ -20,6 +20,7 @@ from distill.student import load_model
 from distill.token_view import spread_over, token_view
 from distill.validate import judge_by_replay, served_copy
 from distill.verdict import VERDICT, load_judgements, verdict_of
+from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.target_view import target_entropies
 from speculative.verify import Rule
@@ -62,7 +63,7 @@ def conclude_run(
         )
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, seconds=seconds)
     return findings_of(
-        evidence, verdict, served.tokenizer, kind="run", name=config.name, trained_on=trained_on,
+        evidence, verdict, served.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
         serve=serve_commands(run, served, verdict["best_gamma"] or config.judge.gamma, config.judge_rule),
         provenance=_provenance(checkpoint.step_folder(run, best["step"])), config=dump_config(config),
         files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, served.model, served.tokenizer) if live else {}),
@@ -70,10 +71,10 @@ def conclude_run(
 
 
 def write_conclusion(run: Path, result: dict[str, Any]) -> None:
-    """verdict.json, result.json and the report of a run."""
-    write_json(run / VERDICT, result["verdict"])
+    """result.json, the report, and last verdict.json: where that is, a run is finished."""
     write_json(run / RESULT, result)
     report_command(run)
+    write_json(run / VERDICT, result["verdict"])
 
 
 def seen_by_both(evidence: Evidence, target: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
@@ -88,6 +89,23 @@ def seen_by_both(evidence: Evidence, target: PreTrainedModel, tokenizer: Any) ->
         tokenizer, settings, name=evidence.best.name,
     )  # fmt: skip
     return {"entropies": target_entropies(target, evidence.frozen), "token_view": view}
+
+
+def require_served(config: RunConfig, served: ServedTarget, context: int) -> None:
+    """Refuses a judge.served that could not be judged in the end, before the long work.
+
+    Raises:
+        UserError: not there, another vocabulary, or a shorter context than the run's.
+    """
+    if config.judge.served is None:
+        return
+    draft = load_draft(config.judge.served, served, served.tokenizer)
+    limit = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and limit < context:
+        raise UserError(
+            f"judge.served: {config.judge.served} takes {limit} tokens, this run's prompts and responses up to {context}; "
+            f"leave it out, or set data.context_length={limit}"
+        )
 
 
 def _contestants(

@@ -31,11 +31,13 @@ from distill.drift_baseline import (
     Slice,
     engine_notes,
     gamma_of,
+    other_best,
     prompts_of_result,
     redrawn_prompts,
     slices_of,
 )
 from distill.frozen_text import FrozenText, load_frozen_text
+from distill.response_file import check_writable
 from distill.responses import decode_settings
 from distill.screen import interval
 from distill.train import context_limit, positions_of
@@ -90,7 +92,7 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     detectable, wanted}, neighbour_correlation, refresh, sentence}]}. Requests are counted from 1 in each slice.
 
     Raises:
-        UserError: an option out of its range, no run, an unreadable log or prompt file.
+        UserError: an option out of its range, no run, an unreadable log or prompt file, no place for what is asked for.
     """
     _check(options)
     console = console or Console()
@@ -99,11 +101,12 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
         log = read_acceptance_log(options.log, options.format)
         gamma, notes = gamma_of(log, options.gamma)
         baseline = _baseline(options, gamma)
-        notes = log.warnings + notes + engine_notes(log, baseline)
+        notes = log.warnings + baseline.notes + notes + engine_notes(log, baseline)
     else:
         baseline = _baseline(options, options.gamma)
         frozen = load_frozen_text(options.run, baseline.rule)
         log, notes = _decoded(options, frozen, baseline)
+        notes = baseline.notes + notes
     slices, more = slices_of(log.records, baseline, sums=log.sums)
     level = options.false_alarms / len(slices)
     monitored = [_monitor(part, options, level, seed) for seed, part in enumerate(slices, start=options.seed)]
@@ -132,6 +135,9 @@ def _check(options: DriftOptions) -> None:
         raise UserError(f"--rule {options.rule}: one of {', '.join(get_args(Rule))}")
     if options.plot is not None and options.plot.suffix.lower() not in PLOTS:
         raise UserError(f"--plot {options.plot}: give a file that ends in {' or '.join(PLOTS)}")
+    for option, place in (("--out", options.out), ("--plot", options.plot)):
+        if place is not None:
+            check_writable(option, place)
 
 
 def _written(path: Path, write: Any) -> None:
@@ -143,15 +149,16 @@ def _written(path: Path, write: Any) -> None:
 
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
-    """The run's live counts where they are of this gamma and rule, else drawn anew along its frozen text."""
-    path, stored = options.run / RESULT, None
+    """The run's live counts where they are of its best draft and of this gamma and rule, else drawn along its frozen text."""
+    path, stored, notes = options.run / RESULT, None, []
     if path.is_file():
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             own_rule, own_gamma = str(stored["verdict"]["rule"]), int(stored["verdict"]["gamma"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged; start the run's own command again, which judges it anew") from error
-        if stored.get("live_prompts") and gamma in (None, own_gamma) and options.rule in ("", own_rule):
+        notes = other_best(options.run, stored, str(path))
+        if not notes and stored.get("live_prompts") and gamma in (None, own_gamma) and options.rule in ("", own_rule):
             prompts = prompts_of_result(stored["live_prompts"], str(path))
             return Baseline(own_gamma, own_rule, "live", prompts)  # type: ignore[arg-type]
     wanted: Any = options.rule or (own_rule if stored else None)
@@ -159,7 +166,7 @@ def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
     gamma = gamma or (own_gamma if stored else frozen.config.judge.gamma)
     scores = score_tokens(frozen.draft(str(options.run)), frozen.responses, frozen.sampling)
     prompts = redrawn_prompts(frozen.responses, scores, frozen.rule, gamma, options.seed)
-    return Baseline(gamma, frozen.rule, "replay", prompts)
+    return Baseline(gamma, frozen.rule, "replay", prompts, notes)
 
 
 def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> tuple[AcceptanceLog, list[str]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,13 @@ class BaselinePrompt:
 
 @dataclass(frozen=True)
 class Baseline:
-    """source: `live` (the run's own judging) or `replay` (drawn along its frozen text)."""
+    """source: `live` (the run's own judging) or `replay` (drawn along its frozen text). notes: what a reader must know."""
 
     gamma: int
     rule: Rule
     source: str
     prompts: list[BaselinePrompt]
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,24 @@ def prompts_of_result(live_prompts: Sequence[dict[str, Any]], name: str) -> list
             f"{name}: live_prompts lacks domain, drafted, accepted or blocks, or they contradict each other; start the run's own command again, which judges it anew"
         ) from error
     return [row for row in rows if row.drafted > 0]
+
+
+def other_best(run: Path, result: dict[str, Any], name: str) -> list[str]:
+    """A note when RUN/best is by now another checkpoint than the one that the result judged, [] otherwise.
+
+    `name` is the file's. Raises UserError where its contestants cannot be read.
+    """
+    folder = (run / "best").resolve().name
+    try:
+        judged = result["contestants"][-1].get("step") if result.get("contestants") else None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{name}: damaged; start the run's own command again, which judges it anew") from error
+    if judged is None or not folder.removeprefix("step-").isdecimal() or int(folder.removeprefix("step-")) == judged:
+        return []
+    return [
+        f"{name} is of step {judged} and the best draft is {folder} by now: the baseline is of {folder}; the run's own "
+        "command, started again, judges it live"
+    ]
 
 
 def redrawn_prompts(

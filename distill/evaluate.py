@@ -77,7 +77,7 @@ def evaluate(
     by_gamma[chosen] = evidence.judged[BEST]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks, seconds={})
     result = findings_of(
-        evidence, verdict, tokenizer, kind="evaluation", name=path, provenance=describe_run(config.seed),
+        evidence, verdict, tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
         config=dump_config(config), files={"proposals": log.name if log is not None else None},
         **seen_by_both(evidence, target, tokenizer),
     )  # fmt: skip

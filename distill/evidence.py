@@ -130,7 +130,7 @@ def gather(
     speed = time_drafts(config, target, {one.name: one.draft for one in contestants}, texts[rule], gamma, rule)
     return Evidence(
         config, rule, gamma, tuple(contestants), texts, score_all(config, target, contestants, texts), judged,
-        responses, speed, costs_of(config, target, contestants, rule, gamma, context),
+        responses, speed, costs_of(config, target, contestants, rule, gamma, context, typical_length(texts[rule])),
     )  # fmt: skip
 
 
@@ -153,32 +153,50 @@ def costs_of(
     rule: Rule,
     gamma: int,
     context: int,
+    typical: int,
 ) -> dict[str, StepCosts]:
-    """Stage times of every contestant; drafts of the same shape are measured once."""
+    """Stage times of every contestant at a typical length of the text; drafts of the same shape are measured once."""
     by_shape: dict[Any, StepCosts] = {}
     costs = {}
     for one in reversed(contestants):
         shape = tuple((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters())
         if shape not in by_shape:
-            by_shape[shape] = step_costs(config, target, one.draft, rule, gamma, context)
+            by_shape[shape] = step_costs(config, target, one.draft, rule, gamma, context, typical)
         costs[one.name] = by_shape[shape]
     return costs
 
 
 def step_costs(
-    config: RunConfig, target: PreTrainedModel, draft: PreTrainedModel, rule: Rule, gamma: int, context_limit: int
+    config: RunConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    rule: Rule,
+    gamma: int,
+    context_limit: int,
+    typical: int = 128,
 ) -> StepCosts:
-    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room."""
+    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
+
+    typical: tokens of context that are timed, or fewer where there is no room for them.
+    """
     blocks = 8
     gammas = sorted(
         g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
     )
-    context = max(2, min(128, context_limit - (blocks + 3) * (max(gammas) + 1)))
+    context = max(2, min(typical, context_limit - (blocks + 3) * (max(gammas) + 1)))
     settings = decode_settings(config, target, rule=rule)
     with cpu_threads(config.judge.speed_threads):
         return measure_costs(
             target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
         )
+
+
+def typical_length(frozen: Sequence[HeldoutResponse]) -> int:
+    """Context half-way through a response: the median prompt and half the median response, in tokens."""
+    prompt, response = (
+        float(np.median([len(getattr(text, name)) for text in frozen])) for name in ("prompt_ids", "response_ids")
+    )
+    return max(2, round(prompt + response / 2))
 
 
 @contextlib.contextmanager
@@ -192,6 +210,12 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def timed_prompts(config: RunConfig, frozen: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:
+    """The held-out prompts that are timed, spread over the set, which is stored longest prompt first."""
+    spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
+    return [frozen[index] for index in spread]
+
+
 def time_drafts(
     config: RunConfig,
     target: PreTrainedModel,
@@ -201,8 +225,6 @@ def time_drafts(
     rule: Rule,
 ) -> dict[str, dict[str, Any]]:
     """Tokens/s at batch 1 of the target alone and with each draft, alternating on the same held-out prompts."""
-    # Spread over the set, which is stored longest prompt first.
-    spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
-    prompts = [(frozen[index].key, frozen[index].prompt_ids) for index in spread]
+    prompts = [(one.key, one.prompt_ids) for one in timed_prompts(config, frozen)]
     with cpu_threads(config.judge.speed_threads):
         return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))

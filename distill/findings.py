@@ -8,6 +8,7 @@ costs                             measured seconds
 slices, forgetting                alpha by domain, length, position, token class, entropy; domains that were not trained on
 disagreements, calibration        where the draft loses most; what its confidence is worth
 live_prompts, token_view          the logged live run: counts of every prompt, some responses token by token
+timed_prompts                     tokens/s of every contestant on every timed prompt, which the speed-ups are medians of
 checks, serve, config, provenance, files
 """
 
@@ -18,23 +19,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from speculative.calibration import calibration, stop_below
 
 from distill.engines import check_all, gather_facts
-from distill.evidence import BASELINE, Evidence
+from distill.evidence import BASELINE, Evidence, timed_prompts
 from distill.served_target import ServedTarget
 from distill.target_side import load_target_side
 from distill.verdict import describe_costs
+from speculative.calibration import calibration, stop_below
 from speculative.cost import StepCosts, predicted_speed_up
-from speculative.curves import rule_curve
+from speculative.curves import CURVE_GAMMAS, rule_curve
 from speculative.disagreements import disagreements
-from speculative.evaluate import CURVE_GAMMAS, rules_of_text
+from speculative.evaluate import rules_of_text
 from speculative.metrics import ratio_interval, sum_by_prompt
-from speculative.replay import expected_blocks_of
 from speculative.sampling import SamplingSettings
 from speculative.slices import slice_tables
 from speculative.token_class import token_pieces
-from speculative.token_scores import TokenScores
 from speculative.verify import RULES
 
 RESULT = "result.json"
@@ -49,6 +48,7 @@ def findings_of(
     *,
     kind: str,
     name: str,
+    checkpoints: Sequence[dict[str, Any]],
     entropies: list[np.ndarray] | None = None,
     token_view: dict[str, Any] | None = None,
     trained_on: Sequence[str] | None = None,
@@ -57,7 +57,9 @@ def findings_of(
     config: str = "",
     files: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """The whole of result.json. entropies: the target's at every frozen token, where its weights were here.
+    """The whole of result.json. checkpoints: the judged ones with their sums by response, which the verdict lacks.
+
+    entropies: the target's at every frozen token, where its weights were here.
 
     trained_on: domains of the training prompts; None when nobody trained.
     """
@@ -76,7 +78,7 @@ def findings_of(
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "verdict": verdict,
         "contestants": [_contestant(evidence, verdict, one.name) for one in evidence.contestants],
-        "steps": steps_of(verdict["checkpoints"], [response.prompt for response in evidence.frozen]),
+        "steps": steps_of(checkpoints, [response.prompt for response in evidence.frozen]),
         "curves": curves_of(evidence),
         "costs": _costs(evidence, costs),
         "slices": slices,
@@ -87,6 +89,7 @@ def findings_of(
         "calibration": _calibration(evidence, verdict, costs),
         "forgetting": _forgetting(slices, trained_on),
         "live_prompts": live_prompts(evidence),
+        "timed_prompts": _timed(evidence),
         "token_view": token_view,
         "checks": verdict["self_checks"],
         "serve": serve or [],
@@ -150,11 +153,16 @@ def curves_of(evidence: Evidence) -> dict[str, Any]:
                 continue
             covered.add(rule)
             of = {
-                name: rule_curve(scores, keys, rule, CURVE_GAMMAS, survival_gamma=evidence.gamma)
-                | {"speed_up": _speed_ups(evidence, name, scores, rule)}
+                name: _with_speed(evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.gamma))
                 for name, scores in evidence.scores[text_rule].items()
             }
-            rules.append({"rule": rule, "contestants": of, "note": f"replayed from text answered at {sampling}"})
+            rules.append(
+                {
+                    "rule": rule,
+                    "contestants": of,
+                    "note": f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}",
+                }
+            )
     rules.sort(key=lambda entry: entry["rule"] != evidence.rule)
     refused = [
         {
@@ -174,17 +182,24 @@ def rules_of_text_rule(text_rule: str) -> tuple[str, ...]:
     return rules_of_text(SamplingSettings(0.0) if text_rule == "greedy" else SamplingSettings())
 
 
-def _speed_ups(evidence: Evidence, name: str, scores: Sequence[TokenScores], rule: str) -> list[float] | None:
-    """Predicted speed-up at every gamma of the curve; beyond the measured ones v is extrapolated linearly."""
+def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> dict[str, Any]:
+    """The curve with the predicted speed-up at every gamma; None beyond the measured ones."""
     if not evidence.costs:
-        return None
+        return curve | {"speed_up": None}
     costs = evidence.costs[name]
-    tokens = sum(len(own) for own in scores)
-    taus = tokens / expected_blocks_of(scores, rule, CURVE_GAMMAS).sum(0)
-    return [
-        predicted_speed_up(float(tau), gamma, costs.cost_ratio, costs.verify_ratio(gamma))
-        for gamma, tau in zip(CURVE_GAMMAS, taus, strict=True)
-    ]
+    return curve | {
+        "speed_up": [
+            predicted_speed_up(tau, gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+            if gamma <= max(costs.verify_seconds)
+            else None
+            for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)
+        ]
+    }
+
+
+def _costs_note(evidence: Evidence, rule: str) -> str:
+    """Steps are timed under the run's own rule; sampling adds a little to each."""
+    return f", at the step times of rule {evidence.rule}" if evidence.costs and rule != evidence.rule else ""
 
 
 def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
@@ -207,7 +222,7 @@ def _calibration(evidence: Evidence, verdict: dict[str, Any], costs: StepCosts |
         return found | {"words": f"{found['words']}; no advice on a confidence stop: nothing was timed"}
     gamma = evidence.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
-    speed_up = predicted_speed_up(verdict["replay"][str(gamma)], gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+    speed_up = verdict["predicted_speed_up"]  # at the best gamma, 1 where none pays
     threshold, words = stop_below(
         scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up
     )
@@ -248,6 +263,16 @@ def live_prompts(evidence: Evidence) -> list[dict[str, Any]] | None:
             "accepted": sum(response.accepted_counts),
         }
         for response in evidence.responses
+    ]
+
+
+def _timed(evidence: Evidence) -> list[dict[str, Any]] | None:
+    if evidence.speed is None:
+        return None
+    prompts = timed_prompts(evidence.config, evidence.frozen)
+    return [
+        {"key": one.key, "tokens_per_second": {name: of["rates"][index] for name, of in evidence.speed.items()}}
+        for index, one in enumerate(prompts)
     ]
 
 

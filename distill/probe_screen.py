@@ -15,6 +15,7 @@ from rich.text import Text
 
 from distill.screen import interval
 from speculative.ceilings import WORTHWHILE
+from speculative.effects import too_few
 
 DECISION_WORDS = {
     "hopeless": "hopeless",
@@ -24,11 +25,6 @@ DECISION_WORDS = {
     "out_of_reach": "no go",
 }
 NOISY = 1.4  # Of a quiet machine; rules alone differ by up to 1.15 in a target step.
-HOPELESS_HINTS = {
-    "cost_ratio": "a draft step costs too much of a target step",
-    "perfect_draft": "the verify call is too dear for blocks of any length",
-    "realistic_draft": "no draft that was ever published accepts enough for this price",
-}
 
 
 class Stages:
@@ -87,12 +83,7 @@ def draft_sentence(record: dict[str, Any], rival: float) -> str:
     hope = f"distilled as far as others from there (alpha {reachable['alpha']:.2f}) it would give {reachable['speed_up']:.2f}x"
     name, decision = record["name"], record["decision"]
     if decision == "hopeless":
-        perfect = costs["perfect"]
-        gives = f"{perfect['speed_up']:.2f}x" if perfect["gamma"] else "no speed-up"
-        return (
-            f"{name}: hopeless. c = {costs['cost_ratio']:.2f}: even a perfect draft gives {gives} "
-            f"({HOPELESS_HINTS[costs['hopeless']]}), this one has {has}; take a shallower draft first."
-        )
+        return f"{name}: hopeless with {has}; {costs['hopeless_words']}."
     if decision == "no_headroom":
         beaten = f"; prompt lookup gives {rival:.2f}x" if rival > now["speed_up"] else ""
         return (
@@ -188,12 +179,15 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
 
 
 def _detectable(record: dict[str, Any], prompts: int) -> list[str]:
+    few = too_few(prompts)
+    if few is not None:
+        return [f"{record['name']}: {few}"]
     seen = record["detectable_alpha"]
     if seen is None or seen < 0.0005:
         return []
     return [
-        f"{record['name']}: with these {prompts} prompts a gain of {seen:.3f} in alpha would surely be seen (80 % power), with "
-        f"{4 * prompts} one of {seen / 2:.3f}"
+        f"{record['name']}: with these {prompts} prompts a gain of {seen:.3f} in alpha would be seen in 4 of 5 cases (80 % power), "
+        f"with {4 * prompts} one of {seen / 2:.3f}"
     ]
 
 

@@ -39,11 +39,12 @@ SECTION_KEYS = {
     "verdict": ("rule", "gamma", "prompts", "tokens", "outcome", "sentence"),
     "curves": ("gammas", "rules"),
     "costs": ("target_step_seconds", "draft_step_seconds", "cost_ratio", "verify_ratio"),
-    "calibration": ("bins",),
+    "calibration": ("bins", "words"),
     "token_view": ("contestant", "rule", "gamma", "responses"),
 }
 OPTIONAL_SECTIONS = (
-    "made", "steps", "curves", "costs", "slices", "disagreements", "calibration", "forgetting", "live_prompts", "token_view", "checks",
+    "made", "steps", "curves", "costs", "slices", "disagreements", "calibration", "forgetting", "live_prompts", "timed_prompts", "token_view",
+    "checks",
     "serve", "config", "provenance", "files",
 )  # fmt: skip
 OPTIONAL_OF_CONTESTANT = (
@@ -176,7 +177,7 @@ def summary_of(result: Mapping[str, Any], files: ReportFiles | None = None) -> d
     keys = (
         "step", "alpha", "alpha_ci", "tau", "tau_ci", "tau_by", "accepted_per_drafted", "speed_up", "speed_up_ci", "tokens_per_second",
     )  # fmt: skip
-    effects = verdict.get("effects") or {}
+    effects, against_served = verdict.get("effects") or {}, verdict.get("against_served")
     facts = (
         "outcome",
         "pays_off",
@@ -198,6 +199,9 @@ def summary_of(result: Mapping[str, Any], files: ReportFiles | None = None) -> d
         "contestants": {row["name"]: {key: row.get(key) for key in keys} for row in result["contestants"]},
         "gain": {key: effects.get(key) for key in ("alpha", "tau", "speed_up")} if effects else None,
         "certain": effects.get("certain"),
+        "against_served": {key: against_served.get(key) for key in ("alpha", "tau", "speed_up", "certain")}
+        if against_served
+        else None,
         "warnings": verdict.get("warnings") or [],
         "checks": result.get("checks") or {},
         "commit": (result.get("provenance") or {}).get("commit"),

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from distill.report_tables import GivenTimes, judged, labels_of, main_curves, number
+from distill.report_tables import GivenTimes, judged, labels_of, main_curves, number, timed_speed_ups
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone
 INK, MUTED, RULE = "#010101", "#020202", "#030303"
@@ -48,7 +48,7 @@ def figures_of(result: Mapping[str, Any], given: GivenTimes) -> dict[str, str]:
     curves = main_curves(result)
     if curves is not None:
         drawn["tau"] = _draw("tau", "tau over gamma", _taus, result, curves)
-        if any(curve.get("speed_up") for curve in curves["contestants"].values()):
+        if any(timed_speed_ups(result, curve) for curve in curves["contestants"].values()):
             drawn["speed"] = _draw("speed", "speed-up over gamma on this machine", _speeds, result, curves)
         drawn["given"] = _draw("given", "speed-up over gamma at the given times", _given_speeds, result, curves, given)
     if result.get("calibration"):
@@ -229,10 +229,11 @@ def _peak(axis: Any, gammas: Sequence[int], values: Sequence[float], colour: str
 def _speeds(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> None:
     main, gamma = judged(result), result["verdict"]["gamma"]
     for name, curve in _in_order(result, curves):
-        if not curve.get("speed_up") or any(value is None for value in curve["speed_up"]):
+        fast = {gamma: value for gamma, value in timed_speed_ups(result, curve).items() if gamma <= LAST_GAMMA}
+        if not fast:
             continue
         style = _style(result, name)
-        gammas, values = _shown(curve, curve["speed_up"])
+        gammas, values = list(fast), list(fast.values())
         axis.plot(gammas, values, **{**style, "markersize": 3})
         if name == main["name"]:
             _peak(axis, gammas, values, INK)

@@ -18,6 +18,7 @@ from distill.report_tables import (
     main_curves,
     measured_times,
     slice_tables,
+    timed_speed_ups,
 )
 from speculative.errors import UserError
 
@@ -113,9 +114,7 @@ def _charts(wandb: Any, result: Mapping[str, Any], given: GivenTimes) -> dict[st
     curves = main_curves(result)
     if curves is not None:
         known = {labels.get(name, name): curve for name, curve in curves["contestants"].items()}
-        timed = {
-            name: curve for name, curve in known.items() if curve.get("speed_up") and None not in curve["speed_up"]
-        }
+        timed = {name: fast for name, curve in known.items() if (fast := timed_speed_ups(result, curve))}
         chart(
             "tau", "tau over gamma", "gamma", {name: (curve["gammas"], curve["tau"]) for name, curve in known.items()}
         )
@@ -123,7 +122,7 @@ def _charts(wandb: Any, result: Mapping[str, Any], given: GivenTimes) -> dict[st
             "speed-up",
             "speed-up here",
             "gamma",
-            {name: (curve["gammas"], curve["speed_up"]) for name, curve in timed.items()},
+            {name: (list(fast), list(fast.values())) for name, fast in timed.items()},
         )
         at_times = {
             name: (

@@ -18,6 +18,7 @@ OUTCOMES = {
     "loss": "Loss",
     "not_timed": "Not timed",
 }
+TOO_FEW_TIMED = "too few prompts timed for an interval"
 SHOWN_DISAGREEMENTS = 12  # the page folds the rest
 SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 ORDERED_DIMENSIONS = ("prompt length", "position", "target entropy", "first tokens")
@@ -149,6 +150,16 @@ def measured_times(result: Mapping[str, Any]) -> GivenTimes:
     return GivenTimes(costs["target_step_seconds"], costs["draft_step_seconds"], extra, "measured")
 
 
+def timed_speed_ups(result: Mapping[str, Any], curve: Mapping[str, Any]) -> dict[int, float]:
+    """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""
+    last = max(map(int, ((result.get("costs") or {}).get("verify_ratio") or {})), default=None)
+    return {
+        gamma: value
+        for gamma, value in zip(curve["gammas"], curve.get("speed_up") or [], strict=False)
+        if value is not None and (last is None or gamma <= last)
+    }
+
+
 def labels_of(result: Mapping[str, Any]) -> dict[str, str]:
     """{name: what a reader is told}, in the order of the result."""
     return {row["name"]: row.get("label") or row["name"] for row in result["contestants"]}
@@ -158,7 +169,9 @@ def headline_table(result: Mapping[str, Any]) -> Table:
     """The judged draft, then every other contestant: alpha, tau, accepted / drafted, speed-up, tokens per second."""
     verdict, main = result["verdict"], judged(result)
     rows = [main, *(row for row in result["contestants"] if row is not main)]
-    effects = verdict.get("effects") or {}
+    # Best minus baseline and best minus served, each paired on the frozen text.
+    known = {"gain, same text": verdict.get("effects"), "against the served draft": verdict.get("against_served")}
+    compared = [effects for effects in known.values() if effects]
     heads = [
         f"{row.get('label') or row['name']}" + (f" (step {row['step']})" if row.get("step") is not None else "")
         for row in rows
@@ -168,11 +181,13 @@ def headline_table(result: Mapping[str, Any]) -> Table:
         cells = [Cell(name)]
         for row in rows:
             note = interval(row.get(ci), digits)
+            if key == "speed_up" and row.get(key) is not None and not note:
+                note = TOO_FEW_TIMED
             if key == "tau" and row.get("tau_by") == "replay":
                 note = f"{note} by replay".strip()
             cells.append(Cell(how(row.get(key)), note, strong=row is main))
-        if effects:
-            gain = effects.get(effect) or {}
+        for against in compared:
+            gain = against.get(effect) or {}
             cells.append(Cell(signed(gain.get("gain"), digits), interval(gain.get("ci"), digits, sign=True)))
         return cells
 
@@ -184,7 +199,7 @@ def headline_table(result: Mapping[str, Any]) -> Table:
         line("tokens/s", "tokens_per_second", 0, "", lambda value: number(value, 0)),
     ]
     shown = [cells for cells in table if any(cell.text != NOTHING for cell in cells[1:])]
-    return Table(("", *heads, *(["gain, same text"] if effects else [])), shown)
+    return Table(("", *heads, *(name for name, effects in known.items() if effects)), shown)
 
 
 def rules_table(result: Mapping[str, Any]) -> Table | None:
@@ -200,15 +215,15 @@ def rules_table(result: Mapping[str, Any]) -> Table | None:
         if curve is None:
             continue
         taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
-        fast = dict(zip(curve["gammas"], curve.get("speed_up") or [], strict=False))
-        best = max(fast, key=lambda at: fast[at] if fast[at] is not None else -1.0, default=None)
+        fast = timed_speed_ups(result, curve)
+        best = max(fast, key=fast.__getitem__, default=None)
         rows.append(
             [
                 Cell(curves["rule"], curves.get("note") or "", strong=curves["rule"] == result["verdict"]["rule"]),
                 Cell(number(curve["alpha"]), interval(curve.get("alpha_ci"))),
                 Cell(number(taus.get(gamma), 2)),
                 Cell(NOTHING if best is None else "none" if best == 0 else str(best)),
-                Cell(times(fast.get(best) if best is not None else None)),
+                Cell(times(None if best is None else fast[best])),
             ]
         )
     return Table(("rule", "alpha", f"tau at gamma {gamma}", "best gamma", "speed-up there"), rows) if rows else None
@@ -267,7 +282,7 @@ def slice_tables(result: Mapping[str, Any]) -> list[Table]:
 
 def _slice_cells(row: Mapping[str, Any], names: Sequence[str], worst: bool, has_gain: bool) -> list[Cell]:
     """`names` begins with the judged draft, whose bar carries the baseline as a tick."""
-    falls = row.get("gain_ci") is not None and row["gain_ci"][1] < 0
+    falls = row.get("certain") == "loss"
     alphas = [Cell(number(row["alpha"].get(name)), interval((row.get("alpha_ci") or {}).get(name))) for name in names]
     alphas[0] = replace(alphas[0], bar=row["alpha"].get(names[0]), tick=row["alpha"].get("baseline"), strong=True)
     gain = Cell(signed(row.get("gain")), interval(row.get("gain_ci"), sign=True), "worse" if falls else "")
@@ -285,10 +300,14 @@ def forgetting_table(result: Mapping[str, Any]) -> Table | None:
     """Every domain, trained on or not: alpha of each contestant and the change from baseline to best."""
     rows, labels = result.get("forgetting") or [], labels_of(result)
     names = [name for name in labels if any(name in row["alpha"] for row in rows)]
+    groups = result.get("slices") or []
+    domains = {row["name"]: row for group in groups if group["dimension"] == "domain" for row in group["rows"]}
     cells = []
     for row in rows:
         change = row.get("change") or {}
-        falls = change.get("ci") is not None and change["ci"][1] < 0
+        # The same row as in the slices by domain.
+        certain = change.get("certain") or domains.get(row["domain"], {}).get("certain")
+        falls = certain == "loss"
         cells.append(
             [
                 Cell(str(row["domain"]), "" if row["trained_on"] else "not trained on"),

@@ -101,9 +101,10 @@ def speed_line(result: Mapping[str, Any]) -> str:
 
 def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
     """How sure the gain is, and what these prompts could have seen."""
-    effects = verdict.get("effects")
+    effects, against_served = verdict.get("effects"), verdict.get("against_served")
+    served = [f"Against the served draft, paired by prompt: {words(against_served)}."] if against_served else []
     if not effects:
-        return []
+        return served
     looks = effects.get("looks") or 1
     method = effects["method"]
     sure = f"intervals of {percent(effects['confidence'])}"
@@ -111,6 +112,7 @@ def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
         sure = f"intervals of {percent(effects['corrected_confidence'], 2)} each, {percent(effects['confidence'])} over all looks"
     return [
         f"Gain over the baseline, paired by prompt: {words(effects)}.",
+        *served,
         f"Both drafts on the same {count(effects['prompts'], 'prompt')} ({effects['tokens']:,} tokens), tau and speed-up by replay: so a gain can "
         f"differ from the difference of two live runs. {method[0].upper()}{method[1:]}; {sure}.",
     ]
@@ -118,14 +120,52 @@ def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
 
 def calibration_line(calibration: Mapping[str, Any]) -> str:
     """What to do with the draft's confidence."""
-    stop = calibration.get("stop_below")
-    said = (calibration.get("words") or "").rstrip(".")
-    advice = (
-        f"Stop drafting behind a token of probability under {stop:.2f}."
-        if stop
-        else "Stopping early does not pay here: leave it off."
+    said = calibration["words"].rstrip(".")
+    return f"{said[:1].upper()}{said[1:]}."
+
+
+def steps_line(result: Mapping[str, Any]) -> str:
+    """What the numbers of the checkpoints were measured on."""
+    # Only counted blocks have an interval of tau.
+    if any(step.get("tau_ci") for step in result["steps"]):
+        return (
+            "alpha is of the same frozen held-out text for every checkpoint. tau was counted live on the same prompts, so each "
+            "checkpoint was counted on text of its own."
+        )
+    return "Every checkpoint was judged on the same frozen held-out text, tau by replay."
+
+
+def slices_line(result: Mapping[str, Any]) -> str:
+    """What the intervals of the gains hold for, and when a slice is marked."""
+    marks = ("“worse” and “forgotten”" if result.get("forgetting") else "“worse”") + " marks"
+    levels = [group["corrected_confidence"] for group in result["slices"] if group.get("corrected_confidence")]
+    if not any(row.get("gain") is not None for group in result["slices"] for row in group["rows"]):
+        return "Each interval stands alone."
+    if not levels:
+        return "Each interval stands alone at 95 %; nothing is marked as worse, because among many rows some look so by chance."
+    return (
+        f"The intervals of the gains hold together at 95 % over the rows of a table (Bonferroni: each at up to {percent(max(levels), 1)}); "
+        f"{marks} a loss that is certain by them, on enough prompts. Those of alpha stand alone."
     )
-    return f"{said[0].upper()}{said[1:]}." if said else advice
+
+
+def serve_warning(result: Mapping[str, Any]) -> str:
+    """Why the commands may not be worth running, "" where the draft pays off."""
+    verdict = result["verdict"]
+    outcome, pays, reasons = verdict["outcome"], verdict.get("pays_off"), []
+    if outcome == "loss":
+        reasons.append("this draft is worse than the undistilled one")
+    elif judged(result).get("step") == 0:
+        reasons.append("this draft is the undistilled one")
+    elif outcome == "no_measurable_gain":
+        reasons.append("this draft is not certainly better than the undistilled one")
+    if pays is False or outcome == "no_speed" or verdict.get("best_gamma") == 0:
+        reasons.append("the target with this draft was not measured faster than the target alone, expect no speed-up")
+    if reasons:
+        return f"No gain: {'; '.join(reasons)}. The commands are given all the same."
+    if pays is None or outcome == "not_timed":
+        return "Not timed: whether the target with this draft is faster than alone was not measured."
+    return ""
 
 
 def check_lines(result: Mapping[str, Any]) -> list[str]:
@@ -150,15 +190,24 @@ def check_lines(result: Mapping[str, Any]) -> list[str]:
             f"Speculative greedy text equals plain greedy text on {equal} of {equal + len(ties)} prompts"
             + (f"; {len(ties)} part at a near-tie of two logits." if ties else ".")
         )
-    verdict, main = result["verdict"], judged(result)
-    records = [record for record in verdict.get("checkpoints") or [] if record.get("step") == main.get("step")]
-    if records and records[0].get("replay_check"):
-        agreement = agreement_words(records[0]["replay_check"], records[0]["live_tokens"])
-        lines.append(f"Live decoding against replay of its own text: tau {number(main['tau'], 2)} beside {agreement}.")
     for key, value in checks.items():
         if isinstance(value, str | int | float):
             lines.append(f"{key.replace('_', ' ')}: {value}")
-    return lines or ["No self-check was run here (nothing was decoded)."]
+    return [*(lines or ["No self-check was run here (nothing was decoded)."]), _agreement_line(result)]
+
+
+def _agreement_line(result: Mapping[str, Any]) -> str:
+    """Live decoding against replay of its own text: both of one run, the last one that was counted."""
+    verdict, main = result["verdict"], judged(result)
+    records = [record for record in verdict.get("checkpoints") or [] if record.get("step") == main.get("step")]
+    record = next((one for one in (verdict.get("best") or {}, *records) if one.get("replay_check")), None)
+    start = "Live decoding against replay of its own text:"
+    if record is not None:
+        check, tokens = record["replay_check"], record["live_tokens"]
+        return f"{start} tau {number(tokens / check['live_blocks'], 2)} beside {agreement_words(check, tokens)}."
+    if main.get("tau_by") == "replay":
+        return f"{start} not compared, nothing was decoded live: tau {number(main['tau'], 2)} is by replay."
+    return f"{start} not compared, the result holds no replay of the live run."
 
 
 def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -185,6 +234,7 @@ def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             else "",
         ),
         ("machine", ", ".join(machine) + (f", {threads} threads" if threads else "")),
+        ("prompts timed", f"{len(result['timed_prompts'])}" if result.get("timed_prompts") else ""),
         ("timed at", f"batch {costs.get('batch_size')}, context {costs.get('context')} tokens" if costs else ""),
         (
             "step times",
@@ -252,13 +302,17 @@ def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
         *(escaped(line) for line in effect_lines(verdict)),
         *(f"> Warning: {escaped(line)}" for line in verdict.get("warnings") or []),
         "## Acceptance over steps",
-        missing.get("steps") or markdown_table(_steps_table(result)),
+        *([missing["steps"]] if "steps" in missing else [steps_line(result), markdown_table(_steps_table(result))]),
         "## Survival by position",
         missing.get("survival") or markdown_table(_survival_table(result)),
         "## Speed-up over gamma",
         *_speed_parts(result, given, missing),
         "## Slices",
-        *([missing["slices"]] if "slices" in missing else [markdown_table(table) for table in slice_tables(result)]),
+        *(
+            [missing["slices"]]
+            if "slices" in missing
+            else [slices_line(result), *map(markdown_table, slice_tables(result))]
+        ),
     ]
     forgotten = forgetting_table(result)
     parts += ["## Forgetting", markdown_table(forgotten)] if forgotten else []
@@ -277,7 +331,8 @@ def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
         parts += [f"<details><summary>Config</summary>\n\n{code_block(result['config'], 'yaml')}\n\n</details>"]
     parts += ["## Checks of the instrument", "\n".join(f"- {escaped(line)}" for line in check_lines(result))]
     if result.get("serve"):
-        parts.append("## Serve it")
+        warning = serve_warning(result)
+        parts += ["## Serve it", *([f"> Warning: {warning}"] if warning else [])]
     for engine in result.get("serve") or []:
         takes = "takes this pair" if engine["ok"] else "does not take this pair"
         note = f". {escaped(engine['note'])}" if engine.get("note") else ""

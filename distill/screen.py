@@ -35,8 +35,8 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
     alone = verdict["target_tokens_per_second"]
     if alone is not None:
         table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
-    for name, key in (("undistilled", "baseline"), ("distilled", "best")):
-        row = verdict[key]
+    for name, key in (("undistilled", "baseline"), ("served today", "served"), ("distilled", "best")):
+        row = verdict.get(key)
         if row is None:
             continue
         table.add_row(
@@ -45,10 +45,15 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
             f"{row['tau']:.2f}" + (f"\n{interval(row['tau_ci'], 2)}" if "tau_ci" in row else "\n(replay)"),
             f"{row['accepted_per_drafted']:.3f}" if "accepted_per_drafted" in row else "",
             f"{row['tokens_per_second']:.0f}" if alone is not None else "",
-            f"{verdict['speed_up'][key]:.2f}x" if alone is not None else "",
+            _speed(verdict, key) if alone is not None else "",
             style="bold" if key == "best" else "",
         )
     return table
+
+
+def _speed(verdict: dict[str, Any], key: str) -> str:
+    text, ci = f"{verdict['speed_up'][key]:.2f}x", (verdict.get("speed_up_ci") or {}).get(key)
+    return f"{text}\n{interval(ci, 2)}" if ci else text
 
 
 def judgement_table(title: str, result: dict[str, Any]) -> Table:
@@ -128,7 +133,7 @@ def last_screen(
     console: Console, run: Path, verdict: dict[str, Any], completions: Sequence[Panel], export: Path | None
 ) -> None:
     """The screen that ends a demo."""
-    style = "green" if verdict["pays_off"] else "yellow"
+    style = "green" if verdict["outcome"] == "pays_off" else "yellow"
     console.print()
     if completions:
         legend = Text.assemble(
@@ -143,8 +148,8 @@ def last_screen(
     parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = Table.grid(padding=(0, 2))
+    places.add_row("report", f"{run / 'report.html'}  (open it in a browser)")
     places.add_row("verdict", str(run / "verdict.json"))
-    places.add_row("plot", str(run / "plot.png"))
     places.add_row("best checkpoint", str(run / "best"))
     if export is not None:
         places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")

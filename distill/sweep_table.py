@@ -33,8 +33,17 @@ def measures(sweep: SweepFile, trial: Trial) -> dict[str, Any]:
         raise UserError(
             f"{sweep.path}: metric = {sweep.metric}: no number of that name in {trial.config.folder}/verdict.json"
         )
-    intervals = {name: _at(verdict, f"{path}_ci") for name, path in paths.items()}
+    intervals = {name: _interval_of(verdict, path) for name, path in paths.items()}
     return found | {"intervals": {name: ci for name, ci in intervals.items() if ci is not None}}
+
+
+def _interval_of(verdict: Any, path: str) -> Any:
+    """The judged interval: `best.tau_ci` of `best.tau`, `speed_up_ci.best` of `speed_up.best`, `x.ci` of `x.gain`, or None."""
+    first, dot, rest = path.partition(".")
+    places = [f"{path}_ci", f"{first}_ci{dot}{rest}"]
+    if path.endswith(".gain"):
+        places.append(f"{path.removesuffix('gain')}ci")
+    return next((found for place in places if (found := _at(verdict, place)) is not None), None)
 
 
 def _at(tree: Any, path: str) -> Any:
@@ -107,9 +116,13 @@ def sweep_table(sweep: SweepFile, rows: Sequence[Mapping[str, Any]]) -> Table:
     kinds = {row["interval"] for row in rows if row["interval"]}
     says = {OVER_SEEDS: "over seeds (Student's t)", JUDGED_INTERVAL: "over prompts, as judged, where there is one seed"}
     told = "; ".join(says[kind] for kind in (OVER_SEEDS, JUDGED_INTERVAL) if kind in kinds)
+    count = sum(row["metric"] is not None for row in rows)
+    picked = (
+        f" The best is picked out of {count} combinations; its interval is not widened for that." if count > 1 else ""
+    )
     table = Table(
         title=f"sweep {sweep.name}: {sweep.direction} {sweep.metric}",
-        caption=f"[95 % interval]: {told or 'none'}. Overlapping intervals: the difference may be noise.",
+        caption=f"[95 % interval]: {told or 'none'}. Overlapping intervals: the difference may be noise.{picked}",
         box=box.SIMPLE_HEAD,
     )
     keys = list(rows[0]["values"]) if rows else []

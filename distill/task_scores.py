@@ -1,12 +1,16 @@
 """Is the task score the same with and without the draft? A scorer of yours on texts decoded both ways.
 
 A scorer is any function `scorer(prompt, response, reference) -> number from 0 to 1`, named `module:function` or
-`path/to/file.py:function`; `exact-match` and `exact-match-number` are built in. `reference` is the dataset's own answer
-(`reference_column` of a source, or a line of --references), None where there is none. A task of lm-eval is wrapped in
-two lines, its document given as the reference (JSON) of each prompt:
+`path/to/file.py:function`; `exact-match` and `exact-match-number` are built in. `reference` is a text or None: what the
+prompt's row has in the source's `reference_column`, or its line of --references FILE, JSON lines of a "prompt" (or "id")
+and a "reference". Where an answer is more than a text, its reference is the JSON of it. So a task of lm-eval needs a file
+of its documents and a scorer that reads them back:
 
     TASK = get_task_dict(["gsm8k"], TaskManager())["gsm8k"]                                  # from lm_eval.tasks
-    def score(prompt, response, reference): return TASK.process_results(json.loads(reference), [response])["exact_match"]
+    for doc in TASK.test_docs():                                                             # once: the references
+        print(json.dumps({"prompt": TASK.doc_to_text(doc), "reference": json.dumps(doc)}))
+    def score(prompt, response, reference):                                                  # --scorer FILE.py:score
+        return TASK.process_results(json.loads(reference), [response])["exact_match"]
 
 Shapes: P prompts (the resampling unit), C columns of sums.
 """
@@ -33,6 +37,7 @@ from distill.config import RunConfig
 from distill.lossless_command import Pair, load_pair
 from speculative.curves import intervals_of_sums
 from speculative.drafters import ModelDrafter
+from speculative.effects import too_few
 from speculative.errors import UserError
 from speculative.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.responses import Response
@@ -218,7 +223,8 @@ def task_scores(
 
     {"scorer", "rule", "gamma", "prompts", "samples", "with_reference", "same_texts", "speculative", "alone", "difference",
     "passed", "sentence"}. At temperature 0 the texts are the same, so every score must be; sampled texts differ, and the
-    check fails where the `1 - LEVEL` interval of the paired difference leaves 0 out.
+    check fails where the `1 - LEVEL` interval of the paired difference leaves 0 out; less than `fewest_prompts` prompts are
+    certain of nothing and never fail it.
 
     Raises:
         UserError: see `load_pair`, `load_scorer`, `read_references`, `score_texts`.
@@ -276,9 +282,12 @@ def _greedy_answer(result: dict[str, Any], pair: Pair, batch_size: int) -> dict[
 
 def _sampled_answer(result: dict[str, Any], wide: list[float]) -> dict[str, Any]:
     value, (low, high) = result["difference"]["value"], result["difference"]["ci"]
-    passed = wide[0] <= 0 <= wide[1]
+    few = too_few(result["prompts"], 1 - LEVEL)
+    passed = few is not None or wide[0] <= 0 <= wide[1]
     seen = f"{value:+.3f} [{low:+.3f}, {high:+.3f}] over {result['prompts']} prompts x {result['samples']}"
-    if not passed:
+    if few is not None:
+        words = f"Not certain: {seen}; {few}."
+    elif not passed:
         words = f"The scores DIFFER: {seen}; even the {1 - LEVEL:.1%} interval leaves 0 out."
     elif low <= 0 <= high:
         words = f"No difference to be seen: {seen}; one outside this 95 % interval is ruled out, a smaller one is not."

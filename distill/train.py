@@ -19,7 +19,7 @@ from data.respond import RenderedPrompt
 from data.store import Row, write_json
 from distill import checkpoint
 from distill.batches import BatchSource, check_packing
-from distill.conclusion import conclude_run, write_conclusion
+from distill.conclusion import conclude_run, require_served, write_conclusion
 from distill.config import RunConfig, TargetConfig, load_config
 from distill.corpus import HeldoutLoss, window_examples, windows_of
 from distill.faults import explain
@@ -223,6 +223,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     refuse_impossible(config, target.side.config, target.facts.vocab_rows)
     # Before the long work: whatever is wrong with the student is told now, not after the target has answered. Only one that is
     # carved by measurements on the target's own text has to wait for that text.
+    require_served(config, target, context)
     student = None if carved_by_measurement(config) else first_student(config, accelerator, target)
     clock = _Clock(progress)
     # Without the target's weights there is no instrument to check: replay alone judges.

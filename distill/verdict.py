@@ -27,6 +27,7 @@ from typing import Any
 
 from distill import checkpoint
 from distill.evidence import BASELINE, SERVED, Evidence
+from speculative.ceilings import hopeless_words
 from speculative.cost import StepCosts, best_gamma, break_even_alpha
 from speculative.effects import paired_effects, speed_interval
 from speculative.errors import UserError
@@ -42,9 +43,9 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
     "self_checks": dict, "domains": dict, "pays_off": (bool, NoneType), "outcome": str, "sentence": str, "warnings": list,
     "seconds": dict,
 }  # fmt: skip
+# What else is told of the best: of the very run that its tau is of.
+OF_THE_LAST_RUN = ("replay_check", "live_tokens", "live")
 OUTCOMES = ("pays_off", "no_speed", "no_measurable_gain", "loss", "not_timed")
-# A perfect draft that would not give more than this is worth a word: real ones reach half of what it gains.
-LITTLE = 2.0
 
 
 def load_judgements(run: Path) -> list[dict[str, Any]]:
@@ -114,10 +115,11 @@ def verdict_of(
     rule, gamma, best = evidence.rule, evidence.gamma, evidence.judged[evidence.best.name]
     names = [one.name for one in evidence.contestants]
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
-    looks = max(1, len(checkpoints) - 1)
-    effects = _effects(evidence, BASELINE, costs, looks) if BASELINE in names else None
+    looks = looks_of(checkpoints)
+    effects = _effects(evidence, BASELINE, looks) if BASELINE in names else None
+    against_served = _effects(evidence, SERVED, looks) if SERVED in names else None
     speeds = {name: speed_interval(evidence.speed[name]["ratios"]) for name in names} if evidence.speed else None
-    outcome, pays, sentence = conclude(evidence, effects, speeds)
+    outcome, pays, sentence = conclude(evidence, effects, speeds, against_served)
     timed: dict[str, Any] = {"best_gamma": None, "predicted_speed_up": None}
     if costs is not None:
         timed = best_gamma_facts(best["replay"], costs)
@@ -127,17 +129,17 @@ def verdict_of(
         "prompts": best["prompts"],
         "tokens": best["tokens"],
         **{name: _judged(evidence, name) if name in names else None for name in (BASELINE, SERVED)},
-        "best": _judged(evidence, evidence.best.name),
+        "best": _judged(evidence, evidence.best.name) | {key: best[key] for key in OF_THE_LAST_RUN if key in best},
         "target_tokens_per_second": evidence.speed["target"]["tokens_per_second"] if evidence.speed else None,
         "speed_up": {name: speed[0] for name, speed in speeds.items()} if speeds else None,
         "speed_up_ci": {name: speed[1] for name, speed in speeds.items()} if speeds else None,
         "effects": effects,
-        "against_served": _effects(evidence, SERVED, costs, looks) if SERVED in names else None,
+        "against_served": against_served,
         "paired": {"alpha_gain": effects["alpha"]["gain"], "ci": effects["alpha"]["ci"]} if effects else None,
         "replay": {str(g): tau for g, tau in best["replay"].items()},
         **timed,
         "costs": describe_costs(costs, gamma) if costs is not None else None,
-        "checkpoints": list(checkpoints),
+        "checkpoints": [_without_sums(record) for record in checkpoints],
         "self_checks": self_checks,
         "domains": best["domains"],
         "pays_off": pays,
@@ -148,40 +150,60 @@ def verdict_of(
     }
 
 
-def _effects(evidence: Evidence, against: str, costs: StepCosts | None, looks: int) -> dict[str, Any]:
+def looks_of(checkpoints: Sequence[dict[str, Any]]) -> int:
+    """How many drafts the best one was picked from: one a checkpoint, two where averaged weights were judged too."""
+    return max(1, sum(2 if "score_ema" in record else 1 for record in checkpoints[1:]))
+
+
+def _effects(evidence: Evidence, against: str, looks: int) -> dict[str, Any]:
     return paired_effects(
         evidence.own_scores(evidence.best.name),
         evidence.own_scores(against),
         evidence.keys,
         rule=evidence.rule,
         gamma=evidence.gamma,
-        costs=(costs.cost_ratio, costs.verify_ratio(evidence.gamma)) if costs is not None else None,
+        costs=_costs_at(evidence, evidence.best.name),
+        baseline_costs=_costs_at(evidence, against),
         looks=looks,
     )
 
 
+def _costs_at(evidence: Evidence, name: str) -> tuple[float, float] | None:
+    """(c, v(gamma)) of a contestant."""
+    if not evidence.costs:
+        return None
+    costs = evidence.costs[name]
+    return costs.cost_ratio, costs.verify_ratio(evidence.gamma)
+
+
 def conclude(
-    evidence: Evidence, effects: dict[str, Any] | None, speeds: dict[str, Any] | None
+    evidence: Evidence,
+    effects: dict[str, Any] | None,
+    speeds: dict[str, Any] | None,
+    against_served: dict[str, Any] | None = None,
 ) -> tuple[str, bool | None, str]:
     """(outcome, whether decoding with the draft is certainly faster than without, the answer in one sentence)."""
     who = "the distilled draft" if effects else evidence.best.label
     learned = _learned(effects) if effects else None
     pays, fast = _fast(evidence, speeds)
+    end = f"{_against(against_served)}{'' if pays else _hopeless(evidence)}."
     if effects is not None and effects["certain"] == "loss":
-        return "loss", pays, f"It got worse: {who} {learned} and {fast}."
+        return "loss", pays, f"It got worse: {who} {learned} and {fast}{end}"
     if effects is not None and effects["certain"] == "none":
-        return "no_measurable_gain", pays, f"No measurable gain: {who} {learned}; it {fast}."
+        return "no_measurable_gain", pays, f"No measurable gain: {who} {learned}; it {fast}{end}"
     if speeds is None:
         return (
             "not_timed",
             None,
-            f"Not timed here (judge.live: never): {who} {fast}{f' and {learned}' if learned else ''}.",
+            f"Not timed here (judge.live: never): {who} {fast}{f' and {learned}' if learned else ''}{end}",
         )
     if pays:
-        return "pays_off", True, f"It pays off: {who} {fast}{f' and {learned}' if learned else ''}."
-    start = "Not certain to pay off here" if speeds[evidence.best.name][1][1] >= 1.0 else "It does not pay off here"
+        return "pays_off", True, f"It pays off: {who} {fast}{f' and {learned}' if learned else ''}{end}"
+    interval = speeds[evidence.best.name][1]
+    certain = interval is not None and interval[1] < 1.0
+    start = "It does not pay off here" if certain else "Not certain to pay off here"
     though = f", though it {learned}" if learned else ""
-    return "no_speed", pays, f"{start}: {who} {fast}{though}{_ceiling(evidence)}."
+    return "no_speed", pays, f"{start}: {who} {fast}{though}{end}"
 
 
 def _learned(effects: dict[str, Any]) -> str:
@@ -189,11 +211,23 @@ def _learned(effects: dict[str, Any]) -> str:
     if gain == low == high == 0.0:
         return "is the undistilled one: no checkpoint is better than the undistilled baseline"
     numbers = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-    if effects["certain"] == "none":
-        seen = effects["minimal_detectable"]["alpha"]
-        size = f"; a difference of {seen:.3f} would have been seen" if seen else ""
-        return f"has no certain difference in alpha to the undistilled baseline ({numbers}{size})"
-    return f"accepts {numbers} alpha over the undistilled baseline"
+    if effects["certain"] != "none":
+        return f"accepts {numbers} alpha over the undistilled baseline"
+    size = ""
+    if effects["prompts"] < effects["fewest_prompts"]:
+        size = f"; {effects['prompts']} prompts are too few to be certain, give at least {effects['fewest_prompts']}"
+    elif effects["minimal_detectable"]["alpha"]:
+        size = f"; {effects['minimal_detectable']['alpha']:.3f} would have been seen with 80 % probability"
+    return f"has no certain difference in alpha to the undistilled baseline ({numbers}{size})"
+
+
+def _against(effects: dict[str, Any] | None) -> str:
+    """How it stands to the draft that is served today."""
+    if effects is None:
+        return ""
+    gain, (low, high) = effects["alpha"]["gain"], effects["alpha"]["ci"]
+    word = {"gain": "better than", "loss": "worse than", "none": "not to be told from"}[effects["certain"]]
+    return f"; it is {word} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha)"
 
 
 def _fast(evidence: Evidence, speeds: dict[str, Any] | None) -> tuple[bool | None, str]:
@@ -202,25 +236,38 @@ def _fast(evidence: Evidence, speeds: dict[str, Any] | None) -> tuple[bool | Non
         judged, baseline = evidence.judged[evidence.best.name], evidence.judged.get(BASELINE)
         before = f" (undistilled {baseline['tau']:.2f})" if baseline else ""
         return None, f"has tau {judged['tau']:.2f} at gamma {evidence.gamma} by replay{before}"
-    speed_up, (low, high) = speeds[evidence.best.name]
+    speed_up, interval = speeds[evidence.best.name]
+    if interval is None:
+        how = f"decodes {speed_up:.2f}x as fast as the target alone at gamma {evidence.gamma}"
+        return False, f"{how}, on too few prompts to be certain (judge.speed_prompts)"
+    low, high = interval
     how = f"decodes {speed_up:.2f}x [{low:.2f}, {high:.2f}] as fast as the target alone at gamma {evidence.gamma}"
     if low <= 1.0 <= high:
         how += ", which cannot be told from no speed-up"
     return low > 1.0, how
 
 
-def _ceiling(evidence: Evidence) -> str:
-    """What a draft that is always accepted would give at these costs, when that is little."""
+def _hopeless(evidence: Evidence) -> str:
+    """What even the best draft would give at these costs, when that is too little."""
     if not evidence.costs:
         return ""
     costs = evidence.costs[evidence.best.name]
-    _, most = best_gamma({gamma: gamma + 1.0 for gamma in range(1, max(costs.verify_seconds) + 1)}, costs)
-    if most > LITTLE:
-        return ""
-    return f"; at c = {costs.cost_ratio:.2f} even a draft that is always accepted would give {most:.2f}x: take a shallower one"
+    words = hopeless_words(
+        costs.cost_ratio, {gamma: costs.verify_ratio(gamma) for gamma in costs.verify_seconds}, costs.batch_size
+    )
+    return f"; {words}" if words else ""
 
 
 def _judged(evidence: Evidence, name: str) -> dict[str, Any]:
     record = evidence.judged[name]
     row = {key: record[key] for key in JUDGED if key in record}
     return row | ({"tokens_per_second": evidence.speed[name]["tokens_per_second"]} if evidence.speed else {})
+
+
+def _without_sums(record: dict[str, Any]) -> dict[str, Any]:
+    """A judgement without its lists by response, which judgement.json keeps."""
+    return {
+        key: _without_sums(value) if isinstance(value, dict) else value
+        for key, value in record.items()
+        if key != "per_response"
+    }

@@ -96,11 +96,12 @@ def stop_below(
     """(threshold for the decoder's confidence stop, one sentence): drafting ends behind a token of lower probability.
 
     One more drafted token costs cost_ratio + verify_slope target steps, (v(gamma) - v(0)) / gamma being the slope of the
-    verify call, and at the best rate each step of the target is worth speed_up tokens (the predicted one at this gamma).
-    It brings the chance that the token before it is accepted and it is too, measured on the text by the bin of the token
-    before. The threshold is the upper edge of the highest of the bins, counted from the lowest, behind which it does not
-    pay; bins of fewer than ENOUGH drafted tokens are passed over. 0.0: it pays behind all. None: behind none, so that
-    gamma 1 does as well as any stop. Doubt about the block's earlier tokens, and what a second further token would bring,
+    verify call. speed_up is the predicted one at the pair's best gamma, 1 or less where no gamma pays: a target step is worth
+    that many tokens, and never less than the one of plain decoding. The drafted token brings the chance that the token before
+    it is accepted and it is too, measured on the text by the bin of the token before. The threshold is the upper edge of the
+    highest of the bins, counted from the lowest, behind which it does not pay; bins of fewer than ENOUGH drafted tokens are
+    passed over. 0.0: it pays behind all. None: behind none, so that gamma 1 does as well as any stop, or no drafting where
+    no gamma pays: the sentence says which. Doubt about the block's earlier tokens, and what a second further token would bring,
     are not counted: they pull in opposite directions.
 
     Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
@@ -113,16 +114,25 @@ def stop_below(
     filled = np.flatnonzero(drafted_C >= ENOUGH)
     if not len(filled):
         return 0.0, "too little text to advise a confidence stop: leave it off"
-    pays = both_C[filled] > speed_up * (cost_ratio + verify_slope) * drafted_C[filled]
+    price, paying = cost_ratio + verify_slope, speed_up > 1.0
+    pays = both_C[filled] > max(1.0, speed_up) * price * drafted_C[filled]
+    nowhere = f"at c = {cost_ratio:.2f} no gamma makes this draft pay"
     if pays[0]:
+        if not paying:
+            return 0.0, f"{nowhere}, and no confidence stop would: decode without it"
         return 0.0, "drafting on pays behind every drafted token: leave the confidence stop off"
     if not pays.any():
+        if not paying:
+            return None, f"{nowhere}, and no confidence stop would: decode without it"
         return None, "one more token pays behind no drafted token, however sure the draft is: use gamma 1 at most"
     threshold = _edge(int(filled[int(pays.argmax()) - 1]) + 1)
-    return threshold, (
-        f"stop drafting behind a token of probability below {threshold:.1f}: one more costs "
-        f"{cost_ratio + verify_slope:.2f} target steps there, more than it brings"
-    )
+    why = f"one more costs {price:.2f} target steps there, more than it brings"
+    if not paying:
+        return threshold, (
+            f"{nowhere}; to stop behind a token of probability below {threshold:.1f} loses less ({why}), but need not be "
+            "enough to pay"
+        )
+    return threshold, f"stop drafting behind a token of probability below {threshold:.1f}: {why}"
 
 
 def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) -> list[float] | None:

@@ -6,7 +6,7 @@ Shapes: N texts, T tokens of one text, K gammas.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,8 @@ CEILING_GAMMA = 8
 DecisionWord = Literal["hopeless", "no_headroom", "already_pays", "needs_distillation", "out_of_reach"]
 # Why a pair is hopeless.
 HopelessReason = Literal["cost_ratio", "perfect_draft", "realistic_draft"]
+# What would have to become cheaper: the draft's steps, the verify call, any one of them, or both at once.
+Culprit = Literal["draft", "verify", "either", "both"]
 WORTH_DISTILLING: tuple[DecisionWord, ...] = ("already_pays", "needs_distillation")
 
 
@@ -180,6 +182,50 @@ def hopeless_because(costs: StepCosts) -> HopelessReason | None:
     return None
 
 
+def hopeless_words(cost_ratio: float, verify_ratios: Mapping[int, float], batch_size: int | None = None) -> str | None:
+    """Why no draft pays enough at these costs and what would change it, in words; None when one can (`hopeless_because`).
+
+    verify_ratios: v(gamma) of the measured gammas, {5: 1.3}. batch_size: where it is 1, no smaller one is advised.
+    """
+    costs = StepCosts(1.0, {1: cost_ratio}, dict(verify_ratios), batch_size=batch_size or 0, context=0)
+    advised = advice(costs)
+    return None if advised is None else advised[1]
+
+
+def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
+    """(what costs too much, a sentence that says so and what to do); None unless the pair is hopeless.
+
+    A part is to blame where the pair would not be hopeless if that part were free: c = 0, or v = 1.
+    """
+    reason = hopeless_because(costs)
+    if reason is None:
+        return None
+    free_draft = replace(costs, draft_seconds={1: 0.0})
+    free_verify = replace(costs, verify_seconds=dict.fromkeys(costs.verify_seconds, costs.target_seconds))
+    helps = (hopeless_because(free_draft) is None, hopeless_because(free_verify) is None)
+    blamed: dict[tuple[bool, bool], Culprit] = {(True, False): "draft", (False, True): "verify", (True, True): "either"}
+    culprit = blamed.get(helps, "both")
+    gammas = ceiling_gammas(costs)
+    perfect = reason != "realistic_draft"
+    taus = perfect_taus(gammas) if perfect else {gamma: iid_tau(REALISTIC_ALPHA, gamma) for gamma in gammas}
+    gamma, speed_up = best_gamma(taus, costs)
+    shown = gamma or max(costs.verify_seconds, default=1)
+    price = f"c = {costs.cost_ratio:.2f}"
+    if culprit != "draft":
+        price += f" and v({shown}) = {costs.verify_ratio(shown):.2f}"
+    whose = "always accepted" if perfect else f"accepted at alpha {REALISTIC_ALPHA}"
+    gives = f"{speed_up:.2f}x" if gamma else "no speed-up"
+    smaller_batch = "" if costs.batch_size == 1 else "a smaller batch, "
+    cheaper = f"make verify calls cheaper ({smaller_batch}another kernel, dtype or device)"
+    to_do = {
+        "draft": "take a shallower draft",
+        "verify": f"the verify call is what costs, a shallower draft cannot help: {cheaper}",
+        "either": f"take a shallower draft or {cheaper}",
+        "both": f"take a shallower draft and {cheaper}",
+    }[culprit]
+    return culprit, f"at {price} even a draft that is {whose} would give {gives}: {to_do}"
+
+
 def decide(costs: StepCosts, now: float, reachable: float, rival: float) -> DecisionWord:
     """What to do with a draft, from its speed-ups over the target alone.
 
@@ -209,9 +255,9 @@ def cost_facts(costs: StepCosts) -> dict[str, Any]:
         "verify_seconds": {str(g): seconds for g, seconds in sorted(costs.verify_seconds.items())},
         "verify_ratio": {str(g): costs.verify_ratio(g) for g in sorted(costs.verify_seconds)},
         "perfect": {"gamma": gamma, "speed_up": speed_up},
-        "perfect_by_gamma": _speed_ups(perfect_taus(gammas), costs),
         "break_even_alpha": {str(g): break_even_alpha(g, costs.cost_ratio, costs.verify_ratio(g)) for g in gammas},
         "hopeless": hopeless_because(costs),
+        "hopeless_words": advised[1] if (advised := advice(costs)) is not None else None,
     }
 
 

@@ -78,12 +78,13 @@ def _bca_levels(number: float, left_out_P: np.ndarray, drawn_R: np.ndarray, tail
     bias = float(stats.norm.ppf(below))
     acceleration = float((deviations_P**3).sum() / (6.0 * (deviations_P**2).sum() ** 1.5))
     levels = []
-    for end in (float(stats.norm.ppf(tail)), float(stats.norm.ppf(1.0 - tail))):
+    # Few prompts leave a tail so small that 1 - tail is 1: the upper end is looked up from the tail itself.
+    for end in (float(stats.norm.ppf(tail)), float(stats.norm.isf(tail))):
         stretched = 1.0 - acceleration * (bias + end)
         if stretched <= 0.0:
             return tail, 1.0 - tail
         levels.append(float(stats.norm.cdf(bias + (bias + end) / stretched)))
-    return levels[0], levels[1]
+    return (levels[0], levels[1]) if np.isfinite(levels).all() else (tail, 1.0 - tail)
 
 
 def rule_curve(

@@ -18,6 +18,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.cost import best_gamma, measure_costs
+from speculative.curves import CURVE_GAMMAS
 from speculative.decode import decode, end_token_ids
 from speculative.drafters import ModelDrafter
 from speculative.errors import UserError
@@ -29,9 +30,6 @@ from speculative.sampling import SamplingSettings
 from speculative.self_checks import SelfCheckError, self_checks
 from speculative.token_scores import TokenScores, score_tokens
 from speculative.verify import Rule
-
-# Every gamma a curve is drawn for; 0 = plain decoding.
-CURVE_GAMMAS = tuple(range(33))
 
 __all__ = ["HeldoutResponse", "SelfCheckError", "compare_speed", "judge", "judge_frozen", "self_checks"]
 
@@ -92,7 +90,8 @@ def judge_frozen(
         **numbers(range(len(heldout))),
         "rule": settings.rule,
         "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(settings.sampling) if rule != law},
-        "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items()},
+        # A domain of empty responses has nothing to judge.
+        "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
         "per_response": {
             "accept_sums": [float(probs.sum()) for probs in accept_probs],
             "tokens": tokens_N.tolist(),
@@ -148,6 +147,7 @@ def judge(
     result["per_prompt"]["responses"] = responses
 
     for name, indices in _by_domain(chosen).items():
+        result["domains"].setdefault(name, {})
         result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
     check = None
     if settings.active_rules is None and settings.tree is None:
@@ -194,10 +194,10 @@ def compare_speed(
     *,
     repeats: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Speed at batch 1 of the target alone ("target") and with each draft, {name: {tokens_per_second, speed_up, ratios}}.
+    """Speed at batch 1 of the target alone ("target") and with each draft, {name: {tokens_per_second, speed_up, ratios, rates}}.
 
     The contestants alternate on each prompt, so that a drifting machine slows all of them alike; the speed-up is the
-    median over prompts and repeats of tokens per second over the target's on the same prompt (`ratios`: each of them).
+    median over prompts and repeats of tokens per second over the target's on the same prompt (`ratios`: each of them; `rates`: tokens per second each time).
     """
     contestants: dict[str, PreTrainedModel | None] = {"target": None, **drafts}
     for draft in contestants.values():
@@ -214,6 +214,7 @@ def compare_speed(
             "tokens_per_second": statistics.median(own),
             "speed_up": statistics.median(ratios),
             "ratios": ratios,
+            "rates": own,
         }
     return speeds
 

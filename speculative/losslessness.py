@@ -1,7 +1,8 @@
 """Lossless, for someone who doubts it: is speculative text the target's own? Greedy text must be equal, sampled text must
 have the same distribution, and both are tested.
 
-Three tests, of which a decoder that is lossless fails any at most once in `1 / LEVEL` uses (each has its share of it):
+Three tests, of which a decoder that is lossless fails any at most about once in `1 / LEVEL` uses (each has its share of
+it; "about", because at finite sample sizes the two chi-square tests keep their level only nearly):
 
 permutation  Responses sampled with and without the draft, other seeds. If the two distributions are one, then within a
              prompt the labels "with" and "without" are exchangeable, so the share of relabelled data with a statistic as

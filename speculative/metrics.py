@@ -85,21 +85,6 @@ def alpha_with_interval(accept_probs: Sequence[np.ndarray], prompt_keys: Sequenc
     return float(sums_P.sum() / tokens_P.sum()), ratio_interval(sums_P, tokens_P)
 
 
-def paired_alpha_gain(
-    accept_probs: Sequence[np.ndarray], baseline_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]
-) -> dict[str, Any]:
-    """Gain in alpha over the baseline: alpha minus the baseline's alpha on the same frozen text, {"alpha_gain", "ci"}.
-
-    Pairing token by token removes the variance of the text: far tighter than the difference of two intervals.
-    """
-    assert [len(probs) for probs in accept_probs] == [len(probs) for probs in baseline_probs], "not the same text"
-    gains_P = sum_by_prompt(
-        prompt_keys, np.array([(ours - base).sum() for ours, base in zip(accept_probs, baseline_probs, strict=True)])
-    )
-    tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
-    return {"alpha_gain": float(gains_P.sum() / tokens_P.sum()), "ci": list(ratio_interval(gains_P, tokens_P))}
-
-
 def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequence[int] | None = None) -> list[float]:
     """P(the first j drafted tokens of a block are all accepted) for j = 1..gamma, over blocks that drafted j or more."""
     accepted = np.asarray(accepted_counts)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from speculative.effects import fewest_prompts
 from speculative.metrics import ratio_interval
 from speculative.token_class import CLASSES, token_classes
 from speculative.token_scores import StoredText, TokenScores
@@ -51,15 +52,18 @@ def slice_tables(
 ) -> list[dict[str, Any]]:
     """One table per dimension, its slices partitioning all response tokens; slices without a token are left out.
 
-    [{dimension, unit, rows: [{name, tokens, prompts, alpha: {contestant}, alpha_ci: {contestant}, gain, gain_ci,
-    lost_share}]}]. scores: by contestant, one `TokenScores` per text. pieces: of each text
+    [{dimension, unit, corrected_confidence, rows: [{name, tokens, prompts, alpha: {contestant}, alpha_ci: {contestant},
+    gain, gain_ci, certain, lost_share}]}]. scores: by contestant, one `TokenScores` per text. pieces: of each text
     (`token_class.token_pieces`); None leaves token classes out. entropies: of the target at each token, in nats
     (`target_view.target_entropies`); None slices sampled text by the surprisal of its tokens instead.
 
     alpha: mean acceptance probability under the rule (for rule `block` that of `sample`). gain: best minus baseline on
     the same tokens; None without a baseline. lost_share: this slice's share of the rejected probability mass
     sum (1 - a) of best, 0 where nothing was rejected. Intervals resample prompts (BCa, `metrics.ratio_interval`) and are
-    None for a slice of a single prompt. Slices by what was said (token class, surprisal) describe text: which of these
+    None for a slice of a single prompt. Each interval of alpha stands alone; those of the gains of one dimension hold
+    together with `confidence`, each at `corrected_confidence` (Bonferroni over its rows). certain: "gain" or "loss" where
+    the interval of the gain excludes 0 and there are enough prompts for that (`effects.fewest_prompts`), else "none".
+    Slices by what was said (token class, surprisal) describe text: which of these
     tokens came from the draft.
 
     Raises ValueError when `best` is not scored or something is not of the same text.
@@ -78,8 +82,9 @@ def slice_tables(
     tables = []
     for dimension, unit, (slices_flat_T, names) in _dimensions(texts, lengths_N, pieces, entropies):
         sums = _SliceSums(slices_flat_T, len(names), prompt_of_flat_T, len(index))
-        rows = _rows(sums, names, accepted, baseline, best, confidence)
-        tables.append({"dimension": dimension, "unit": unit, "rows": rows})
+        corrected = 1.0 - (1.0 - confidence) / int((sums.tokens_SP.sum(1) > 0).sum())
+        rows = _rows(sums, names, accepted, baseline, best, confidence, corrected)
+        tables.append({"dimension": dimension, "unit": unit, "corrected_confidence": corrected, "rows": rows})
     return tables
 
 
@@ -103,6 +108,7 @@ def _rows(
     baseline: str | None,
     best: str,
     confidence: float,
+    corrected: float,
 ) -> list[dict[str, Any]]:
     accepted_SP = {name: sums.of(values_flat_T) for name, values_flat_T in accepted.items()}
     lost_S = sums.of(1.0 - accepted[best]).sum(1)
@@ -116,15 +122,13 @@ def _rows(
         if not len(tokens_P):
             continue
 
-        def ratio(
-            values_SP: np.ndarray, place: int = place, inside_P: np.ndarray = inside_P, tokens_P: np.ndarray = tokens_P
-        ) -> tuple[float, list[float] | None]:
-            values_P = values_SP[place][inside_P]
-            interval = list(ratio_interval(values_P, tokens_P, confidence)) if len(tokens_P) > 1 else None
-            return float(values_P.sum() / tokens_P.sum()), interval
-
-        alphas = {contestant: ratio(values_SP) for contestant, values_SP in accepted_SP.items()}
-        gain, gain_ci = ratio(gains_SP) if gains_SP is not None else (None, None)
+        alphas = {
+            contestant: _ratio(values_SP[place][inside_P], tokens_P, confidence)
+            for contestant, values_SP in accepted_SP.items()
+        }
+        gain, gain_ci = None, None
+        if gains_SP is not None:
+            gain, gain_ci = _ratio(gains_SP[place][inside_P], tokens_P, corrected)
         rows.append(
             {
                 "name": name,
@@ -134,10 +138,23 @@ def _rows(
                 "alpha_ci": {contestant: interval for contestant, (_, interval) in alphas.items()},
                 "gain": gain,
                 "gain_ci": gain_ci,
+                "certain": _certain(gain_ci, len(tokens_P), corrected),
                 "lost_share": float(lost_S[place]) / lost if lost > 0 else 0.0,
             }
         )
     return rows
+
+
+def _ratio(values_P: np.ndarray, tokens_P: np.ndarray, confidence: float) -> tuple[float, list[float] | None]:
+    """Mean per token, and its interval."""
+    interval = list(ratio_interval(values_P, tokens_P, confidence)) if len(tokens_P) > 1 else None
+    return float(values_P.sum() / tokens_P.sum()), interval
+
+
+def _certain(interval: list[float] | None, prompts: int, confidence: float) -> str:
+    if interval is None or prompts < fewest_prompts(confidence):
+        return "none"
+    return "gain" if interval[0] > 0 else "loss" if interval[1] < 0 else "none"
 
 
 def _dimensions(

@@ -17,6 +17,7 @@ from speculative.replay import replay
 
 GAMMA = 4
 GAMMAS = list(range(33))
+LAST_TIMED = 16
 C, V_EXTRA, TARGET_SECONDS = 0.255, 0.055, 0.0078
 DOMAINS = ("python", "gsm8k", "chat")
 PROMPTS = 24
@@ -155,7 +156,8 @@ def _curve(made: Simulation, name: str, rule: str, tilt: float) -> dict[str, Any
     return {
         "rule": rule, "alpha": alpha, "alpha_ci": _interval(alpha, 0.011), "tokens": sum(map(len, made.probs[name])), "prompts": PROMPTS,
         "gammas": GAMMAS, "tau": taus, "tau_ci": [_interval(tau, 0.015 * (tau - 1)) for tau in taus],
-        "survival": [alpha**j for j in range(1, 17)], "speed_up": [speed(tau, gamma) for gamma, tau in zip(GAMMAS, taus, strict=True)],
+        "survival": [alpha**j for j in range(1, 17)],
+        "speed_up": [speed(tau, gamma) if gamma <= LAST_TIMED else None for gamma, tau in zip(GAMMAS, taus, strict=True)],
     }  # fmt: skip
 
 
@@ -166,7 +168,7 @@ def _slices(made: Simulation) -> list[dict[str, Any]]:
         return {
             "name": name, "tokens": sum(len(made.probs["best"][index]) for index in rows), "prompts": len(rows), "alpha": alphas,
             "alpha_ci": {who: _interval(alpha, 0.02) for who, alpha in alphas.items()}, "gain": gain, "gain_ci": _interval(gain, 0.02),
-            "lost_share": share,
+            "certain": "gain", "lost_share": share,
         }  # fmt: skip
 
     lost = {
@@ -176,8 +178,8 @@ def _slices(made: Simulation) -> list[dict[str, Any]]:
     everyone = list(range(PROMPTS))
     classes = ["word start", "continuation", "digits", "punctuation", "identifier", "whitespace"]
     shares = [0.34, 0.11, 0.21, 0.08, 0.2, 0.06]
-    worse = row("digits", everyone, 0.21, -0.1) | {"gain": -0.031, "gain_ci": [-0.05, -0.012]}
-    return [
+    worse = row("digits", everyone, 0.21, -0.1) | {"gain": -0.031, "gain_ci": [-0.05, -0.012], "certain": "loss"}
+    tables = [
         {"dimension": "domain", "unit": "", "rows": [row(d, of[d], float(lost[d] / sum(lost.values()))) for d in DOMAINS]},
         {"dimension": "position", "unit": "tokens", "rows": [
             row("1-16", everyone, 0.38, -0.04), row("17-64", everyone, 0.44), row("65 and more", everyone, 0.18, 0.03)]},
@@ -187,6 +189,7 @@ def _slices(made: Simulation) -> list[dict[str, Any]]:
         {"dimension": "target entropy", "unit": "nats", "rows": [
             row("under 0.5", everyone, 0.2, 0.15), row("0.5 to 2", everyone, 0.5), row("over 2", everyone, 0.3, -0.2)]},
     ]  # fmt: skip
+    return [table | {"corrected_confidence": 1 - 0.05 / len(table["rows"])} for table in tables]
 
 
 def _disagreements(live: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -233,17 +236,21 @@ def _verdict(made: Simulation, contestants: list[dict[str, Any]], tokens: int, b
         "corrected_confidence": 0.9875, "method": "paired bootstrap over prompts (BCa), Bonferroni over 4 looks", "prompts": PROMPTS, "tokens": tokens,
         "minimal_detectable": {"alpha": 0.02, "tau": 0.1}, "prompts_for_half": 4 * PROMPTS, "certain": "gain",
     }  # fmt: skip
+    against_served = copy.deepcopy(effects) | {"alpha": {"gain": 0.04, "ci": [0.01, 0.07]}, "speed_up": None}
+    check = {"predicted_blocks": blocks + 2.5, "live_blocks": blocks, "z": -0.2, "agrees": True}
+    # Judged in passing, in another live run than the last one.
     checkpoint = {
-        "step": 120, "alpha": best["alpha"], "tau": best["tau"], "live_tokens": tokens,
-        "replay_check": {"predicted_blocks": blocks + 2.5, "live_blocks": blocks, "z": -0.2, "agrees": True},
+        "step": 120, "alpha": best["alpha"], "tau": tokens / (blocks + 9), "live_tokens": tokens,
+        "replay_check": check | {"live_blocks": blocks + 9, "z": 0.6},
     }  # fmt: skip
     return {
-        "rule": "sample", "gamma": GAMMA, "prompts": PROMPTS, "tokens": tokens, "baseline": baseline, "best": best,
+        "rule": "sample", "gamma": GAMMA, "prompts": PROMPTS, "tokens": tokens, "baseline": baseline,
+        "best": best | {"replay_check": check, "live_tokens": tokens, "live": True},
         "target_tokens_per_second": 1 / TARGET_SECONDS, "speed_up": {"baseline": baseline["speed_up"], "best": best["speed_up"]},
         "speed_up_ci": {"baseline": baseline["speed_up_ci"], "best": best["speed_up_ci"]},
         "paired": {"alpha_gain": gain, "ci": effects["alpha"]["ci"]}, "replay": {str(g): taus[g] for g in range(1, 17)},
         "best_gamma": chosen, "predicted_speed_up": speed(taus[chosen], chosen), "costs": None, "checkpoints": [checkpoint],
-        "self_checks": {}, "domains": {}, "outcome": "pays_off", "pays_off": True, "effects": effects,
+        "self_checks": {}, "domains": {}, "outcome": "pays_off", "pays_off": True, "effects": effects, "against_served": against_served,
         "warnings": ["the held-out prompts come from 3 domains; the served ones may not"],
         "sentence": f"It pays off: the distilled draft decodes {best['speed_up']:.2f}x as fast as the target alone at gamma {GAMMA} and "
         f"accepts {gain:+.3f} [{effects['alpha']['ci'][0]:+.3f}, {effects['alpha']['ci'][1]:+.3f}] alpha over the undistilled baseline.",
@@ -297,7 +304,12 @@ def example_result(seed: int = 0, responses: int = 8) -> dict[str, Any]:
             {"domain": "old mail", "trained_on": False, "tokens": 900, "alpha": {"baseline": old, "best": old - 0.06},
              "alpha_ci": {"best": _interval(old - 0.06, 0.02)}, "change": {"gain": -0.06, "ci": [-0.08, -0.04]}},
         ],
-        "live_prompts": live, "token_view": _token_view(made, live, responses),
+        "live_prompts": live,
+        "timed_prompts": [
+            {"key": row["key"], "tokens_per_second": {"target": 128.0, **{name: 150.0 for name in LABELS if name != "served"}}}
+            for row in live[:7]
+        ],
+        "token_view": _token_view(made, live, responses),
         "checks": {
             "prompts": 8, "tokens": 686, "dtype": "float32", "gamma": GAMMA, "alpha_replay": 0.9999997, "alpha_live": 1.0,
             "alpha_tolerance": 0.001, "greedy_equal": 8, "near_ties": [], "near_tie_tolerance": 0.0001,
@@ -343,8 +355,10 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         "pays_off": None,
         "sentence": "Not timed here: the distilled draft has more.",
     }
-    made["verdict"]["effects"]["speed_up"] = None
-    return made | {"costs": None, "token_view": None, "live_prompts": None, "checks": {}}
+    for effects in ("effects", "against_served"):
+        made["verdict"][effects]["speed_up"] = None
+    made["verdict"]["checkpoints"], made["verdict"]["best"] = [{"step": 120}], {"step": 120}
+    return made | dict.fromkeys(("costs", "token_view", "live_prompts", "timed_prompts")) | {"checks": {}}
 
 
 def no_baseline(result: dict[str, Any]) -> dict[str, Any]:
@@ -357,12 +371,13 @@ def no_baseline(result: dict[str, Any]) -> dict[str, Any]:
         "baseline": None,
         "paired": None,
         "effects": None,
+        "against_served": None,
         "speed_up": {"best": made["verdict"]["speed_up"]["best"]},
     }
     for curves in made["curves"]["rules"]:
         curves["contestants"] = {"best": curves["contestants"]["best"]}
     for row in (row for table in made["slices"] for row in table["rows"]):
-        row |= {"alpha": {"best": row["alpha"]["best"]}, "gain": None, "gain_ci": None}
+        row |= {"alpha": {"best": row["alpha"]["best"]}, "gain": None, "gain_ci": None, "certain": "none"}
     return made
 
 
@@ -381,6 +396,6 @@ def greedy(result: dict[str, Any]) -> dict[str, Any]:
 def bare(result: dict[str, Any]) -> dict[str, Any]:
     """Only what every result has; each optional section is null or gone."""
     made = {key: copy.deepcopy(result[key]) for key in ("format", "kind", "name", "made", "verdict", "contestants")}
-    made["verdict"] |= {"effects": None, "warnings": [], "best_gamma": None, "costs": None}
+    made["verdict"] |= {"effects": None, "against_served": None, "warnings": [], "best_gamma": None, "costs": None}
     nothing = dict.fromkeys(("costs", "calibration", "live_prompts", "token_view", "curves"))
     return made | nothing | {"slices": [], "disagreements": [], "forgetting": []}

@@ -216,9 +216,26 @@ def test_cheap_drafting_never_stops_and_dear_drafting_always():
     threshold, words = stop_below(scores, "greedy-draft", speed_up=2.0, cost_ratio=0.001, verify_slope=0.0)
     assert threshold == 0.0
     assert "leave the confidence stop off" in words
-    threshold, words = stop_below(scores, "greedy-draft", speed_up=1.0, cost_ratio=0.9, verify_slope=0.1)
+    threshold, words = stop_below(scores, "greedy-draft", speed_up=1.01, cost_ratio=0.9, verify_slope=0.1)
     assert threshold is None
     assert "gamma 1" in words
+
+
+@pytest.mark.parametrize("speed_up", [1.0, 0.4])
+def test_a_pair_that_pays_nowhere_is_told_so_and_held_to_plain_decoding(speed_up):
+    """A target step without a draft gives one token, so a slow pair does not make drafted tokens cheap."""
+    scores = two_moods(texts=5)
+    dear = {"speed_up": speed_up, "verify_slope": 0.05}
+    assert stop_below(scores, "greedy-draft", cost_ratio=0.95, **dear) == (
+        None,
+        "at c = 0.95 no gamma makes this draft pay, and no confidence stop would: decode without it",
+    )
+    threshold, words = stop_below(scores, "greedy-draft", cost_ratio=0.4, **dear)
+    assert threshold == stop_below(scores, "greedy-draft", speed_up=1.001, cost_ratio=0.4, verify_slope=0.05)[0] > 0
+    assert words.startswith("at c = 0.40 no gamma makes this draft pay; to stop behind a token of probability below ")
+    threshold, words = stop_below(scores, "greedy-draft", cost_ratio=0.001, speed_up=speed_up, verify_slope=0.0)
+    assert threshold == 0.0
+    assert words.endswith("no confidence stop would: decode without it")
 
 
 def test_bins_of_a_few_tokens_are_passed_over():

@@ -149,6 +149,40 @@ def test_a_dear_verify_call_is_hopeless_too():
     assert best_gamma(ceilings.perfect_taus(ceilings.ceiling_gammas(steep)), steep)[1] < ceilings.PERFECT_WORTH
 
 
+@pytest.mark.parametrize(
+    ("c", "v", "batch_size", "culprit", "said"),
+    [
+        (0.7, {5: 1.2}, None, "draft", "at c = 0.70 even a draft that is always accepted would give 1.30x: take a shallower draft"),
+        (0.03, {1: 1.9, 5: 5.0}, 4, "verify", "at c = 0.03 and v(8) = 7.40 even a draft that is always accepted would give 1.18x"),
+        (0.03, {1: 1.9, 5: 5.0}, 4, "verify", "a shallower draft cannot help: make verify calls cheaper (a smaller batch, "),
+        (0.03, {1: 1.9, 5: 5.0}, 1, "verify", "a shallower draft cannot help: make verify calls cheaper (another kernel"),
+        (0.3, {1: 1.6, 8: 5.0}, 16, "either", "take a shallower draft or make verify calls cheaper (a smaller batch, "),
+        (0.7, {1: 2.0, 5: 6.0}, 1, "both", "would give no speed-up: take a shallower draft and make verify calls cheaper"),
+        (0.25, {1: 4.0, 16: 4.0}, 1, "either", "even a draft that is accepted at alpha 0.9 would give 1.0"),
+    ],
+)  # fmt: skip
+def test_advice_goes_by_what_costs_too_much(c, v, batch_size, culprit, said):
+    """A shallower draft is no advice where the target's calls are too dear: free of charge it would be as hopeless."""
+    costs = StepCosts(1.0, {1: c}, v, batch_size=batch_size or 0, context=0)
+    assert ceilings.advice(costs)[0] == culprit
+    assert said in ceilings.hopeless_words(c, v, batch_size)
+    assert ceilings.cost_facts(costs)["hopeless_words"] == ceilings.hopeless_words(c, v, batch_size)
+
+
+@given(st.floats(0.001, 2), st.floats(1, 4), st.floats(0, 8))
+def test_advice_is_there_where_the_pair_is_hopeless_and_following_it_helps(c, v, more):
+    costs = StepCosts(1.0, {1: c}, {1: v, 8: v + more}, batch_size=2, context=0)
+    advised = ceilings.advice(costs)
+    assert (advised is None) == (ceilings.hopeless_because(costs) is None)
+    assert (ceilings.hopeless_words(c, {1: v, 8: v + more}) is None) == (advised is None)
+    if advised is not None:
+        shallower = StepCosts(1.0, {1: 0.0}, costs.verify_seconds, batch_size=2, context=0)
+        helps = ceilings.hopeless_because(shallower) is None
+        assert helps == (advised[0] in ("draft", "either"))
+        assert ("a shallower draft cannot help" in advised[1]) == (advised[0] == "verify")
+        assert helps or advised[0] != "draft"
+
+
 def test_few_measured_gammas_do_not_make_a_pair_hopeless():
     assert ceilings.hopeless_because(StepCosts(1.0, {1: 0.3}, {1: 1.1}, batch_size=1, context=0)) is None
 

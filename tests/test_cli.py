@@ -28,7 +28,20 @@ def exit_status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_help_names_every_command() -> None:
     text = run("--help")
-    for command in ("demo", "evaluate", "export", "check-export", "show", "tokenizer", "publish-target", "config"):
+    for command in (
+        "demo",
+        "evaluate",
+        "probe",
+        "report",
+        "compare",
+        "drift",
+        "export",
+        "check-export",
+        "show",
+        "tokenizer",
+        "publish-target",
+        "config",
+    ):
         assert command in text
 
 
@@ -38,14 +51,22 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     out = tmp_path / "result.json"
     text = run("evaluate", str(tiny_run), "--config", str(tiny_config), "--gamma", "1:3", "--out", str(out))
     result = json.loads(out.read_text())
-    assert set(result) - {"gammas"} == set(SCHEMA)
+    found = result["verdict"]
+    assert set(found) == set(SCHEMA)
     assert list(result["gammas"]) == ["1", "2", "3"]
-    assert result["baseline"] is None
+    assert found["baseline"] is None
+    assert (tmp_path / result["files"]["proposals"]).exists()
     verdict = json.loads((tiny_run / "verdict.json").read_text())
     # The same frozen text and the same weights as the run's own judgement.
-    assert result["best"]["alpha"] == pytest.approx(verdict["best"]["alpha"], abs=1e-5)
+    assert found["best"]["alpha"] == pytest.approx(verdict["best"]["alpha"], abs=1e-5)
     assert result["gammas"]["3"]["tau"] == pytest.approx(verdict["best"]["tau"], abs=1e-6)
-    assert f"{result['best']['alpha']:.3f}" in text
+    assert f"{found['best']['alpha']:.3f}" in text
+    assert "report.html" in run("report", str(out))
+    refused = CliRunner().invoke(
+        cli.app, ["evaluate", str(tiny_run), "--config", str(tiny_config), "--out", str(tiny_run / "result.json")]
+    )
+    assert isinstance(refused.exception, UserError)
+    assert "training run" in str(refused.exception)
 
 
 def test_evaluate_json_is_json_alone(

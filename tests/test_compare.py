@@ -14,7 +14,7 @@ from tiny_training import write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import compare
-from distill.compare import Options, compare_command, comparison, load_text, parse_gate, read_drafts
+from distill.compare import Options, compare_command, comparison, judge_gates, load_text, parse_gate, read_drafts
 from distill.compare_screen import compare_table, difference_lines, domain_table, plot_comparison
 from distill.served_target import ServedTarget
 from speculative.cost import StepCosts, predicted_speed_up
@@ -177,6 +177,37 @@ def test_domains_are_compared_each_by_itself(tiny_run, worse):
     assert "all 2 comparisons" in text_of
     assert domain_table({**result, "domains": []}) is None
     json.dumps(result, allow_nan=False)
+
+
+def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gate(tiny_run, worse):
+    """Four prompts that agree are luck one time in eight, whatever a bootstrap of them says."""
+    asked = options(worse, tiny_run, on=tiny_run)
+    text = load_text(asked)
+    seen = list(dict.fromkeys(one.prompt for one in text.responses))[:4]
+    chosen = [one for one in text.responses if one.prompt in seen]
+    few = replace(text, responses=[replace(one, domain=f"half-{seen.index(one.prompt) % 2}") for one in chosen])
+    entries = read_drafts(few, asked.drafts, 3, timing=False)
+    result = comparison(few, entries, 3)
+    (own,) = result["differences"]
+    assert own["tau"]["ci"][0] > 0, "the bootstrap of four is sure"
+    assert own["certain_tau"] == "none"
+    (line,) = difference_lines(result)
+    assert "no certain difference" in line
+    assert line.endswith("4 prompts are too few to be certain; give at least 6")
+    assert "would have been seen" not in line
+    assert drawn(domain_table(result)).count("*") == 1, "in the caption only"
+    assert judge_gates(result, [], fail_if_worse=True)[1] == []
+
+
+def test_what_could_have_been_seen_is_said_with_its_chance():
+    effects = {"certain_tau": "none", "prompts": 20, "corrected_confidence": 0.95, "minimal_detectable": {"tau": 0.2}}
+    other = (
+        effects
+        | {"name": "b", "speed_up": None}
+        | {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
+    )
+    (line,) = difference_lines({"against": "a", "differences": [other]})
+    assert line.endswith("; a difference of 0.200 in tau would have been seen in 4 of 5 cases")
 
 
 def test_the_speed_gain_uses_each_draft_s_own_price(tiny_run, worse):

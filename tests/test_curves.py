@@ -81,6 +81,24 @@ def test_intervals_without_a_spread_are_the_number_itself():
     assert low < lone[:, 1].sum() / lone[:, 0].sum() < high
 
 
+@pytest.mark.parametrize("prompts", range(2, 9))
+def test_few_prompts_have_an_interval_at_every_level(prompts):
+    """The tail of few prompts is so small that 1 - tail is 1 in floating point, or is 0 itself."""
+    for looks in (1, 10, 50):
+        for seed in range(12):
+            for low, high in intervals_of_sums(some_sums(prompts, seed), ratios, 1 - 0.05 / looks, seed):
+                assert np.isfinite((low, high)).all()
+                assert low < high
+
+
+def test_a_level_that_is_no_number_leaves_the_percentiles(monkeypatch):
+    sums_PC = some_sums(6)
+    monkeypatch.setattr(curves, "expanded_tail", lambda *_: 0.0)
+    drawn = np.concatenate(list(curves._resamples(6, 0.0, 0)))
+    for found, drawn_R in zip(intervals_of_sums(sums_PC, ratios), ratios(drawn @ sums_PC).T, strict=True):
+        assert found == [drawn_R.min(), drawn_R.max()]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_intervals_cover_the_truth_as_often_as_they_say(number):
     """A pool whose own value is the truth; 25 prompts a draw. 200 draws at 95 % have a standard error of 1.5 points."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from distill.drift_baseline import (
     BaselinePrompt,
     engine_notes,
     gamma_of,
+    other_best,
     prompts_of_result,
     redrawn_prompts,
     slices_of,
@@ -250,6 +252,36 @@ def test_runs_without_a_baseline_say_what_is_missing(run: Path, tmp_path: Path) 
         prompts_of_result([{"domain": "a", "drafted": 4, "accepted": 5, "blocks": 1}], "x/result.json")
 
 
+@pytest.mark.parametrize("option", ["out", "plot"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def work(*_: Any) -> None:
+        raise AssertionError("work was begun")
+
+    for name in ("read_acceptance_log", "load_frozen_text", "_baseline", "_decoded"):
+        monkeypatch.setattr(f"distill.drift.{name}", work)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.svg").mkdir()
+    for place in (tmp_path / "file" / "x.svg", tmp_path / "folder.svg"):
+        with pytest.raises(UserError, match=rf"--{option} .*(cannot be written|not an ordinary file)"):
+            drift_command(DriftOptions(run, prompts=Path("fresh.jsonl"), **{option: place}), silent())
+
+
+def test_a_result_of_another_checkpoint_than_the_best_is_noted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [])
+    assert other_best(run, {"contestants": [{"step": 100}]}, "x") == [], "no link says which is best"
+    folder = run / "checkpoints" / "step-000300"
+    folder.mkdir(parents=True)
+    (run / "best").symlink_to(Path("checkpoints") / folder.name)
+    assert other_best(run, {"contestants": [{"step": 0}, {"step": 300}]}, "x") == []
+    assert other_best(run, {}, "x") == other_best(run, {"contestants": [{"step": None}]}, "x") == []
+    (note,) = other_best(run, {"contestants": [{"step": 300}, {"step": 100}]}, "run/result.json")
+    assert "run/result.json is of step 100 and the best draft is step-000300 by now" in note
+    with pytest.raises(UserError, match="x: damaged"):
+        other_best(run, {"contestants": ["best"]}, "x")
+
+
 # Slices and gamma.
 
 
@@ -355,6 +387,24 @@ def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Pa
     assert result["baseline"] == {"gamma": 2, "rule": "greedy-draft", "from": "replay", "prompts": 10}
     assert "drawn by replay along the run's frozen text" in result["notes"][0]
     assert drifted(tiny_run, log, gamma=3)["baseline"]["rule"] == "sample"
+
+
+def test_a_stale_result_gives_way_to_replay_of_the_best_draft(tiny_run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(tiny_run, copied, symlinks=True)
+    rows = [{"accepted": 8, "drafted": 30, "blocks": 10}] * 12
+    log = write_log(tmp_path / "log.jsonl", rows, *COUNTS)
+    fresh = drifted(copied, log)
+    assert fresh["baseline"]["from"] == "live"
+    assert not any("by now" in note for note in fresh["notes"])
+    path = copied / "result.json"
+    stored = json.loads(path.read_text())
+    best = stored["contestants"][-1]["step"]
+    stored["contestants"][-1]["step"] = best + 1
+    path.write_text(json.dumps(stored))
+    stale = drifted(copied, log)
+    assert stale["baseline"] == fresh["baseline"] | {"from": "replay"}
+    assert any(f"is of step {best + 1} and the best draft is step-{best:06d}" in note for note in stale["notes"])
 
 
 def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) -> None:

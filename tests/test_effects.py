@@ -13,6 +13,7 @@ from speculative.effects import (
     paired_effects,
     rough_detectable,
     speed_interval,
+    too_few,
     words,
 )
 from speculative.replay import expected_blocks_of
@@ -69,6 +70,29 @@ def test_a_gain_is_a_gain_a_loss_its_mirror_and_nothing_is_nothing():
     assert words(same).endswith("all 20 prompts agree")
 
 
+def test_alpha_and_tau_are_each_certain_by_themselves():
+    """More is accepted, evenly; blocks of some prompts get longer and of others shorter."""
+    tokens, accepted = np.full(20, 50.0), np.full(20, 30.0)
+    blocks = np.where(np.arange(20) % 2, 20.0, 24.0)
+    found = effects_of_sums(range(20), tokens, (accepted + 1, blocks[::-1]), (accepted, blocks), gamma=4)
+    assert (found["certain"], found["certain_tau"]) == ("gain", "none")
+    back = effects_of_sums(range(20), tokens, (accepted, blocks + 1), (accepted, blocks), gamma=4)
+    assert (back["certain"], back["certain_tau"]) == ("none", "loss")
+
+
+def test_drafts_of_two_shapes_have_each_its_own_price():
+    asked = {"rule": "sample", "gamma": 4}
+    one = paired_effects(BETTER, BASELINE, KEYS, **asked, costs=(0.3, 1.3), baseline_costs=(0.05, 1.2))
+    tokens = sum(map(len, BETTER))
+    taus = [tokens / expected_blocks_of(side, "sample", (4,)).sum() for side in (BETTER, BASELINE)]
+    assert one["speed_up"]["gain"] == pytest.approx(taus[0] / 2.5 - taus[1] / 1.4)
+    assert one["speed_up"]["ci"][0] < one["speed_up"]["gain"] < one["speed_up"]["ci"][1] < 0 < one["tau"]["gain"]
+    same = paired_effects(BETTER, BASELINE, KEYS, **asked, costs=(0.3, 1.3), baseline_costs=(0.3, 1.3))
+    assert same == paired_effects(BETTER, BASELINE, KEYS, **asked, costs=(0.3, 1.3))
+    # At one price the interval is that of tau, scaled.
+    assert same["speed_up"]["ci"] == pytest.approx([end / 2.5 for end in same["tau"]["ci"]])
+
+
 def test_a_shuffled_baseline_shows_no_gain():
     """Each response's two drafts change places by a coin: whatever is left is noise."""
     certain = []
@@ -98,7 +122,15 @@ def test_too_few_prompts_are_certain_of_nothing():
     few = paired_effects(BETTER[:6], BASELINE[:6], KEYS[:6], rule="sample", gamma=4)
     assert few["alpha"]["ci"][0] > 0
     assert few["certain"] == "none"
-    assert "held-out prompts: 3, too few to be certain of anything, give at least 6" in words(few)
+    assert few["tau"]["ci"][0] > 0
+    assert few["certain_tau"] == "none"
+    assert words(few).endswith("; 3 prompts are too few to be certain; give at least 6")
+    # A difference that would have been seen is not promised: none would be.
+    assert few["minimal_detectable"] == {"alpha": None, "tau": None}
+    looks = paired_effects(BETTER[:16], BASELINE[:16], KEYS[:16], rule="sample", gamma=4, looks=20)
+    assert (looks["prompts"], looks["fewest_prompts"], looks["certain_tau"]) == (8, 10, "none")
+    assert too_few(1) == "1 prompt is too few to be certain; give at least 6"
+    assert (too_few(6), too_few(10, 0.9975)) == (None, None)
     assert [fewest_prompts(confidence) for confidence in (0.5, 0.95, 0.9975)] == [2, 6, 10]
     one = paired_effects(BETTER[:2], BASELINE[:2], KEYS[:2], rule="sample", gamma=4)
     assert one["alpha"]["ci"] == [one["alpha"]["gain"]] * 2
@@ -172,6 +204,9 @@ def test_a_single_draft_bounds_what_a_pair_will_see():
     error = np.std(drawn[:, 0] / drawn[:, 1]) * np.sqrt(20 / 19)
     assert bound == pytest.approx((stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) * 2**0.5 * error, rel=0.06)
     assert rough_detectable(accept_probs[:2], KEYS[:2]) is None
+    # Five prompts would see nothing, six may.
+    assert rough_detectable(accept_probs[:10], KEYS[:10]) is None
+    assert rough_detectable(accept_probs[:12], KEYS[:12]) > bound
 
 
 def test_speed_intervals_are_of_medians():
@@ -181,4 +216,17 @@ def test_speed_intervals_are_of_medians():
     assert low < median < high
     # Standard error of a normal median: 1.25 sigma / sqrt(n) = 0.032; both ends within a factor of two.
     assert 0.06 < high - low < 0.26
-    assert speed_interval([1.3]) == (1.3, [1.3, 1.3])
+
+
+def test_few_timed_prompts_have_no_interval():
+    """Five of one sign are luck one time in sixteen."""
+    for count in range(1, 6):
+        assert speed_interval([1.3 + 0.01 * index for index in range(count)])[1] is None
+    assert speed_interval([1.3]) == (1.3, None)
+    _, (low, high) = speed_interval([1.3, 1.31, 1.32, 1.33, 1.34, 1.35])
+    assert 1.3 <= low < high <= 1.35
+    assert speed_interval([1.3] * 6, confidence=0.999)[1] is None
+    rng = np.random.default_rng(0)
+    drawn = [speed_interval(rng.normal(1.2, 0.1, 8))[1] for _ in range(300)]
+    # 95 % with a standard error of 1.3 points; without the wider ends of few prompts it is 91 %.
+    assert np.mean([low <= 1.2 <= high for low, high in drawn]) >= 0.94

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from speculative import block_loop as loop_module
 from speculative import evaluate
 from speculative.decode import decode
+from speculative.effects import paired_effects
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, compare_speed, judge, judge_frozen
-from speculative.metrics import paired_alpha_gain
 from speculative.responses import DecodeSettings
 from speculative.sampling import GREEDY, SamplingSettings
 from speculative.self_checks import SelfCheckError, self_checks
@@ -60,11 +60,22 @@ def test_judge_reports_every_number_overall_and_by_domain():
 
 def test_a_better_draft_has_a_positive_paired_gain():
     better, worse = (judge_frozen(perturbed(TARGET, scale), HELDOUT, SETTINGS) for scale in (0.01, 0.1))
-    gain = paired_alpha_gain(
-        better["per_prompt"]["accept_probs"], worse["per_prompt"]["accept_probs"], better["per_prompt"]["keys"]
+    gain = paired_effects(
+        better["per_prompt"]["scores"],
+        worse["per_prompt"]["scores"],
+        better["per_prompt"]["keys"],
+        rule="sample",
+        gamma=3,
     )
-    assert gain["alpha_gain"] == pytest.approx(better["alpha"] - worse["alpha"])
-    assert gain["ci"][0] > 0
+    assert gain["alpha"]["gain"] == pytest.approx(better["alpha"] - worse["alpha"])
+    assert gain["alpha"]["ci"][0] > 0
+
+
+def test_a_domain_of_empty_responses_is_left_out():
+    empty = [HeldoutResponse("e", "empty", [1, 2], [], [])]
+    result = judge_frozen(DRAFT, [*HELDOUT, *empty], SETTINGS)
+    assert "empty" not in result["domains"]
+    assert result["alpha"] == pytest.approx(judge_frozen(DRAFT, HELDOUT, SETTINGS)["alpha"])
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy"])

@@ -7,7 +7,6 @@ from speculative.metrics import (
     alpha_with_interval,
     latency,
     live_metrics,
-    paired_alpha_gain,
     ratio_interval,
     stage_seconds,
     sum_by_prompt,
@@ -83,21 +82,6 @@ def test_degenerate_data_give_a_point_and_seeds_repeat():
     assert 0.0 <= odd[0] <= 0.75 <= odd[1] <= 1.0
     data = np.random.default_rng(0).random(30)
     assert ratio_interval(data, np.ones(30)) == ratio_interval(data, np.ones(30))
-
-
-def test_pairing_on_the_same_text_is_tighter_than_two_intervals():
-    rng = np.random.default_rng(0)
-    difficulty = rng.random(60)
-    baseline = [np.clip(level + 0.02 * rng.standard_normal(40), 0, 1) for level in difficulty]
-    ours = [np.clip(probs + 0.05, 0, 1) for probs in baseline]
-    keys = list(range(60))
-    gain = paired_alpha_gain(ours, baseline, keys)
-    (alpha, (low, high)), (base, _) = alpha_with_interval(ours, keys), alpha_with_interval(baseline, keys)
-    assert gain["alpha_gain"] == pytest.approx(alpha - base)
-    assert gain["ci"][0] > 0
-    assert gain["ci"][1] - gain["ci"][0] < (high - low) / 5
-    with pytest.raises(AssertionError, match="same text"):
-        paired_alpha_gain(ours, [probs[:-1] for probs in baseline], keys)
 
 
 def test_latency_by_hand():

@@ -97,7 +97,7 @@ def test_what_is_printed_has_the_numbers_of_the_result(measured):
         f"{carved['lead']['alpha']:.3f}",
         f"{carved['costs'][0]['cost_ratio']:.2f}",
         "refused",
-        "80 % power",
+        "4 prompts are too few to be certain; give at least 6",
     ):
         assert number in printed
     assert probe_lines(measured)[-1] == f"Verdict: {measured['sentence']}"
@@ -121,6 +121,16 @@ def test_given_times_are_used_and_nothing_is_timed(given, monkeypatch):
         assert speed_up == pytest.approx(cell["curve"]["tau"][int(gamma)] / (0.12 * int(gamma) + 1))
 
 
+@pytest.mark.parametrize(("prompts", "seen"), [(5, None), (6, 0.08), (6, None)])
+def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
+    record = measured["drafts"][0] | {"detectable_alpha": seen}
+    told = probe_lines({**measured, "drafts": [record], "settings": {**measured["settings"], "prompts": prompts}})
+    text = "\n".join(told)
+    assert ("5 prompts are too few to be certain; give at least 6" in text) == (prompts == 5)
+    assert ("a gain of 0.080 in alpha would be seen in 4 of 5 cases (80 % power)" in text) == (seen is not None)
+    assert "surely" not in text
+
+
 def test_it_is_the_same_twice(given):
     one, other = probe(given), probe(given)
     assert {**one, "seconds": None} == {**other, "seconds": None}
@@ -129,8 +139,13 @@ def test_it_is_the_same_twice(given):
 def test_a_dear_draft_is_hopeless_in_words_and_for_machines(given):
     result = probe(replace(given, t_draft="15.5ms", temperatures="1"))
     assert (result["decision"], result["go"]) == ("hopeless", False)
-    assert "c = 0.62: even a perfect draft gives 1.56x" in result["sentence"]
-    assert "take a shallower draft first" in result["sentence"]
+    assert (
+        "at c = 0.62 even a draft that is always accepted would give 1.56x: take a shallower draft."
+        in result["sentence"]
+    )
+    dear_calls = probe(replace(given, t_draft="1ms", t_verify="250ms", temperatures="1"))
+    assert dear_calls["decision"] == "hopeless"
+    assert "a shallower draft cannot help" in dear_calls["sentence"]
     assert probe(replace(given, drafts=[], t_draft="15.5ms", temperatures="1"))["decision"] == "hopeless"
 
 
@@ -231,14 +246,14 @@ def record_of(decision: str, **changes: Any) -> dict[str, Any]:
         "reachable": {**now, "alpha": 0.9, "speed_up": 1.8},
         "ceiling": {**now, "alpha": 0.97, "speed_up": 2.5},
     }
-    costs = {"cost_ratio": 0.7, "perfect": {"gamma": 0, "speed_up": 1.0}, "hopeless": "cost_ratio"}
+    costs = {"hopeless_words": "at c = 0.70 even a draft that is always accepted would give no speed-up"}
     return {"name": "d", "decision": decision, "lead": {**lead, **changes}, "costs": [costs]}
 
 
 @pytest.mark.parametrize(
     ("decision", "rival", "words"),
     [
-        ("hopeless", 1.0, "c = 0.70: even a perfect draft gives no speed-up"),
+        ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give no speed-up."),
         ("no_headroom", 1.0, "It already accepts 0.800 of a ceiling of 0.970"),
         ("no_headroom", 1.9, "prompt lookup gives 1.90x"),
         ("already_pays", 1.0, "go. It pays as it is (alpha 0.800, 1.50x at gamma 4)"),

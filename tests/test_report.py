@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import html.parser
 import json
 import re
@@ -17,7 +18,7 @@ from test_tracking import records_of
 
 from data.store import write_json
 from distill import report_panels, report_tables, report_text
-from distill.report import RESULT, given_times, load_result, render_page, report_command, summary_of
+from distill.report import RESULT, _missing_keys, given_times, load_result, render_page, report_command, summary_of
 from distill.report_figures import figures_of
 from distill.report_tables import OUTCOMES, GivenTimes, Table, measured_times
 from speculative.cost import predicted_speed_up
@@ -187,13 +188,16 @@ def test_the_example_agrees_with_itself(result: dict[str, Any]) -> None:
 def test_tables_hold_the_results_numbers(result: dict[str, Any]) -> None:
     table = report_tables.headline_table(result)
     best, baseline = result["contestants"][-1], result["contestants"][0]
-    assert table.columns == ("", "distilled (step 120)", "undistilled (step 0)", "last served", "gain, same text")
+    assert table.columns == (
+        "", "distilled (step 120)", "undistilled (step 0)", "last served", "gain, same text", "against the served draft",
+    )  # fmt: skip
     rows = {row[0].text: row[1:] for row in table.rows}
     assert [cell.text for cell in rows["tau"][:2]] == [f"{best['tau']:.2f}", f"{baseline['tau']:.2f}"]
     assert rows["tau"][2].note == "by replay"
     assert rows["alpha"][0].note == f"[{best['alpha_ci'][0]:.3f}, {best['alpha_ci'][1]:.3f}]"
     assert rows["alpha"][3].text == f"{result['verdict']['effects']['alpha']['gain']:+.3f}"
-    assert rows["speed-up"][2].text == report_tables.NOTHING
+    assert (rows["alpha"][4].text, rows["alpha"][4].note) == ("+0.040", "[+0.010, +0.070]")
+    assert rows["speed-up"][2].text == rows["speed-up"][4].text == report_tables.NOTHING
     assert "speed-up" not in {row[0].text for row in report_tables.headline_table(not_timed(result)).rows}
 
 
@@ -215,6 +219,159 @@ def test_slices_are_sorted_and_marked(result: dict[str, Any]) -> None:
     }
 
 
+def test_only_a_certain_loss_is_marked(result: dict[str, Any]) -> None:
+    def marks(made: dict[str, Any]) -> list[str]:
+        rows = [row for table in report_tables.slice_tables(made) for row in table.rows]
+        forgotten = report_tables.forgetting_table(made)
+        assert forgotten is not None
+        return [cell.mark for row in rows + forgotten.rows for cell in row if cell.mark in ("worse", "forgotten")]
+
+    made = copy.deepcopy(result)
+    domains, classes = made["slices"][0]["rows"], made["slices"][2]["rows"]
+    assert made["forgetting"][0]["domain"] == domains[0]["name"]
+    domains[0]["certain"] = "loss"
+    assert marks(made) == ["worse", "worse", "forgotten"]
+    assert "hold together at 95 %" in report_text.slices_line(made)
+    assert "each at up to 99.2 %" in report_text.slices_line(made), "six classes"
+    for row in (*domains, *classes):
+        row["certain"] = "none"
+    assert marks(made) == [], "an interval below 0 alone is not enough"
+    made["forgetting"][1]["change"]["certain"] = "loss"
+    assert marks(made) == ["forgotten"]
+    old = copy.deepcopy(result)
+    for table in old["slices"]:
+        del table["corrected_confidence"]
+        for row in table["rows"]:
+            del row["certain"]
+    assert marks(old) == []
+    for made in (result, old, no_baseline(result)):
+        line = report_text.slices_line(made)
+        assert line in render_page(made)
+        assert line in report_text.markdown(made, measured_times(made))
+    assert "nothing is marked" in report_text.slices_line(old)
+
+
+def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
+    def best_of(made: dict[str, Any]) -> list[str]:
+        table = report_tables.rules_table(made)
+        assert table is not None
+        return [cell.text for cell in table.rows[0][3:]]
+
+    verdict = result["verdict"]
+    expected = [str(verdict["best_gamma"]), f"{verdict['predicted_speed_up']:.2f}x"]
+    assert best_of(result) == expected
+    beyond = copy.deepcopy(result)
+    curve = beyond["curves"]["rules"][0]["contestants"]["best"]
+    curve["speed_up"][17:] = [9.0] * 16
+    assert best_of(beyond) == expected, "an older result holds extrapolated ones"
+    assert figures_of(beyond, measured_times(beyond)) == figures_of(result, measured_times(result))
+    curve["speed_up"] = [None] * 33
+    assert best_of(beyond) == [report_tables.NOTHING] * 2
+    assert "9.00x" not in render_page(beyond)
+
+
+def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) -> None:
+    def line(made: dict[str, Any]) -> str:
+        (found,) = [one for one in report_text.check_lines(made) if one.startswith("Live decoding against replay")]
+        assert found in render_page(made)
+        return found
+
+    best, (passing,) = result["verdict"]["best"], result["verdict"]["checkpoints"]
+    assert line(result).endswith(
+        f"tau {best['tau']:.2f} beside replay {best['live_tokens'] / best['replay_check']['predicted_blocks']:.2f}, z -0.2."
+    )
+    old = copy.deepcopy(result)
+    del old["verdict"]["best"]["replay_check"]
+    assert f"{passing['tau']:.2f}" != f"{best['tau']:.2f}"
+    assert f"tau {passing['tau']:.2f} beside replay" in line(old), "of the run that was replayed, not of the last one"
+    assert "z +0.6" in line(old)
+    assert "nothing was decoded live" in line(not_timed(result))
+    old["verdict"]["checkpoints"] = []
+    assert "holds no replay of the live run" in line(old)
+    for made in (no_baseline(result), greedy(result), bare(result)):
+        assert line(made) == line(result)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "step", "said"),
+    [
+        ({}, 120, ""),
+        ({"outcome": "no_speed", "pays_off": False}, 120, "expect no speed-up"),
+        ({"best_gamma": 0}, 120, "expect no speed-up"),
+        ({"outcome": "loss", "pays_off": True}, 120, "worse than the undistilled one"),
+        ({"outcome": "no_measurable_gain", "pays_off": True}, 120, "not certainly better than the undistilled one"),
+        ({"outcome": "no_measurable_gain", "pays_off": False}, 0, "is the undistilled one; the target with"),
+        ({"outcome": "not_timed", "pays_off": None}, 120, "Not timed"),
+    ],
+)
+def test_commands_for_a_draft_without_gain_carry_a_warning(
+    verdict: dict[str, Any], step: int, said: str, result: dict[str, Any]
+) -> None:
+    made = copy.deepcopy(result)
+    made["verdict"] |= verdict
+    made["contestants"][-1]["step"] = step
+    warning = report_text.serve_warning(made)
+    assert said in warning
+    assert bool(said) == bool(warning)
+    page, twin = render_page(made), report_text.markdown(made, measured_times(made))
+    served = page[page.index('<section id="serve">') :], twin[twin.index("## Serve it") :]
+    for text in served:
+        assert text.count("Warning") == bool(said)
+        assert (html.escape(warning, quote=True).replace("&#x27;", "&#39;") or "takes this pair") in text.split(
+            "vllm serve"
+        )[0]
+
+
+def test_what_checkpoints_were_judged_on_is_told(result: dict[str, Any]) -> None:
+    for made, said in ((result, "on text of its own"), (not_timed(result), "tau by replay")):
+        line = report_text.steps_line(made)
+        assert said in line
+        assert line in render_page(made)
+        assert line in report_text.markdown(made, measured_times(made))
+
+
+def test_the_served_draft_is_compared_with_everywhere(result: dict[str, Any]) -> None:
+    twin = report_text.markdown(result, measured_times(result))
+    for text in (render_page(result), twin.replace("\\", "")):
+        assert "against the served draft" in text
+        assert "Against the served draft, paired by prompt: alpha +0.040 [+0.010, +0.070]" in text
+    told = summary_of(result)["against_served"]
+    assert told["alpha"] == result["verdict"]["against_served"]["alpha"]
+    assert told["certain"] == "gain"
+    without = copy.deepcopy(result)
+    without["verdict"]["against_served"] = None
+    assert "gainst the served draft" not in render_page(without)
+    assert summary_of(without)["against_served"] is None
+
+
+def test_a_speed_up_of_too_few_prompts_has_no_interval(result: dict[str, Any]) -> None:
+    made = copy.deepcopy(result)
+    for row in made["contestants"]:
+        row["speed_up_ci"] = None
+    made["verdict"]["speed_up_ci"] = dict.fromkeys(made["verdict"]["speed_up_ci"])
+    rows = {row[0].text: row[1:] for row in report_tables.headline_table(made).rows}
+    assert [cell.note for cell in rows["speed-up"]][:3] == [report_tables.TOO_FEW_TIMED] * 2 + [""]
+    assert rows["speed-up"][0].text == f"{result['contestants'][-1]['speed_up']:.2f}x"
+    for text in (render_page(made), report_text.markdown(made, measured_times(made))):
+        assert "too few prompts timed for an interval" in text
+    assert "too few prompts" not in render_page(result)
+    assert summary_of(made)["contestants"]["best"]["speed_up_ci"] is None
+
+
+def test_how_many_prompts_were_timed_is_told(result: dict[str, Any]) -> None:
+    assert ("prompts timed", "7") in report_text.run_facts(result)
+    old = {key: value for key, value in result.items() if key != "timed_prompts"}
+    assert "prompts timed" not in dict(report_text.run_facts(old))
+    assert "prompts timed" not in render_page(old)
+
+
+def test_the_calibration_line_is_the_words_of_the_result(result: dict[str, Any]) -> None:
+    assert report_text.calibration_line({"words": "it is sure. Stop below 0.3."}) == "It is sure. Stop below 0.3."
+    made = copy.deepcopy(result)
+    del made["calibration"]["words"]
+    assert "calibration.words" in str(list(_missing_keys(made)))
+
+
 def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
     given = GivenTimes(0.025, 0.003, 0.02)
     table = report_tables.given_table(result, given)
@@ -230,6 +387,7 @@ def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
     assert [row[-1].strong for row in table.rows].count(True) == 1
     measured = measured_times(result)
     assert (measured.source, measured.cost_ratio) == ("measured", pytest.approx(result["costs"]["cost_ratio"]))
+    assert curve["speed_up"][17:] == [None] * 16
     assert measured.speed_up(GAMMA, curve["tau"][GAMMA]) == pytest.approx(curve["speed_up"][GAMMA])
     assert measured_times(not_timed(result)).source == "example"
 

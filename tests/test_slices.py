@@ -65,7 +65,10 @@ def test_slices_of_each_dimension_partition_the_tokens(seed, rule, with_entropie
 
 
 def the_slow_rows(texts, scores, label_of, rule):
-    """{name: (tokens, prompts, alpha of best, its interval, gain, its interval, lost share)}, token by token."""
+    """{name: (tokens, prompts, alpha of best, its interval, gain, its interval, lost share)}, token by token.
+
+    The intervals of the gains share 5 % among the slices.
+    """
     tokens, total_lost = {}, 0.0
     for index, text in enumerate(texts):
         ours, base = (scores[name][index].accept_probs(rule) for name in ("best", "baseline"))
@@ -77,8 +80,8 @@ def the_slow_rows(texts, scores, label_of, rule):
         keys, ours, gains = zip(*found, strict=True)
         counts = sum_by_prompt(keys, np.ones(len(keys)))
         intervals = [
-            list(ratio_interval(sum_by_prompt(keys, np.array(values)), counts)) if len(counts) > 1 else None
-            for values in (ours, gains)
+            list(ratio_interval(sum_by_prompt(keys, np.array(values)), counts, level)) if len(counts) > 1 else None
+            for values, level in ((ours, 0.95), (gains, 1 - 0.05 / len(tokens)))
         ]
         rows[name] = (
             len(keys), len(counts), np.mean(ours), intervals[0], np.mean(gains), intervals[1], np.sum(1 - np.array(ours)) / total_lost
@@ -126,6 +129,31 @@ def test_rows_equal_sums_token_by_token():
             assert row["lost_share"] == pytest.approx(lost_share)
 
 
+def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_prompts():
+    """`slight` falls, and `twin` rises by chance, by what one row alone would be certain of; `few` falls far in each of only three prompts."""
+    rng = np.random.default_rng(0)
+    texts, scores = [], {"baseline": [], "best": []}
+    shifts = {"few": -0.3, "gain": 0.3, "loss": -0.3, "same": 0.0, "slight": -0.0018, "twin": 0.0}
+    for domain, shift in shifts.items():
+        for prompt in range(3 if domain == "few" else 12):
+            logs = -rng.exponential(1.0, 20)
+            texts.append(HeldoutResponse(f"{domain}-{prompt}", domain, [len(texts)], [5] * 20, logs.tolist()))
+            for name, extra in (("baseline", 0.0), ("best", shift)):
+                wanted = 0.6 + extra + rng.normal(0, 0.01, 20)
+                own = TokenScores(logs + np.log(wanted), logs, np.ones(20, bool), np.zeros(20), np.ones(20))
+                scores[name].append(own)
+    table = slice_tables(texts, scores, rule="sample", pieces=None)[0]
+    # Six rows at 70 % together are 95 % each.
+    alone = slice_tables(texts, scores, rule="sample", pieces=None, confidence=1 - 6 * 0.05)[0]
+    assert table["corrected_confidence"] == pytest.approx(1 - 0.05 / 6)
+    assert alone["corrected_confidence"] == pytest.approx(0.95)
+    certain = {row["name"]: row["certain"] for row in table["rows"]}
+    expected = {"few": "none", "gain": "gain", "loss": "loss", "same": "none", "slight": "none", "twin": "none"}
+    assert certain == expected
+    assert {row["name"]: row["certain"] for row in alone["rows"]} == expected | {"slight": "loss", "twin": "gain"}
+    assert table["rows"][0]["gain_ci"][1] < 0, "three prompts that agree"
+
+
 def test_rows_come_in_the_order_of_their_bins():
     texts, scores, pieces, entropies = stored_text(0, longest=300)
     names = {
@@ -152,6 +180,7 @@ def test_prompt_lengths_fall_into_powers_of_two():
         assert (row["alpha_ci"]["best"] is None) == (row["prompts"] < 2)
         assert row["gain"] is None
         assert row["gain_ci"] is None
+        assert row["certain"] == "none"
 
 
 def test_without_entropies_sampled_text_is_sliced_by_surprisal_and_greedy_text_is_not():

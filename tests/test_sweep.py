@@ -29,7 +29,7 @@ from distill.config import dump_config, load_config
 from distill.faults import Interrupted
 from distill.sweep import error_line, run_sweep, share_stores
 from distill.sweep_plan import finished, load_sweep, plan
-from distill.sweep_table import as_csv, summarise, sweep_table, t_interval
+from distill.sweep_table import as_csv, measures, summarise, sweep_table, t_interval
 from speculative.errors import UserError
 
 pytest.importorskip("optuna")
@@ -76,7 +76,7 @@ while (control / f"hang-{name}").exists():
     time.sleep(0.01)
 alpha = {"tv": 0.8, "forward_kl": 0.6, "jsd": 0.79}[json.loads(values["loss.name"])] + 0.01 * seed
 best = {"alpha": alpha, "alpha_ci": [alpha - 0.02, alpha + 0.02], "tau": 4 * alpha, "tau_ci": [4 * alpha - 0.1, 4 * alpha + 0.1]}
-(folder / "verdict.json").write_text(json.dumps({"best": best, "speed_up": {"best": 2 * alpha}}))
+(folder / "verdict.json").write_text(json.dumps({"best": best, "speed_up": {"best": 2 * alpha}, "speed_up_ci": {"best": [2 * alpha - 0.3, 2 * alpha + 0.3]}}))
 """
 
 
@@ -436,6 +436,37 @@ def test_one_seed_has_the_judges_interval_and_says_so(tmp_path: Path) -> None:
     console = quiet()
     console.print(sweep_table(sweep, rows))
     assert "as judged" in said(console)
+
+
+def test_the_best_of_many_is_told_as_such(tmp_path: Path) -> None:
+    for taus, told in (({"tv": [2.0], "jsd": [1.85], "forward_kl": [1.0], "ce": []}, 3), ({"tv": [2.0]}, None)):
+        sweep, rows = rows_from(tmp_path, taus)
+        caption = sweep_table(sweep, rows).caption
+        picked = f"The best is picked out of {told} combinations; its interval is not widened for that."
+        assert (picked in caption) == (told is not None)
+        assert ("picked out of" in caption) == (told is not None)
+
+
+@pytest.mark.parametrize("metric", ["best.tau", "speed_up.best", "effects.tau.gain"])
+def test_the_judged_interval_stands_where_the_verdict_has_it(tmp_path: Path, metric: str) -> None:
+    path, _ = lab(tmp_path, grid={"loss.name": ["tv"], "seed": [0]}, metric=metric)
+    sweep = load_sweep(path)
+    (trial,) = plan(sweep)
+    verdict = {
+        "best": {"alpha": 0.7, "alpha_ci": [0.6, 0.8], "tau": 2.5, "tau_ci": [2.4, 2.6]},
+        "speed_up": {"best": 1.4},
+        "speed_up_ci": {"best": [1.3, 1.5]},
+        "effects": {"tau": {"gain": 0.4, "ci": [0.3, 0.5]}},
+    }
+    trial.config.folder.mkdir(parents=True)
+    (trial.config.folder / "verdict.json").write_text(json.dumps(verdict))
+    found = measures(sweep, trial)
+    expected = {"best.tau": [2.4, 2.6], "speed_up.best": [1.3, 1.5], "effects.tau.gain": [0.3, 0.5]}[metric]
+    assert found["intervals"] == {"alpha": [0.6, 0.8], "tau": [2.4, 2.6], "speed_up": [1.3, 1.5], "metric": expected}
+    # Too few prompts were timed: no interval.
+    verdict["speed_up_ci"] = {"best": None}
+    (trial.config.folder / "verdict.json").write_text(json.dumps(verdict))
+    assert "speed_up" not in measures(sweep, trial)["intervals"]
 
 
 def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:

@@ -243,6 +243,16 @@ def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch):
     assert "The scores DIFFER" in found["sentence"]
 
 
+def test_few_prompts_do_not_fail_the_check():
+    """Ten prompts agree by luck once in 512, more often than one false alarm in a thousand uses."""
+    for prompts, said in ((10, "Not certain: "), (11, "The scores DIFFER: ")):
+        result = {"prompts": prompts, "samples": 2, "difference": {"value": -0.5, "ci": [-0.6, -0.4]}}
+        found = room._sampled_answer(result, [-0.7, -0.3])
+        assert found["passed"] == (prompts == 10)
+        assert found["sentence"].startswith(said)
+        assert ("10 prompts are too few to be certain; give at least 11" in found["sentence"]) == (prompts == 10)
+
+
 def share_of_twenty(prompt, response, reference):
     """How much of the text is token 20."""
     wanted = tiny_tokenizer().decode([20])
