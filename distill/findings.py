@@ -241,7 +241,9 @@ def _forgetting(slices: Sequence[dict[str, Any]], trained_on: Sequence[str] | No
             "tokens": row["tokens"],
             "alpha": row["alpha"],
             "alpha_ci": row["alpha_ci"],
-            "change": None if row["gain"] is None else {"gain": row["gain"], "ci": row["gain_ci"]},
+            "change": None
+            if row["gain"] is None
+            else {"gain": row["gain"], "ci": row["gain_ci"], "certain": row["certain"]},
         }
         for row in domains
     ]

@@ -91,12 +91,21 @@ def test_few_prompts_have_an_interval_at_every_level(prompts):
                 assert low < high
 
 
-def test_a_level_that_is_no_number_leaves_the_percentiles(monkeypatch):
-    sums_PC = some_sums(6)
-    monkeypatch.setattr(curves, "expanded_tail", lambda *_: 0.0)
-    drawn = np.concatenate(list(curves._resamples(6, 0.0, 0)))
-    for found, drawn_R in zip(intervals_of_sums(sums_PC, ratios), ratios(drawn @ sums_PC).T, strict=True):
-        assert found == [drawn_R.min(), drawn_R.max()]
+def test_two_prompts_that_mirror_each_other_have_an_interval_too():
+    """No skew and a tail of 0: the levels are 0 times infinity, which is no number."""
+    assert expanded_tail(0.999, 2) == 0.0
+    mirrored = np.array([[10.0, 7.0, 4.0], [10.0, 5.0, 4.0]])
+    assert intervals_of_sums(mirrored, lambda sums_C: sums_C[..., 1:2] / sums_C[..., :1], 0.999) == [[0.5, 0.7]]
+
+
+def test_both_ends_are_corrected_alike_however_small_the_tail():
+    """Of mirrored data the ends are mirrored; 1 - 1e-18 is 1, and its normal quantile would be infinite."""
+    drawn_R = np.random.default_rng(0).normal(0.3, 1.0, 2000)
+    left_out_P = np.array([0.1, -0.2, 0.05, 0.05])
+    low, high = curves._bca_levels(0.0, left_out_P, drawn_R, 1e-18)
+    mirrored_low, mirrored_high = curves._bca_levels(0.0, -left_out_P, -drawn_R, 1e-18)
+    assert (low, high) == pytest.approx((1.0 - mirrored_high, 1.0 - mirrored_low), abs=1e-15)
+    assert max(low, mirrored_low) > 1e-14, "a correction that can be seen in 1 - level"
 
 
 @pytest.mark.parametrize("number", [0, 1])

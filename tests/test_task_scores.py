@@ -1,6 +1,10 @@
 """Scores with and without the draft: the hook, the built-in scorers, the intervals, and the check end to end."""
 
 import json
+import runpy
+import sys
+import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,6 +245,35 @@ def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch):
     )
     assert not found["passed"]
     assert "The scores DIFFER" in found["sentence"]
+
+
+def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeypatch, capsys):
+    """The example of the docstring, with a task that stands in for lm-eval's."""
+
+    class Task:
+        def test_docs(self):
+            return [{"question": "1 + 1", "answer": "2"}]
+
+        def doc_to_text(self, doc):
+            return f"Question: {doc['question']}"
+
+        def process_results(self, doc, results):
+            return {"exact_match": float(doc["answer"] == results[0])}
+
+    tasks = SimpleNamespace(TaskManager=object, get_task_dict=lambda names, manager: {"gsm8k": Task()})
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(tasks=tasks))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    file, references = tmp_path / "gsm8k.py", tmp_path / "gsm8k.jsonl"
+    lines = room.__doc__.split("    import json\n")[1].split("Shapes:")[0]
+    file.write_text(textwrap.dedent(f"    import json\n{lines}"))
+    runpy.run_path(str(file), run_name="__main__")
+    references.write_text(capsys.readouterr().out)
+    scorer = load_scorer(f"{file}:score")
+    assert capsys.readouterr().out == "", "reading the scorer writes no references"
+    found = read_references(None, references)
+    assert list(found) == ["Question: 1 + 1"]
+    scores = [scorer("Question: 1 + 1", response, found["Question: 1 + 1"]) for response in ("2", "3")]
+    assert scores == [1.0, 0.0]
 
 
 def test_few_prompts_do_not_fail_the_check():

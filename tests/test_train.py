@@ -15,7 +15,7 @@ from distill.config import load_config
 from distill.optim import make_optimizers
 from distill.step_clock import STAGES
 from distill.student import carve, load_model
-from distill.verdict import SCHEMA
+from distill.verdict import OF_THE_LAST_RUN, SCHEMA
 from speculative.replay import replay
 from speculative.sampling import SamplingSettings
 from speculative.token_scores import score_responses
@@ -46,7 +46,8 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
     for name in ("baseline", "best"):
         row = verdict[name]
         assert set(row) == {
-            "step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival", "tokens_per_second"
+            "step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival", "tokens_per_second",
+            *(() if name == "baseline" else OF_THE_LAST_RUN),
         }  # fmt: skip
         assert row["alpha_ci"][0] <= row["alpha"] <= row["alpha_ci"][1]
         assert row["tau_ci"][0] <= row["tau"] <= row["tau_ci"][1]
