@@ -104,6 +104,6 @@ def lossless_lines(result: dict[str, Any]) -> list[str]:
                 + (")" if test["judged"] else f"; not judged: {result['dtype']} rounds at the edge of top-p and top-k)")
                 for name, test in (("first tokens", result["first_token"]), ("every token", result["every_token"]))
             ),
-            f"a decoder without fault fails this check at most once in {round(1 / result['level']):,} uses",
+            f"a decoder without fault fails this check at most about once in {round(1 / result['level']):,} uses",
         ]
     return [*lines, result["sentence"]]
