@@ -35,6 +35,7 @@ test: setup      ## all tests (under 10 minutes on 2 cores)
 bench: setup     ## the numbers in README; writes bench/results/
 	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
 	$(BIN)/python bench/decode.py --out bench/results/decode.json
+	$(BIN)/python bench/replay.py --out bench/results/replay.json
 	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python bench/train_step.py --out bench/results/train_step.json
 

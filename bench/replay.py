@@ -45,7 +45,6 @@ from speculative.decode import decode, end_token_ids
 from speculative.drafters import ModelDrafter
 from speculative.effects import effects_of_sums
 from speculative.errors import UserError
-from speculative.evaluate import measure_tokens_per_second
 from speculative.replay import agreement_of, block_deviation_of, expected_blocks_of, law_of
 from speculative.responses import DecodeSettings, Prompt, Response
 from speculative.sampling import GREEDY, SamplingSettings
@@ -272,38 +271,51 @@ def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, ga
     return {"truth": truth, "shares": shares, "lowest": min(every), "highest": max(every), "pool": len(texts)}
 
 
-def speed(bench: Bench, texts: Sequence[Response]) -> list[dict[str, Any]]:
-    """Predicted against measured speed-up at batch 1 for each gamma; taus by replay of text stored for these prompts."""
+def speed(bench: Bench) -> list[dict[str, Any]]:
+    """Predicted against measured speed-up at batch 1 for each gamma.
+
+    measured: tokens/s of all prompts over the target's, the contestants alternating prompt by prompt; median: of the
+    prompts' own ratios. predicted: from tau by replay of the very text that was timed, so that what is tested is the model
+    of the costs and not the luck of other text.
+    """
     sizes, rule = bench.sizes, "sample"
     sampling = bench.settings(rule, 1).sampling
-    blocks_NK = expected_blocks_of(score_tokens(bench.draft, texts, sampling), rule, sizes.speed_gammas)
-    taus = sum(len(text.response_ids) for text in texts) / blocks_NK.sum(0)
     prompts = bench.prompts[: sizes.speed_prompts]
-    context = round(statistics.mean(len(ids) for _, ids in prompts)) + sizes.max_tokens // 2
+    context = round(statistics.mean(len(ids) for _, ids in prompts)) + sizes.max_tokens // 4
+    contestants = {gamma: bench.settings(rule, gamma) for gamma in (0, *sizes.speed_gammas)}
+
+    def timed_response(gamma: int, prompt: Prompt) -> tuple[Response, float]:
+        drafter = ModelDrafter(bench.draft) if gamma else None
+        (response,), timing = decode(bench.target, drafter, [prompt], contestants[gamma])
+        return response, timing.total_seconds
+
+    for gamma in contestants:
+        timed_response(gamma, prompts[0])  # Warm-up, not counted.
+    runs = [{gamma: timed_response(gamma, prompt) for gamma in contestants} for prompt in prompts]
     costs = measure_costs(
         bench.target, bench.draft, gammas=sizes.speed_gammas, sampling=sampling, context=context, repeats=5
     )
-    contestants = {gamma: bench.settings(rule, gamma) for gamma in (0, *sizes.speed_gammas)}
-
-    def rate(gamma: int, prompt: Prompt) -> float:
-        draft = bench.draft if gamma else None
-        return measure_tokens_per_second(bench.target, draft, [prompt], contestants[gamma])[0]
-
-    for gamma in contestants:
-        rate(gamma, prompts[0])  # Warm-up, not counted.
-    rates = [{gamma: rate(gamma, prompt) for gamma in contestants} for prompt in prompts]
+    rates = {gamma: [len(own[gamma][0].response_ids) / own[gamma][1] for own in runs] for gamma in contestants}
+    pooled = {
+        gamma: sum(len(own[gamma][0].response_ids) for own in runs) / sum(own[gamma][1] for own in runs)
+        for gamma in contestants
+    }
     cells = []
-    for gamma, tau in zip(sizes.speed_gammas, taus.tolist(), strict=True):
-        measured = statistics.median(own[gamma] / own[0] for own in rates)
-        predicted = predicted_speed_up(tau, gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+    for gamma in sizes.speed_gammas:
+        texts = [own[gamma][0] for own in runs]
+        blocks = expected_blocks_of(score_tokens(bench.draft, texts, sampling), rule, (gamma,)).sum()
+        tau = sum(len(text.response_ids) for text in texts) / float(blocks)
+        measured = pooled[gamma] / pooled[0]
+        predicted = predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
         cells.append(
             {
                 "gamma": gamma,
                 "tau": tau,
                 "predicted": predicted,
                 "measured": measured,
+                "median": statistics.median(one / alone for one, alone in zip(rates[gamma], rates[0], strict=True)),
                 "error": predicted / measured - 1.0,
-                "cost_ratio": costs.cost_ratio,
+                "cost_ratio": costs.cost_ratio_at(gamma),
                 "verify_ratio": costs.verify_ratio(gamma),
             }
         )
@@ -367,7 +379,7 @@ def measured(
     result: dict[str, Any] = {}
     other = noisy_copy(bench.draft)
     texts: list[Response] = []
-    if set(parts) - {"matched"}:
+    if {"coverage", "cost"} & set(parts):
         plain = bench.settings("sample", 0, seed=99)
         texts, _ = timed(console, "stored text", lambda: bench.live(bench.prompts, plain))
     if "coverage" in parts:
@@ -379,7 +391,7 @@ def measured(
     if "speed" in parts:
         before = torch.get_num_threads()
         torch.set_num_threads(speed_threads)
-        result["speed"] = timed(console, "speed", lambda: speed(bench, texts[: bench.sizes.cost_prompts]))
+        result["speed"] = timed(console, "speed", lambda: speed(bench))
         torch.set_num_threads(before)
         result["speedup_error_max"] = max(abs(cell["error"]) for cell in result["speed"])
     if "matched" in parts:

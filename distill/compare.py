@@ -293,7 +293,7 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, 
     }  # fmt: skip
     if entry.costs is None:
         return row
-    c, v = entry.costs.cost_ratio, entry.costs.verify_ratio(gamma)
+    c, v = entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma)
     # Gammas beyond the measured ones would be guesses.
     best, speed = best_gamma({g: taus[g] for g in range(1, max(entry.costs.verify_seconds) + 1)}, entry.costs)
     return row | {
@@ -309,7 +309,7 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, 
 def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, looks: int) -> dict[str, Any]:
     """What a draft gains over the first: `paired_effects`, with each draft's own price in the speed-up."""
     price, first_price = (
-        None if entry.costs is None else (entry.costs.cost_ratio, entry.costs.verify_ratio(gamma))
+        None if entry.costs is None else (entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma))
         for entry in (ours, first)
     )
     effects = paired_effects(

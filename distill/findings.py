@@ -189,7 +189,7 @@ def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> dict[st
     costs = evidence.costs[name]
     return curve | {
         "speed_up": [
-            predicted_speed_up(tau, gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+            predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
             if gamma <= max(costs.verify_seconds)
             else None
             for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)
@@ -205,7 +205,7 @@ def _costs_note(evidence: Evidence, rule: str) -> str:
 def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
     if costs is None:
         return None
-    return costs.target_seconds * (gamma * costs.cost_ratio + costs.verify_ratio(gamma))
+    return costs.target_seconds * (gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma))
 
 
 def _costs(evidence: Evidence, costs: StepCosts | None) -> dict[str, Any] | None:

@@ -87,8 +87,9 @@ def describe_costs(costs: StepCosts, gamma: int) -> dict[str, Any]:
         "target_step_seconds": costs.target_seconds,
         "draft_step_seconds": costs.draft_step_seconds,
         "cost_ratio": costs.cost_ratio,
+        "cost_ratio_at": {str(g): costs.cost_ratio_at(g) for g in gammas},
         "verify_ratio": {str(g): costs.verify_ratio(g) for g in gammas},
-        "break_even_alpha": break_even_alpha(gamma, costs.cost_ratio, costs.verify_ratio(gamma)),
+        "break_even_alpha": break_even_alpha(gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma)),
         "batch_size": costs.batch_size,
         "context": costs.context,
     }
@@ -173,7 +174,7 @@ def _costs_at(evidence: Evidence, name: str) -> tuple[float, float] | None:
     if not evidence.costs:
         return None
     costs = evidence.costs[name]
-    return costs.cost_ratio, costs.verify_ratio(evidence.gamma)
+    return costs.cost_ratio_at(evidence.gamma), costs.verify_ratio(evidence.gamma)
 
 
 def conclude(

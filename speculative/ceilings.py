@@ -255,7 +255,9 @@ def cost_facts(costs: StepCosts) -> dict[str, Any]:
         "verify_seconds": {str(g): seconds for g, seconds in sorted(costs.verify_seconds.items())},
         "verify_ratio": {str(g): costs.verify_ratio(g) for g in sorted(costs.verify_seconds)},
         "perfect": {"gamma": gamma, "speed_up": speed_up},
-        "break_even_alpha": {str(g): break_even_alpha(g, costs.cost_ratio, costs.verify_ratio(g)) for g in gammas},
+        "break_even_alpha": {
+            str(g): break_even_alpha(g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g in gammas
+        },
         "hopeless": hopeless_because(costs),
         "hopeless_words": advised[1] if (advised := advice(costs)) is not None else None,
     }
@@ -335,7 +337,7 @@ def draft_outlook(
         for of_alpha, of_taus in ((alpha, taus), (closed_alpha, closed_taus), (ceiling_alpha, ceiling_taus))
     )
     if now["gamma"]:
-        spent = now["gamma"] * costs.cost_ratio + costs.verify_ratio(now["gamma"])
+        spent = now["gamma"] * costs.cost_ratio_at(now["gamma"]) + costs.verify_ratio(now["gamma"])
         now["speed_up_ci"] = [tau / spent for tau in curve["tau_ci"][curve["gammas"].index(now["gamma"])]]
     return {
         "rule": rule,
@@ -353,7 +355,9 @@ def draft_outlook(
 
 
 def _speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[str, float]:
-    return {str(g): predicted_speed_up(tau, g, costs.cost_ratio, costs.verify_ratio(g)) for g, tau in taus.items()}
+    return {
+        str(g): predicted_speed_up(tau, g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g, tau in taus.items()
+    }
 
 
 def _at_best_gamma(alpha: float, taus: Mapping[int, float], costs: StepCosts) -> dict[str, Any]:

@@ -41,8 +41,17 @@ class StepCosts:
 
     @property
     def cost_ratio(self) -> float:
-        """c: one draft step over one target step."""
+        """c: one draft step over one target step, the median over the measured gammas: the number to quote."""
         return self.draft_step_seconds / self.target_seconds
+
+    def cost_ratio_at(self, gamma: int) -> float:
+        """c of one token of a block of gamma, interpolated between the measured gammas and constant beyond them.
+
+        The first step of a block also reads what the last one left unread, so short blocks pay more a token.
+        """
+        gammas = sorted(self.draft_seconds)
+        per_token = [self.draft_seconds[measured] / measured for measured in gammas]
+        return float(np.interp(gamma, gammas, per_token)) / self.target_seconds
 
     def verify_ratio(self, gamma: int) -> float:
         """v(gamma): a (gamma + 1)-token target call over a 1-token call, interpolated linearly between the measured."""
@@ -77,7 +86,7 @@ def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
 def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
     """The gamma of `taus` with the highest predicted speed-up, and that speed-up; (0, 1.0) when none beats 1."""
     speed_ups = {
-        gamma: predicted_speed_up(tau, gamma, costs.cost_ratio, costs.verify_ratio(gamma))
+        gamma: predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
         for gamma, tau in taus.items()
     }
     gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)

@@ -85,7 +85,7 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
     np.testing.assert_allclose(of["tau"], [verdict["replay"][str(gamma)] for gamma in range(33)], rtol=1e-9)
     costs = verdict["costs"]
     # gamma 3 was measured itself.
-    predicted = of["tau"][3] / (3 * costs["cost_ratio"] + costs["verify_ratio"]["3"])
+    predicted = of["tau"][3] / (3 * costs["cost_ratio_at"]["3"] + costs["verify_ratio"]["3"])
     assert of["speed_up"][3] == pytest.approx(predicted, rel=1e-9)
     assert of["speed_up"][0] == of["tau"][0] == 1.0
     measured = max(map(int, costs["verify_ratio"]))
