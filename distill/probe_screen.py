@@ -207,20 +207,19 @@ def costs_table(result: dict[str, Any]) -> Table:
         "c",
         "verify call by gamma",
         "perfect\ndraft",
-        "best now",
     ):
-        table.add_column(column, justify="left" if column in ("", "rule") else "right")
+        table.add_column(column, justify="left" if column in ("", "rule") else "right", overflow="fold")
     for facts in result["costs"]["target"]:
         table.add_row(
-            "target", "", str(facts["batch_size"]), _ms(facts["target_step_seconds"]), "", "", _verify(facts), "", ""
+            "target", "", str(facts["batch_size"]), _ms(facts["target_step_seconds"]), "", "", _verify(facts), ""
         )
     for record in result["drafts"]:
         for place, facts in enumerate(record.get("costs", [])):
-            best, perfect = facts.get("best"), facts["perfect"]
+            perfect = facts["perfect"]
             table.add_row(
                 record["name"] if place == 0 else "", facts["rule"], str(facts["batch_size"]), _ms(facts["target_step_seconds"]),
                 _ms(facts["draft_step_seconds"]), f"{facts['cost_ratio']:.2f}", _verify(facts), _times(perfect),
-                _times(best) if best else "", style="red" if facts["hopeless"] else "",
+                style="red" if facts["hopeless"] else "",
             )  # fmt: skip
     return table
 
@@ -230,35 +229,37 @@ def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
     settings = result["settings"]
     table = Table(
         title=f"{record['name']} as it is: {settings['prompts']} prompts, batch {settings['batch_sizes'][0]}",
-        caption="@: gamma; alpha: acceptance rate [95 % interval]; distilled: as far as drafts that start there have come",
+        caption="@: gamma; room: alpha up to its ceiling; survival of the first 1, 2, 3 drafted tokens; speed-up now, distilled as far as "
+        "drafts that start there have come, and of a draft that is always accepted",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for column in (
         "T",
         "rule",
         "alpha",
-        "to\nceiling",
-        "survival\n1, 2, ...",
+        "room",
+        "sur-\nvival",
         "tau",
-        "speed-up",
+        "now",
         "distilled",
-        "ceiling",
-        "",
+        "perfect",
     ):
-        table.add_column(column, justify="left" if column in ("rule", "") else "right")
+        table.add_column(
+            column, justify="left" if column in ("rule", "") else "right", no_wrap=column != "", overflow="fold"
+        )
     for cell in record["cells"]:
         curve, gamma = cell["curve"], cell["now"]["gamma"] or min(3, cell["curve"]["gammas"][-1])
         table.add_row(
             f"{cell['temperature']:g}",
-            cell["rule"],
-            f"{curve['alpha']:.3f}\n{interval(curve['alpha_ci'])}",
+            f"{cell['rule']}\n{DECISION_WORDS[cell['decision']]}",
+            f"{curve['alpha']:.3f}\n{interval(curve['alpha_ci'], 2)}",
             f"{cell['headroom']['alpha']:+.3f}",
-            " ".join(f"{kept:.2f}"[1:] if kept < 0.995 else "1" for kept in curve["survival"][:4]),
-            f"{curve['tau'][gamma]:.2f} @{gamma}",
-            _times(cell["now"]),
-            _times(cell["reachable"]),
-            _times(cell["ceiling"]),
-            DECISION_WORDS[cell["decision"]],
+            "\n".join(f"{kept:.2f}" for kept in curve["survival"][:3]),
+            f"{curve['tau'][gamma]:.2f}\n@{gamma}",
+            _times(cell["now"], "\n"),
+            _times(cell["reachable"], "\n"),
+            _times(cell["ceiling"], "\n"),
         )
     return table
 
@@ -285,5 +286,5 @@ def _verify(facts: dict[str, Any]) -> str:
     return " ".join(f"{gamma}:{1e3 * seconds:.1f}" for gamma, seconds in pairs)
 
 
-def _times(facts: dict[str, Any]) -> str:
-    return f"{facts['speed_up']:.2f}x @{facts['gamma']}" if facts["gamma"] else "-"
+def _times(facts: dict[str, Any], between: str = " ") -> str:
+    return f"{facts['speed_up']:.2f}x{between}@{facts['gamma']}" if facts["gamma"] else "-"

@@ -45,15 +45,10 @@ def verdict_table(verdict: dict[str, Any]) -> Table:
             f"{row['tau']:.2f}" + (f"\n{interval(row['tau_ci'], 2)}" if "tau_ci" in row else "\n(replay)"),
             f"{row['accepted_per_drafted']:.3f}" if "accepted_per_drafted" in row else "",
             f"{row['tokens_per_second']:.0f}" if alone is not None else "",
-            _speed(verdict, key) if alone is not None else "",
+            f"{verdict['speed_up'][key]:.2f}x" if alone is not None else "",
             style="bold" if key == "best" else "",
         )
     return table
-
-
-def _speed(verdict: dict[str, Any], key: str) -> str:
-    text, ci = f"{verdict['speed_up'][key]:.2f}x", (verdict.get("speed_up_ci") or {}).get(key)
-    return f"{text}\n{interval(ci, 2)}" if ci else text
 
 
 def judgement_table(title: str, result: dict[str, Any]) -> Table:
