@@ -13,8 +13,8 @@ import yaml
 
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No gain: on the run's machine the target with this draft was not measured faster than the target alone. "
-    "The commands use gamma {gamma} all the same; expect no speed-up."
+    "No gain for certain: on the run's machine the target with this draft was not certainly faster than the target alone. "
+    "The commands use gamma {gamma} all the same."
 )
 NOT_MEASURED = "not measured: this export carries no verdict; run `understudy evaluate` on it before serving it."
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from data.store import read_manifest, write_json
 from distill.compare_screen import check_plot, plot_comparison
 from distill.config import load_config
-from distill.evidence import step_costs
+from distill.evidence import step_costs, typical_length
 from distill.frozen_text import FrozenText, load_frozen_text
 from distill.response_file import check_writable
 from distill.served_target import FACTS
@@ -231,7 +231,7 @@ def _load(text: FrozenText, path: str) -> PreTrainedModel:
 def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int) -> StepCosts:
     target = text.target.model
     context = context_limit(text.config, positions_of(target), positions_of(draft))
-    return step_costs(text.config, target, draft, text.rule, gamma, context)
+    return step_costs(text.config, target, draft, text.rule, gamma, context, typical_length(text.responses))
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
@@ -302,7 +302,8 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, 
         "best_gamma": best,
         "best_speed_up": speed,
         "draft_step_seconds": entry.costs.draft_step_seconds,
-        "cost_ratio": c,
+        "cost_ratio": entry.costs.cost_ratio,
+        "cost_ratio_at": c,
     }
 
 

@@ -91,20 +91,20 @@ def seen_by_both(evidence: Evidence, target: PreTrainedModel, tokenizer: Any) ->
     return {"entropies": target_entropies(target, evidence.frozen), "token_view": view}
 
 
-def require_served(config: RunConfig, served: ServedTarget, context: int) -> None:
+def require_served(config: RunConfig, served: ServedTarget, longest: int) -> None:
     """Refuses a judge.served that could not be judged in the end, before the long work.
 
     Raises:
-        UserError: not there, another vocabulary, or a shorter context than the run's.
+        UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
     """
     if config.judge.served is None:
         return
     draft = load_draft(config.judge.served, served, served.tokenizer)
     limit = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and limit < context:
+    if limit is not None and limit < longest:
         raise UserError(
-            f"judge.served: {config.judge.served} takes {limit} tokens, this run's prompts and responses up to {context}; "
-            f"leave it out, or set data.context_length={limit}"
+            f"judge.served: {config.judge.served} takes {limit} tokens, the longest held-out prompt with its response up to "
+            f"{longest}; leave it out, or lower data.max_prompt_tokens or serving.max_tokens"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from distill.conclusion import seen_by_both
 from distill.config import RunConfig, dump_config
-from distill.evidence import BEST, Contestant, gather, step_costs
+from distill.evidence import BEST, Contestant, gather, step_costs, typical_length
 from distill.findings import findings_of
 from distill.prompts import load_prompts
 from distill.provenance import describe_run
@@ -70,7 +70,7 @@ def evaluate(
             settings = decode_settings(config, target, gamma, rule)
             by_gamma[gamma] = judge(target, draft, frozen, settings, batch_size=config.judge.batch_size)
             del by_gamma[gamma]["per_prompt"]
-        costs = step_costs(config, target, draft, rule, max(gammas), context)
+        costs = step_costs(config, target, draft, rule, max(gammas), context, typical_length(frozen))
         best = best_gamma_facts(by_gamma[chosen]["replay"], costs)
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best["best_gamma"] or 1)))
     evidence = gather(config, target, [contestant], {rule: frozen}, gamma=chosen, rule=rule, context=context, log=log)

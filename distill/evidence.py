@@ -161,7 +161,9 @@ def costs_of(
     for one in reversed(contestants):
         shape = tuple((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters())
         if shape not in by_shape:
-            by_shape[shape] = step_costs(config, target, one.draft, rule, gamma, context, typical)
+            limit = getattr(one.draft.config.get_text_config(), "max_position_embeddings", None)
+            room = min(context, limit or context)
+            by_shape[shape] = step_costs(config, target, one.draft, rule, gamma, room, typical)
         costs[one.name] = by_shape[shape]
     return costs
 

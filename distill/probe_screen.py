@@ -230,7 +230,7 @@ def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
     table = Table(
         title=f"{record['name']} as it is: {settings['prompts']} prompts, batch {settings['batch_sizes'][0]}",
         caption="@: gamma; room: alpha up to its ceiling; survival of the first 1, 2, 3 drafted tokens; speed-up now, distilled as far as "
-        "drafts that start there have come, and of a draft that is always accepted",
+        "drafts that start there have come, and at the ceiling of the rule",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -243,7 +243,7 @@ def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
         "tau",
         "now",
         "distilled",
-        "perfect",
+        "at\nbest",
     ):
         table.add_column(
             column, justify="left" if column in ("rule", "") else "right", no_wrap=column != "", overflow="fold"

@@ -159,10 +159,12 @@ def serve_warning(result: Mapping[str, Any]) -> str:
         reasons.append("this draft is the undistilled one")
     elif outcome == "no_measurable_gain":
         reasons.append("this draft is not certainly better than the undistilled one")
-    if pays is False or outcome == "no_speed" or verdict.get("best_gamma") == 0:
-        reasons.append("the target with this draft was not measured faster than the target alone, expect no speed-up")
+    if pays is False or outcome == "no_speed":
+        reasons.append("the target with this draft was not certainly faster than the target alone")
+    if verdict.get("best_gamma") == 0:
+        reasons.append("by the measured steps no gamma is predicted to pay")
     if reasons:
-        return f"No gain: {'; '.join(reasons)}. The commands are given all the same."
+        return f"Before serving it: {'; '.join(reasons)}. The commands are given all the same."
     if pays is None or outcome == "not_timed":
         return "Not timed: whether the target with this draft is faster than alone was not measured."
     return ""

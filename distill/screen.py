@@ -128,7 +128,8 @@ def last_screen(
     console: Console, run: Path, verdict: dict[str, Any], completions: Sequence[Panel], export: Path | None
 ) -> None:
     """The screen that ends a demo."""
-    style = "green" if verdict["outcome"] == "pays_off" else "yellow"
+    # A verdict of an earlier version has no outcome.
+    style = "green" if verdict.get("outcome", "pays_off" if verdict["pays_off"] else "") == "pays_off" else "yellow"
     console.print()
     if completions:
         legend = Text.assemble(
@@ -143,7 +144,8 @@ def last_screen(
     parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = Table.grid(padding=(0, 2))
-    places.add_row("report", f"{run / 'report.html'}  (open it in a browser)")
+    if (run / "report.html").exists():
+        places.add_row("report", f"{run / 'report.html'}  (open it in a browser)")
     places.add_row("verdict", str(run / "verdict.json"))
     places.add_row("best checkpoint", str(run / "best"))
     if export is not None:

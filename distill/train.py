@@ -223,7 +223,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     refuse_impossible(config, target.side.config, target.facts.vocab_rows)
     # Before the long work: whatever is wrong with the student is told now, not after the target has answered. Only one that is
     # carved by measurements on the target's own text has to wait for that text.
-    require_served(config, target, context)
+    longest = max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
+    require_served(config, target, longest)
     student = None if carved_by_measurement(config) else first_student(config, accelerator, target)
     clock = _Clock(progress)
     # Without the target's weights there is no instrument to check: replay alone judges.

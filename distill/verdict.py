@@ -27,7 +27,7 @@ from typing import Any
 
 from distill import checkpoint
 from distill.evidence import BASELINE, SERVED, Evidence
-from speculative.ceilings import hopeless_words
+from speculative.ceilings import advice
 from speculative.cost import StepCosts, best_gamma, break_even_alpha
 from speculative.effects import paired_effects, speed_interval
 from speculative.errors import UserError
@@ -196,7 +196,7 @@ def conclude(
         return (
             "not_timed",
             None,
-            f"Not timed here (judge.live: never): {who} {fast}{f' and {learned}' if learned else ''}{end}",
+            f"Whether it pays was not measured (judge.live: never): {who} {fast}{f', and {learned}' if learned else ''}{end}",
         )
     if pays:
         return "pays_off", True, f"It pays off: {who} {fast}{f' and {learned}' if learned else ''}{end}"
@@ -227,8 +227,12 @@ def _against(effects: dict[str, Any] | None) -> str:
     if effects is None:
         return ""
     gain, (low, high) = effects["alpha"]["gain"], effects["alpha"]["ci"]
-    word = {"gain": "better than", "loss": "worse than", "none": "not to be told from"}[effects["certain"]]
-    return f"; it is {word} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha)"
+    word = {"gain": "accepts more than", "loss": "accepts less than", "none": "is not to be told in alpha from"}
+    words = f"; it {word[effects['certain']]} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha"
+    speed = effects["speed_up"]
+    if speed is None:
+        return f"{words})"
+    return f"{words}, predicted speed-up {speed['gain']:+.2f}x [{speed['ci'][0]:+.2f}, {speed['ci'][1]:+.2f}])"
 
 
 def _fast(evidence: Evidence, speeds: dict[str, Any] | None) -> tuple[bool | None, str]:
@@ -236,7 +240,7 @@ def _fast(evidence: Evidence, speeds: dict[str, Any] | None) -> tuple[bool | Non
     if speeds is None:
         judged, baseline = evidence.judged[evidence.best.name], evidence.judged.get(BASELINE)
         before = f" (undistilled {baseline['tau']:.2f})" if baseline else ""
-        return None, f"has tau {judged['tau']:.2f} at gamma {evidence.gamma} by replay{before}"
+        return None, f"has tau {judged['tau']:.2f} at gamma {evidence.gamma} by replay{before}, not timed here"
     speed_up, interval = speeds[evidence.best.name]
     if interval is None:
         how = f"decodes {speed_up:.2f}x as fast as the target alone at gamma {evidence.gamma}"
@@ -253,10 +257,8 @@ def _hopeless(evidence: Evidence) -> str:
     if not evidence.costs:
         return ""
     costs = evidence.costs[evidence.best.name]
-    words = hopeless_words(
-        costs.cost_ratio, {gamma: costs.verify_ratio(gamma) for gamma in costs.verify_seconds}, costs.batch_size
-    )
-    return f"; {words}" if words else ""
+    advised = advice(costs)
+    return f"; {advised[1]}" if advised else ""
 
 
 def _judged(evidence: Evidence, name: str) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def words(effects: dict[str, Any]) -> str:
     gain, (low, high), prompts = effects["alpha"]["gain"], effects["alpha"]["ci"], effects["prompts"]
     sentence = f"alpha {gain:+.3f} [{low:+.3f}, {high:+.3f}]"
     if effects["looks"] > 1:
-        sentence += f" (best of {effects['looks']} judged checkpoints, interval widened for it)"
+        sentence += f" (best of {effects['looks']} judged drafts, interval widened for it)"
     few = too_few(prompts, effects["corrected_confidence"])
     if few is not None:
         return f"{sentence}; {few}"

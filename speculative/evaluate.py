@@ -147,8 +147,8 @@ def judge(
     result["per_prompt"]["responses"] = responses
 
     for name, indices in _by_domain(chosen).items():
-        result["domains"].setdefault(name, {})
-        result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
+        if name in result["domains"]:
+            result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
     check = None
     if settings.active_rules is None and settings.tree is None:
         own, law = score_tokens(draft, responses, settings.sampling), law_of(settings.rule, settings.sampling)

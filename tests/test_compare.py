@@ -85,7 +85,7 @@ def test_differences_are_paired_and_corrected_for_their_number(untimed):
 def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
     timed = []
 
-    def one_price(config, target, draft, rule, gamma, context):
+    def one_price(config, target, draft, rule, gamma, context, typical):
         timed.append(draft)
         return StepCosts(1.0, {g: 0.1 * g for g in (1, 3)}, {1: 1.1, 3: 1.2}, 1, 64)
 
@@ -125,7 +125,7 @@ def test_timing_prices_each_draft_beside_one_target(timed):
     for row in (small, large):
         assert row["cost_ratio"] == pytest.approx(row["draft_step_seconds"] / result["costs"]["target_step_seconds"])
         v = result["costs"]["verify_ratio"]["2"]
-        assert row["speed_up"] == pytest.approx(predicted_speed_up(row["tau"], 2, row["cost_ratio"], v))
+        assert row["speed_up"] == pytest.approx(predicted_speed_up(row["tau"], 2, row["cost_ratio_at"], v))
         assert row["speed_up_ci"][0] < row["speed_up"] < row["speed_up_ci"][1]
         assert row["best_gamma"] in range(17)
     own = result["differences"][0]

@@ -112,9 +112,9 @@ def test_more_looks_ask_for_more():
     assert many["corrected_confidence"] == pytest.approx(0.9975)
     assert many["alpha"]["ci"][0] < once["alpha"]["ci"][0] < once["alpha"]["ci"][1] < many["alpha"]["ci"][1]
     assert many["minimal_detectable"]["alpha"] > once["minimal_detectable"]["alpha"]
-    assert "best of 20 judged checkpoints" in words(many)
+    assert "best of 20 judged drafts" in words(many)
     assert "Bonferroni over 20 looks" in many["method"]
-    assert "judged checkpoints" not in words(once)
+    assert "judged drafts" not in words(once)
 
 
 def test_too_few_prompts_are_certain_of_nothing():

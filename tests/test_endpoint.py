@@ -542,7 +542,7 @@ judge: {{every: 10, prompts: 8, gamma: 2, live: never}}
         assert isinstance(verdict[key], kind), key
     assert verdict["target_tokens_per_second"] is None
     assert verdict["best"]["alpha"] > verdict["baseline"]["alpha"]
-    assert "Not timed here" in verdict["sentence"]
+    assert "not timed here" in verdict["sentence"]
     capsys.readouterr()
     # What needs the weights says so in one line.
     assert train.main([str(config), "judge.live=end"]) == 2

@@ -297,8 +297,8 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
     ("verdict", "step", "said"),
     [
         ({}, 120, ""),
-        ({"outcome": "no_speed", "pays_off": False}, 120, "expect no speed-up"),
-        ({"best_gamma": 0}, 120, "expect no speed-up"),
+        ({"outcome": "no_speed", "pays_off": False}, 120, "not certainly faster than the target alone"),
+        ({"best_gamma": 0}, 120, "no gamma is predicted to pay"),
         ({"outcome": "loss", "pays_off": True}, 120, "worse than the undistilled one"),
         ({"outcome": "no_measurable_gain", "pays_off": True}, 120, "not certainly better than the undistilled one"),
         ({"outcome": "no_measurable_gain", "pays_off": False}, 0, "is the undistilled one; the target with"),

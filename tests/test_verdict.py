@@ -7,7 +7,7 @@ import pytest
 
 from distill.evidence import Contestant, Evidence
 from distill.verdict import OUTCOMES, SCHEMA, conclude, looks_of, verdict_of
-from speculative.ceilings import hopeless_words
+from speculative.ceilings import advice
 from speculative.cost import StepCosts
 from speculative.evaluate import HeldoutResponse
 from speculative.token_scores import TokenScores
@@ -75,7 +75,7 @@ FAST, SLOW, EVEN = [1.4, 1.5, 1.6, 1.3, 1.5, 1.4], [0.7, 0.8, 0.75, 0.8, 0.7, 0.
         (0.0, FAST, "no_measurable_gain", True, "No measurable gain: "),
         (0.0, SLOW, "no_measurable_gain", False, "No measurable gain: "),
         (-0.1, FAST, "loss", True, "It got worse: "),
-        (0.1, None, "not_timed", None, "Not timed here"),
+        (0.1, None, "not_timed", None, "Whether it pays was not measured"),
         (0.0, None, "no_measurable_gain", None, "No measurable gain: "),
     ],
 )
@@ -109,10 +109,10 @@ def test_no_measurable_gain_says_what_would_have_been_seen():
 
 @pytest.mark.parametrize("gain", [0.1, 0.0, -0.1])
 def test_a_hopeless_pair_is_called_so_whatever_was_learnt(gain):
-    words = hopeless_words(0.6, {1: 1.1, 4: 1.3, 8: 1.6}, 1)
-    assert words is not None
-    assert words in verdict(evidence_of(gain, SLOW, DEAR))["sentence"]
-    assert hopeless_words(0.1, {1: 1.1, 4: 1.2, 8: 1.4}, 1) is None
+    advised = advice(DEAR)
+    assert advised is not None
+    assert advised[1] in verdict(evidence_of(gain, SLOW, DEAR))["sentence"]
+    assert advice(CHEAP) is None
     assert "shallower" not in verdict(evidence_of(gain, SLOW, CHEAP))["sentence"]
 
 
@@ -131,10 +131,14 @@ def test_few_held_out_prompts_are_never_certain_and_do_not_claim_to_have_seen():
     assert "would have been seen" not in found["sentence"]
 
 
-@pytest.mark.parametrize(("ahead", "word"), [(0.1, "better than"), (-0.1, "worse than"), (0.0, "not to be told from")])
+@pytest.mark.parametrize(
+    ("ahead", "word"),
+    [(0.1, "accepts more than"), (-0.1, "accepts less than"), (0.0, "is not to be told in alpha from")],
+)
 def test_the_served_draft_is_named_in_the_sentence(ahead, word):
     found = verdict(evidence_of(0.1, FAST, served=ahead))
-    assert f"it is {word} the draft served today" in found["sentence"]
+    assert f"it {word} the draft served today" in found["sentence"]
+    assert "alpha, predicted speed-up" in found["sentence"]
     assert found["against_served"]["alpha"]["gain"] == pytest.approx(ahead, abs=0.02)
     assert found["served"]["tau"] == 2.0
 
