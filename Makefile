@@ -29,7 +29,7 @@ check: setup     ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup      ## all tests (under 10 minutes on 2 cores)
+test: setup      ## all tests (a quarter of an hour on 2 cores)
 	$(BIN)/python -m pytest
 
 bench: setup     ## the numbers in README; writes bench/results/
