@@ -7,7 +7,8 @@ runs/NAME/config.yaml             the resolved config
                                   judgement.json, provenance.json (commit, versions, machine, command)
          self_checks.json         what was checked before anything was measured
          best                     link to the best checkpoint
-         verdict.json, plot.png
+         result.json, proposals.parquet, report.html, report.md, report.json
+         verdict.json, plot.png   verdict.json last: where it is, the run is finished
 """
 
 import json
@@ -27,6 +28,8 @@ from speculative.errors import UserError
 
 PROGRESS = "progress.json"
 JUDGEMENT = "judgement.json"
+RESULT = "result.json"  # what distill/findings.py writes, and report, drift and compare read
+RESULT_FORMAT = 1
 AVERAGED = "student-ema"  # beside `student` while it is not known which of the two is better
 RAW = "student-raw"
 

@@ -11,7 +11,7 @@ from data.store import write_json
 from distill import checkpoint
 from distill.config import RunConfig, dump_config
 from distill.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
-from distill.findings import PROPOSALS, RESULT, findings_of, serve_commands
+from distill.findings import PROPOSALS, findings_of, serve_commands
 from distill.report import report_command
 from distill.responses import decode_settings
 from distill.served_draft import load_draft
@@ -72,7 +72,7 @@ def conclude_run(
 
 def write_conclusion(run: Path, result: dict[str, Any]) -> None:
     """result.json, the report, and last verdict.json: where that is, a run is finished."""
-    write_json(run / RESULT, result)
+    write_json(run / checkpoint.RESULT, result)
     report_command(run)
     write_json(run / VERDICT, result["verdict"])
 

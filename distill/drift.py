@@ -25,6 +25,7 @@ from data.sources import PromptRow, load_source
 from data.split import content_hash
 from data.store import write_json
 from data.template import check_lengths, render_prompt
+from distill.checkpoint import RESULT
 from distill.drift_baseline import (
     ALL,
     Baseline,
@@ -56,7 +57,6 @@ from speculative.errors import UserError
 from speculative.token_scores import score_tokens
 from speculative.verify import Rule
 
-RESULT = "result.json"
 REFRESH = 3  # Exit status when a refresh is advised.
 PLOTS = (".png", ".svg")
 # Requests this many times longer or shorter than the baseline's lean on the model of their spread.

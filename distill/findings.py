@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distill.checkpoint import RESULT_FORMAT
 from distill.engines import check_all, gather_facts
 from distill.evidence import BASELINE, Evidence, timed_prompts
 from distill.served_target import ServedTarget
@@ -36,9 +37,7 @@ from speculative.slices import slice_tables
 from speculative.token_class import token_pieces
 from speculative.verify import RULES
 
-RESULT = "result.json"
 PROPOSALS = "proposals.parquet"
-FORMAT = 1
 
 
 def findings_of(
@@ -72,7 +71,7 @@ def findings_of(
     )  # fmt: skip
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
     return {
-        "format": FORMAT,
+        "format": RESULT_FORMAT,
         "kind": kind,
         "name": name,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -17,13 +17,12 @@ from markupsafe import Markup
 
 from data.store import write_bytes
 from distill import report_tables, report_text
+from distill.checkpoint import RESULT, RESULT_FORMAT
 from distill.durations import parse_seconds
 from distill.report_figures import figures_of, series_of
 from distill.report_tables import OUTCOMES, GivenTimes, judged, measured_times
 from speculative.errors import UserError
 
-RESULT = "result.json"
-FORMAT = 1
 TEMPLATES = Path(__file__).parent / "templates"
 OPEN_RESPONSES = 2  # the others are folded
 # What each row must hold for a report to be made of it; everything else may be null or missing.
@@ -130,9 +129,9 @@ def load_result(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged ({' '.join(str(error).split())}); make it again") from error
     if not isinstance(result, dict) or "format" not in result:
         raise UserError(f"{path}: no result of a run (it has no key `format`); give a run's folder or its {RESULT}")
-    if result["format"] != FORMAT:
+    if result["format"] != RESULT_FORMAT:
         raise UserError(
-            f"{path}: format {result['format']!r}, this version reads {FORMAT}; make it again with this version"
+            f"{path}: format {result['format']!r}, this version reads {RESULT_FORMAT}; make it again with this version"
         )
     missing = next(_missing_keys(result), None)
     if missing:
@@ -190,7 +189,7 @@ def summary_of(result: Mapping[str, Any], files: ReportFiles | None = None) -> d
         "predicted_speed_up",
     )
     return {
-        "format": FORMAT,
+        "format": RESULT_FORMAT,
         "kind": result["kind"],
         "name": result["name"],
         "made": result.get("made"),

@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from speculative.verify import Rule
+
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
-Rule = Literal["sample", "greedy-draft", "greedy", "block"]
 
 
 class Section(BaseModel):
