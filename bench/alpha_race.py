@@ -45,10 +45,11 @@ from yardstick import (
     train_plain,
 )
 
-from data import stdlib
-from data.collate import Example
-from distill.provenance import describe_run
-from distill.student import carve, load_model, load_tokenizer
+from data.batches.collate import Example
+from data.prompts import stdlib
+from distill.models.carving import carve
+from distill.models.load import load_model, load_tokenizer
+from distill.run.provenance import describe_run
 from speculative.evaluate import HeldoutResponse
 
 CONTESTANTS = ("ours", "forward_kl", "trl_gkd", "trl_gkd_lr")

@@ -24,19 +24,21 @@ from rich.progress import track
 from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
-from data import stdlib
-from distill.provenance import describe_run
-from distill.student import carve, load_model, load_tokenizer
-from speculative.cascade import Cascade
-from speculative.decode import decode, end_token_ids
-from speculative.drafters import Drafter, ModelDrafter
-from speculative.early_exit import EarlyExit
-from speculative.gamma import AdaptiveGamma, GammaPolicy
-from speculative.jacobi import JacobiPool
-from speculative.lookup import PromptLookup
-from speculative.responses import DecodeSettings, Prompt
-from speculative.retrieval import Datastore, Retrieval
-from speculative.sampling import GREEDY, SamplingSettings
+from data.prompts import stdlib
+from distill.models.carving import carve
+from distill.models.load import load_model, load_tokenizer
+from distill.run.provenance import describe_run
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import Drafter, ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.gamma import AdaptiveGamma, GammaPolicy
+from speculative.drafters.jacobi import JacobiPool
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.engine.models import end_token_ids
+from speculative.rules.sampling import GREEDY, SamplingSettings
 
 console = Console(width=150)
 Contestant = Callable[[Prompt], tuple[int, float, float]]  # tokens, seconds, seconds behind the prefill

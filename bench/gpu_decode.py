@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from speculative.cached_model import CachedModel
 from speculative.decode import decode
-from speculative.drafters import ModelDrafter
-from speculative.memory import cache_bytes
-from speculative.responses import DecodeSettings, Timing
-from speculative.sampling import GREEDY, SamplingSettings
+from speculative.decoder.responses import DecodeSettings, Timing
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.cached_model import CachedModel
+from speculative.engine.memory import cache_bytes
+from speculative.rules.sampling import GREEDY, SamplingSettings
 
 console = Console(width=140)
 

@@ -41,13 +41,13 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from data.collate import Batch, Example, collate
-from data.signals import DenseSignal
-from distill.heads import OutputHead, SplitModel
-from distill.layers import layer_list
-from distill.objective import Objective, chunked_loss
-from distill.profiling import peak_flops
-from distill.teacher import Teacher
+from data.batches.collate import Batch, Example, collate
+from data.signals.signal import DenseSignal
+from distill.loss.objective import Objective, chunked_loss
+from distill.models.heads import OutputHead, SplitModel
+from distill.models.layers import layer_list
+from distill.training.profiling import peak_flops
+from distill.training.teacher import Teacher
 
 OBJECTIVES = ("forward_kl", "jsd", "lk_hybrid")
 
@@ -286,7 +286,7 @@ def trl_step(race: Race, objective: str) -> tuple[Callable[[], None], Callable[[
     """(one step of TRL's GKDTrainer off policy on a copy of the draft, its end)."""
     import trl_peer
 
-    from distill.student import load_tokenizer
+    from distill.models.load import load_tokenizer
 
     tokenizer = load_tokenizer("embedded")  # only its padding is used
     learner = make_model(race.sizes.draft, race.sizes, torch.float32, race.device)

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from data.signals import DenseSignal, Signal, TopKSignal
-from distill.heads import OutputHead
-from distill.objective import Objective, chunked_loss
-from distill.provenance import describe_run
+from data.signals.signal import DenseSignal, Signal, TopKSignal
+from distill.loss.objective import Objective, chunked_loss
+from distill.models.heads import OutputHead
+from distill.run.provenance import describe_run
 
 STORED = 64
 OBJECTIVES = "forward_kl,reverse_kl,jsd,tv,neg_log_alpha,lk_hybrid"

@@ -20,17 +20,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from data import stdlib
-from data.collate import Batch, Example, collate
-from data.respond import RenderedPrompt, plan_shards, row_of
-from distill.objective import Objective
-from distill.provenance import describe_run
-from distill.student import DraftModule, carve, dtype_of, load_model, load_tokenizer
-from distill.teacher import Teacher
-from speculative.decode import decode, end_token_ids
+from data.batches.collate import Batch, Example, collate
+from data.prompts import stdlib
+from data.responses.respond import RenderedPrompt, plan_shards, row_of
+from distill.loss.objective import Objective
+from distill.models.carving import carve
+from distill.models.load import dtype_of, load_model, load_tokenizer
+from distill.run.provenance import describe_run
+from distill.training.module import DraftModule
+from distill.training.teacher import Teacher
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.engine.models import end_token_ids
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
-from speculative.responses import DecodeSettings
-from speculative.sampling import SamplingSettings
+from speculative.rules.sampling import SamplingSettings
 
 
 def alternate(contestants: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:

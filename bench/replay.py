@@ -36,19 +36,21 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from data import stdlib
-from distill.provenance import describe_run
-from distill.student import carve, load_model, load_tokenizer
-from speculative.cost import measure_costs, predicted_speed_up
-from speculative.curves import intervals_of_sums
-from speculative.decode import decode, end_token_ids
-from speculative.drafters import ModelDrafter
-from speculative.effects import effects_of_sums
+from data.prompts import stdlib
+from distill.models.carving import carve
+from distill.models.load import load_model, load_tokenizer
+from distill.run.provenance import describe_run
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Prompt, Response
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
-from speculative.replay import agreement_of, block_deviation_of, expected_blocks_of, law_of
-from speculative.responses import DecodeSettings, Prompt, Response
-from speculative.sampling import GREEDY, SamplingSettings
-from speculative.token_scores import score_tokens
+from speculative.measure.cost import measure_costs, predicted_speed_up
+from speculative.measure.curves import intervals_of_sums
+from speculative.measure.effects import effects_of_sums
+from speculative.measure.replay import agreement_of, block_deviation_of, expected_blocks_of, law_of
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.sampling import GREEDY, SamplingSettings
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 DOMAINS = {"wikisql/train": "question", "nl2bash/nl2bash": "nl", "gsm8k/train": "question"}

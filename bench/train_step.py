@@ -48,22 +48,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl_peer import BETA, Peer, Stepped, make_trainer
 from trl_peer import version as trl_version
 
-from data import stdlib
-from data.collate import Example, collate
-from data.respond import RenderedPrompt
-from data.signal_store import SignalStore, signal_manifest
-from data.signals import DenseSignal, TopKSignal
-from distill.capture import StoredTeacher, topk_signal
-from distill.config import OptimConfig, RolloutConfig, parse_config
-from distill.heads import OutputHead
-from distill.layers import layer_list
-from distill.objective import Objective, chunked_loss
-from distill.optim import make_optimizers
-from distill.provenance import describe_run, model_fingerprint
-from distill.rollouts import Rollouts
-from distill.student import DraftModule, carve, load_model, load_tokenizer
-from distill.teacher import Teacher
-from distill.vocabulary import vocabulary_rows
+from data.batches.collate import Example, collate
+from data.prompts import stdlib
+from data.responses.respond import RenderedPrompt
+from data.signals.signal import DenseSignal, TopKSignal
+from data.signals.store import SignalStore, signal_manifest
+from distill.config.load import parse_config
+from distill.config.sections import OptimConfig, RolloutConfig
+from distill.loss.objective import Objective, chunked_loss
+from distill.models.carving import carve
+from distill.models.heads import OutputHead
+from distill.models.layers import layer_list
+from distill.models.load import load_model, load_tokenizer, model_fingerprint
+from distill.models.vocabulary import vocabulary_rows
+from distill.run.provenance import describe_run
+from distill.training.capture import StoredTeacher, topk_signal
+from distill.training.module import DraftModule
+from distill.training.optim import make_optimizers
+from distill.training.rollouts import Rollouts
+from distill.training.teacher import Teacher
 
 OBJECTIVES: dict[str, dict[str, float]] = {
     **{name: {name: 1.0} for name in ("forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid")},

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from transformers import PrinterCallback, TrainerCallback
 
-from data.collate import Example
+from data.batches.collate import Example
 
 # beta of TRL's generalised divergence: 0 is KL(target || student), 1 the reverse.
 BETA = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}

@@ -38,28 +38,31 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from data.collate import Batch, Example, collate
-from data.packing import plan_epoch
-from data.signal_store import SignalStore, signal_manifest
-from data.template import loss_mask
-from distill import losses
-from distill.capture import CapturingTeacher
-from distill.config import OptimConfig, SignalConfig
-from distill.heads import SplitModel
-from distill.layers import layer_list
-from distill.objective import Objective
-from distill.optim import make_optimizers, weight_average
-from distill.provenance import describe_run, model_fingerprint
-from distill.student import DraftModule, carve, load_model, load_tokenizer
-from distill.teacher import Teacher
-from distill.vocabulary import vocabulary_rows
-from speculative.decode import decode, end_token_ids
+from data.batches.collate import Batch, Example, collate
+from data.batches.packing import plan_epoch
+from data.prompts.template import loss_mask
+from data.signals.store import SignalStore, signal_manifest
+from distill.config.sections import OptimConfig, SignalConfig
+from distill.loss import definitions as losses
+from distill.loss.objective import Objective
+from distill.models.carving import carve
+from distill.models.heads import SplitModel
+from distill.models.layers import layer_list
+from distill.models.load import load_model, load_tokenizer, model_fingerprint
+from distill.models.vocabulary import vocabulary_rows
+from distill.run.provenance import describe_run
+from distill.training.capture import CapturingTeacher
+from distill.training.module import DraftModule
+from distill.training.optim import make_optimizers, weight_average
+from distill.training.teacher import Teacher
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.replay import replay
-from speculative.responses import DecodeSettings
-from speculative.sampling import SamplingSettings
-from speculative.token_scores import score_responses
+from speculative.measure.replay import replay
+from speculative.measure.token_scores import score_responses
+from speculative.rules.sampling import SamplingSettings
 
 GAMMAS = (3, 5)
 Prompts = list[list[int]]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from distill.guard import check_imports
-from distill.judging_commands import add_to
+from distill.commands.judging import add_to
+from distill.faults import check_imports
 from speculative.errors import UserError
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ def demo(
 ) -> None:
     """Distil, judge and export a draft for the embedded target; ends with the numbers and what to type next."""
     from distill import train as program
-    from distill.config import load_config
+    from distill.config.load import load_config
 
     status = program.main([config, *(overrides or [])])
     if status:
@@ -92,9 +92,9 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
 ) -> None:
     """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
-    from distill.config import load_config
-    from distill.evaluate import parse_gammas
-    from speculative.verify import RULES
+    from distill.commands.evaluate import parse_gammas
+    from distill.config.load import load_config
+    from speculative.rules.verify import RULES
 
     settings = load_config(config, overrides or [])
     chosen: Any = rule or settings.judge_rule
@@ -112,10 +112,10 @@ def evaluate(
 
 
 def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: bool, out: Path) -> None:
-    from data.store import write_json
-    from distill.evaluate import evaluate as judge_draft
-    from distill.response_file import check_writable
-    from distill.screen import judgement_table
+    from data.files import write_json
+    from distill.commands.evaluate import evaluate as judge_draft
+    from distill.commands.output import check_writable
+    from distill.report.screen import judgement_table
 
     check_writable("--out", out)
     if _is_of_a_run(out):
@@ -152,7 +152,8 @@ def _prove(
     prompts: int, samples: int, control: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """The tests for a doubter; exit status 1 when one fails."""
-    from distill import lossless_command, task_scores
+    from distill.commands import losslessness as lossless_command
+    from distill.commands import scores as task_scores
 
     results: dict[str, Any] = {}
     lines: list[str] = []
@@ -194,9 +195,9 @@ def respond(
 ) -> None:
     """Let the target answer the prompts; with --signal, training needs it no more (signal.source=store).
 
-    On several devices: `accelerate launch -m distill.respond_command CONFIG --signal topk`.
+    On several devices: `accelerate launch -m distill.respond CONFIG --signal topk`.
     """
-    from distill import respond_command as program
+    from distill import respond as program
 
     raise typer.Exit(program.main([config, *(overrides or []), *(["--signal", signal] if signal else [])]))
 
@@ -210,7 +211,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and stop")] = False,
 ) -> None:
     """Train every combination of a grid, resumable, and compare them in one table with intervals."""
-    from distill.sweep import run_sweep
+    from distill.commands.sweep.sweep import run_sweep
 
     run_sweep(file, launcher, dry_run)
 
@@ -277,7 +278,7 @@ def generate_command(
     understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export --gamma auto
     """
     options = dict(locals())
-    from distill import generate as program
+    from distill.commands.generate import generate as program
 
     for line in program.command(program.Options(**options)):
         print(line, file=sys.stderr)
@@ -293,7 +294,7 @@ def export(
     overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False,
 ) -> None:
     """Write the best draft as an ordinary Hugging Face directory with the commands to serve it."""
-    from distill.screen import export_lines
+    from distill.report.screen import export_lines
 
     for line in export_lines(_export(run, to, dtype, overwrite)):
         print(line)
@@ -308,8 +309,8 @@ def check_export(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
 ) -> None:
     """Run an exported draft in transformers' own assisted generation: same greedy tokens? same tau as ours?"""
-    from distill.config import load_config
-    from distill.outside_check import outside_check
+    from distill.config.load import load_config
+    from distill.export.check import outside_check
 
     found = outside_check(load_config(config, overrides or []), exported, prompts, gamma)
     theirs, ours = found["transformers"], found["ours"]
@@ -338,10 +339,10 @@ def tokenizer(
     max_length: Annotated[int, typer.Option(help="context of the model it is for, in tokens", min=8)] = 2048,
 ) -> None:
     """Train a byte-level BPE tokenizer, for a model that starts from nothing."""
-    from data import stdlib
+    from data.prompts import stdlib
     from data.tokenizer import save_tokenizer, train_tokenizer
-    from distill.config import SourceConfig
-    from distill.corpus import documents_of
+    from distill.config.sections import SourceConfig
+    from distill.training.corpus import documents_of
 
     texts = (
         [text for _, text in stdlib.modules(False)] if source == "stdlib" else documents_of(SourceConfig(path=source))
@@ -357,7 +358,7 @@ def publish(
     to: Annotated[Path, typer.Option(help="folder of the shipped target")] = Path("distill/embedded"),
 ) -> None:
     """Put a pre-trained model where the package ships its embedded target, with a card (part of `make target`)."""
-    from distill.embedded_target import publish_target
+    from distill.commands.publish import publish_target
 
     card = publish_target(run, to)
     print(
@@ -368,14 +369,14 @@ def publish(
 @app.command("config")
 def config_reference() -> None:
     """Every key of a config with its default and meaning."""
-    from distill.reference import config_table
+    from distill.config.table import config_table
 
     print(config_table())
 
 
 def _export(run: Path, to: Path, dtype: str, overwrite: bool) -> Any:
-    from distill.checkpoint import read_run
-    from distill.export import export_draft
+    from distill.export.export import export_draft
+    from distill.run.folder import read_run
 
     facts = read_run(run)
     return export_draft(
@@ -385,9 +386,9 @@ def _export(run: Path, to: Path, dtype: str, overwrite: bool) -> Any:
 
 
 def _show(run: Path, exported: Path | None) -> None:
-    from distill.completions import held_out_completions
-    from distill.screen import last_screen
-    from distill.verdict import load_verdict
+    from distill.commands.show import held_out_completions
+    from distill.report.screen import last_screen
+    from distill.run.folder import load_verdict
 
     verdict = load_verdict(run)
     # A target that is only served elsewhere cannot show what it accepts.

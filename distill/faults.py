@@ -1,11 +1,13 @@
 """What went wrong, as one line and an exit status: for every program of ours, so that none ends in a traceback needlessly."""
 
 import errno
+import importlib.util
+from pathlib import Path
 
 import torch
 
 from speculative.errors import UserError
-from speculative.self_checks import SelfCheckError
+from speculative.measure.self_checks import SelfCheckError
 
 MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
 # What gloo and NCCL say on a rank whose neighbour is gone.
@@ -47,3 +49,23 @@ def explain(error: BaseException) -> tuple[str, int] | None:
             MISTAKE,
         )
     return None
+
+
+PACKAGES = ("data", "speculative", "distill")
+
+
+def check_imports() -> None:
+    """Our three packages must be siblings.
+
+    Raises:
+        UserError: one of them resolves to another place; it is named.
+    """
+    home = Path(__file__).resolve().parent.parent
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+        if found != home / package:
+            raise UserError(
+                f"`import {package}` finds {found or 'a folder without __init__.py'}, not ours beside {home / 'distill'}; "
+                f"run from another directory or rename that {package}"
+            )

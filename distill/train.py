@@ -2,102 +2,55 @@
 
 import contextlib
 import gc
-import json
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
-from transformers import PreTrainedModel
+from accelerate.utils import set_seed
 
-from data.collate import Example
-from data.respond import RenderedPrompt
-from data.store import Row, write_json
-from distill import checkpoint
-from distill.batches import BatchSource, check_packing
-from distill.conclusion import conclude_run, require_served, write_conclusion
-from distill.config import RunConfig, TargetConfig, load_config
-from distill.corpus import HeldoutLoss, window_examples, windows_of
-from distill.faults import explain
-from distill.guard import check_imports
-from distill.heads import SplitModel
-from distill.loop import Loop, check_batches, resume_point
-from distill.make_student import make_student, refuse_impossible
-from distill.make_teacher import make_teacher
-from distill.objective import Objective
-from distill.plot import plot_run
-from distill.prompts import load_prompts
-from distill.provenance import describe_run, tokenizer_fingerprint
-from distill.report_panels import log_result
-from distill.responses import RunStores, decode_settings
-from distill.rollouts import Rollouts, text_examples
-from distill.served_target import ServedTarget
-from distill.sharding import gathered, require_deepspeed, settle_launcher, shard_teacher
-from distill.student import (
-    DraftModule,
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.faults import check_imports, explain
+from distill.models.heads import SplitModel
+from distill.models.load import load_model, load_tokenizer, tokenizer_fingerprint
+from distill.models.student import (
+    carved_by_measurement,
     context_of,
-    find_student,
+    first_student,
     from_architecture,
-    load_model,
-    load_tokenizer,
+    refuse_impossible,
 )
-from distill.teacher import Teacher
-from distill.tracking import start_trackers
-from distill.validate import DraftJudge
-from distill.vocabulary import vocabulary_rows
+from distill.models.target import ServedTarget
+from distill.report.plot import plot_run
+from distill.report.wandb_panels import log_result
+from distill.run import checkpoint
+from distill.run.checkpoint import resume_point
+from distill.run.folder import claim_folder
+from distill.run.prompts import load_prompts
+from distill.run.provenance import describe_run
+from distill.run.responses import RunStores, decode_settings
+from distill.run.session import check_instrument, context_limit, new_accelerator
+from distill.training.batches import check_packing, make_batches, make_objective
+from distill.training.corpus import HeldoutLoss, window_examples, windows_of
+from distill.training.loop import Loop, check_batches
+from distill.training.module import DraftModule
+from distill.training.sharding import gathered, require_deepspeed, settle_launcher, shard_teacher
+from distill.training.signal import make_reference, make_teacher
+from distill.training.tracking import start_trackers
+from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
+from distill.verdict.judge import DraftJudge
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, self_checks
-from speculative.verify import Rule
-
-# Responses that layers and channels are chosen by.
-CALIBRATION_TEXTS = 32
+from speculative.evaluate import HeldoutResponse
+from speculative.rules.verify import Rule
 
 USAGE = """usage: accelerate launch -m distill.train CONFIG [key=value ...]
 
 CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
     optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
 On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run goes on when the same command is given again."""
-
-
-def make_objective(config: RunConfig) -> Objective:
-    """The objective that the config names."""
-    loss, weighting = config.loss, config.loss.weighting
-    # Greedy serving has no temperature: the estimate of alpha on the progress line is then the one at temperature 1.
-    serving_temperature = config.serving.temperature or 1.0
-    return Objective(
-        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature,
-        weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
-    )  # fmt: skip
-
-
-def make_reference(config: RunConfig, target: ServedTarget) -> Teacher | None:
-    """The draft that loss.weighting: selected compares with.
-
-    Raises:
-        UserError: not there, or of another vocabulary.
-    """
-    path = config.loss.weighting.reference
-    if path is None:
-        return None
-    name = find_student(path)
-    reference = load_model("loss.weighting.reference", name)
-    if vocabulary_rows(reference.config) != target.facts.vocab_rows:
-        raise UserError(
-            f"loss.weighting.reference {path!r}: {vocabulary_rows(reference.config)} vocabulary rows, the target has "
-            f"{target.facts.vocab_rows}; give a draft distilled for this target"
-        )
-    return Teacher(reference.to(target.device))  # type: ignore[arg-type]
-
-
-def new_accelerator(**options: Any) -> Accelerator:
-    """An Accelerator on the best device that has float64, which the sums need: Apple's GPU does not, its CPU does."""
-    # The other ranks wait while the main process judges: for longer than the usual ten minutes on real prompts.
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=12))
-    return Accelerator(cpu=torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -115,7 +68,7 @@ def start(config: RunConfig) -> Accelerator:
     settle_launcher(accelerator, config)
     check_batches(config.train, accelerator.num_processes)
     if accelerator.is_main_process:
-        checkpoint.claim_folder(config)
+        claim_folder(config)
     accelerator.wait_for_everyone()
     set_seed(config.seed)
     start_trackers(
@@ -164,51 +117,6 @@ def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
     accelerator.print(
         f"best: step {loop.progress.best_step}, held-out loss {-(loop.progress.best_score or 0):.4f}, {config.folder}/best"
     )
-
-
-def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, Any, torch.dtype]:
-    """(target on its device, its tokenizer, the dtype its weights are saved in).
-
-    Raises:
-        UserError: not there, not loadable, hub not reachable.
-    """
-    target = ServedTarget(config, device)
-    return target.model, target.tokenizer, target.saved_dtype
-
-
-def context_limit(config: RunConfig, *limits: int | None) -> int:
-    """Tokens of prompt + response that fit: the smallest limit of the models, or a lower `data.context_length`."""
-    return min([limit for limit in (*limits, config.data.context_length) if limit], default=1 << 20)
-
-
-def positions_of(model: PreTrainedModel) -> int | None:
-    """The context that a model was made for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def check_instrument(
-    config: RunConfig, accelerator: Accelerator, target: ServedTarget, prompts: Sequence[RenderedPrompt]
-) -> dict[str, Any]:
-    """The self-checks on the first held-out prompts, once per run.
-
-    Raises:
-        SelfCheckError: the judge contradicts itself.
-    """
-    path = config.folder / "self_checks.json"
-    found = path.exists()
-    accelerator.wait_for_everyone()  # all ranks have looked before one of them writes
-    if found:
-        return json.loads(path.read_text(encoding="utf-8"))
-    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
-    result = self_checks(target.model, keyed, decode_settings(config, target, config.judge.gamma, config.judge_rule))
-    if accelerator.is_main_process:
-        write_json(path, result)
-    accelerator.print(
-        f"self-checks: target as its own draft alpha {result['alpha_live']:.3f} live, {result['alpha_replay']:.3f} replay; "
-        f"speculative greedy = plain greedy on {result['greedy_equal']}/{result['prompts']} prompts"
-    )
-    accelerator.wait_for_everyone()
-    return result
 
 
 def distil(config: RunConfig, accelerator: Accelerator) -> None:
@@ -303,64 +211,6 @@ def _conclude(
     write_conclusion(config.folder, result)
     log_result(accelerator, result)
     accelerator.print(result["verdict"]["sentence"])
-
-
-def carved_by_measurement(config: RunConfig) -> bool:
-    """Whether the draft's first weights are chosen by what the target does on text."""
-    return config.student.layers == "auto" or config.student.intermediate_size is not None
-
-
-def first_student(config: RunConfig, accelerator: Accelerator, target: ServedTarget, rows: Sequence[Row] = ()) -> Any:
-    """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
-    wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
-    source: Any = target.model if wants_weights else target.side
-    path, notes = config.folder / "student.json", dict[str, Any]()
-    # Every n-th response, so that all domains have a say.
-    texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
-
-    def made() -> Any:
-        known = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
-        layers = known["layers"] if isinstance(known, dict) else None
-        return make_student(config, source, target.tokenizer, texts or None, layers=layers, notes=notes)
-
-    student = made() if accelerator.is_main_process else None
-    if accelerator.is_main_process and notes and not path.exists():
-        write_json(path, notes)
-        accelerator.print(f"student: {path} says what was measured and chosen")
-    accelerator.wait_for_everyone()
-    return student if student is not None else made()
-
-
-def make_batches(
-    config: RunConfig,
-    accelerator: Accelerator,
-    target: ServedTarget,
-    prompts: list[RenderedPrompt],
-    examples: list[Example],
-    context: int,
-) -> BatchSource:
-    """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
-    mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
-    rollouts, text = None, None
-    if mix.student or mix.speculative:
-        rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
-        longest = max(len(p.prompt_ids) for p in prompts) + (data.rollouts.max_tokens or config.serving.max_tokens)
-        if config.train.packing is not None and longest > config.train.packing:
-            raise UserError(
-                f"train.packing = {config.train.packing}: a rollout may have {longest} tokens; set it to at least that"
-            )
-    if mix.text:
-        if tokenizer.eos_token_id is None:
-            raise UserError(
-                "data.text: the target's tokenizer has no eos token, which separates documents; set data.mix.text to 0"
-            )
-        if data.text_window > context:
-            raise UserError(
-                f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
-            )
-        text = text_examples(data.text, tokenizer, data.text_window)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return BatchSource(config, examples, pad_id, accelerator.process_index, accelerator.num_processes, rollouts, text)
 
 
 class _Clock:

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.block_loop import BlockLoop, slots_beyond
-from speculative.commit import STOP, CommitGate, append_block, append_watched, count_block
-from speculative.drafters import Drafter
-from speculative.errors import UserError
-from speculative.gamma import FixedGamma, GammaPolicy
-from speculative.memory import check_memory
-from speculative.models import (
+from speculative.decoder.block_loop import BlockLoop, slots_beyond
+from speculative.decoder.commit import STOP, CommitGate, append_block, append_watched, count_block
+from speculative.decoder.proposal_log import ProposalLog
+from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Response, Timing
+from speculative.decoder.text import TextStream
+from speculative.drafters.drafter import Drafter
+from speculative.drafters.gamma import FixedGamma, GammaPolicy
+from speculative.engine.memory import check_memory
+from speculative.engine.models import (
     check_decodable,
     check_same_vocabulary,
     end_token_ids,
@@ -29,16 +31,8 @@ from speculative.models import (
     max_positions,
     vocab_rows,
 )
-from speculative.proposal_log import ProposalLog
-from speculative.responses import (
-    BlockOutcome,
-    DecodeSettings,
-    Prompt,
-    Response,
-    Timing,
-)
-from speculative.runners import EAGER, resolve_runner
-from speculative.text import TextStream
+from speculative.engine.runners import EAGER, resolve_runner
+from speculative.errors import UserError
 
 __all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
 

@@ -17,19 +17,20 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.cost import best_gamma, measure_costs
-from speculative.curves import CURVE_GAMMAS
-from speculative.decode import decode, end_token_ids
-from speculative.drafters import ModelDrafter
+from speculative.decode import decode
+from speculative.decoder.proposal_log import ProposalLog
+from speculative.decoder.responses import DecodeSettings, Prompt, Response
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
-from speculative.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
-from speculative.proposal_log import ProposalLog
-from speculative.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
-from speculative.responses import DecodeSettings, Prompt, Response
-from speculative.sampling import SamplingSettings
-from speculative.self_checks import SelfCheckError, self_checks
-from speculative.token_scores import TokenScores, score_tokens
-from speculative.verify import Rule
+from speculative.measure.cost import best_gamma, measure_costs
+from speculative.measure.curves import CURVE_GAMMAS
+from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
+from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
+from speculative.measure.self_checks import SelfCheckError, self_checks
+from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
 
 __all__ = ["HeldoutResponse", "SelfCheckError", "compare_speed", "judge", "judge_frozen", "self_checks"]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill import train
-from distill.student import EMBEDDED_FOLDER, load_tokenizer
+from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,0 +1,1 @@
+"""Which sequences share a step, as tensors."""

@@ -1,0 +1,81 @@
+"""Files that are there whole or not at all, and manifests that say what a folder of them was made from."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speculative.errors import UserError
+
+MANIFEST = "manifest.json"
+CHECKSUM = "sha256"  # the manifest's key for the checksum of its other keys
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name, then renames; a failed write leaves no trace."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON under a temporary name, then renames."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes a manifest with the checksum of its content."""
+    write_json(folder / MANIFEST, {**manifest, CHECKSUM: _digest(manifest)})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store, its checksum checked and left out.
+
+    Raises:
+        UserError: missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        checksum = found.pop(CHECKSUM, None)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{path}: not a readable manifest; delete the folder to make it again") from error
+    # One without a checksum is of another format: comparing its keys says so more plainly.
+    if checksum is not None and checksum != _digest(found):
+        raise UserError(f"{path}: damaged, its checksum is another; delete the folder to make it again")
+    return found
+
+
+def require_manifest(folder: Path, wanted: Mapping[str, Any], remedy: str) -> None:
+    """Raises UserError when a folder's manifest differs: the first differing key and both values are named, and the remedy."""
+    wanted, found = json.loads(json.dumps(wanted)), read_manifest(folder)
+    for key in sorted(set(wanted) | set(found)):
+        if wanted.get(key) != found.get(key):
+            raise UserError(
+                f"{folder}: made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))}); {remedy}"
+            )
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem.replace('shard', 'checksum')}.sha256")
+
+
+def _checksum_line(path: Path, content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a manifest, whatever the order of its keys."""
+    content = {key: value for key, value in manifest.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,1 @@
+"""Prompts: from sources to token ids."""

@@ -1,0 +1,446 @@
+"""Where prompts come from: local files, a hub dataset, or the embedded standard-library domain.
+
+Everything becomes a list of ``PromptRow``. Files are read by ``datasets`` in a throw-away cache, so that nothing is
+left in the user's home; a hub dataset goes through its ordinary cache, so that it is downloaded once.
+"""
+
+import datetime
+import difflib
+import glob
+import gzip
+import json
+import logging
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speculative.errors import UserError
+
+log = logging.getLogger(__name__)
+
+STDLIB = "stdlib"
+PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "nl")
+MESSAGES_NAMES = ("messages", "conversations")
+# Suffix -> the `datasets` builder that reads it; a trailing .gz is looked through.
+FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv"}
+ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
+
+    ``reference`` is the dataset's own answer when one is mapped. ``origin`` tells the user where the row stands:
+    ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``, counted from 1.
+    """
+
+    text: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    reference: str | None
+    domain: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """Which column is what, as the user said it; None where nothing was said."""
+
+    prompt: str | None
+    reference: str | None
+    messages: str | None
+    domain: str | None
+    constant_domain: str
+    system: str | None
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One loaded dataset, its name for messages, and row index -> the number a user would count to."""
+
+    dataset: Any
+    name: str
+    number: Callable[[int], int]
+
+
+def load_source(
+    *,
+    path: str,
+    format: str = "auto",
+    split: str = "train",
+    subset: str | None = None,
+    prompt_column: str | None = None,
+    reference_column: str | None = None,
+    messages_column: str | None = None,
+    system: str | None = None,
+    domain: str | None = None,
+    domain_column: str | None = None,
+    limit: int | None = None,
+    revision: str | None = None,
+) -> list[PromptRow]:
+    """Read the prompts of one source, in their order, the first ``limit`` of them.
+
+    ``path`` is a file (jsonl, json, parquet, csv, txt, also .gz), a glob of files, a directory as ``datasets`` reads it
+    (README configs, splits by file name: a dataset repository copied from the hub works), a hub id, or ``stdlib``.
+    A text file holds one prompt per line, its blank lines skipped. ``split`` and ``subset`` concern directories and hub
+    ids; for ``stdlib`` the split is ``train`` or ``heldout``. ``format`` other than ``auto`` says that path is local.
+
+    With neither prompt nor messages column, a usual name is taken when exactly one is present. ``system`` becomes the
+    first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the
+    constant label (default: the file stem, folder name or last part of the hub id); ``domain_column`` comes before it.
+
+    Raises:
+        UserError: nothing there, unreadable, a column that does not exist, a row without a usable prompt, no rows.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"limit of {path} is {limit}: give 1 or more, or leave it out to take every row")
+    if prompt_column and messages_column:
+        raise UserError(f"{path}: prompt_column and messages_column exclude each other: give one of them")
+    if path == STDLIB:
+        if prompt_column or messages_column or reference_column or domain_column:
+            raise UserError("stdlib has no columns: leave prompt, messages, reference and domain columns out")
+        return _stdlib_rows(split, domain or STDLIB, system, limit)
+
+    tables, default_domain = _open(path, format, split, subset, revision)
+    mapping = _Mapping(
+        prompt_column, reference_column, messages_column, domain_column, domain or default_domain, system
+    )
+    rows: list[PromptRow] = []
+    for table in tables:
+        rows.extend(_table_rows(table, mapping, None if limit is None else limit - len(rows)))
+        if limit is not None and len(rows) >= limit:
+            break
+    if not rows:
+        raise UserError(f"{path}: no rows: the source is empty, give one that holds at least one prompt")
+    return rows
+
+
+def _stdlib_rows(split: str, domain: str, system: str | None, limit: int | None) -> list[PromptRow]:
+    if split not in ("train", "heldout"):
+        raise UserError(f"stdlib has no split {split!r}: its splits are train and heldout")
+    from data.prompts.stdlib import function_head_rows
+
+    heads = function_head_rows(heldout=split == "heldout")[:limit]
+    return [
+        _prompt_row(head, None, domain, f"{STDLIB}/{module}:{number}", system)
+        for number, (module, head) in enumerate(heads, start=1)
+    ]
+
+
+def _prompt_row(text: str, reference: str | None, domain: str, origin: str, system: str | None) -> PromptRow:
+    if system is None:
+        return PromptRow(text, None, reference, domain, origin)
+    turns = ({"role": "system", "content": system}, {"role": "user", "content": text})
+    return PromptRow(None, turns, reference, domain, origin)
+
+
+def _open(path: str, format: str, split: str, subset: str | None, revision: str | None) -> tuple[Iterator[_Table], str]:
+    """The tables of a path, read one by one as they are asked for, and the domain they have by default."""
+    if format != "auto" and format not in FORMATS:
+        raise UserError(f"format {format!r} of {path} is not known{_near(format, FORMATS)}: {', '.join(FORMATS)}")
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _directory_tables(local, split, subset), local.resolve().name
+    if local.is_file():
+        return _file_tables([local], format, split), Path(local.name.removesuffix(".gz")).stem
+    if glob.has_magic(path):
+        files = sorted(Path(name) for name in glob.glob(str(local), recursive=True) if Path(name).is_file())
+        if not files:
+            raise UserError(f"{path}: the pattern matches no file: check the folder and the suffix")
+        return _file_tables(files, format, split), files[0].resolve().parent.name
+    if format != "auto" or not _looks_like_hub_id(path):
+        raise UserError(_missing_file(local))
+    return iter([_hub_table(path, split, subset, revision)]), path.split("/")[-1]
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    # "OpenHermes-2.5" is a name and "prompts.jsnl" a misspelt file: only letters make a file suffix.
+    shaped_as_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
+    return shaped_as_id and re.search(r"\.[A-Za-z]{2,7}$|\.gz$", path) is None
+
+
+def _near(name: str, known: Any) -> str:
+    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f" (near: {', '.join(found)})" if found else ""
+
+
+def _missing_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"{path}: no such file: the folder {path.parent} does not exist either, check the path"
+    return f"{path}: no such file in {path.parent.resolve()}{_near_files(path)}: check the name"
+
+
+def _near_files(path: Path) -> str:
+    return _near(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("reading prompts needs the package datasets: pip install datasets") from error
+    return datasets
+
+
+@contextmanager
+def _private_reading() -> Iterator[tuple[Any, str]]:
+    """(datasets, a cache folder that disappears): silent, because we report its errors ourselves in one line."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    datasets = _datasets()
+    had_bars = not datasets.are_progress_bars_disabled()
+    verbosity, hub_verbosity = datasets.logging.get_verbosity(), hub_logging.get_verbosity()
+    if had_bars:
+        datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
+    try:
+        with tempfile.TemporaryDirectory(prefix="understudy-source-") as cache:
+            yield datasets, cache
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()
+        datasets.logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
+
+
+def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]:
+    if split != "train":
+        log.warning("%s: split %r is not used: a single file or a glob has no splits", files[0], split)
+    builders = [(file, _builder_of(file, format)) for file in files]
+    return (table for file, builder in builders for table in _read_file(file, builder))
+
+
+def _builder_of(file: Path, format: str) -> str:
+    suffix = file.name.removesuffix(".gz").rpartition(".")[2].lower()
+    if format == "auto" and suffix not in FORMATS:
+        raise UserError(f"{file}: the suffix tells no format: rename it or set format to one of {', '.join(FORMATS)}")
+    return FORMATS[suffix if format == "auto" else format]
+
+
+def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[_Table]:
+    """The files that ``datasets`` takes for this split, read one by one so that a message can name file and line."""
+    with _private_reading() as (datasets, cache):
+        try:
+            builder = datasets.load_dataset_builder(str(folder), name=subset, cache_dir=cache)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: {_one_line(error)}: name a file, a glob or a subset") from error
+    files = {str(name): found for name, found in (builder.config.data_files or {}).items()}
+    if split not in files:
+        raise UserError(f"{folder}: no split {split!r}{_near(split, files)}: it has {', '.join(files)}")
+    log.info("%s: split %s is %s", folder, split, ", ".join(str(Path(file).name) for file in files[split]))
+    return (table for file in files[split] for table in _read_file(Path(file), builder.name))
+
+
+def _read_file(path: Path, builder: str) -> Iterator[_Table]:
+    """One table, or none when the file holds nothing."""
+    line_numbers = _filled_lines(path) if builder in ("json", "text") else None
+    if line_numbers is not None and not line_numbers:
+        return
+    options = {"encoding": "utf-8-sig"} if builder == "text" else {}
+    with _private_reading() as (datasets, cache):
+        try:
+            dataset = datasets.load_dataset(
+                builder, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True, **options
+            )
+        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+            fault = _line_fault(path, as_json=True) if builder == "json" else None
+            raise UserError(fault or f"{path}: cannot be read as {builder}: {_one_line(error)}") from error
+
+    if builder == "text" and line_numbers is not None:
+        dataset = dataset.select([number - 1 for number in line_numbers])
+    # One JSON object a line, blank lines aside: only then is a row's number a line's number.
+    if line_numbers is not None and len(line_numbers) == len(dataset):
+        yield _Table(dataset, str(path), line_numbers.__getitem__)
+    else:
+        yield _Table(dataset, str(path), lambda index: index + 1)
+
+
+def _filled_lines(path: Path) -> list[int]:
+    """Numbers, from 1, of the lines that are not blank; lines end where ``datasets`` ends them."""
+    opener = gzip.open if path.name.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
+            return [number for number, line in enumerate(lines, start=1) if line.strip()]
+    except UnicodeDecodeError as error:
+        # The JSON reader would let it pass and fail much later.
+        raise UserError(_line_fault(path, as_json=False) or f"{path}: not UTF-8") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error}): copy or compress it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _line_fault(path: Path, as_json: bool) -> str | None:
+    """The first line that is not UTF-8, or no JSON object, in words; None when the fault is none of these."""
+    content = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+    one_value = as_json and content.lstrip().startswith(b"[")
+    for number, line in enumerate([content] if one_value else content.split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8-sig")
+            value = json.loads(text) if as_json and text.strip() else {}
+        except UnicodeDecodeError as error:
+            number += line.count(b"\n", 0, error.start)
+            return f"{path}:{number}: not UTF-8 (byte {line[error.start]:#04x}): save the file as UTF-8"
+        except json.JSONDecodeError as error:
+            number += error.lineno - 1
+            return f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}): mend or remove this line"
+        if value == []:
+            return f"{path}: no rows: the file holds an empty list"
+        if not isinstance(value, dict) and not one_value:
+            return f"{path}:{number}: a line must be a JSON object with named columns, not a {type(value).__name__}"
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    """What a library said, its cause before its summary, on one line."""
+    message = str(error.__cause__ or error).strip() or type(error).__name__
+    return " ".join(message.split())[:300]
+
+
+def _hub_table(path: str, split: str, subset: str | None, revision: str | None) -> _Table:
+    datasets = _datasets()
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    no_file = f"there is no local file or folder of that name either{_near_files(Path(path))}"
+    try:
+        dataset = datasets.load_dataset(path, name=subset, split=split, revision=revision)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise UserError(
+            f"{path}: {_one_line(error)}; {no_file}: check the id, or `hf auth login` when it is gated or private"
+        ) from error
+    except (ConnectionError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"{path}: the hub cannot be reached and the dataset is not in its cache; {no_file}. Offline: on a "
+            f"connected machine run `hf download {path} --repo-type dataset --local-dir DIR`, copy DIR here and "
+            "give it as path; or copy that machine's HF_HOME cache and set HF_HUB_OFFLINE=1"
+        ) from error
+    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: {_one_line(error)} (subset={subset}, split={split})") from error
+    return _Table(dataset, f"{path}[{split}]", lambda index: index + 1)
+
+
+def _table_rows(table: _Table, mapping: _Mapping, limit: int | None) -> Iterator[PromptRow]:
+    prompt, messages = _content_columns(table, mapping)
+    wanted = sorted({column for column in (prompt, messages, mapping.reference, mapping.domain) if column})
+    for column in wanted:
+        _require_column(table, column)
+    dataset = table.dataset.select_columns(wanted)
+    if limit is not None:
+        dataset = dataset.select(range(min(limit, len(dataset))))
+    for index, values in enumerate(_rows_of(dataset)):
+        origin = f"{table.name}:{table.number(index)}"
+        reference = _filled(values[mapping.reference], mapping.reference, origin) if mapping.reference else None
+        domain = _domain_of(values, mapping, origin)
+        if messages:
+            turns, own_answer = _conversation(values[messages], messages, origin, mapping.system)
+            yield PromptRow(None, turns, reference or own_answer, domain, origin)
+        elif prompt:
+            yield _prompt_row(_filled(values[prompt], prompt, origin), reference, domain, origin, mapping.system)
+
+
+def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
+    # Decoding a thousand rows at once is many times faster than row by row.
+    for batch in dataset.iter(batch_size=1000):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+def _content_columns(table: _Table, mapping: _Mapping) -> tuple[str | None, str | None]:
+    """(prompt column, None) or (None, messages column): the named one, or the only usual name there is."""
+    if mapping.prompt or mapping.messages:
+        return mapping.prompt, mapping.messages
+    columns = table.dataset.column_names
+    # A column that has another role cannot be the prompt too.
+    taken = (mapping.reference, mapping.domain)
+    usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in columns and name not in taken]
+    if len(usual) != 1:
+        found = f"{len(usual)} columns could be it ({', '.join(usual)})" if usual else "no column has a usual name"
+        raise UserError(
+            f"{table.name}: which column holds the prompt? {found}: set prompt_column or messages_column to one of "
+            f"{', '.join(columns)}"
+        )
+    is_prompt = usual[0] in PROMPT_NAMES
+    log.info("%s: taking column %r as the %s", table.name, usual[0], "prompt" if is_prompt else "messages")
+    return (usual[0], None) if is_prompt else (None, usual[0])
+
+
+def _require_column(table: _Table, column: str) -> None:
+    columns = table.dataset.column_names
+    if column not in columns:
+        raise UserError(f"{table.name}: no column {column!r}{_near(column, columns)}: it has {', '.join(columns)}")
+
+
+def _filled(value: Any, column: str, origin: str) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    if value is None or isinstance(value, str):
+        raise UserError(f"{origin}: column {column!r} is empty: fill it or remove the row")
+    hint = "name it as messages_column if it holds a conversation" if isinstance(value, list) else "write it as text"
+    if isinstance(value, datetime.date):
+        hint = "datasets reads a JSON column of dates only as timestamps, so add a word to them"
+    raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}, not a string: {hint}")
+
+
+def _domain_of(values: dict[str, Any], mapping: _Mapping, origin: str) -> str:
+    """The label of a row; a list of strings (several services of one dialogue) is joined by ``+``."""
+    value = values[mapping.domain] if mapping.domain else None
+    if value is None or value == "" or value == []:
+        return mapping.constant_domain
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return "+".join(value)
+    if isinstance(value, str | int):
+        return str(value)
+    raise UserError(f"{origin}: domain column {mapping.domain!r} holds a {type(value).__name__}: a label is a string")
+
+
+def _conversation(
+    value: Any, column: str, origin: str, system: str | None
+) -> tuple[tuple[dict[str, Any], ...], str | None]:
+    """(turns up to the assistant turn to be written, the dataset's own answer or None).
+
+    All assistant turns at the end are cut; the first of them, which answers the last user turn, is the reference.
+    """
+    if not isinstance(value, list) or not value:
+        kind = "an empty list" if value == [] else f"a {type(value).__name__}" if value is not None else "nothing"
+        raise UserError(
+            f"{origin}: column {column!r} holds {kind}: a conversation is a list of turns with role, content"
+        )
+    turns = [_turn(turn, f"{origin}: turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
+    end = len(turns)
+    while end and turns[end - 1]["role"] == "assistant":
+        end -= 1
+    reference = turns[end]["content"] if end < len(turns) else None
+    prompt = turns[:end]
+    for number, turn in enumerate(prompt, start=1):
+        if not turn["content"].strip() and not turn.get("tool_calls"):
+            raise UserError(f"{origin}: turn {number} of {column!r} is empty: fill it or remove the row")
+    if all(turn["role"] != "user" for turn in prompt):
+        raise UserError(f"{origin}: the conversation in {column!r} has no user turn to answer: remove the row")
+    if system is not None and prompt[0]["role"] != "system":
+        prompt.insert(0, {"role": "system", "content": system})
+    return tuple(prompt), reference or None
+
+
+def _turn(turn: Any, where: str) -> dict[str, Any]:
+    """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value accepted."""
+    if not isinstance(turn, dict):
+        raise UserError(f"{where} is a {type(turn).__name__}: a turn is an object with role and content")
+    said = turn.get("role") or turn.get("from")
+    role = SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
+    if role not in ROLES:
+        raise UserError(f"{where} has the role {said!r}: roles are {', '.join(ROLES)}, or ShareGPT's human and gpt")
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    optional = {key: turn[key] for key in OPTIONAL_TURN_KEYS if turn.get(key)}
+    if content is None and optional.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        kind = "no content" if content is None else f"content of type {type(content).__name__}"
+        raise UserError(f"{where} has {kind}: write the text of the turn as one string")
+    return {"role": role, "content": content, **optional}

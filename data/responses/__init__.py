@@ -1,0 +1,1 @@
+"""What the target answers, and where it is kept."""

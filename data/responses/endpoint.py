@@ -1,0 +1,447 @@
+"""The target behind a server: responses and top-k signals from an OpenAI-compatible endpoint, resumable, into our stores.
+
+The protocol is `/v1/completions` as vLLM serves it, with its extra parameters: prompts are token ids, `return_token_ids` brings
+the response's ids back, `prompt_logprobs` the most probable tokens at every place of a given text. SGLang answers prompts the
+same way but has no `prompt_logprobs`. Legend: R response tokens, K entries of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from data.responses.respond import RenderedPrompt, _bar, plan_shards, row_of
+from data.responses.store import Row, Store
+from data.signals.signal import TopKSignal
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+
+# What vLLM writes in JSON for a logarithm of zero.
+_CLAMPED = -9999.0
+# Float32 logarithms of k probabilities: their sum is known to about this.
+_SUM_SLACK = 1e-3
+_PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
+
+
+class SignalSink(Protocol):
+    """What `topk` needs of a signal store (data/signals/store.py)."""
+
+    def missing(self) -> list[int]:
+        """Numbers of the examples without a record."""
+        ...
+
+    def write(self, index: int, signal: TopKSignal) -> None:
+        """Stores one example's rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the server is and how it is asked.
+
+    url: up to and with `/v1`. model: its name there; null = the only one served. api_key_env: environment variable that holds
+    the key, if the server wants one. concurrency: requests under way at once. timeout: seconds of one request. retries: of a
+    request that meets a dropped connection, a timeout, 429 or 5xx, with growing pauses.
+    """
+
+    url: str
+    model: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    concurrency: int = 32
+    timeout: float = 600.0
+    retries: int = 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response. `log_probs`: of each token, as the server counts them; `finished`: it ended by itself."""
+
+    response_ids: list[int]
+    log_probs: list[float]
+    finished: bool
+
+
+class EndpointTarget:
+    """A target whose weights are elsewhere. Safe to use from threads; nothing is asked before the first call."""
+
+    def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int) -> None:
+        """``tokenizer``: the target's, to read responses of servers that give text only; ``vocab_rows``: rows of its head."""
+        self.endpoint, self.tokenizer, self.vocab_rows = endpoint, tokenizer, vocab_rows
+        self._client: Any = None
+        self._model: str | None = None
+
+    @property
+    def client(self) -> Any:
+        """The openai client.
+
+        Raises:
+            UserError: the package is not installed.
+        """
+        if self._client is None:
+            try:
+                import openai
+            except ImportError as error:
+                raise UserError("target.endpoint: `pip install openai` to ask a server") from error
+            key = os.environ.get(self.endpoint.api_key_env) or "EMPTY"
+            self._client = openai.OpenAI(
+                base_url=self.endpoint.url,
+                api_key=key,
+                timeout=self.endpoint.timeout,
+                max_retries=self.endpoint.retries,
+            )
+        return self._client
+
+    @property
+    def model(self) -> str:
+        """The model's name at the server, once it is known to be served.
+
+        Raises:
+            UserError: no server there, key refused, another model than asked, several to choose from.
+        """
+        if self._model is None:
+            served = [str(model.id) for model in self._ask(lambda: list(self.client.models.list()))]
+            wanted = self.endpoint.model
+            if wanted is None and len(served) != 1:
+                raise UserError(f"target.endpoint.model: {self.endpoint.url} serves {_names(served)}; name one of them")
+            if wanted is not None and wanted not in served:
+                raise UserError(f"target.endpoint.model = {wanted}: {self.endpoint.url} serves {_names(served)}")
+            self._model = wanted or served[0]
+        return self._model
+
+    def check(self) -> None:
+        """Asks who is there, and whether its tokenizer splits a text as ours does (where the server shows its prompt's ids).
+
+        Raises:
+            UserError: as `model`; another tokenizer.
+        """
+        choice = self._complete(
+            _PROBE_TEXT, max_tokens=1, temperature=0.0, add_special_tokens=False, return_token_ids=True
+        )
+        theirs = choice.get("prompt_token_ids")
+        ours = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"])
+        if theirs is not None and list(theirs) != ours:
+            raise UserError(
+                f"{self.endpoint.url}: {self.model} splits text into other tokens than target.path's tokenizer does "
+                f"({theirs[:6]}... against {ours[:6]}...); give the served model's own directory or hub id as target.path"
+            )
+
+    def respond(
+        self,
+        store: Store,
+        manifest: Mapping[str, Any],
+        prompts: Sequence[RenderedPrompt],
+        settings: DecodeSettings,
+        *,
+        samples_per_prompt: int,
+        shard_size: int,
+        rank: int = 0,
+        ranks: int = 1,
+        label: str = "responses",
+        show: bool = True,
+    ) -> None:
+        """Makes the responses that the store lacks, shards as `data.responses.respond.respond` cuts them; this rank every `ranks`-th.
+
+        Every request carries a seed made from (settings.seed, prompt id, sample number), so what is made again after a kill is
+        the same as far as the server keeps to seeds.
+
+        Raises:
+            UserError: the store is another's; the server cannot be asked, or cannot answer at these settings. Whole shards stay.
+        """
+        shards = plan_shards(prompts, samples_per_prompt, shard_size)
+        store.open(dict(manifest))
+        mine = [shard for shard in range(len(shards)) if shard % ranks == rank]
+        missing = [shard for shard in store.missing(len(shards)) if shard % ranks == rank]
+        if not missing:
+            return
+        self.check()
+        self._check_probabilities(settings.sampling, prompts)
+        jobs = [(shard, place) for shard in missing for place in range(len(shards[shard]))]
+        answers: dict[int, dict[int, Row]] = {shard: {} for shard in missing}
+
+        def work(job: tuple[int, int]) -> Row:
+            prompt, sample = shards[job[0]][job[1]]
+            answer = self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}")
+            return row_of(prompt, sample, answer.response_ids, answer.log_probs, answer.finished)
+
+        done = sum(len(shards[shard]) for shard in mine if shard not in missing)
+        with _bar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as progress:
+            for (shard, place), row in self._each(work, jobs):
+                progress.count(len(row.log_target_probs))
+                answers[shard][place] = row
+                if len(answers[shard]) == len(shards[shard]):
+                    rows = answers.pop(shard)
+                    store.write_shard(shard, [rows[index] for index in range(len(rows))])
+                    progress.advance(len(rows))
+
+    def topk(
+        self,
+        store: SignalSink,
+        rows: Sequence[Row],
+        k: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        label: str = "signal",
+        show: bool = True,
+    ) -> None:
+        """Writes the signal that an opened store lacks: example i is row i; this rank every `ranks`-th.
+
+        Raises:
+            UserError: the server cannot be asked, or does not give `prompt_logprobs`, or not so many. What was written stays.
+        """
+        missing = [index for index in store.missing() if index % ranks == rank]
+        if not missing:
+            return
+        self.check()
+        mine = len(range(rank, len(rows), ranks))
+
+        def work(index: int) -> TopKSignal:
+            return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
+
+        with _bar(label, mine, mine - len(missing), show and rank == 0) as progress:
+            for index, signal in self._each(work, missing):
+                store.write(index, signal)
+                progress.count(len(signal.log_tail_R))
+                progress.advance(1)
+
+    def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
+        """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
+
+        Raises:
+            UserError: the server cannot be asked; its answer cannot be read as tokens.
+        """
+        sampling = settings.sampling
+        choice = self._complete(
+            list(prompt_ids),
+            max_tokens=settings.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=_seed(settings.seed, key),
+            logprobs=1,
+            # The defaults of the model's own generation_config.json would hold for whatever is left out.
+            top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
+            repetition_penalty=1.0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            stop_token_ids=list(settings.eos_ids),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            return_token_ids=True,
+            return_tokens_as_token_ids=True,
+        )
+        finished = choice.get("finish_reason") == "stop"
+        ids = self._ids_of(choice)
+        if finished and (not ids or ids[-1] not in settings.eos_ids):
+            ids.append(_end_token(choice, settings.eos_ids, self.endpoint.url))
+        if any(not 0 <= token < self.vocab_rows for token in ids):
+            raise self._foreign(ids)
+        if sampling.greedy:
+            return Answer(ids, [0.0] * len(ids), finished)
+        log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
+        if len(log_probs) != len(ids):
+            raise UserError(
+                f"{self.endpoint.url}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must give "
+                "one for each, the end token included (vLLM does)"
+            )
+        return Answer(ids, log_probs, finished)
+
+    def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TopKSignal:
+        """The K most probable tokens at each response token, and the rest's mass, at temperature 1.
+
+        Raises:
+            UserError: the server cannot be asked, or does not give `prompt_logprobs`, or not so many; another vocabulary.
+        """
+        ids = [*prompt_ids, *response_ids]
+        choice = self._complete(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k)
+        places = choice.get("prompt_logprobs")
+        where = self.endpoint.url
+        if places is None:
+            raise UserError(
+                f"{where}: the answer has no prompt_logprobs; serve {self.model} with vLLM to get top-k signals"
+            )
+        wanted = places[len(prompt_ids) :]
+        if len(places) != len(ids) or any(place is None for place in wanted):
+            raise UserError(
+                f"{where}: prompt_logprobs for {sum(place is not None for place in places)} of {len(ids)} tokens; "
+                "start the server with --no-enable-prefix-caching"
+            )
+        ids_RK = torch.zeros(len(wanted), k, dtype=torch.int64)
+        log_probs_RK = torch.full((len(wanted), k), -math.inf, dtype=torch.float64)
+        for row, place in enumerate(wanted):
+            for column, (token, log_prob) in enumerate(_most_probable(place, k)):
+                if not 0 <= token < self.vocab_rows:
+                    raise self._foreign([token])
+                ids_RK[row, column], log_probs_RK[row, column] = token, log_prob
+        kept_R = log_probs_RK.exp().sum(-1)
+        if len(wanted) and not float(kept_R.max()) <= 1 + _SUM_SLACK:
+            raise UserError(
+                f"{where}: probabilities of one token sum to {float(kept_R.max()):.4g}; "
+                "start the server with --logprobs-mode raw_logprobs"
+            )
+        # What is missing to one by less than float32 can say is nothing.
+        tail_R = torch.where(1 - kept_R > k * 2.0**-23, 1 - kept_R, 0.0)
+        return TopKSignal(ids_RK, log_probs_RK.float(), tail_R.log().float())
+
+    def _ids_of(self, choice: Mapping[str, Any]) -> list[int]:
+        """Token ids of a response: given as such, in the names of its tokens, or from its text when that is beyond doubt."""
+        if choice.get("token_ids") is not None:
+            return [int(token) for token in choice["token_ids"]]
+        names = (choice.get("logprobs") or {}).get("tokens") or []
+        if names and all(str(name).startswith("token_id:") for name in names):
+            return [int(str(name).removeprefix("token_id:")) for name in names]
+        ids = [int(token) for token in self.tokenizer(choice.get("text") or "", add_special_tokens=False)["input_ids"]]
+        # The same text may be several token sequences: the pieces must be those that the server names.
+        pieces = [self.tokenizer.decode([token]) for token in ids]
+        if pieces != list(names)[: len(ids)] or len(names) - len(ids) not in (0, 1):
+            raise UserError(
+                f"{self.endpoint.url}: gives no token ids, and its text does not split into the {len(names)} tokens it names; "
+                "use a server that knows return_token_ids (vLLM 0.10.2 or later)"
+            )
+        return ids
+
+    def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
+        """Refuses a server that gives the model's raw probabilities where the settings make others of them.
+
+        With top_k 1 a sampled token has probability one under the settings; the raw one is less.
+        """
+        if sampling.greedy or sampling == SamplingSettings():
+            return
+        for prompt in prompts[:4]:
+            choice = self._complete(
+                list(prompt.prompt_ids), max_tokens=8, temperature=1.0, top_k=1, logprobs=1, return_token_ids=True
+            )
+            values = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            if any(float(value) < -1e-3 for value in values):
+                raise UserError(
+                    f"{self.endpoint.url}: gives probabilities before temperature, top-k and top-p; start the server with "
+                    "--logprobs-mode processed_logprobs, or serve at temperature 1 without top_k, top_p and min_p"
+                )
+
+    def _complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        """The first choice of a completion as a plain dict; OpenAI's parameters and the servers' own in one."""
+        standard = {"max_tokens", "temperature", "top_p", "seed", "logprobs", "frequency_penalty", "presence_penalty"}
+        model = self.model
+        given = {name: value for name, value in options.items() if name in standard}
+        extra = {name: value for name, value in options.items() if name not in standard}
+
+        def call() -> dict[str, Any]:
+            raw = self.client.completions.with_raw_response.create(
+                model=model, prompt=prompt, extra_body=extra, **given
+            )
+            answer = raw.http_response.json()
+            choice = dict(answer["choices"][0])
+            # Some servers put it beside the choices.
+            choice.setdefault("prompt_logprobs", answer.get("prompt_logprobs"))
+            return choice
+
+        return self._ask(call, options.get("prompt_logprobs"))
+
+    def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
+        import openai
+
+        try:
+            return call()
+        except openai.OpenAIError as error:
+            raise UserError(_one_line(error, self.endpoint, self._model, k)) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{self.endpoint.url}: the answer is no completion ({type(error).__name__}); target.endpoint.url must be that "
+                "of an OpenAI-compatible server, with /v1 at its end"
+            ) from error
+
+    def _foreign(self, ids: Sequence[int]) -> UserError:
+        largest = max(ids, key=abs)
+        return UserError(
+            f"{self.endpoint.url}: {self.model} said token {largest}, but target.path's vocabulary has {self.vocab_rows} rows; "
+            "target.path must be the model that is served"
+        )
+
+    def _each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """(job, result) as they come, `concurrency` at a time; after a fault or Ctrl-C no further request is made."""
+        waiting, under_way = iter(jobs), dict[Future[Any], Any]()
+        pool = ThreadPoolExecutor(self.endpoint.concurrency, thread_name_prefix="endpoint")
+        try:
+            while True:
+                while len(under_way) < 2 * self.endpoint.concurrency and (job := next(waiting, None)) is not None:
+                    under_way[pool.submit(work, job)] = job
+                if not under_way:
+                    break
+                finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                # The good ones first: what one request did wrong must not lose what others brought.
+                for future in sorted(finished, key=lambda future: future.exception() is not None):
+                    job = under_way.pop(future)
+                    yield job, future.result()
+        finally:
+            for future in under_way:
+                future.cancel()
+            if under_way and self._client is not None:
+                self._client.close()  # else the interpreter would wait for requests that nobody needs
+                self._client = None
+            pool.shutdown(wait=not under_way, cancel_futures=True)
+
+
+def _most_probable(place: Mapping[str, Any], k: int) -> list[tuple[int, float]]:
+    """(id, log-probability) of the k most probable tokens at one place: the given token is among them only where it ranks."""
+    found = [(int(token), float(entry["logprob"])) for token, entry in place.items()]
+    found = [(token, log_prob) for token, log_prob in found if log_prob > _CLAMPED]
+    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:k]
+
+
+def _end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> int:
+    """The end token of a response whose ids leave it out."""
+    said = choice.get("stop_reason", choice.get("matched_stop"))
+    if isinstance(said, int) and said in eos_ids:
+        return said
+    if len(eos_ids) == 1:
+        return eos_ids[0]
+    raise UserError(f"{url}: does not say which of the end tokens {list(eos_ids)} ended a response; use vLLM")
+
+
+def _seed(seed: int, key: str) -> int:
+    """31 bits of SHA-256 over both."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\x00{key}".encode()).digest()[:4], "big") >> 1
+
+
+def _names(served: Sequence[str]) -> str:
+    return ", ".join(served) or "no model"
+
+
+def _one_line(error: Any, endpoint: Endpoint, model: str | None, k: int | None) -> str:
+    """What a person does about a fault of the client."""
+    import openai
+
+    url, said = endpoint.url, " ".join(str(getattr(error, "message", error)).split())[:200]
+    stays = "what is stored stays; the same command goes on"
+    if isinstance(error, openai.APITimeoutError):
+        return (
+            f"{url}: no answer within {endpoint.timeout:g} s, asked {endpoint.retries + 1} times; raise target.endpoint.timeout or "
+            f"lower target.endpoint.concurrency; {stays}"
+        )
+    if isinstance(error, openai.APIConnectionError):
+        cause = str(error.__cause__ or "").split("\n")[0] or said
+        return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
+    if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+        return f"{url}: refuses the key; put the right one into the environment variable {endpoint.api_key_env}"
+    if isinstance(error, openai.NotFoundError):
+        return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {model or 'a model'} must be served there"
+    limit = re.search(r"prompt.?logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
+    if k is not None and limit:
+        return f"{url}: gives at most {limit.group(1)} prompt_logprobs; start it with --max-logprobs {k}, or lower signal.k"
+    if isinstance(error, openai.BadRequestError) and re.search(
+        r"context length|max_model_len|maximum model length", said
+    ):
+        return f"{url}: a text is too long for it ({said}); set data.context_length below the server's limit"
+    status = getattr(error, "status_code", None)
+    return f"{url}: {status or type(error).__name__}: {said}; {stays}"

@@ -1,0 +1,1 @@
+"""What the teacher said about each token."""

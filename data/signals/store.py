@@ -1,0 +1,334 @@
+"""What the teacher said about each example, on disk: written once by any number of ranks, read memory-mapped.
+
+    manifest.json          whose signal, of which examples, in which form
+    index.bin              one entry of 64 bytes per example: where its record is, its checksum; all zero = not there yet
+    shard-RANK-NNN.bin     records behind each other, nothing else
+
+A record is appended and handed to the system before its entry is written, and each opening writes into new files of its own
+rank. So a killed writer leaves whole records, and an example without an entry is simply made again. Files are written in
+place, not renamed: they would be copied for every record otherwise. Instead every record and every entry has a checksum that
+is looked at whenever it is read; it begins with the manifest and the example's number, so that the record of another store or
+of another example does not fit.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from data.batches.collate import Example
+from data.files import MANIFEST, require_manifest, write_manifest
+from data.signals import codec
+from data.signals.signal import SampledSignal, TopKSignal
+from speculative.errors import UserError
+
+FORMAT = 1
+INDEX = "index.bin"
+SHARD_BYTES = 256 << 20  # a file that has grown beyond this gets no more records
+MAPPED_FILES = 64  # each holds a file descriptor
+# 64 bytes divide a page: a killed process leaves no half of an entry. `figure`: tail mass (topk), distinct ids (sampled).
+ENTRY = np.dtype(
+    [("rank", "<u4"), ("shard", "<u4"), ("offset", "<u8"), ("nbytes", "<u8"), ("tokens", "<u8"), ("figure_sum", "<f8"),
+     ("figure_max", "<f8"), ("reserved", "<u8"), ("record_crc", "<u4"), ("entry_crc", "<u4")]
+)  # fmt: skip
+
+StoredSignal = TopKSignal | SampledSignal
+
+
+class _Damaged(Exception):
+    """A file and what is wrong in it."""
+
+
+def examples_fingerprint(examples: Sequence[Example]) -> str:
+    """16 hex digits of SHA-256 over ids and masks of all examples, in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(len(example.input_ids).to_bytes(8, "little"))
+        digest.update(np.asarray(example.input_ids, dtype="<i8").tobytes())
+        digest.update(np.asarray(example.loss_mask, dtype=bool).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def signal_manifest(
+    kind: str,
+    entries: int,
+    examples: Sequence[Example],
+    *,
+    temperature: float,
+    vocab_rows: int,
+    target: str,
+    target_dtype: str,
+    seed: int,
+) -> dict[str, Any]:
+    """What sets one store apart from another: kind, k or samples, the loss's temperature, target, examples, seed of draws.
+
+    Raises:
+        UserError: more entries than the vocabulary has tokens, more samples than a record can count.
+    """
+    if kind == "topk" and entries > vocab_rows:
+        raise UserError(f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; give at most that")
+    if kind == "sampled" and not 1 <= entries <= codec.MAX_SAMPLES:
+        raise UserError(f"signal.samples = {entries}: from 1 to {codec.MAX_SAMPLES}")
+    manifest = {
+        "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
+        "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype, "examples": len(examples),
+        "responses": examples_fingerprint(examples),
+    }  # fmt: skip
+    return manifest | ({"seed": seed} if kind == "sampled" else {})
+
+
+class SignalStore:
+    """A folder of teacher signals, one record per example."""
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is read or written yet."""
+        self.folder = folder
+
+    def open(self, manifest: Mapping[str, Any], lengths: Sequence[int], *, rank: int = 0, repair: bool = False) -> None:
+        """Creates the store, or accepts the one that is there.
+
+        Args:
+            manifest: see `signal_manifest`.
+            lengths: response tokens of each example.
+            rank: whose files this opening writes.
+            repair: what is damaged counts as missing, with a line on stderr, instead of being refused.
+
+        Raises:
+            UserError: made from something else (the first differing key is named), damaged, or not writable.
+        """
+        self._lengths, self._rank, self._repair = [int(length) for length in lengths], rank, repair
+        self.kind, self._vocab_rows = str(manifest["kind"]), int(manifest["vocab_rows"])
+        self._entries = int(manifest["k" if self.kind == "topk" else "samples"])
+        self._seed = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+        self._maps: dict[tuple[int, int], np.ndarray] = {}
+        self._writer: tuple[int, int] | None = None  # file descriptor and number of the file
+        if (self.folder / MANIFEST).exists():
+            remedy = "give the run another name, or delete that folder to make its signal again"
+            require_manifest(self.folder, manifest, remedy)
+        else:
+            self._create(manifest)
+        path, size = self.folder / INDEX, len(self._lengths) * ENTRY.itemsize
+        found = path.stat().st_size if path.exists() else 0
+        if found != size:
+            raise UserError(f"{path}: damaged, {found} bytes instead of {size}; delete the folder and {self._again}")
+        # A store that is only read may lie where nobody can write.
+        self._index = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+
+    @property
+    def _again(self) -> str:
+        return f"run `understudy respond {self.folder.parent / 'config.yaml'} --signal {self.kind}` again"
+
+    def _create(self, manifest: Mapping[str, Any]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The manifest comes last: where it is, the index is whole. Two ranks may do this at the same time.
+            index = os.open(self.folder / INDEX, os.O_RDWR | os.O_CREAT, 0o644)
+            os.ftruncate(index, len(self._lengths) * ENTRY.itemsize)
+            os.close(index)
+            write_manifest(self.folder, manifest)
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
+
+    def close(self) -> None:
+        """Gives the files back. What was written is there already."""
+        if self._writer is not None:
+            os.close(self._writer[0])
+            self._writer = None
+        os.close(self._index)
+        self._maps.clear()
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Response tokens of these examples."""
+        return [self._lengths[index] for index in indices]
+
+    def present(self) -> np.ndarray:
+        """Which examples have a record, bool; records themselves are not looked at.
+
+        Raises:
+            UserError: a damaged entry, unless opened to repair.
+        """
+        content = os.pread(self._index, len(self._lengths) * ENTRY.itemsize, 0)
+        raws = [content[start : start + ENTRY.itemsize] for start in range(0, len(content), ENTRY.itemsize)]
+        return np.array([self._sound(index, lambda i=index: self._parsed(i, raws[i])) for index in range(len(raws))])
+
+    def missing(self) -> list[int]:
+        """Numbers of the examples without a record."""
+        return np.flatnonzero(~self.present()).tolist()
+
+    def lacking(self, indices: Sequence[int]) -> list[int]:
+        """Which of these examples have to be made: no record, or, when opened to repair, a damaged one. Each once."""
+        check = self._load if self._repair else self._entry
+        return [index for index in dict.fromkeys(indices) if not self._sound(index, lambda i=index: check(i))]
+
+    def write(self, index: int, signal: StoredSignal) -> None:
+        """Stores one example's rows (on the CPU); what was stored of it before is forgotten.
+
+        Raises:
+            UserError: disk full or folder not writable.
+        """
+        rows = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
+        if len(rows) != self._lengths[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
+            raise ValueError(f"example {index} has {self._lengths[index]} tokens of kind {self.kind}, not these")
+        if isinstance(signal, TopKSignal):
+            record, figures = codec.encode_topk(signal, self._vocab_rows), signal.log_tail_R.double().exp()
+        else:
+            record = codec.encode_sampled(signal, self._entries, self._vocab_rows)
+            figures = (signal.weights_RS > 0).sum(-1).double()
+        try:
+            file, shard = self._file()
+            offset = os.lseek(file, 0, os.SEEK_END)
+            _write_all(file, record)
+            entry = np.zeros((), ENTRY)
+            entry["rank"], entry["shard"], entry["offset"], entry["nbytes"] = self._rank, shard, offset, len(record)
+            entry["tokens"], entry["record_crc"] = len(rows), self._crc(record, index)
+            entry["figure_sum"], entry["figure_max"] = float(figures.sum()), float(max(figures.tolist(), default=0.0))
+            entry["entry_crc"] = self._crc(entry.tobytes()[:-4], index)
+            os.pwrite(self._index, entry.tobytes(), index * ENTRY.itemsize)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: cannot be written ({error.strerror or error}); what was there before is whole"
+            ) from error
+
+    def read(self, indices: Sequence[int]) -> StoredSignal:
+        """Rows of these examples behind each other, in this order, on the CPU. Every record's checksum is checked.
+
+        Raises:
+            UserError: an example that is missing or damaged; file and number are named.
+        """
+        signals: list[Any] = []
+        for index in indices:
+            try:
+                signal = self._load(index)
+            except _Damaged as damage:
+                raise self._refusal(index, damage) from damage
+            if signal is None:
+                raise UserError(f"{self.folder}: there is no signal of example {index} yet; {self._again}")
+            signals.append(signal)
+        return codec.join_topk(signals, self._entries) if self.kind == "topk" else codec.join_sampled(signals)
+
+    def verify(self, show: bool = False) -> None:
+        """Reads every record there is, once.
+
+        Raises:
+            UserError: a damaged one, unless opened to repair: then it is forgotten, with a line on stderr.
+        """
+        numbers = range(len(self._lengths))
+        # On stderr: stdout may be JSON for a script.
+        for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):
+            self._sound(index, lambda i=index: self._load(i))
+
+    def facts(self) -> dict[str, Any]:
+        """{kind, examples, tokens, bytes_per_token, and of each token tail_mean, tail_max (topk) or distinct_mean, distinct_max}.
+
+        The tail mass bounds what truncation does to acceptance: alpha from the store is low by at most `tail_mean`, and either
+        side of that by the codec's rounding.
+        """
+        found = np.flatnonzero(self.present()).tolist()
+        entries = [entry for index in found if (entry := self._entry(index)) is not None]
+        tokens = sum(int(entry["tokens"]) for entry in entries)
+        size = sum(int(entry["nbytes"]) for entry in entries) + len(entries) * ENTRY.itemsize
+        what = "tail" if self.kind == "topk" else "distinct"
+        return {
+            "kind": self.kind,
+            "examples": len(entries),
+            "tokens": tokens,
+            "bytes_per_token": size / max(tokens, 1),
+            f"{what}_mean": float(sum(entry["figure_sum"] for entry in entries)) / max(tokens, 1),
+            f"{what}_max": float(max((entry["figure_max"] for entry in entries), default=0.0)),
+        }
+
+    def _crc(self, content: bytes | memoryview, index: int) -> int:
+        return zlib.crc32(content, zlib.crc32(index.to_bytes(8, "little"), self._seed))
+
+    def _file(self) -> tuple[int, int]:
+        """The file that this opening appends to: nobody else ever writes into it."""
+        if self._writer is not None and os.fstat(self._writer[0]).st_size >= SHARD_BYTES:
+            os.close(self._writer[0])
+            self._writer = None
+        number = len(list(self.folder.glob(f"shard-{self._rank:03d}-*.bin")))
+        while self._writer is None:
+            try:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
+                self._writer = os.open(self._shard_path(self._rank, number), flags, 0o644), number
+            except FileExistsError:
+                number += 1
+        return self._writer
+
+    def _shard_path(self, rank: int, shard: int) -> Path:
+        return self.folder / f"shard-{rank:03d}-{shard:03d}.bin"
+
+    def _entry(self, index: int) -> np.ndarray | None:
+        return self._parsed(index, os.pread(self._index, ENTRY.itemsize, index * ENTRY.itemsize))
+
+    def _parsed(self, index: int, raw: bytes) -> np.ndarray | None:
+        """An entry, None when it is blank. Raises _Damaged."""
+        if not any(raw):
+            return None
+        if len(raw) != ENTRY.itemsize:
+            raise _Damaged(f"{self.folder / INDEX}: ends early")
+        entry = np.frombuffer(raw, ENTRY)[0]
+        if entry["entry_crc"] != self._crc(raw[:-4], index):
+            raise _Damaged(f"{self.folder / INDEX}: the entry has another checksum")
+        return entry
+
+    def _load(self, index: int) -> StoredSignal | None:
+        """An example's signal, None when it is not there. Raises _Damaged."""
+        entry = self._entry(index)
+        if entry is None:
+            return None
+        path = self._shard_path(int(entry["rank"]), int(entry["shard"]))
+        start, end = int(entry["offset"]), int(entry["offset"]) + int(entry["nbytes"])
+        record = self._mapped(path, (int(entry["rank"]), int(entry["shard"])), end)[start:end]
+        if self._crc(record.data, index) != entry["record_crc"]:
+            raise _Damaged(f"{path}: the record has another checksum")
+        tokens = self._lengths[index]
+        try:
+            if self.kind == "topk":
+                return codec.decode_topk(record, tokens, self._entries, self._vocab_rows)
+            return codec.decode_sampled(record, tokens, self._entries, self._vocab_rows)
+        except ValueError as error:
+            raise _Damaged(f"{path}: {error}") from error
+
+    def _mapped(self, path: Path, key: tuple[int, int], end: int) -> np.ndarray:
+        """A file's bytes, at least up to `end`; mapped anew when it has grown since. Raises _Damaged."""
+        mapped = self._maps.get(key)
+        if mapped is None or len(mapped) < end:
+            if not path.exists():
+                raise _Damaged(f"{path}: missing")
+            if path.stat().st_size < end:
+                raise _Damaged(f"{path}: ends early")
+            if end == 0:
+                return np.zeros(0, np.uint8)
+            while len(self._maps) >= MAPPED_FILES:
+                del self._maps[next(iter(self._maps))]
+            mapped = self._maps[key] = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        return mapped
+
+    def _sound(self, index: int, look: Any) -> bool:
+        """Whether looking finds something. Damage is refused, or, when opened to repair, told and forgotten."""
+        try:
+            return look() is not None
+        except _Damaged as damage:
+            if not self._repair:
+                raise self._refusal(index, damage) from damage
+            print(f"understudy: {damage} (example {index}); it is made again", file=sys.stderr)
+            os.pwrite(self._index, bytes(ENTRY.itemsize), index * ENTRY.itemsize)
+            return False
+
+    def _refusal(self, index: int, damage: _Damaged) -> UserError:
+        return UserError(f"{damage} (example {index}); {self._again}, which makes it anew, or delete the folder first")
+
+
+def _write_all(file: int, content: bytes) -> None:
+    """All of the content: a single write may take less."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(file, left) :]

@@ -1,0 +1,1 @@
+"""What `understudy` can be asked for besides training."""

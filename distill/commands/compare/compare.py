@@ -1,0 +1,361 @@
+"""`understudy compare A B ...`: drafts side by side on one frozen held-out text, paired prompt by prompt; a gate for CI.
+
+Alpha and tau come from replay, so the target's weights are needed only to time the drafts, and drafts that were never
+trained here are judged like any other. Differences are against the first draft, their intervals widened for the number
+of drafts (Bonferroni); those by domain also for the number of domains.
+"""
+
+import datetime
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from data.files import read_manifest, write_json
+from distill.commands.compare.screen import check_plot, plot_comparison
+from distill.commands.output import check_writable
+from distill.config.load import load_config
+from distill.models.draft import find_student
+from distill.models.target import FACTS
+from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.session import context_limit, positions_of
+from distill.verdict.evidence import step_costs, typical_length
+from distill.verdict.verdict import describe_costs
+from speculative.errors import UserError
+from speculative.measure.cost import StepCosts, best_gamma, predicted_speed_up
+from speculative.measure.curves import rule_curve
+from speculative.measure.effects import paired_effects
+from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.verify import RULES, draft_settings_for
+
+METRICS = ("alpha", "tau", "speed_up")
+MOST_GAMMA = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; the names are its own."""
+
+    drafts: Sequence[str]
+    on: Path | None = None
+    rule: str = ""
+    gamma: int = 0
+    timing: bool = True
+    fail_below: Sequence[str] = ()
+    fail_if_worse: bool = False
+    plot: Path | None = None
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One `--fail-below`: the first draft's metric, or the lower end of its interval, must reach the bound."""
+
+    text: str
+    metric: str
+    lower_end: bool
+    bound: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A draft on the table: what the frozen text and the clock say of it."""
+
+    name: str
+    path: str
+    parameters: int
+    scores: list[TokenScores]
+    costs: StepCosts | None
+
+
+def compare_command(options: Options) -> tuple[dict[str, Any], int]:
+    """(the comparison, exit status 1 when a gate is shut and 0 otherwise); writes --out and the plot.
+
+    Raises:
+        UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, a bad gate.
+    """
+    gates = [parse_gate(text, options.timing) for text in options.fail_below or ()]
+    plot = options.plot or (options.out.with_name("compare.svg") if options.out is not None else None)
+    _refuse_early(options, plot)
+    text = load_text(options)
+    gamma = options.gamma or text.config.judge.gamma
+    entries = read_drafts(text, options.drafts, gamma, options.timing)
+    result = comparison(text, entries, gamma)
+    result["gates"], failures = judge_gates(result, gates, options.fail_if_worse)
+    result["failures"] = failures
+    if options.out is not None:
+        write_json(options.out, result)
+    if plot is not None:
+        plot_comparison(result, plot)
+        result["plot"] = str(plot)
+    return result, 1 if failures else 0
+
+
+def _refuse_early(options: Options, plot: Path | None) -> None:
+    if len(options.drafts) < 2:
+        raise UserError("compare needs at least two drafts: runs, checkpoints, model directories or hub ids")
+    if options.rule and options.rule not in RULES:
+        raise UserError(f"--rule {options.rule}: one of {', '.join(RULES)}")
+    if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
+        raise UserError(f"--gamma {options.gamma}: give 1 to {MOST_GAMMA}")
+    if options.out is not None:
+        check_writable("--out", options.out)
+    if plot is not None:
+        check_plot(plot)
+        check_writable("--plot", plot)
+
+
+def parse_gate(text: str, timing: bool = True) -> Gate:
+    """`tau=2.1` or `tau.ci_low=2.0`.
+
+    Raises:
+        UserError: another metric, no number, or a speed that is not measured.
+    """
+    name, _, number = text.partition("=")
+    metric, dot, end = name.strip().partition(".")
+    if metric not in METRICS or (dot and end != "ci_low"):
+        raise UserError(
+            f"--fail-below {text}: the metrics are {', '.join(METRICS)}, and the lower end of the interval of each, as in "
+            "tau=2.1 or tau.ci_low=2.0"
+        )
+    try:
+        bound = float(number)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise UserError(f"--fail-below {text}: {number or 'nothing'!r} is not a number; write it as in {name}=2.1")
+    if metric == "speed_up" and not timing:
+        raise UserError(f"--fail-below {text}: the speed-up is not known with --no-timing; leave one of them out")
+    return Gate(text, metric, bool(dot), bound)
+
+
+def run_of(path: str) -> Path | None:
+    """The run that a path is of: its folder, or a checkpoint's; None for any other model."""
+    folder = Path(path)
+    if (folder / "config.yaml").is_file():
+        return folder
+    run = folder.resolve().parent.parent
+    return run if (folder / "student").is_dir() and (run / "config.yaml").is_file() else None
+
+
+def target_of(run: Path) -> str | None:
+    """Fingerprint of the target that a run distils; None where the run does not tell (not started, or without one)."""
+    if load_config(run / "config.yaml").target is None:
+        return None
+    try:
+        return str(json.loads((run / FACTS).read_text(encoding="utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        folders = sorted((run / "responses").glob("*/"))
+    return next((str(found["target"]) for found in map(read_manifest, folders) if "target" in found), None)
+
+
+def load_text(options: Options) -> FrozenText:
+    """The frozen text to judge on: of --on, or of the first draft that is a run.
+
+    Raises:
+        UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
+    """
+    runs = [(path, run) for path in options.drafts if (run := run_of(path)) is not None]
+    home = options.on or next((run for _, run in runs if target_of(run) is not None), None)
+    if home is None:
+        raise UserError(
+            f"none of {', '.join(options.drafts)} is a run with held-out responses to judge on: give one with --on RUN"
+        )
+    rule: Any = options.rule or None
+    text = load_frozen_text(home, rule)
+    if rule is not None:
+        draft_settings_for(rule, text.sampling)
+    wanted = str(text.manifest["target"])
+    # With --on the user has said whose text counts: a draft of an older target is then a draft like any other.
+    for path, run in runs if options.on is None else []:
+        other = target_of(run)
+        if other is not None and other != wanted:
+            raise UserError(
+                f"{path}: distilled for another target (fingerprint {other}, that of {home} is {wanted}); to judge it as a "
+                f"draft for that one, add --on {home}"
+            )
+    return text
+
+
+def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool) -> list[Entry]:
+    """Every draft scored on the text and, if asked, timed beside the target; one in memory at a time.
+
+    Drafts of one shape share one measurement, because their steps cost the same; all share the target's own times, so
+    that two drafts differ by their own steps alone.
+
+    Raises:
+        UserError: naming the draft that is not there, has another vocabulary, or cannot read so long a text.
+    """
+    if timing and text.config.target is not None and text.config.target.endpoint is not None:
+        raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
+    longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
+    known: dict[str, Entry] = {}
+    by_shape: dict[Any, StepCosts] = {}
+    entries, shapes = [], []
+    for number, path in enumerate(paths):
+        name = path if path not in paths[:number] else f"{path} #{number + 1}"
+        model = find_student(path)
+        if model not in known:
+            draft = _load(text, path)
+            limit = positions_of(draft)
+            if limit is not None and limit < longest:
+                raise UserError(f"{path}: reads {limit} tokens and the text of {text.run} needs {longest}")
+            scores = score_tokens(draft, text.responses, text.sampling)
+            shape = tuple((key, tuple(weight.shape)) for key, weight in draft.named_parameters())
+            if timing and shape not in by_shape:
+                by_shape[shape] = _timed(text, draft, gamma)
+            parameters = sum(weight.numel() for weight in draft.parameters())
+            known[model] = Entry(path, path, parameters, scores, None)
+            shapes.append((model, shape))
+        entries.append((name, path, model))
+    costs = _shared_target(by_shape)
+    of_model = {model: costs.get(shape) for model, shape in shapes}
+    return [replace(known[model], name=name, path=path, costs=of_model[model]) for name, path, model in entries]
+
+
+def _load(text: FrozenText, path: str) -> PreTrainedModel:
+    run = run_of(path)
+    if run == Path(path) and not (run / "best" / "student").is_dir():
+        raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or name one of its checkpoints")
+    try:
+        return text.draft(path)
+    except UserError as error:
+        raise UserError(str(error) if path in str(error) else f"{path}: {error}") from error
+
+
+def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int) -> StepCosts:
+    target = text.target.model
+    context = context_limit(text.config, positions_of(target), positions_of(draft))
+    return step_costs(text.config, target, draft, text.rule, gamma, context, typical_length(text.responses))
+
+
+def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
+    """The costs with the target's side the same for all: the median over the measurements."""
+    if not by_shape:
+        return {}
+    measured = list(by_shape.values())
+    gammas = set.intersection(*(set(costs.verify_seconds) for costs in measured))
+    target = statistics.median(costs.target_seconds for costs in measured)
+    verify = {g: statistics.median(costs.verify_seconds[g] for costs in measured) for g in sorted(gammas)}
+    return {shape: replace(costs, target_seconds=target, verify_seconds=verify) for shape, costs in by_shape.items()}
+
+
+def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> dict[str, Any]:
+    """The table, the paired differences and the domains as plain values; its keys are what `--out` writes."""
+    keys = [response.prompt for response in text.responses]
+    first, *others = entries
+    domains = sorted({response.domain for response in text.responses})
+    looks = len(others)
+    rows = [_row(entry, keys, text.rule, gamma) for entry in entries]
+    return {
+        "format": 1,
+        "kind": "comparison",
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "on": str(text.run),
+        "target": {"path": text.config.target.path if text.config.target else None, "fingerprint": text.manifest["target"]},
+        "rule": text.rule,
+        "gamma": gamma,
+        "sampling": text.sampling.as_dict(),
+        "prompts": rows[0]["prompts"],
+        "tokens": rows[0]["tokens"],
+        "drafts": rows,
+        "costs": None if first.costs is None else _target_side(first.costs, gamma),
+        "against": first.name,
+        "differences": [_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
+        "domains": [
+            _domain(name, text, entries, gamma, looks * len(domains)) for name in (domains if len(domains) > 1 else [])
+        ],
+        "plot": None,
+    }  # fmt: skip
+
+
+def _target_side(costs: StepCosts, gamma: int) -> dict[str, Any]:
+    """What all drafts share of `describe_costs`; the rest stands in each draft's row."""
+    shared = ("target_step_seconds", "verify_ratio", "batch_size", "context")
+    return {name: value for name, value in describe_costs(costs, gamma).items() if name in shared}
+
+
+def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, Any]:
+    curve = rule_curve(entry.scores, keys, rule, survival_gamma=gamma)
+    taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
+    bands = dict(zip(curve["gammas"], curve["tau_ci"], strict=True))
+    row = {
+        "name": entry.name, "path": entry.path, "parameters": entry.parameters, "prompts": curve["prompts"],
+        "tokens": curve["tokens"], "alpha": curve["alpha"], "alpha_ci": list(curve["alpha_ci"]), "tau": taus[gamma],
+        "tau_ci": list(bands[gamma]), "survival": curve["survival"], "gammas": curve["gammas"], "taus": curve["tau"],
+        "taus_ci": [list(band) for band in curve["tau_ci"]], "speed_up": None, "speed_up_ci": None, "best_gamma": None,
+        "best_speed_up": None, "draft_step_seconds": None, "cost_ratio": None,
+    }  # fmt: skip
+    if entry.costs is None:
+        return row
+    c, v = entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma)
+    # Gammas beyond the measured ones would be guesses.
+    best, speed = best_gamma({g: taus[g] for g in range(1, max(entry.costs.verify_seconds) + 1)}, entry.costs)
+    return row | {
+        "speed_up": predicted_speed_up(taus[gamma], gamma, c, v),
+        "speed_up_ci": [predicted_speed_up(end, gamma, c, v) for end in bands[gamma]],
+        "best_gamma": best,
+        "best_speed_up": speed,
+        "draft_step_seconds": entry.costs.draft_step_seconds,
+        "cost_ratio": entry.costs.cost_ratio,
+        "cost_ratio_at": c,
+    }
+
+
+def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, looks: int) -> dict[str, Any]:
+    """What a draft gains over the first: `paired_effects`, with each draft's own price in the speed-up."""
+    price, first_price = (
+        None if entry.costs is None else (entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma))
+        for entry in (ours, first)
+    )
+    effects = paired_effects(
+        ours.scores, first.scores, keys, rule=rule, gamma=gamma, costs=price if first_price else None,
+        baseline_costs=first_price, looks=looks,
+    )  # fmt: skip
+    return {"name": ours.name, "path": ours.path, **effects}
+
+
+def _domain(name: str, text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int) -> dict[str, Any]:
+    chosen = [index for index, response in enumerate(text.responses) if response.domain == name]
+    keys = [text.responses[index].prompt for index in chosen]
+    own = [replace(entry, scores=[entry.scores[index] for index in chosen]) for entry in entries]
+    curves = {entry.name: rule_curve(entry.scores, keys, text.rule, (gamma,), survival_gamma=gamma) for entry in own}
+    first, *others = own
+    return {
+        "name": name,
+        "prompts": curves[first.name]["prompts"],
+        "tokens": curves[first.name]["tokens"],
+        "alpha": {draft: curve["alpha"] for draft, curve in curves.items()},
+        "tau": {draft: curve["tau"][0] for draft, curve in curves.items()},
+        "differences": [_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
+    }
+
+
+def judge_gates(
+    result: dict[str, Any], gates: Sequence[Gate], fail_if_worse: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(every gate with its value, one line for each that is shut). Gates are about the first draft."""
+    first, lines, found = result["drafts"][0], [], []
+    for gate in gates:
+        value = first[f"{gate.metric}_ci"][0] if gate.lower_end else first[gate.metric]
+        shut = value < gate.bound
+        found.append(
+            {"condition": gate.text, "metric": gate.metric, "value": value, "bound": gate.bound, "failed": shut}
+        )
+        if shut:
+            what = f"the lower end of the 95 % interval of {gate.metric}" if gate.lower_end else gate.metric
+            at = "" if gate.metric == "alpha" else f" at gamma {result['gamma']}"
+            lines.append(f"{first['name']}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
+    for other in result["differences"] if fail_if_worse else []:
+        if other["certain_tau"] == "gain":
+            low, high = other["tau"]["ci"]
+            lines.append(
+                f"{first['name']}: tau at gamma {result['gamma']} is certainly worse than that of {other['name']}, by "
+                f"{other['tau']['gain']:.3f} [{low:.3f}, {high:.3f}] (--fail-if-worse)"
+            )
+    return found, lines

@@ -1,0 +1,360 @@
+"""`understudy generate`: text from a target, with whoever proposes, streamed; then what it took."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.files import write_json
+from distill.commands.generate.prompt_files import read_datastore, read_prompts
+from distill.commands.generate.response_file import ResponseFile
+from distill.commands.output import check_writable
+from distill.faults import Interrupted
+from distill.models.draft import load_draft
+from distill.models.load import dtype_of, load_model, load_tokenizer
+from speculative.decode import Event, generate
+from speculative.decoder.proposal_log import ProposalLog
+from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import Drafter, ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
+from speculative.drafters.jacobi import JacobiPool
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Retrieval
+from speculative.engine.models import end_token_ids
+from speculative.errors import UserError
+from speculative.measure.metrics import latency, live_metrics, stage_seconds
+from speculative.measure.replay import agreement_of, agreement_warning, agreement_words, law_of
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.tree import TokenTree
+
+DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")
+MAX_TOKENS = 128
+DEFAULT_GAMMA = 4
+MOST_GAMMA = 64
+ADAPTIVE_GAMMA = 8  # The largest gamma that `--gamma auto` considers.
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `understudy generate` was asked for; the command's help says what each means."""
+
+    target: str
+    prompt: list[str] | None
+    prompts: Path | None
+    chat: bool
+    system: str
+    draft: str
+    drafter: str
+    exit_layers: int
+    datastore: Path | None
+    gamma: str
+    stop_below: float
+    tree: str
+    rule: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    max_tokens: int | None
+    min_tokens: int
+    stop: list[str] | None
+    seed: int
+    batch_size: int
+    dtype: str
+    device: str
+    runner: str
+    out: Path | None
+    log: Path | None
+    numbers: Path | None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target with its tokenizer, and whoever proposes (None = plain decoding)."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: Drafter | None
+
+
+def command(options: Options) -> list[str]:
+    """Generate; returns the lines about it. Raises UserError, most of them before anything is loaded."""
+    refuse_contradictions(options)
+    for option, path in (("--numbers", options.numbers), ("--log", options.log), ("--out", options.out)):
+        if path is not None:
+            check_writable(option, path)
+    branching = parse_tree(options.tree)
+    tree = TokenTree.from_branching(branching) if branching else None
+    gamma = len(branching) or parse_gamma(options.gamma)
+    rule: Any = options.rule or ("greedy" if options.temperature == 0 else "sample")
+    settings = DecodeSettings(
+        SamplingSettings(options.temperature, options.top_k, options.top_p, options.min_p),
+        gamma,
+        rule,
+        MAX_TOKENS if options.max_tokens is None else options.max_tokens,
+        fit_context=options.max_tokens is None,
+        seed=options.seed,
+        tree=tree,
+        rules=LogitsRules(repetition_penalty=options.repetition_penalty),
+        stop=tuple(options.stop or ()),
+        min_tokens=options.min_tokens,
+    )
+    adapts = options.gamma == "auto" and tree is None
+    policy = (AdaptiveGamma if adapts else FixedGamma)(gamma, options.stop_below)
+    loaded = load(options)
+    if loaded.drafter is None:
+        settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
+    settings = replace(settings, eos_ids=end_token_ids(loaded.target))
+    prompts = read_prompts(options.prompt or [], options.prompts, loaded.tokenizer, options.chat, options.system)
+    result = run(
+        loaded,
+        prompts,
+        settings,
+        policy,
+        batch_size=options.batch_size,
+        runner=options.runner,
+        log=options.log,
+        out=options.out,
+    )
+    if options.numbers is not None:
+        write_numbers(options.numbers, result)
+    return summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
+
+
+def refuse_contradictions(options: Options) -> None:
+    """An option that nothing would listen to is a mistake. Raises UserError naming it."""
+    kind = options.drafter or ("draft" if options.draft else "none")
+    if options.drafter not in ("", *DRAFTERS):
+        raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
+    if kind in ("draft", "cascade") and not options.draft:
+        raise UserError(f"--drafter {kind} needs --draft DIR")
+    if kind == "retrieval" and options.datastore is None:
+        raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
+    for given, used, what in (
+        (options.draft, kind in ("draft", "cascade"), f"--draft is not used by --drafter {kind}"),
+        (options.datastore, kind == "retrieval", f"--datastore is not used by --drafter {kind}"),
+        (options.exit_layers, kind == "early-exit", f"--exit-layers is not used by --drafter {kind}"),
+        (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or early-exit to grow it"),
+        (options.tree and options.gamma, False, "--tree sets gamma, its depth: leave --gamma out"),
+        (options.log, kind != "none", "--log is of drafted tokens, and nothing drafts"),
+        (options.tree and options.log, False, "--log is of chains: leave --tree or --log out"),
+        (options.tree and options.repetition_penalty != 1.0, False, "--repetition-penalty does not go with --tree"),
+        (options.gamma, kind != "none", "--gamma without anything that drafts: give --draft DIR or --drafter"),
+        (options.stop_below, kind in ("draft", "cascade", "early-exit"), "--stop-below needs a draft model"),
+        (options.system, options.chat, "--system is a chat message: add --chat"),
+    ):
+        if given and not used:
+            raise UserError(what)
+
+
+def place_of(device: str) -> torch.device:
+    """The device by name; CUDA where there is one when nothing is asked for. Raises UserError for one that is not there."""
+    has_cuda = torch.cuda.is_available()
+    try:
+        place = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    except RuntimeError:
+        raise UserError(f"--device {device}: cpu, cuda or cuda:N") from None
+    if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
+        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+    return place
+
+
+def load(options: Options) -> Loaded:
+    """Load what was asked for. Raises UserError for options that contradict each other."""
+    place, draft, datastore = place_of(options.device), options.draft, options.datastore
+    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
+    kind = options.drafter or ("draft" if draft else "none")
+    model = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(options.target)
+
+    def draft_model() -> ModelDrafter:
+        return ModelDrafter(load_draft(draft, model, tokenizer).to(device=place, dtype=model.dtype))  # type: ignore[call-arg]
+
+    makers: dict[str, Any] = {
+        "none": lambda: None,
+        "draft": draft_model,
+        "lookup": PromptLookup,
+        "retrieval": lambda: Retrieval(read_datastore(datastore, model)),
+        "early-exit": lambda: EarlyExit(model, options.exit_layers or max(1, model.config.num_hidden_layers // 3)),
+        "jacobi": JacobiPool,
+        "cascade": lambda: Cascade(PromptLookup(min_ngram=2), draft_model()),
+    }
+    return Loaded(model, tokenizer, makers[kind]())
+
+
+def parse_tree(text: str) -> tuple[int, ...]:
+    """`3,2,1` -> (3, 2, 1); empty = no tree."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        raise UserError(f"--tree {text}: numbers of candidates by depth, e.g. 3,2,1")
+    return tuple(int(part) for part in parts)
+
+
+def parse_gamma(text: str) -> int:
+    """The largest gamma of a run. Raises UserError for anything but `auto` and a number that makes sense."""
+    if not text:
+        return DEFAULT_GAMMA
+    if text == "auto":
+        return ADAPTIVE_GAMMA
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"--gamma {text}: a number of at least 1, or auto (plain decoding is --drafter none)")
+    if int(text) > MOST_GAMMA:
+        raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens a block never pay")
+    return int(text)
+
+
+def run(
+    loaded: Loaded,
+    prompts: list[Prompt],
+    settings: DecodeSettings,
+    policy: GammaPolicy,
+    *,
+    batch_size: int,
+    runner: str,
+    log: Path | None,
+    out: Path | None,
+) -> dict[str, Any]:
+    """Decode; one prompt is streamed to standard output, several go to `out` as JSON lines or are printed as they end.
+
+    Returns the numbers of the run. Raises Interrupted, saying what is left, when the user ends it early.
+    """
+    file = ResponseFile(out) if out is not None else None
+    timing = Timing()
+    finished: dict[int, Response] = {}
+    try:
+        with ProposalLog(log) if log is not None else nullcontext() as proposals:
+            events = generate(
+                loaded.target,
+                loaded.drafter,
+                prompts,
+                settings,
+                batch_size=batch_size,
+                tokenizer=loaded.tokenizer,
+                policy=policy,
+                log=proposals,
+                runner=runner,
+                timing=timing,
+            )
+            for event in _shown(events, len(prompts), out):
+                if event.finish_reason is not None:
+                    finished[event.index] = event.response
+                    if file is not None:
+                        file.add(event.index, event.response)
+        if file is not None:
+            file.complete()
+    except KeyboardInterrupt:
+        left = file.give_up() if file is not None else f"{len(finished)} of {len(prompts)} responses had ended"
+        raise Interrupted(left) from None
+    except UserError as error:
+        if file is not None and "--out" not in str(error):
+            raise UserError(f"{error} ({file.give_up()})") from error
+        raise
+    responses = [finished[index] for index in range(len(prompts))]
+    return summary(loaded, responses, settings, policy, timing)
+
+
+def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Event]:
+    """Pass events on while showing them: text as it comes, or a progress line."""
+    if count == 1 and out is None:
+        for event in events:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+            if event.finish_reason is not None:
+                sys.stdout.write("\n")
+            yield event
+        return
+    columns = (TextColumn("{task.completed}/{task.total} responses, {task.fields[tokens]} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task, tokens = progress.add_task("", total=count, tokens=0), 0
+        for event in events:
+            tokens += len(event.token_ids)
+            progress.update(task, advance=int(event.finish_reason is not None), tokens=tokens)
+            if event.finish_reason is not None and out is None:
+                sys.stdout.write(f"--- {event.response.key}\n{event.response.text}\n")
+                sys.stdout.flush()
+            yield event
+
+
+def summary(
+    loaded: Loaded, responses: list[Response], settings: DecodeSettings, policy: GammaPolicy, timing: Timing
+) -> dict[str, Any]:
+    """Numbers of a run; `replay_check` where replay has a law: a draft model, one gamma, no logits rules."""
+    tokens = sum(len(response.response_ids) for response in responses)
+    result: dict[str, Any] = {
+        "tokens": tokens,
+        "tokens_per_second": tokens / timing.total_seconds,
+        "seconds": stage_seconds(timing),
+        "latency": latency(responses),
+        "peak_bytes": timing.peak_bytes,
+        "drafter": loaded.drafter.name if loaded.drafter is not None else None,
+        "finish_reasons": {
+            reason: sum(response.finish_reason == reason for response in responses)
+            for reason in sorted({str(response.finish_reason) for response in responses})
+        },
+    }
+    if loaded.drafter is None:
+        return result
+    result |= live_metrics(responses, settings.gamma)
+    if isinstance(policy, AdaptiveGamma):
+        result["gammas_chosen"] = {str(gamma): count for gamma, count in sorted(policy.chosen.items())}
+    plain_law = settings.tree is None and settings.active_rules is None
+    if type(loaded.drafter) is ModelDrafter and isinstance(policy, FixedGamma) and plain_law:
+        scores = score_tokens(loaded.drafter.model, responses, settings.sampling)
+        law, counted = law_of(settings.rule, settings.sampling), [response.blocks for response in responses]
+        check = agreement_of(scores, law, counted, settings.gamma, stop_below=policy.stop_below)
+        result["replay_check"] = check
+        result["warning"] = agreement_warning(check)
+    return result
+
+
+def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
+    """The numbers of `summary` for people."""
+    seconds = result["seconds"]
+    stages = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("prefill", "draft", "verify", "accept", "host"))
+    lines = [f"{result['tokens']} tokens, {result['tokens_per_second']:.1f} tokens/s; seconds: {stages}"]
+    if result["drafter"] is not None:
+        low, high = result["tau_ci"]
+        interval = f" [{low:.2f}, {high:.2f}]" if high > low else ""
+        line = (
+            f"{result['drafter']}, gamma {gamma}: tau {result['tau']:.2f}{interval}  "
+            f"accepted/drafted {result['accepted_per_drafted']:.3f}"
+        )
+        if "replay_check" in result:
+            line += f"; {agreement_words(result['replay_check'], result['tokens'])}"
+        lines.append(line)
+        if result.get("gammas_chosen"):
+            lines.append(
+                "gamma chosen: " + ", ".join(f"{width} x{count}" for width, count in result["gammas_chosen"].items())
+            )
+        if result.get("warning"):
+            lines.append(f"warning: {result['warning']}")
+    first, pause = result["latency"]["first_token"], result["latency"].get("between_commits")
+    line = f"first token after {1e3 * first['p50']:.0f} ms (p90 {1e3 * first['p90']:.0f})"
+    if pause:
+        line += f", then a block every {1e3 * pause['p50']:.0f} ms (p90 {1e3 * pause['p90']:.0f})"
+    lines.append(f"{line}; peak memory {result['peak_bytes'] / 1024**2:.0f} MiB")
+    return lines
+
+
+def write_numbers(path: Path, result: dict[str, Any]) -> None:
+    """The numbers as a JSON file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        raise UserError(f"--numbers {path}: cannot be written ({error.strerror})") from error

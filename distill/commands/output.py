@@ -1,0 +1,24 @@
+"""Where a command may write."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from speculative.errors import UserError
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a place that cannot be written, or that is something else than a file, before any work is done.
+
+    Raises UserError naming the option.
+    """
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{option} {path}: is there and is not an ordinary file; give a file name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trial = path.with_name(f".{path.name}.trial")
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from error

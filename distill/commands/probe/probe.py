@@ -1,0 +1,448 @@
+"""`understudy probe`: go or no-go for a target and its candidate drafts, before a GPU-hour is spent on distilling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.files import write_json
+from data.prompts.sources import load_source
+from data.prompts.split import content_hash
+from distill.commands.generate.generate import place_of
+from distill.commands.generate.prompt_files import read_prompts
+from distill.commands.output import check_writable
+from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
+from distill.models.draft import find_student, served_copy
+from distill.models.load import dtype_of, load_model, load_tokenizer, model_fingerprint, resolve, saved_dtype
+from distill.models.vocabulary import compare_vocabularies, repair_rows, vocabulary_rows
+from distill.report.durations import parse_seconds
+from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.engine.models import end_token_ids, max_positions
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse, frozen_responses
+from speculative.explain import ceilings
+from speculative.measure.cost import StepCosts, best_gamma, given_costs, measure_costs
+from speculative.measure.effects import rough_detectable
+from speculative.measure.self_checks import self_checks
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
+
+STDLIB = "stdlib"
+MOST_GAMMA = 16
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
+TIMED_BLOCKS, TIMED_CONTEXT = 8, 128
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What `understudy probe` was asked for; lists are texts such as `1,4,16`, times texts such as `25ms`."""
+
+    target: str
+    drafts: Sequence[str] = ()
+    prompts: str = STDLIB
+    chat: bool = False
+    count: int = 32
+    max_tokens: int = 96
+    temperatures: str = "0,1"
+    gammas: str = "1,3,5,8"
+    batch_sizes: str = "1,4,16"
+    t_target: str = ""
+    t_draft: str = ""
+    t_verify: str = ""
+    dtype: str = "auto"
+    device: str = ""
+    seed: int = 0
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The options, read. `lead`: temperature and rule that costs, decision and sentences are about."""
+
+    temperatures: list[float]
+    gammas: list[int]
+    batch_sizes: list[int]
+    given: StepCosts | None
+    context: int = TIMED_CONTEXT
+
+    @property
+    def lead(self) -> tuple[float, Rule]:
+        sampled = [value for value in self.temperatures if value > 0]
+        return (sampled[0], "sample") if sampled else (0.0, "greedy")
+
+
+@dataclass
+class _Candidate:
+    """A draft that was asked about; `model` is None and `record["refused"]` says why when it cannot be used."""
+
+    record: dict[str, Any]
+    model: PreTrainedModel | None
+    costs: list[StepCosts] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The target's answers at one temperature, and how it would have drafted for itself."""
+
+    temperature: float
+    sampling: SamplingSettings
+    responses: list[HeldoutResponse]
+    peaks: list[ceilings.TargetPeaks]
+
+    @property
+    def rules(self) -> list[Rule]:
+        return ["greedy"] if self.sampling.greedy else ["sample", "greedy-draft", "block"]
+
+    @property
+    def keys(self) -> list[Any]:
+        return [response.prompt for response in self.responses]
+
+
+def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, Any]:
+    """Everything the probe found as plain JSON, written to `options.out` too when that is given.
+
+    Stages are named on `console`. Keys: target, settings, checks, texts, costs (of the target alone), lookup and
+    greedy_ceilings by temperature, drafts (each: refused, vocabulary, costs by rule and batch size, cells by temperature
+    and rule, lead, decision, go, sentence), notes, seconds by stage, and of the best draft decision, go, best, sentence.
+    `decision` is one of `ceilings.DecisionWord`, or `no_draft`. Decisions and speed-ups are for the first batch size.
+
+    Raises:
+        UserError: an option that cannot be, a folder that is not there, prompts that do not fit, no draft that can be used.
+        SelfCheckError: the judge contradicts itself on this target.
+    """
+    plan = read_plan(options)
+    if options.out is not None:
+        check_writable("--out", options.out)
+    stages = Stages(console)
+    with stages("loading"):
+        place = place_of(options.device)
+        target: PreTrainedModel = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
+        tokenizer = load_tokenizer(options.target)
+        prompts, notes = _prompts(options, tokenizer, max_positions(target))
+        longest = max(len(ids) for _, ids in prompts) + options.max_tokens
+        candidates = [_candidate(path, options.target, target, tokenizer, longest) for path in options.drafts]
+    _require_one(candidates)
+    settings = _decode_settings(options, target, plan.lead[0])
+    with stages("self-check"):
+        few = DecodeSettings(
+            settings.sampling, 4, plan.lead[1], min(CHECKED_TOKENS, options.max_tokens), settings.eos_ids
+        )
+        checks = self_checks(target, prompts[:CHECKED_PROMPTS], few)
+    texts = [_text(options, target, prompts, temperature, stages) for temperature in plan.temperatures]
+    plan = _with_room(plan, [target, *(one.model for one in candidates if one.model is not None)], notes)
+    # With a draft, other batch sizes are timed with it.
+    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if candidates else plan
+    alone = _measured(own_plan, target, None, [plan.lead[1]], "the target", stages)
+    first = next(iter(alone.values()))
+    gammas = range(1, max(first.verify_seconds) + 1)
+    lookup = {text.temperature: ceilings.lookup_outlook(text.responses, text.keys, gammas, first) for text in texts}
+    for candidate in candidates:
+        _judge(candidate, plan, target, texts, lookup, stages)
+    _require_one(candidates)
+    records = [candidate.record for candidate in candidates]
+    result: dict[str, Any] = {
+        "format": 1,
+        "target": {**_described(options.target, target), "dtype": str(target.dtype).removeprefix("torch.")},
+        "settings": _settings_record(options, plan, prompts, place),
+        "checks": checks,
+        "texts": [
+            {"temperature": text.temperature, "tokens": sum(len(response.response_ids) for response in text.responses)}
+            for text in texts
+        ],
+        "costs": {
+            "given": plan.given is not None,
+            "assumptions": assumptions(plan.given is not None, options.t_verify, plan.context),
+            "target": [ceilings.cost_facts(one) for one in alone.values()],
+        },
+        "lookup": [{"temperature": temperature, **facts} for temperature, facts in lookup.items()],
+        "greedy_ceilings": [
+            {"temperature": text.temperature, **ceilings.greedy_ceiling(text.peaks, text.keys, gammas)}
+            for text in texts
+            if not text.sampling.greedy
+        ],
+        "drafts": records,
+        "notes": [*notes, *busy_machine(_lead_seconds(plan, candidates, first))],
+        "seconds": stages.seconds,
+    }
+    result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.out, result)
+    return result
+
+
+def read_plan(options: ProbeOptions) -> _Plan:
+    """Temperatures, gammas, batch sizes and given costs. Raises UserError naming the option that cannot be."""
+    temperatures = _numbers(options.temperatures, "--temperatures", float, 0.0, 100.0)
+    gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
+    batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)
+    for value, option in ((options.count, "--count"), (options.max_tokens, "--max-tokens")):
+        if value < 1:
+            raise UserError(f"{option} {value}: give at least 1")
+    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
+    if bool(options.t_target) != bool(options.t_draft):
+        raise UserError(
+            "--t-target and --t-draft go together: c is one over the other; give both, or neither to measure"
+        )
+    if options.t_verify and not options.t_target:
+        raise UserError("--t-verify needs --t-target and --t-draft: times are all given or all measured")
+    given = None
+    if options.t_target:
+        verify = parse_seconds(options.t_verify, "--t-verify") if options.t_verify else None
+        target, draft = parse_seconds(options.t_target, "--t-target"), parse_seconds(options.t_draft, "--t-draft")
+        if verify is not None and verify < target:
+            raise UserError(
+                f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call of several tokens "
+                "takes no less than one of a single token"
+            )
+        given, batch_sizes = given_costs(target, draft, verify, MOST_GAMMA), [1]
+    return _Plan(temperatures, gammas, batch_sizes, given)
+
+
+def _numbers(text: str, option: str, kind: Any, low: float, high: float) -> list[Any]:
+    """Distinct numbers of a list such as `1,4,16`, in the order given."""
+    try:
+        values = list(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        values = []
+    if not values or not all(low <= value <= high for value in values):
+        raise UserError(f"{option} {text}: give numbers from {low:g} to {high:g} with commas between them, e.g. 1,4")
+    return values
+
+
+def _prompts(
+    options: ProbeOptions, tokenizer: PreTrainedTokenizerBase, context: int | None
+) -> tuple[list[Prompt], list[str]]:
+    """At most `count` distinct prompts from all over the source, and what a reader should know of them."""
+    embedded = options.prompts == STDLIB
+    room = (context or 1 << 20) - options.max_tokens
+    if room < 1:
+        raise UserError(
+            f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
+        )
+    if embedded:
+        rows = sorted(load_source(path=STDLIB, split="heldout"), key=content_hash)
+        texts = [str(row.text) for row in rows[: 4 * options.count]]
+        prompts = read_prompts(texts, None, tokenizer, options.chat, "")
+    else:
+        prompts = read_prompts([], Path(options.prompts), tokenizer, options.chat, "")
+    distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
+    if embedded:
+        distinct = [prompt for prompt in distinct if len(prompt[1]) <= room] or distinct
+        chosen = distinct[: options.count]
+    else:
+        order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
+        chosen = [distinct[index] for index in sorted(order)]
+    for key, ids in chosen:
+        if len(ids) > room:
+            raise UserError(
+                f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's "
+                f"context of {context}: shorten the prompt or lower --max-tokens"
+            )
+    notes = []
+    if len(chosen) < options.count:
+        notes.append(f"{len(chosen)} distinct prompts, not the {options.count} asked for: intervals are wider")
+    return chosen, notes
+
+
+def _candidate(
+    path: str, target_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> _Candidate:
+    """A draft as it would be served beside the target, or the reason why it cannot be.
+
+    Raises UserError for a folder or hub id that cannot be loaded: that is a typing mistake, not a finding.
+    """
+    name = find_student(resolve(path))
+    model = load_model("draft", name)
+    rows = vocabulary_rows(target.config)
+    agreement = compare_vocabularies(tokenizer, rows, load_tokenizer(name), vocabulary_rows(model.config))
+    record: dict[str, Any] = {
+        **_described(path, model),
+        "refused": None,
+        "notes": [],
+        "vocabulary": {"verdict": agreement.verdict, "detail": agreement.detail},
+    }
+    context = max_positions(model)
+    if agreement.verdict == "refuse":
+        record["refused"] = (
+            f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
+        )
+    elif context is not None and longest > context:
+        record["refused"] = (
+            f"its context of {context} tokens is too short: the longest prompt needs {longest} with its response; lower --max-tokens or shorten the prompts"
+        )
+    if record["refused"] is not None:
+        return _Candidate(record, None)
+    if agreement.verdict == "repair":
+        repair_rows(model, rows, agreement.token_rows)
+    try:
+        served = served_copy(model, saved_dtype(target_path, target), target)
+    except UserError as error:
+        reason = str(error).split(";")[0]
+        record["refused"] = f"{reason}: the file is damaged, or its numbers are too large for the dtype it is served in"
+        return _Candidate(record, None)
+    if model_fingerprint(served) == model_fingerprint(target):
+        record["notes"].append("it is the target itself: it accepts everything and saves nothing")
+    return _Candidate(record, served)
+
+
+def _require_one(candidates: Sequence[_Candidate]) -> None:
+    """Raises UserError with the reasons when drafts were given and none can be used."""
+    if candidates and all(candidate.model is None for candidate in candidates):
+        reasons = [f"{candidate.record['name']}: {candidate.record['refused']}" for candidate in candidates]
+        raise UserError(f"no draft can be used: {'; '.join(reasons)}" if len(reasons) > 1 else f"draft {reasons[0]}")
+
+
+def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": name,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "layers": getattr(model.config.get_text_config(), "num_hidden_layers", None),
+        "context": max_positions(model),
+        "vocabulary_rows": vocabulary_rows(model.config),
+    }
+
+
+def _decode_settings(options: ProbeOptions, target: PreTrainedModel, temperature: float) -> DecodeSettings:
+    rule: Rule = "greedy" if temperature == 0 else "sample"
+    return DecodeSettings(
+        SamplingSettings(temperature), 0, rule, options.max_tokens, end_token_ids(target), options.seed
+    )
+
+
+def _text(
+    options: ProbeOptions, target: PreTrainedModel, prompts: list[Prompt], temperature: float, stages: Stages
+) -> _Text:
+    settings = _decode_settings(options, target, temperature)
+    with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
+        responses, _ = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
+        return _Text(
+            temperature, settings.sampling, responses, ceilings.target_peaks(target, responses, settings.sampling)
+        )
+
+
+def _with_room(plan: _Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> _Plan:
+    """The plan with the gammas and the context that the shortest model can be timed at."""
+    limit = min((limit for limit in map(max_positions, models) if limit is not None), default=1 << 20)
+    gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]
+    if plan.given is None and gammas != plan.gammas:
+        notes.append(
+            f"gammas over {gammas[-1]} are not timed: a context of {limit} has no room for {TIMED_BLOCKS} such blocks"
+        )
+    context = max(2, min(TIMED_CONTEXT, limit - (TIMED_BLOCKS + 3) * (gammas[-1] + 1)))
+    return replace(plan, gammas=gammas, context=context)
+
+
+def _lead_seconds(plan: _Plan, candidates: Sequence[_Candidate], alone: StepCosts) -> list[float]:
+    """What one target step took at the first batch size, each time it was measured."""
+    measured = [alone, *(costs for candidate in candidates for costs in candidate.costs)]
+    return [costs.target_seconds for costs in measured if costs.batch_size == plan.batch_sizes[0]]
+
+
+def _timed(
+    plan: _Plan, target: PreTrainedModel, draft: PreTrainedModel | None, rule: Rule, batch_size: int
+) -> StepCosts:
+    sampling = SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0)
+    return plan.given or measure_costs(
+        target, draft, gammas=plan.gammas, sampling=sampling, rule=rule, batch_size=batch_size, context=plan.context,
+        blocks=TIMED_BLOCKS,
+    )  # fmt: skip
+
+
+def _measured(
+    plan: _Plan,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    rules: Sequence[Rule],
+    name: str,
+    stages: Stages,
+) -> dict[tuple[str, int], StepCosts]:
+    """Costs by rule at the first batch size, and of the leading rule at the others."""
+    first = plan.batch_sizes[0]
+    asked = [(rule, first) for rule in rules] + [(plan.lead[1], size) for size in plan.batch_sizes[1:]]
+    if plan.given is not None:
+        return dict.fromkeys(asked[: len(rules)], plan.given)
+    with stages(f"timing {name}"):
+        return {(rule, size): _timed(plan, target, draft, rule, size) for rule, size in asked}
+
+
+def _judge(
+    candidate: _Candidate,
+    plan: _Plan,
+    target: PreTrainedModel,
+    texts: Sequence[_Text],
+    lookup: dict[float, dict[str, Any]],
+    stages: Stages,
+) -> None:
+    """Fill a draft's record: one pass per temperature for every rule, its times, and what follows from both."""
+    if candidate.model is None:
+        return
+    record, name = candidate.record, candidate.record["name"]
+    rules = list(dict.fromkeys([plan.lead[1], *(rule for text in texts for rule in text.rules)]))
+    cells = []
+    try:
+        with stages(f"{name} reads the answers"):
+            scores = [score_tokens(candidate.model, text.responses, text.sampling) for text in texts]
+        costs = _measured(plan, target, candidate.model, rules, name, stages)
+    except UserError as error:
+        record["refused"], candidate.model = str(error), None
+        return
+    candidate.costs = list(costs.values())
+    first = plan.batch_sizes[0]
+    for text, own in zip(texts, scores, strict=True):
+        for rule in text.rules:
+            rival = lookup[text.temperature]["speed_up"]
+            outlook = ceilings.draft_outlook(own, text.peaks, text.keys, rule, costs[rule, first], rival)
+            cells.append({"temperature": text.temperature, **outlook})
+            if (text.temperature, rule) == plan.lead:
+                record["detectable_alpha"] = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
+    lead = next(cell for cell in cells if (cell["temperature"], cell["rule"]) == plan.lead)
+    taus = {gamma: tau for gamma, tau in zip(lead["curve"]["gammas"], lead["curve"]["tau"], strict=True) if gamma > 0}
+    record["costs"] = [{"rule": rule, **ceilings.cost_facts(facts)} for (rule, _), facts in costs.items()]
+    for facts, own_costs in zip(record["costs"], candidate.costs, strict=True):
+        if facts["rule"] == plan.lead[1]:
+            facts["best"] = dict(zip(("gamma", "speed_up"), best_gamma(taus, own_costs), strict=True))
+    record |= {"cells": cells, "decision": lead["decision"]}
+    record["lead"] = {"alpha": lead["curve"]["alpha"], "alpha_ci": lead["curve"]["alpha_ci"]} | {
+        name: lead[name] for name in ("temperature", "rule", "now", "reachable", "ceiling", "headroom")
+    }
+    record["go"] = lead["decision"] in ceilings.WORTH_DISTILLING
+    record["sentence"] = draft_sentence(record, lookup[plan.lead[0]]["speed_up"])
+
+
+def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], place: torch.device) -> dict[str, Any]:
+    return {
+        "prompts_from": options.prompts,
+        "prompts": len(prompts),
+        "chat": options.chat,
+        "max_tokens": options.max_tokens,
+        "temperatures": plan.temperatures,
+        "lead": {"temperature": plan.lead[0], "rule": plan.lead[1]},
+        "gammas": plan.gammas,
+        "batch_sizes": plan.batch_sizes,
+        "device": str(place),
+        "threads": torch.get_num_threads(),
+        "seed": options.seed,
+    }
+
+
+def _overall(records: Sequence[dict[str, Any]], lookup: float, given: StepCosts | None) -> dict[str, Any]:
+    """{decision, go, best, sentence}: those of the draft with the best prospect; without a draft, of the given costs."""
+    usable = [record for record in records if record["refused"] is None]
+    if usable:
+        best = max(usable, key=lambda record: (record["go"], record["lead"]["reachable"]["speed_up"]))
+        facts = {"decision": best["decision"], "go": best["go"], "best": best["name"]}
+    else:
+        hopeless = given is not None and ceilings.hopeless_because(given) is not None
+        facts = {"decision": "hopeless" if hopeless else "no_draft", "go": False, "best": None}
+    planned = None if given is None else ceilings.cost_facts(given)
+    return facts | {"sentence": overall_sentence(facts, usable, lookup, planned)}

@@ -1,0 +1,316 @@
+"""Is the task score the same with and without the draft? A scorer of yours on texts decoded both ways.
+
+A scorer is any function `scorer(prompt, response, reference) -> number from 0 to 1`, named `module:function` or
+`path/to/file.py:function`; `exact-match` and `exact-match-number` are built in. `reference` is a text or None: what the
+prompt's row has in the source's `reference_column`, or its line of --references FILE, JSON lines of a "prompt" (or "id")
+and a "reference". Where an answer is more than a text, its reference is the JSON of it. So a task of lm-eval is a file
+`gsm8k.py`, run once for its references (`python gsm8k.py > gsm8k.jsonl`), then `--scorer gsm8k.py:score --references
+gsm8k.jsonl`; filters of the task, which lm-eval applies before, are left to the scorer:
+
+    import json
+    from lm_eval.tasks import TaskManager, get_task_dict
+    TASK = get_task_dict(["gsm8k"], TaskManager())["gsm8k"]
+    def score(prompt, response, reference):
+        return TASK.process_results(json.loads(reference), [response])["exact_match"]
+    if __name__ == "__main__":
+        for doc in TASK.test_docs():
+            print(json.dumps({"prompt": TASK.doc_to_text(doc), "reference": json.dumps(doc)}))
+
+Shapes: P prompts (the resampling unit), C columns of sums.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import numbers
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.prompts.sources import load_source
+from data.prompts.split import content_hash
+from data.responses.respond import RenderedPrompt
+from distill.commands.losslessness import Pair, load_pair
+from distill.config.run import RunConfig
+from speculative.decoder.responses import Response
+from speculative.drafters.drafter import ModelDrafter
+from speculative.errors import UserError
+from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
+from speculative.measure.curves import intervals_of_sums
+from speculative.measure.effects import too_few
+from speculative.rules.verify import Rule
+
+Scorer = Callable[[str, str, str | None], float]
+CONFIDENCE = 0.95
+_NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def exact_match(prompt: str, response: str, reference: str | None) -> float:
+    """1 where response and reference are the same text, white space aside."""
+    return float(response.split() == _needed(reference).split())
+
+
+def exact_match_number(prompt: str, response: str, reference: str | None) -> float:
+    """1 where the response's last number is the reference's: the one behind `####` (GSM8K), or its last."""
+    _, marked, answer = _needed(reference).rpartition("####")
+    wanted = _numbers(answer)[: 1 if marked else None]
+    if not wanted:
+        raise ValueError("the reference has no number")
+    return float(_numbers(response)[-1:] == wanted[-1:])
+
+
+def _needed(reference: str | None) -> str:
+    if reference is None:
+        raise ValueError("there is no reference: set reference_column of the source, or give --references FILE")
+    return reference
+
+
+def _numbers(text: str) -> list[Decimal]:
+    return [Decimal(number.replace(",", "")) for number in _NUMBER.findall(text)]
+
+
+BUILT_IN: dict[str, Scorer] = {"exact-match": exact_match, "exact-match-number": exact_match_number}
+
+
+def load_scorer(name: str) -> Scorer:
+    """A scorer by name: built in, `module:function` or `file.py:function`.
+
+    Raises:
+        UserError: not importable, or no such function.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    place, _, function = name.rpartition(":")
+    if not place or not function:
+        raise UserError(f"--scorer {name}: give module:function, file.py:function, or {' or '.join(BUILT_IN)}")
+    try:
+        module = _module_of(place)
+    except Exception as error:  # Whatever the user's own code does while it is imported.
+        raise UserError(f"--scorer {name}: {place} cannot be imported ({_one_line(error)})") from error
+    scorer = getattr(module, function, None)
+    if not callable(scorer):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise UserError(f"--scorer {name}: {place} has no function {function!r}; it has {known or 'none'}")
+    return scorer
+
+
+def _module_of(place: str) -> Any:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    spec = importlib.util.spec_from_file_location(f"understudy_scorer_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses and pickles of a file look their own module up.
+    spec.loader.exec_module(module)
+    return module
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+
+
+def read_references(config: RunConfig, file: Path | None) -> dict[str, str]:
+    """The reference of every prompt that has one, by prompt id and by prompt text.
+
+    From the sources of the held-out prompts, or from a file of JSON lines with "reference" and either "prompt" (the text)
+    or "id" (the prompt's id in the stores).
+
+    Raises:
+        UserError: the file is not there or holds another kind of line.
+    """
+    found: dict[str, str] = {}
+    if file is None:
+        for source in config.data.heldout or config.data.train:
+            for row in load_source(**source.model_dump(exclude={"limit"}), limit=None):
+                if row.reference is not None:
+                    found.setdefault(content_hash(row), row.reference)
+        return found
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--references {file}: cannot be read ({_one_line(error)})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            key, reference = row["id"] if "id" in row else row["prompt"], row["reference"]
+        except (ValueError, KeyError, TypeError):
+            key = reference = None
+        if not isinstance(key, str) or not isinstance(reference, str):
+            raise UserError(f'{file}:{number}: each line needs a text "reference" and a text "prompt" or "id"')
+        found[key] = reference
+    return found
+
+
+def score_texts(
+    name: str,
+    scorer: Scorer,
+    tokenizer: Any,
+    prompts: Sequence[RenderedPrompt],
+    texts: Sequence[Response],
+    references: dict[str, str],
+) -> np.ndarray:
+    """Scores (P, samples) of responses that stand prompt after prompt.
+
+    Raises:
+        UserError: the scorer raised, or gave something that is no number from 0 to 1.
+    """
+    samples = len(texts) // len(prompts)
+    scores = np.zeros((len(prompts), samples))
+    for index, text in enumerate(texts):
+        prompt = prompts[index // samples]
+        reference = references.get(prompt.prompt_id, references.get(prompt.text))
+        response = tokenizer.decode(text.response_ids, skip_special_tokens=True)
+        where = f"on prompt {prompt.prompt_id} ({prompt.text[:40]!r})"
+        try:
+            value = scorer(prompt.text, response, reference)
+        except Exception as error:  # Whatever the user's own code does.
+            raise UserError(f"--scorer {name}: raised {_one_line(error)} {where}") from error
+        if not isinstance(value, numbers.Real | np.bool_):
+            raise UserError(f"--scorer {name}: gave {value!r:.60} {where}; it must give a number from 0 to 1")
+        if not (math.isfinite(value) and 0 <= value <= 1):
+            raise UserError(f"--scorer {name}: gave {float(value)} {where}; it must give a number from 0 to 1")
+        scores[index // samples, index % samples] = value
+    return scores
+
+
+def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: float = CONFIDENCE) -> dict[str, Any]:
+    """{"speculative", "alone": {"score", "ci"}, "difference": {"value", "ci"}} with intervals over prompts, paired.
+
+    Where all prompts have one value the bootstrap sees no spread. Then all that is known is that fewer than
+    1 - (1 - confidence)^(1/P) of all prompts have another one, and no score is more than 1 away: that is the interval.
+    """
+    sums_PC = np.stack((speculative_PS.mean(1), alone_PS.mean(1), np.ones(len(alone_PS))), 1)
+
+    def numbers_of(sums_C: np.ndarray) -> np.ndarray:
+        means = sums_C[..., :2] / sums_C[..., 2:]
+        return np.concatenate((means, means[..., :1] - means[..., 1:]), -1)
+
+    values = numbers_of(sums_PC.sum(0)).tolist()
+    intervals = intervals_of_sums(sums_PC, numbers_of, confidence)
+    unseen = 1.0 - (1.0 - confidence) ** (1.0 / len(alone_PS))
+    columns = (sums_PC[:, 0], sums_PC[:, 1], sums_PC[:, 0] - sums_PC[:, 1])
+    for place, (value, values_P, floor) in enumerate(zip(values, columns, (0.0, 0.0, -1.0), strict=True)):
+        if np.ptp(values_P) == 0:
+            intervals[place] = [max(floor, value - unseen), min(1.0, value + unseen)]
+    return {
+        "speculative": {"score": values[0], "ci": intervals[0]},
+        "alone": {"score": values[1], "ci": intervals[1]},
+        "difference": {"value": values[2], "ci": intervals[2]},
+    }
+
+
+def task_scores(
+    config: RunConfig,
+    draft: str,
+    scorer: str,
+    *,
+    rule: Rule,
+    gamma: int,
+    prompts: int = 64,
+    samples: int = 1,
+    references: Path | None = None,
+) -> dict[str, Any]:
+    """Scores of held-out prompts answered with the draft and by the target alone; `passed` False means exit status 1.
+
+    {"scorer", "rule", "gamma", "prompts", "samples", "with_reference", "same_texts", "speculative", "alone", "difference",
+    "passed", "sentence"}. At temperature 0 the texts are the same, so every score must be; sampled texts differ, and the
+    check fails where the `1 - LEVEL` interval of the paired difference leaves 0 out; less than `fewest_prompts` prompts are
+    certain of nothing and never fail it.
+
+    Raises:
+        UserError: see `load_pair`, `load_scorer`, `read_references`, `score_texts`.
+    """
+    function = load_scorer(scorer)
+    known = read_references(config, references)
+    if samples < 1:
+        raise UserError(f"--samples {samples}: give at least 1")
+    pair = load_pair(config, draft, rule, gamma, prompts)
+    if samples > 1 and pair.settings.sampling.greedy:
+        raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
+    texts = [
+        sampled_texts(
+            pair.target, drafter, pair.keyed, replace(pair.settings, seed=pair.settings.seed + number), samples,
+            batch_size=config.judge.batch_size,
+        )
+        for number, drafter in ((1, ModelDrafter(pair.draft)), (2, None))
+    ]  # fmt: skip
+    speculative_PS, alone_PS = (
+        score_texts(scorer, function, pair.tokenizer, pair.prompts, side, known) for side in texts
+    )
+    same = [one.response_ids == other.response_ids for one, other in zip(*texts, strict=True)]
+    for index in np.flatnonzero(same):
+        place = np.unravel_index(index, alone_PS.shape)
+        if speculative_PS[place] != alone_PS[place]:
+            prompt = pair.prompts[place[0]].prompt_id
+            raise UserError(
+                f"--scorer {scorer}: gives the same text two scores on prompt {prompt}; it must not draw lots"
+            )
+    result = {
+        "scorer": scorer, "rule": rule, "gamma": gamma, "prompts": len(pair.prompts), "samples": samples,
+        "with_reference": sum(one.prompt_id in known or one.text in known for one in pair.prompts),
+        "same_texts": int(sum(same)), **summarise(speculative_PS, alone_PS),
+    }  # fmt: skip
+    if not pair.settings.sampling.greedy:
+        return result | _sampled_answer(result, summarise(speculative_PS, alone_PS, 1 - LEVEL)["difference"]["ci"])
+    return result | _greedy_answer(result, pair, config.judge.batch_size)
+
+
+def _greedy_answer(result: dict[str, Any], pair: Pair, batch_size: int) -> dict[str, Any]:
+    score, same, count = result["alone"]["score"], result["same_texts"], result["prompts"]
+    if same == count:
+        words = f"The same score, {score:.3f}, because all {count} texts are the same, token by token."
+        # No estimate: the texts of other prompts would be the same too.
+        return {"difference": {"value": 0.0, "ci": [0.0, 0.0]}, "passed": True, "sentence": words}
+    greedy = greedy_equality(pair.target, ModelDrafter(pair.draft), pair.keyed, pair.settings, batch_size=batch_size)
+    if not greedy["passed"]:
+        return {"passed": False, "sentence": f"NOT the same text: {greedy['differences'][0]}"}
+    words = (
+        f"{same} of {count} texts are the same, the others part at a near-tie of the target: scores "
+        f"{result['speculative']['score']:.3f} and {score:.3f}."
+    )
+    return {"passed": True, "sentence": words}
+
+
+def _sampled_answer(result: dict[str, Any], wide: list[float]) -> dict[str, Any]:
+    value, (low, high) = result["difference"]["value"], result["difference"]["ci"]
+    few = too_few(result["prompts"], 1 - LEVEL)
+    passed = few is not None or wide[0] <= 0 <= wide[1]
+    seen = f"{value:+.3f} [{low:+.3f}, {high:+.3f}] over {result['prompts']} prompts x {result['samples']}"
+    if few is not None:
+        words = f"Not certain: {seen}; {few}."
+    elif not passed:
+        words = f"The scores DIFFER: {seen}; even the {1 - LEVEL:.1%} interval leaves 0 out."
+    elif low <= 0 <= high:
+        words = f"No difference to be seen: {seen}; one outside this 95 % interval is ruled out, a smaller one is not."
+    else:
+        words = (
+            f"Not clear: {seen} leaves 0 out, the {1 - LEVEL:.1%} interval does not; one honest check in twenty does "
+            "this: repeat it with another seed or more prompts."
+        )
+    return {"difference_ci_wide": wide, "passed": passed, "sentence": words}
+
+
+def score_lines(result: dict[str, Any]) -> list[str]:
+    """What a person reads."""
+    rows = [
+        f"{label:<15} {result[name]['score']:.3f} [{result[name]['ci'][0]:.3f}, {result[name]['ci'][1]:.3f}]"
+        for label, name in (("with the draft", "speculative"), ("target alone", "alone"))
+    ]
+    return [
+        f"{result['scorer']} (mean over {result['prompts']} prompts, {result['with_reference']} with a reference; [95 % interval])",
+        *rows,
+        result["sentence"],
+    ]

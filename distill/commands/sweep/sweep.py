@@ -1,0 +1,332 @@
+"""`understudy sweep SWEEP.yaml`: every combination of a grid trained, each in a process of its own, and one table at the end.
+
+output/NAME/study.journal     Optuna's record of the trials (optuna-dashboard reads it)
+            logs/RUN.log      what each training run printed
+            sweep.json, .csv  trials and rows, rewritten after each trial
+output/NAME-COMBINATION/      the runs, as `distill.train` makes them
+
+Optuna keeps the queue and the outcomes; what a run has reached stands in its own folder. So a killed sweep goes on where it
+stood, and the run that was killed goes on from its last checkpoint. Responses (and teacher signals) depend on target, data,
+serving settings and seed alone: later runs get the files of an earlier one that agrees in these, and the target answers once
+per seed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from data.files import MANIFEST, write_json
+from data.signals.store import INDEX
+from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan
+from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
+from distill.config.run import RunConfig
+from distill.faults import Interrupted
+from speculative.errors import UserError
+
+RESPONSES, SIGNAL = "responses", "signal"
+
+
+class TrialFailed(Exception):
+    """A run that ended without a verdict; the message is its last error line."""
+
+
+def run_sweep(path: Path, launcher: str = "", dry_run: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Runs what is not finished, one trial after the other, and ends in a table; returns what sweep.json holds.
+
+    Args:
+        launcher: what stands before `-m distill.train`, e.g. "accelerate launch --num_processes 2"; empty = this Python.
+        dry_run: print the trials and stop.
+
+    Raises:
+        UserError: a file or combination that is refused; runs of another config under these names; a trial still running.
+        Interrupted: Ctrl-C, after the running trial has stopped with its checkpoint.
+    """
+    console = console or Console()
+    sweep = load_sweep(path)
+    trials = plan(sweep)
+    done = [finished(trial) for trial in trials]
+    console.print(
+        f"sweep {sweep.name}: {len(trials)} run{'s' if len(trials) > 1 else ''}, {sum(done)} finished, by {sweep.metric}",
+        highlight=False,
+    )
+    if dry_run:
+        for trial, is_done in zip(trials, done, strict=True):
+            line = f"  {'finished' if is_done else 'to do':8}  {trial.config.name}  {' '.join(trial.overrides[:-1])}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return {"trials": [trial.config.name for trial in trials]}
+    runner = _Runner(sweep, trials, launcher, console)
+    with _terminated_as_interrupted():
+        runner.run()
+    result = runner.report()
+    console.print(sweep_table(sweep, result["rows"]))
+    for run in result["trials"]:
+        if run["error"]:
+            console.print(f"failed: {run['run']}: {run['error']}", style="red", markup=False, soft_wrap=True)
+    console.print(f"written to {runner.folder}/sweep.json and sweep.csv", highlight=False)
+    return result
+
+
+class _Runner:
+    """Trains the trials and keeps the books."""
+
+    def __init__(self, sweep: SweepFile, trials: Sequence[Trial], launcher: str, console: Console) -> None:
+        self.sweep, self.trials, self.console = sweep, trials, console
+        self.by_params = {json.dumps(trial.params, sort_keys=True): trial for trial in trials}
+        self.folder = trials[0].config.folder.parent / sweep.name
+        self.command = shlex.split(launcher) if launcher else [sys.executable]
+        self.errors: dict[str, str] = {}
+        try:
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
+        self.space = {key: [json.dumps(v, sort_keys=True) for v in values] for key, values in sweep.grid.items()}
+        self.study = self._study()
+
+    def _study(self) -> Any:
+        try:
+            import optuna
+            from optuna.storages import JournalStorage
+            from optuna.storages.journal import JournalFileBackend
+        except ImportError as error:
+            raise UserError("understudy sweep: `pip install optuna`") from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        # A grid that has grown is another study in the same journal: its parameters have other choices.
+        grid = hashlib.sha256(json.dumps(self.space, sort_keys=True).encode()).hexdigest()[:8]
+        return optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(self.folder / "study.journal"))),
+            study_name=f"{self.sweep.name}-{grid}",
+            # The queue says what comes next; Optuna's GridSampler, which would choose at random, cannot be used with one.
+            sampler=optuna.samplers.RandomSampler(seed=0),
+            direction=self.sweep.direction,
+            load_if_exists=True,
+        )
+
+    def run(self) -> None:
+        """Every trial that is not finished; a failed one is noted and the rest goes on.
+
+        Combinations are queued in the plan's order, seeds outermost: a sweep that is stopped early has whole passes over the grid.
+        """
+        import optuna
+
+        states = optuna.trial.TrialState
+        for left in self.study.get_trials(deepcopy=False, states=[states.RUNNING]):
+            self.study.tell(left.number, state=states.FAIL)  # by a sweep that was killed
+        if queued := self.study.get_trials(deepcopy=False, states=[states.WAITING]):
+            self.study.optimize(self._objective, n_trials=len(queued), catch=(TrialFailed,))
+        complete = [
+            trial.params for trial in self.study.get_trials(deepcopy=False, states=[states.COMPLETE]) if trial.params
+        ]
+        for trial in self.trials:
+            if (trial.params in complete and finished(trial)) or trial.config.name in self.errors:
+                continue
+            self.study.enqueue_trial(trial.params)
+            self.study.optimize(self._objective, n_trials=1, catch=(TrialFailed,))
+
+    def _objective(self, asked: Any) -> float:
+        """The metric of one combination, from its run's folder or by training it.
+
+        Raises:
+            TrialFailed: the run ended without a verdict.
+        """
+        params = {key: asked.suggest_categorical(key, choices) for key, choices in self.space.items()}
+        trial = self.by_params[json.dumps(params, sort_keys=True)]
+        name = trial.config.name
+        asked.set_user_attr("run", name)
+        if not finished(trial):
+            try:
+                self._make(trial)
+            except TrialFailed as failed:
+                self.errors[name] = str(failed)
+                asked.set_user_attr("error", str(failed))
+                self.console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
+                raise
+            finally:
+                self.report()
+        return float(measures(self.sweep, trial)["metric"])
+
+    def _make(self, trial: Trial) -> None:
+        name, number = trial.config.name, self.trials.index(trial) + 1
+        self._refuse_twins(name)
+        shared = share_stores(trial.config, [other.config for other in self.trials if other is not trial])
+        line = f"[{number}/{len(self.trials)}] {name}"
+        line += f", with the {' and '.join(shared)} of an earlier run" if shared else ""
+        self.console.print(line, highlight=False, markup=False)
+        started = time.perf_counter()
+        with self.console.status(f"training, log in {self._log(name)}"):
+            arguments = [self.sweep.base, *trial.overrides]
+            if trial.config.signal.source == "store" and not (trial.config.folder / "checkpoints").exists():
+                self._child("distill.respond", arguments, name)
+            self._child("distill.train", arguments, name)
+        if not finished(trial):
+            raise TrialFailed("ended without a verdict")
+        found, minutes = measures(self.sweep, trial), (time.perf_counter() - started) / 60
+        speed = "" if found["speed_up"] is None else f" {found['speed_up']:.2f}x,"
+        self.console.print(
+            f"    alpha {found['alpha']:.3f}, tau {found['tau']:.2f},{speed} {minutes:.1f} min",
+            highlight=False,
+        )
+
+    def _child(self, module: str, arguments: Sequence[str], name: str) -> None:
+        """Runs a program of ours to its end; its output goes to the run's log.
+
+        Raises:
+            TrialFailed: exit status other than 0. Interrupted: Ctrl-C, when it has stopped.
+        """
+        log, note = self._log(name), self._log(name).with_suffix(".pid")
+        with log.open("ab") as out:
+            start = out.tell()
+            # A session of its own: Ctrl-C reaches it through us, once, and it writes its checkpoint.
+            child = subprocess.Popen(
+                [*self.command, "-m", module, *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={"WANDB_RUN_GROUP": self.sweep.name, **os.environ},
+                start_new_session=True,
+            )
+            try:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    note.write_text(json.dumps([child.pid, psutil.Process(child.pid).create_time()]), encoding="utf-8")
+                status = child.wait()
+            except KeyboardInterrupt:
+                _stop(child)
+                raise Interrupted(f"{name} has stopped; the same command goes on with the sweep") from None
+            finally:
+                note.unlink(missing_ok=True)
+        if status:
+            raise TrialFailed(error_line(log.read_bytes()[start:].decode(errors="replace"), status))
+
+    def _refuse_twins(self, name: str) -> None:
+        """A sweep killed with -9 leaves its trial running: two processes must not train in one folder."""
+        try:
+            number, created = json.loads(self._log(name).with_suffix(".pid").read_text(encoding="utf-8"))
+            process = psutil.Process(number)
+            alive = process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+        except (OSError, ValueError, psutil.Error):
+            alive = False
+        if alive:
+            raise UserError(
+                f"{name}: still trained by process {number}, left by a sweep that was killed; wait for it or end it"
+            )
+
+    def _log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def report(self) -> dict[str, Any]:
+        """Writes sweep.json and sweep.csv from what is finished; returns the former."""
+        found = {trial.config.name: measures(self.sweep, trial) for trial in self.trials if finished(trial)}
+        runs = [
+            {"run": trial.config.name, "values": trial.values, "error": self.errors.get(trial.config.name)}
+            | found.get(trial.config.name, {})
+            for trial in self.trials
+        ]
+        rows, sweep = summarise(self.sweep, self.trials, found), self.sweep
+        said = {"name": sweep.name, "base": sweep.base, "metric": sweep.metric, "direction": sweep.direction}
+        result = said | {"rows": rows, "trials": runs}
+        write_json(self.folder / "sweep.json", result)
+        temporary = self.folder / ".sweep.csv.tmp"
+        temporary.write_text(as_csv(sweep, rows), encoding="utf-8")
+        os.replace(temporary, self.folder / "sweep.csv")
+        return result
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Asks a trial to stop; a second Ctrl-C asks again (it then stops at once), a third one kills it."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        try:
+            child.wait()
+            return
+        except KeyboardInterrupt:
+            continue
+    child.wait()
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a sweep as Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def error_line(output: str, status: int) -> str:
+    """The line that says why a run ended: our own message, else the last one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if status < 0:
+        return f"killed by signal {-status}" + (f" ({lines[-1][:200]})" if lines else "")
+    ours = [line for line in lines if line.startswith("understudy:")]
+    return (ours or lines or [f"exit status {status}"])[-1].removeprefix("understudy: ")[:400]
+
+
+def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:
+    """Gives a run that lacks them the responses and teacher signal of runs that would have made the same; names what it gave.
+
+    Shards are never changed once they are there, so they are linked (copied where the disk cannot); a signal's index is
+    written in place, so it is copied. What is still missing in a store is made by the run itself, into files of its own.
+    """
+    given = []
+    for part, key in ((RESPONSES, _responses_key), (SIGNAL, _signal_key)):
+        for other in others:
+            if other.folder == config.folder or key(other) != key(config) or not (other.folder / part).is_dir():
+                continue
+            stores = [other.folder / SIGNAL] if part == SIGNAL else sorted((other.folder / RESPONSES).iterdir())
+            for store in stores:
+                to = config.folder / store.relative_to(other.folder)
+                if (store / MANIFEST).exists() and not to.exists():
+                    _link_store(store, to)
+                    given.append(part)
+    return list(dict.fromkeys(given))
+
+
+def _link_store(store: Path, to: Path) -> None:
+    """All or nothing: under a temporary name, then renamed."""
+    temporary = to.with_name(f".{to.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in sorted(store.iterdir()):
+        if file.name.startswith(".") or not file.is_file():
+            continue  # what a killed writer left
+        if file.name in (INDEX, MANIFEST):
+            shutil.copyfile(file, temporary / file.name)
+            continue
+        try:
+            os.link(file, temporary / file.name)
+        except OSError:
+            shutil.copyfile(file, temporary / file.name)
+    os.replace(temporary, to)
+
+
+def _responses_key(config: RunConfig) -> str:
+    """Everything that can reach a responses' manifest: target, prompts, what limits their length, settings, seed."""
+    tree = config.model_dump(mode="json")
+    data = {key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")}
+    serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
+    student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture")}
+    parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
+    return json.dumps(parts, sort_keys=True)
+
+
+def _signal_key(config: RunConfig) -> str:
+    kept = config.signal.model_dump(mode="json", exclude={"source"})
+    return json.dumps([_responses_key(config), kept, config.loss.temperature], sort_keys=True)

@@ -1,0 +1,1 @@
+"""What a run may say, and which values cannot go together."""

@@ -1,0 +1,197 @@
+"""The configuration of a run: one frozen value, read from YAML and `key=value` overrides, refused when anything is odd."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from distill.config.run import DEFAULT_OBJECTIVE, RunConfig
+from distill.config.sections import (
+    DataConfig,
+    JudgeConfig,
+    LoraConfig,
+    LossConfig,
+    LossName,
+    MixConfig,
+    OptimConfig,
+    RolloutConfig,
+    Section,
+    ServingConfig,
+    SignalConfig,
+    SourceConfig,
+    StudentConfig,
+    TargetConfig,
+    TemplateConfig,
+    TrackingConfig,
+    TrainConfig,
+    WarmupConfig,
+    WeightingConfig,
+)
+from speculative.errors import UserError
+from speculative.rules.verify import Rule
+
+__all__ = [
+    "DEFAULT_OBJECTIVE",
+    "DataConfig",
+    "JudgeConfig",
+    "LoraConfig",
+    "LossConfig",
+    "LossName",
+    "MixConfig",
+    "OptimConfig",
+    "RolloutConfig",
+    "Rule",
+    "RunConfig",
+    "Section",
+    "ServingConfig",
+    "SignalConfig",
+    "SourceConfig",
+    "StudentConfig",
+    "TargetConfig",
+    "TemplateConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "WarmupConfig",
+    "WeightingConfig",
+    "dump_config",
+    "load_config",
+    "parse_config",
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: PyYAML alone reads `1e-4` as a string."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would read as a number, such as a revision `12e5`."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$"
+        ),
+        list("-+0123456789."),
+    )
+
+
+def _set(tree: dict[str, Any], assignment: str) -> None:
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        raise UserError(f"override {assignment!r}: write it as key=value, e.g. optim.lr=3e-4")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {assignment!r}: the value is not YAML ({str(error).splitlines()[0]})") from error
+    *parents, leaf = key.split(".")
+    node: Any = tree
+    for depth, part in enumerate(parents):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+            continue
+        if not isinstance(node, dict):
+            raise UserError(f"override {assignment!r}: {'.'.join(parents[:depth])} has no keys below it")
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+    if isinstance(node, list) and leaf.isdigit() and int(leaf) < len(node):
+        node[int(leaf)] = value
+    elif isinstance(node, dict):
+        node[leaf] = value
+    else:
+        raise UserError(f"override {assignment!r}: {'.'.join(parents)} has no keys below it")
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples: a frozen value has no lists, and strict validation does not convert."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _known_keys(location: Sequence[str | int]) -> list[str]:
+    """The keys of the section that an error's location points into."""
+    section: Any = RunConfig
+    for part in location[:-1]:
+        if isinstance(part, int) or not hasattr(section, "model_fields") or part not in section.model_fields:
+            continue
+        annotation = str(section.model_fields[part].annotation)
+        section = next((s for s in Section.__subclasses__() if s.__name__ in re.findall(r"\w+", annotation)), section)
+    return sorted(section.model_fields)
+
+
+def _explain(error: ValidationError, origin: str) -> str:
+    first = error.errors()[0]
+    location = first["loc"]
+    # pydantic names the branch of a union, or `[key]`, as if it were a key.
+    key = ".".join(part for part in map(str, location) if "[" not in part)
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(location)
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        return f"{origin}: unknown key `{key}`: {hint}"
+    if first["type"] == "missing":
+        return f"{origin}: `{key}` is missing"
+    message = re.sub(r"valid dictionary or instance of \w+", "section of `key: value` lines", first["msg"])
+    message = message.removeprefix("Value error, ").replace("valid tuple", "list")
+    if not key:
+        return f"{origin}: {message}"
+    return f"{origin}: `{key}` = {json.dumps(first['input'], default=str)[:80]}: {message[0].lower()}{message[1:]}"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML file, applies `a.b=value` overrides, validates.
+
+    Raises:
+        UserError: missing or unreadable file, unknown key (the nearest is named), wrong type, impossible combination.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text, so not YAML") from error
+    except OSError as error:
+        near = sorted(str(p) for p in Path("configs").glob("*.yaml"))
+        raise UserError(
+            f"{path}: cannot read the config ({error.strerror}); shipped ones: {', '.join(near) or 'none here'}"
+        ) from error
+    try:
+        tree = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"{path}:{where} is not YAML: {str(getattr(error, 'problem', error)).splitlines()[0]}"
+        ) from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
+    for assignment in overrides:
+        _set(tree, assignment)
+    origin = (
+        str(path) if not overrides else f"{path} (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})"
+    )
+    return parse_config(tree, origin)
+
+
+def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
+    """Validates a tree of plain values; ``origin`` is named in errors.
+
+    Raises:
+        UserError: unknown key, wrong type, impossible combination.
+    """
+    try:
+        return RunConfig.model_validate(_tuples(tree))
+    except ValidationError as error:
+        raise UserError(_explain(error, origin)) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML that `load_config` reads back to the same value."""
+    return yaml.dump(json.loads(config.model_dump_json()), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,175 @@
+"""Everything about one run: the sections together, which of their values cannot go together, and what follows from them."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from distill.config.sections import (
+    DataConfig,
+    JudgeConfig,
+    LossConfig,
+    LossName,
+    OptimConfig,
+    Section,
+    ServingConfig,
+    SignalConfig,
+    StudentConfig,
+    TargetConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+from speculative.rules.verify import Rule
+
+# Objective by engine rule when loss.name is null. One for all until a sweep shows that a rule wants another (docs/training.md).
+DEFAULT_OBJECTIVE: dict[Rule, LossName] = {
+    "sample": "lk_hybrid",
+    "greedy-draft": "lk_hybrid",
+    "greedy": "lk_hybrid",
+    "block": "lk_hybrid",
+}
+
+
+class RunConfig(Section):
+    """Everything about one run."""
+
+    name: str = Field(description="the run's folder under `output`")
+    output: str = Field("runs", description="folder of runs")
+    seed: int = Field(0, ge=0, lt=2**31, description="every random choice follows from it")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto = go on from the last checkpoint of this run folder"
+    )
+    target: TargetConfig | None = Field(
+        default_factory=TargetConfig, description="null = train from text alone (loss ce)"
+    )
+    student: StudentConfig = Field(default_factory=StudentConfig)
+    data: DataConfig
+    serving: ServingConfig = Field(default_factory=ServingConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    signal: SignalConfig = Field(default_factory=SignalConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RunConfig":
+        student, train = self.student, self.train
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise ValueError("name: letters, digits, '.', '_' and '-' only, it becomes a folder")
+        if not self.data.train:
+            raise ValueError("data.train: at least one source")
+        if (student.init == "pretrained") != (student.path is not None):
+            raise ValueError("student.path goes with student.init: pretrained, and only with it")
+        if (student.init == "config") != (student.architecture is not None):
+            raise ValueError("student.architecture goes with student.init: config, and only with it")
+        if train.packing is None and train.batch_size % train.micro_batch_size:
+            raise ValueError("train.batch_size must be a multiple of train.micro_batch_size")
+        if self.target is None and (
+            self.objective_names() != {"ce"} or train.window is None or student.init == "carved"
+        ):
+            raise ValueError("target: null needs loss.name: ce, train.window, and a student that is not carved")
+        if self.target is not None and (train.window is not None or student.tokenizer is not None):
+            raise ValueError("train.window and student.tokenizer go with target: null")
+        if self.loss.mix is not None and (not self.loss.mix or any(weight <= 0 for weight in self.loss.mix.values())):
+            raise ValueError("loss.mix: weights above zero, at least one")
+        if (self.judge_rule == "greedy") != (self.serving.temperature == 0):
+            raise ValueError("judge.rule: greedy goes with serving.temperature: 0, and only with it")
+        if self.serving.batch_size > self.serving.shard_size:
+            raise ValueError(
+                "serving.batch_size above serving.shard_size: a shard is decoded by itself; raise shard_size too"
+            )
+        if self.target is None and (self.judge.dial_every or self.judge.served is not None):
+            raise ValueError("judge.dial_every and judge.served go with a target")
+        if self.target is None and student.lora is not None:
+            raise ValueError("student.lora goes with a target; target: null trains all weights")
+        if self.target is None and any(s.path == "stdlib" and s.limit for s in (*self.data.train, *self.data.heldout)):
+            raise ValueError("data: limit counts prompts; the stdlib corpus of target: null has none")
+        if self.serving.temperature == 0 and self.serving.samples_per_prompt > 1:
+            raise ValueError("serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response")
+        self._possible_signal()
+        return self
+
+    def _possible_signal(self) -> None:
+        """Raises ValueError for sources of the teacher's word that cannot go together."""
+        mix, weighting = self.data.mix, self.loss.weighting
+        if not (mix.target or mix.student or mix.speculative or mix.text):
+            raise ValueError("data.mix: at least one share above zero")
+        if mix.student and self.objective_names() == {"ce"}:
+            raise ValueError("data.mix.student: loss ce alone would teach the draft its own words; use a divergence")
+        if (mix.text > 0) != bool(self.data.text):
+            raise ValueError("data.mix.text goes with data.text, and only with it")
+        made = mix.student or mix.speculative or mix.text
+        if self.target is None and (made or self.signal.source != "online"):
+            raise ValueError("data.mix and signal.source go with a target")
+        if made and self.signal.source != "online":
+            raise ValueError(
+                f"signal.source: {self.signal.source} knows the target's responses only; data.mix with anything else needs online"
+            )
+        names = self.objective_names()
+        if self.signal.source != "online" and self.signal.kind == "sampled" and not names <= {"forward_kl", "ce"}:
+            raise ValueError(
+                f"signal.kind: sampled is unbiased for forward_kl and ce only, not for {', '.join(sorted(names - {'forward_kl', 'ce'}))}; "
+                "set loss.name: forward_kl, or signal.kind: topk"
+            )
+        if self.target is not None and self.target.endpoint is not None:
+            self._possible_endpoint()
+        if (
+            self.target is not None
+            and self.target.shard
+            and (mix.student or mix.speculative or self.signal.source == "capture")
+        ):
+            raise ValueError(
+                "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"
+            )
+        if (weighting.name == "selected") != (weighting.reference is not None):
+            raise ValueError("loss.weighting.reference goes with loss.weighting.name: selected, and only with it")
+        if weighting.name in ("entropy", "selected") and names == {"ce"}:
+            raise ValueError(f"loss.weighting.name: {weighting.name} looks at the target, which loss ce does not use")
+        if self.train.packing is not None and self.target is None:
+            raise ValueError("train.packing: target: null trains on whole windows, which need no packing")
+
+    def _possible_endpoint(self) -> None:
+        """Raises ValueError for what needs weights that a server keeps."""
+        if self.judge.live != "never":
+            raise ValueError(
+                "target.endpoint: the weights are elsewhere, so nothing is decoded live; set judge.live: never"
+            )
+        if self.student.init == "carved":
+            raise ValueError(
+                "target.endpoint: nothing can be carved from a server; set student.init: pretrained or config"
+            )
+        if self.data.responses == "reference":
+            raise ValueError("target.endpoint: data.responses: reference needs the target's weights")
+        store = self.signal.source == "store" and self.signal.kind == "topk" and self.loss.temperature == 1
+        if self.objective_names() != {"ce"} and not store:
+            raise ValueError("target.endpoint gives signal.source: store with signal.kind: topk at loss.temperature: 1")
+
+    @property
+    def serving_rule(self) -> Rule:
+        """How the engine accepts."""
+        return self.serving.rule or ("greedy" if self.serving.temperature == 0 else "sample")
+
+    @property
+    def judge_rule(self) -> Rule:
+        """The rule that picks the best checkpoint."""
+        return self.judge.rule or self.serving_rule
+
+    def objective_names(self) -> set[str]:
+        """Every objective that some step of the run has."""
+        return set(self.loss_weights()) | ({self.loss.warmup.name} if self.loss.warmup else set())
+
+    def loss_weights(self, step: int | None = None) -> dict[str, float]:
+        """Objective name -> weight, at a step (null: behind the warm-up)."""
+        warmup = self.loss.warmup
+        if warmup is not None and step is not None and step < round(warmup.ratio * self.train.steps):
+            return {str(warmup.name): 1.0}
+        if self.loss.mix:
+            return {str(name): weight for name, weight in self.loss.mix.items()}
+        return {str(self.loss.name or DEFAULT_OBJECTIVE[self.serving_rule]): 1.0}
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.output) / self.name

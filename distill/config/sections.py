@@ -1,0 +1,365 @@
+"""The sections of a run's configuration: every key with its default, its meaning, and which pairs are impossible."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from speculative.rules.verify import Rule
+
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
+
+
+class Section(BaseModel):
+    """Frozen; an unknown key or a wrong type is an error, never a guess."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class EndpointConfig(Section):
+    """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only)."""
+
+    url: str = Field(description="up to and with /v1")
+    model: str | None = Field(None, description="its name there; null = the only one served")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
+    concurrency: int = Field(32, ge=1, description="requests under way at once")
+    timeout: float = Field(600.0, gt=0, description="seconds of one request")
+    retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
+
+
+class TargetConfig(Section):
+    """The model to be imitated (the teacher while the draft learns)."""
+
+    path: str = Field(
+        "embedded", description="directory, hub id, or `embedded`: the small Python target shipped with us"
+    )
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="weights and forward of the target; auto = as saved on an accelerator, float32 on a CPU"
+    )
+    trust_remote_code: bool = Field(False, description="run model code that comes with the weights")
+    shard: bool = Field(
+        False,
+        description="cut the target's layers over the ranks while the draft learns (torch's fully_shard); whole again to judge",
+    )
+    endpoint: EndpointConfig | None = Field(
+        None, description="a server answers and scores; `path` names the same model, its weights are never loaded"
+    )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters instead of full fine-tuning (peft)."""
+
+    rank: int = Field(
+        64, ge=1, description="rank of the update; distillation moves more than a style, so more than the usual 16"
+    )
+    alpha: int = Field(128, gt=0, description="scale: the update is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input")
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="module names that get an adapter"
+    )
+
+
+class StudentConfig(Section):
+    """The draft: where its first weights come from, and what of it is trained."""
+
+    init: Literal["carved", "pretrained", "config"] = Field(
+        "carved",
+        description="carved: layers of the target; pretrained: `path`; config: random weights from `architecture`",
+    )
+    path: str | None = Field(None, description="directory or hub id of a ready-made draft (init: pretrained)")
+    revision: str | None = Field(None, description="hub revision of `path`")
+    layers: tuple[int, ...] | Literal["auto"] = Field(
+        (0, -1),
+        description="which layers of the target a carved draft keeps, negative from the end; auto = the `depth` layers without "
+        "which the target's own alpha falls most, measured",
+    )
+    depth: int = Field(2, ge=1, description="layers kept by `layers: auto`")
+    intermediate_size: int | None = Field(
+        None, ge=1, description="carved: keep only so many MLP channels a layer, the most active ones; null = all"
+    )
+    embeddings: Literal["random", "target"] = Field(
+        "random",
+        description="init config: target = the target's embeddings and head fitted to the draft's width (principal components)",
+    )
+    vocabulary: Literal["same", "transplant"] = Field(
+        "same",
+        description="init pretrained: transplant = a draft of another tokenizer gets rows for the target's tokens, made from "
+        "its own tokens of the same text",
+    )
+    architecture: dict[str, Any] | None = Field(
+        None, description="fields of a transformers config, `model_type` among them (init: config)"
+    )
+    tokenizer: str | None = Field(None, description="tokenizer directory; only without a target (loss ce)")
+    lora: LoraConfig | None = Field(None, description="train adapters only; null = all weights")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, more time"
+    )
+
+
+class SourceConfig(Section):
+    """One place prompts come from."""
+
+    path: str = Field(description="file, directory, glob, `datasets` hub id, or `stdlib` (the embedded Python domain)")
+    format: Literal["auto", "jsonl", "json", "parquet", "csv", "txt"] = Field("auto", description="auto = by suffix")
+    split: str = Field("train", description="split of a hub id; `train` or `heldout` of stdlib")
+    subset: str | None = Field(None, description="configuration name of a hub dataset")
+    revision: str | None = Field(None, description="hub revision")
+    prompt_column: str | None = Field(None, description="column with a plain prompt")
+    reference_column: str | None = Field(None, description="column with the dataset's own answer")
+    messages_column: str | None = Field(None, description="column with chat messages (role, content)")
+    system: str | None = Field(None, description="system message put before every prompt (chat)")
+    domain: str | None = Field(None, description="domain label of every row")
+    domain_column: str | None = Field(None, description="column with the domain label")
+    limit: int | None = Field(None, ge=1, description="use only this many rows, spread over the source by content hash")
+
+
+class TemplateConfig(Section):
+    """How a prompt becomes tokens."""
+
+    mode: Literal["auto", "chat", "plain"] = Field(
+        "auto", description="chat = the target tokenizer's chat template; auto = chat when there is one"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="e.g. {enable_thinking: false}")
+
+
+class MixConfig(Section):
+    """Shares of each step's sequences; they are scaled to sum to one."""
+
+    target: float = Field(1.0, ge=0, description="responses of the target")
+    student: float = Field(
+        0.0, ge=0, description="the draft's own responses, scored by the target (on-policy, GKD's lambda)"
+    )
+    speculative: float = Field(
+        0.0,
+        ge=0,
+        description="responses decoded speculatively by the present draft: target text, rejected places known",
+    )
+    text: float = Field(0.0, ge=0, description="windows of `data.text`, against forgetting")
+
+
+class RolloutConfig(Section):
+    """Responses made while training, for `mix.student` and `mix.speculative`."""
+
+    every: int = Field(50, ge=1, description="steps between new rollouts; in between the same ones are read")
+    prompts: int = Field(256, ge=1, description="training prompts answered each time, other ones each time")
+    max_tokens: int | None = Field(None, ge=1, description="tokens of a rollout at most; null = serving.max_tokens")
+    temperature: float = Field(1.0, ge=0, description="the draft's own sampling temperature (mix.student)")
+    gamma: int = Field(4, ge=1, le=16, description="drafted tokens per block (mix.speculative)")
+    rejected_weight: float = Field(
+        2.0, gt=0, description="loss weight of a position whose drafted token was rejected (mix.speculative)"
+    )
+
+
+class DataConfig(Section):
+    """Prompts for training and for judging."""
+
+    train: tuple[SourceConfig, ...] = Field((), description="sources of training prompts")
+    heldout: tuple[SourceConfig, ...] = Field((), description="sources of held-out prompts; empty = split from train")
+    heldout_count: int | None = Field(
+        None, ge=2, description="prompts held out of `train` when `heldout` is empty; null = judge.prompts"
+    )
+    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    responses: Literal["target", "reference"] = Field(
+        "target",
+        description="train on the target's own answers (right for acceptance) or on the dataset's (reference_column)",
+    )
+    context_length: int | None = Field(
+        None, ge=8, description="tokens of prompt + response; null = the target's own limit"
+    )
+    too_long: Literal["error", "drop"] = Field("error", description="a prompt that does not fit: stop, or leave it out")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="leave out longer prompts (counted in the log); null = keep all"
+    )
+    mix: MixConfig = Field(default_factory=MixConfig)
+    rollouts: RolloutConfig = Field(default_factory=RolloutConfig)
+    text: tuple[SourceConfig, ...] = Field((), description="sources of general text for mix.text")
+    text_window: int = Field(256, ge=8, description="tokens of a window of general text")
+
+
+class ServingConfig(Section):
+    """How the target is served: its responses and every measurement use these settings."""
+
+    rule: Rule | None = Field(
+        None,
+        description="how the engine accepts (README, Words): vLLM and llama.cpp draft greedily; null = greedy at temperature 0, "
+        "else sample. It sets the default objective and the metric",
+    )
+    temperature: float = Field(1.0, ge=0, description="sampling temperature of the server; 0 = greedy")
+    top_k: int = Field(0, ge=0, description="keep the k most probable tokens; 0 = off")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1 = off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens under min_p x the largest probability; 0 = off")
+    max_tokens: int = Field(128, ge=1, description="tokens of a response at most")
+    samples_per_prompt: int = Field(1, ge=1, description="responses per training prompt")
+    batch_size: int = Field(32, ge=1, description="prompts decoded at once")
+    shard_size: int = Field(
+        64, ge=1, description="responses per shard file; a killed run loses at most one shard per rank"
+    )
+
+
+class WarmupConfig(Section):
+    """Another objective for the first steps."""
+
+    name: LossName = Field("forward_kl", description="objective of the first steps")
+    ratio: float = Field(0.2, gt=0, lt=1, description="share of train.steps that it has")
+
+
+class WeightingConfig(Section):
+    """Which response tokens count how much. The denominator stays the number of response tokens."""
+
+    name: Literal["none", "entropy", "position", "selected"] = Field(
+        "none",
+        description="entropy: 1 - exp(-target entropy in nats); position: later tokens count less; selected: only the tokens "
+        "where the draft is furthest behind `reference` (AdaSPEC)",
+    )
+    half_life: float = Field(64.0, gt=0, description="position: response tokens after which the weight has halved")
+    keep: float = Field(
+        0.4, gt=0, le=1, description="selected: share of the response tokens of a micro-batch that is kept"
+    )
+    reference: str | None = Field(
+        None, description="selected: a distilled draft (run folder or model directory) to compare with"
+    )
+
+
+class LossConfig(Section):
+    """What the student minimises, per response token, averaged over all response tokens of a step."""
+
+    name: LossName | None = Field(
+        None,
+        description="objective, see distill/loss/definitions.py; null = by serving.rule (lk_hybrid for each; docs/training.md)",
+    )
+    warmup: WarmupConfig | None = Field(
+        None, description="another objective first, e.g. {name: forward_kl, ratio: 0.2}"
+    )
+    weighting: WeightingConfig = Field(default_factory=WeightingConfig)
+    mix: dict[LossName, float] | None = Field(
+        None, description="weighted sum of objectives instead of `name`, e.g. {forward_kl: 1, tv: 0.5}"
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="softens both distributions inside the loss (not the server's temperature)"
+    )
+    beta: float = Field(0.5, gt=0, lt=1, description="weight of the target in the mixture of jsd")
+    eta: float = Field(3.0, ge=0, description="lk_hybrid: how fast KL gives way to TV as alpha rises")
+    chunk_tokens: int | None = Field(
+        None, ge=1, description="response tokens whose logits exist at once; null = as many as the cache or 256 MB hold"
+    )
+
+
+class SignalConfig(Section):
+    """Where the teacher's distributions come from while the draft learns."""
+
+    source: Literal["online", "store", "capture"] = Field(
+        "online",
+        description="online: the target runs in every step; store: written before by `understudy respond --signal`, the target "
+        "is not in memory; capture: the target runs once per sequence, later epochs read what was kept",
+    )
+    kind: Literal["topk", "sampled"] = Field(
+        "topk", description="topk: the k most probable tokens and the rest's mass; sampled: unbiased importance samples"
+    )
+    k: int = Field(
+        64, ge=1, le=4096, description="topk: entries per token (4 bytes each, and the bits of an id above 16)"
+    )
+    samples: int = Field(50, ge=1, le=255, description="sampled: draws per token (some of them repeat)")
+
+
+Moment = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    """AdamW or Muon with linear warm-up and cosine decay."""
+
+    name: Literal["adamw", "muon", "adamw8bit"] = Field(
+        "adamw",
+        description="muon: orthogonalised updates for the layers' matrices, AdamW for the rest; adamw8bit: moments in 8 bits (torchao)",
+    )
+    lr: float | None = Field(
+        None, gt=0, description="peak learning rate; null = by the draft's size (distill/training/optim.py)"
+    )
+    betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's moments")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay on the layers' matrices")
+    embedding_weight_decay: float | None = Field(
+        None,
+        ge=0,
+        description="the same on embeddings and head; null = weight_decay; vectors (norms, biases) never decay",
+    )
+    warmup_ratio: float = Field(0.05, ge=0, lt=1, description="share of the steps with rising learning rate")
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end / peak")
+    max_grad_norm: float = Field(1.0, gt=0, description="clip the gradient's norm to this")
+    spike_factor: float = Field(
+        10.0,
+        ge=0,
+        description="skip an update whose gradient norm is this many times the median of the last 64; 0 = never",
+    )
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="keep an exponential average of the weights, judged beside the raw ones; 0 = off, try 0.99",
+    )
+
+
+class TrainConfig(Section):
+    """The loop. One step = `batch_size` sequences however many ranks and micro-batches share them."""
+
+    steps: int = Field(300, ge=1, description="optimizer steps")
+    batch_size: int = Field(32, ge=1, description="sequences per step, over all ranks and micro-batches")
+    micro_batch_size: int = Field(32, ge=1, description="sequences per forward on one rank")
+    window: int | None = Field(
+        None, ge=8, description="tokens per sequence of a text corpus (loss ce without a target)"
+    )
+    mixed_precision: Literal["no", "bf16"] = Field(
+        "no", description="autocast of the student; its weights stay float32"
+    )
+    log_every: int = Field(
+        10, ge=1, description="steps between points sent to the trackers; metrics.jsonl has every step"
+    )
+    keep_states: int = Field(2, ge=1, description="checkpoints whose optimizer state is kept for resuming")
+    packing: int | None = Field(
+        None,
+        ge=8,
+        description="pack sequences into rows of so many tokens (documents do not see each other) instead of padding; null = pad",
+    )
+    compile: bool = Field(
+        False, description="torch.compile the draft's layers and the loss: a minute first, faster steps after"
+    )
+    profile_steps: int = Field(0, ge=0, description="trace so many steps with torch's profiler into profile/; 0 = none")
+
+
+class JudgeConfig(Section):
+    """Speculative decoding of held-out prompts at step 0 and at every checkpoint."""
+
+    every: int = Field(100, ge=1, description="steps between checkpoints, each judged")
+    prompts: int = Field(64, ge=2, description="held-out prompts per judgement")
+    gamma: int = Field(5, ge=1, le=16, description="drafted tokens per block")
+    rule: Rule | None = Field(None, description="engine rule that picks the best checkpoint; null = serving.rule")
+    live: Literal["checkpoint", "end", "never"] = Field(
+        "checkpoint",
+        description="when held-out prompts are decoded for real: at every checkpoint; only for the verdict (replay picks the best, "
+        "and with signal.source: store the target is not in memory while training); or never (no speeds)",
+    )
+    dial_every: int = Field(
+        0,
+        ge=0,
+        description="steps between readings of held-out alpha and tau by replay alone, between checkpoints; 0 = none",
+    )
+    served: str | None = Field(
+        None,
+        description="the draft that is served today (run, checkpoint, directory, hub id): judged beside the new one",
+    )
+    batch_size: int = Field(32, ge=1, description="prompts decoded at once")
+    patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")
+    speed_prompts: int = Field(16, ge=1, description="prompts timed one at a time for the verdict's tokens/s")
+    speed_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads while tokens/s and step costs are measured, for all alike; null = torch's own",
+    )
+    corpus_windows: int = Field(
+        64, ge=1, description="held-out windows scored per checkpoint (loss ce without a target)"
+    )
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = Field((), description="wandb runs offline without a login")
+    project: str = Field("understudy", description="wandb project")

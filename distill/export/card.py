@@ -1,0 +1,182 @@
+"""The pages a person reads in an exported directory: README.md (model card) and SERVING.md. Pure: records in, text out.
+
+The records are `serving.json` (see `distill.export.export`) and a run's `verdict.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import yaml
+
+LONGEST_SHOWN = 500  # characters of one provenance entry
+NO_GAIN = (
+    "No gain for certain: on the run's machine the target with this draft was not certainly faster than the target alone. "
+    "The commands use gamma {gamma} all the same."
+)
+NOT_MEASURED = "not measured: this export carries no verdict; run `understudy evaluate` on it before serving it."
+
+
+def model_card(serving: dict[str, Any], verdict: dict[str, Any] | None, provenance: dict[str, Any] | None) -> str:
+    """README.md of the exported directory: YAML front matter for the hub, then the verdict and how to reproduce it.
+
+    Args:
+        serving: the directory's `serving.json`.
+        verdict: the run's `verdict.json`, or None when nothing was measured.
+        provenance: what the run wrote about itself; `base`, `data` (name or list), `license`, `command` (or
+            `argv`) are shown by name and the rest as it is.
+
+    """
+    facts = provenance or {}
+    target = serving["target"]["name"]
+    base, licence = facts.get("base"), facts.get("license")
+    data = _names(facts.get("data"))
+    lines = [
+        _front_matter(target, base, data, licence),
+        f"# A draft model for `{target}`",
+        "",
+        (
+            f"An independent draft for speculative decoding, distilled from the answers of `{target}` with Understudy. "
+            "It is an ordinary causal language model with the target's tokenizer; how to serve it is in SERVING.md."
+        ),
+        "",
+        f"- target: `{target}`",
+        f"- base of the student: {f'`{base}`' if base else 'not recorded'}",
+        f"- data: {', '.join(data) if data else 'not recorded'}",
+        f"- parameters: {serving['draft']['parameters']:,} in {serving['draft']['dtype']}",
+        (
+            f"- licence: {licence or 'not recorded'}. Licence note: these weights derive from the base and were "
+            "trained on the target's output; the licences of both, and of the prompts, apply."
+        ),
+        "",
+        "## Verdict",
+        "",
+        *_verdict_lines(serving, verdict),
+        "",
+        "## How to reproduce",
+        "",
+        *_reproduction_lines(facts),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def serving_page(serving: dict[str, Any]) -> str:
+    """SERVING.md: for each engine whether it takes the pair, how it accepts, and the command."""
+    lines = [
+        "# Serving this draft",
+        "",
+        (
+            f"Target `{serving['target']['name']}`, draft `{serving['draft']['path']}`, gamma {serving['gamma']} "
+            f"({serving['gamma_source']}). When you move this directory, change its path in the commands (and in "
+            "tensorrt_llm.yaml)."
+        ),
+        "",
+        f"Vocabulary: {serving['vocabulary']['detail']}.",
+    ]
+    lines += [f"\n**Warning.** {warning}" for warning in serving["warnings"]]
+    for name, engine in serving["engines"].items():
+        verdict = "takes this pair" if engine["ok"] else "does NOT take this pair"
+        lines += ["", f"## {name}: {verdict}", ""]
+        lines += [f"- refused: {reason}" for reason in engine["reasons"]]
+        lines += [f"- {engine['rule_note']}."]
+        lines += [f"- {note}" for note in engine["notes"]]
+        lines += ["", f"```{engine['language']}", engine["command"], "```"]
+        for file_name, text in engine["files"].items():
+            lines += ["", f"`{file_name}`, in this directory:", "", "```yaml", text.rstrip(), "```"]
+    lines += [
+        "",
+        (
+            "TGI cannot serve an independent draft. Of the commands above only the transformers code is run by our "
+            "tests; the others follow the engines' documentation."
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _front_matter(target: str, base: str | None, data: list[str], licence: str | None) -> str:
+    fields: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", "understudy"],
+        "base_model": base or target,
+        "target_model": target,
+        "license": licence or "other",
+    }
+    if data:
+        fields["datasets"] = data
+    return "---\n" + yaml.safe_dump(fields, sort_keys=False, allow_unicode=True) + "---\n"
+
+
+def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> list[str]:
+    if verdict is None:
+        return [NOT_MEASURED[0].upper() + NOT_MEASURED[1:]]
+    lines = []
+    if serving["gain"] is False:
+        lines += [NO_GAIN.format(gamma=serving["gamma"]), ""]
+    if verdict.get("sentence"):
+        lines += [str(verdict["sentence"]), ""]
+    lines += [
+        (
+            f"Rule `{verdict.get('rule')}`, gamma {verdict.get('gamma')}, {_number(verdict.get('prompts'))} held-out "
+            f"prompts, {_number(verdict.get('tokens'))} tokens. alpha is the acceptance rate per position, tau the "
+            "tokens per target call with the corrected or bonus token counted; intervals are 95 %, over prompts."
+        ),
+        "",
+        "| draft | step | alpha | tau | accepted / drafted | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    labels = (("undistilled baseline", "baseline"), ("served before", "served"), ("this draft", "best"))
+    for label, row in ((label, verdict.get(key)) for label, key in labels):
+        if row:
+            cells = [label, _number(row.get("step")), _with_interval(row, "alpha"), _with_interval(row, "tau")]
+            cells += [_number(row.get("accepted_per_drafted")), _number(row.get("tokens_per_second"), 1)]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append(f"| the target alone | | | | | {_number(verdict.get('target_tokens_per_second'), 1)} |")
+    paired = verdict.get("paired") or {}
+    if paired.get("alpha_gain") is not None:
+        interval = _interval(paired.get("ci"))
+        lines += ["", f"Gain in alpha over the baseline, prompt by prompt: {paired['alpha_gain']:+.3f}{interval}."]
+    lines += ["", f"Best measured gamma: {_number(verdict.get('best_gamma'))}."]
+    replay = verdict.get("replay") or {}
+    if replay:
+        expected = ", ".join(f"{gamma}: {tau:.2f}" for gamma, tau in replay.items() if 1 <= int(gamma) <= 16)
+        lines += ["", f"tau by gamma, from replay of stored responses: {expected}."]
+    return lines
+
+
+def _reproduction_lines(facts: dict[str, Any]) -> list[str]:
+    lines = []
+    command = facts.get("command") or shlex.join(map(str, facts.get("argv") or []))
+    if command:
+        lines += ["```bash", str(command), "```", ""]
+    rest = {key: _short(value) for key, value in facts.items() if key not in ("command", "argv")}
+    if rest:
+        lines += ["```json", json.dumps(rest, indent=2, default=str, ensure_ascii=False), "```"]
+    return lines or ["Not recorded."]
+
+
+def _short(value: Any) -> Any:
+    """A diff of uncommitted changes would bury the card."""
+    return "see provenance.json" if isinstance(value, str) and len(value) > LONGEST_SHOWN else value
+
+
+def _names(data: Any) -> list[str]:
+    if data is None:
+        return []
+    return [data] if isinstance(data, str) else [str(name) for name in data]
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def _interval(bounds: Any) -> str:
+    return "" if not bounds or None in bounds else f" [{bounds[0]:.3f}, {bounds[1]:.3f}]"
+
+
+def _with_interval(row: dict[str, Any], name: str) -> str:
+    return _number(row.get(name)) + _interval(row.get(f"{name}_ci"))

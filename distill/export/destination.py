@@ -1,0 +1,97 @@
+"""Where an export may go, and how a directory appears there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distill.export.engines import check_directory_name
+from speculative.errors import UserError
+
+SERVING_FILE = "serving.json"
+SERVING_FORMAT = "understudy-serving"
+
+
+def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = False) -> Path:
+    """The absolute path to export to, or a refusal.
+
+    Args:
+        to: the directory asked for; need not exist.
+        sources: directories the export reads (the student's checkpoint, its base, the target); never written over.
+        overwrite: a previous export may be replaced. It is recognised by its serving.json, and only the files named
+            there may lie in it: anything else is somebody's work.
+
+    Raises:
+        UserError: for '/', the home directory, a file, a directory that is not empty, a path in or around a source, or
+            a path that vLLM would re-route.
+
+    """
+    path = Path(to).expanduser().resolve()
+    check_directory_name(path)
+    if path == Path(path.anchor) or path == Path.home().resolve():
+        raise UserError(f"export directory {path}: not the root or home directory; name a new directory")
+    for source in (source.resolve() for source in sources):
+        if path == source or path.is_relative_to(source) or source.is_relative_to(path):
+            raise UserError(f"export directory {path}: it overlaps {source}, which is read; name a directory elsewhere")
+    if path.is_file():
+        raise UserError(f"export directory {path}: it is a file; name a directory")
+    if path.is_dir() and any(path.iterdir()):
+        _check_replaceable(path, overwrite)
+    return path
+
+
+@contextmanager
+def appearing_directory(path: Path) -> Iterator[Path]:
+    """A temporary sibling of `path` to write in; renamed to `path` at the end, removed on any exception.
+
+    What stood at `path` is moved aside first and deleted only when the new directory is in place.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    working = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
+    try:
+        yield working
+        working.chmod(0o755)  # mkdtemp makes it private, and a server often runs as another user
+        _swap(working, path)
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+
+
+def _swap(working: Path, path: Path) -> None:
+    if not path.exists():
+        os.rename(working, path)
+        return
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.previous-"))
+    os.rename(path, aside)
+    try:
+        os.rename(working, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    shutil.rmtree(aside)
+
+
+def _check_replaceable(path: Path, overwrite: bool) -> None:
+    written = _previous_export_files(path)
+    if written is None:
+        raise UserError(f"export directory {path}: it is not empty and no earlier export; name a new directory")
+    if not overwrite:
+        raise UserError(f"export directory {path}: it holds an earlier export; pass --overwrite or name another")
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in written)
+    if foreign:
+        raise UserError(f"export directory {path}: {foreign[0]!r} in it was not exported by us; move it away first")
+
+
+def _previous_export_files(path: Path) -> set[str] | None:
+    """Names of the files an earlier export wrote into `path`; None when it is no earlier export."""
+    try:
+        serving = json.loads((path / SERVING_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(serving, dict) or serving.get("format") != SERVING_FORMAT:
+        return None
+    return {str(name) for name in serving.get("files", [])}

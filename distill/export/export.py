@@ -1,0 +1,293 @@
+"""Turn a trained student into a directory that serving engines load: weights, the target's tokenizer, commands, card.
+
+Everything is written and checked in a temporary sibling directory, which is then renamed (`distill.export.destination`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
+from distill.export.destination import SERVING_FILE, SERVING_FORMAT, appearing_directory, check_destination
+from distill.export.engines import EngineVerdict, check_all, gather_facts
+from distill.export.merge import base_of_adapter, load_merged_student
+from distill.models.draft import cast_weights
+from distill.models.load import checkpoint_dtype, resolve
+from distill.models.target import TargetSide, load_target_side
+from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
+from speculative.errors import UserError
+
+SERVING_VERSION = 1
+GAMMA_WITHOUT_VERDICT = 4
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
+CHECK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and what was checked on the way."""
+
+    path: Path
+    dtype: str
+    parameters: int
+    gamma: int
+    gain: bool | None  # None: not measured
+    vocabulary: VocabularyAgreement
+    engines: list[EngineVerdict]
+    merge_error: float | None  # largest change of a logit by merging the adapter, in float32; None without an adapter
+    warnings: list[str]
+    checks: list[str]
+    files: list[str]
+
+
+def export_draft(
+    *,
+    student_dir: Path,
+    target: str,
+    to: Path,
+    dtype: str = "auto",
+    verdict: dict[str, Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+    sampling: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ExportReport:
+    """Export `student_dir` as the draft of `target`.
+
+    Args:
+        student_dir: a Hugging Face model directory, or a peft adapter directory (merged here).
+        target: directory or hub id of the target, or `embedded`; its config, tokenizer and generation config are read.
+        to: directory to create.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: the dtype of the target's checkpoint.
+        verdict: the run's verdict.json, None when nothing was measured.
+        provenance: what the run wrote about itself, for the model card (see `distill.export.card.model_card`).
+        sampling: `temperature`, `top_k`, `top_p`, `min_p` of the run, for the generation config; defaults to
+            `provenance["sampling"]`.
+        overwrite: replace an earlier export at `to`.
+        revision: hub revision of the target.
+
+    Raises:
+        UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
+
+    """
+    student_dir = Path(student_dir)
+    path = check_destination(to, sources=_directories_read(student_dir, target), overwrite=overwrite)
+    target_side = load_target_side(target, trust_remote_code, revision)
+    served_dtype = _served_dtype(dtype, target_side.config)
+    rows = vocabulary_rows(target_side.config)
+    student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)
+    gamma, gamma_source, gain = serving_gamma(verdict)
+    take_over_ids(student.model, target_side, gamma, sampling or (provenance or {}).get("sampling"))
+    cast_weights(student.model, served_dtype)
+    warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain)
+    try:
+        with appearing_directory(path) as working:
+            student.model.save_pretrained(working)
+            target_side.tokenizer.save_pretrained(working)
+            checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
+            engines = _check_engines(working, path, target_side, gamma, verdict, trust_remote_code)
+            draft_record = _draft_record(path, student.model, served_dtype)
+            serving = {
+                "format": SERVING_FORMAT,
+                "version": SERVING_VERSION,
+                "target": _target_record(target_side),
+                "draft": draft_record,
+                "vocabulary": asdict(student.agreement),
+                "gamma": gamma,
+                "gamma_source": gamma_source,
+                "gain": gain,
+                "measured": _measured(verdict),
+                "engines": {engine.engine: engine.as_dict() for engine in engines},
+                "warnings": warnings,
+                "checks": checks,
+            }
+            files = _write_pages(working, serving, verdict, provenance)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
+    return ExportReport(
+        path=path,
+        dtype=_dtype_name(served_dtype),
+        parameters=draft_record["parameters"],
+        gamma=gamma,
+        gain=gain,
+        vocabulary=student.agreement,
+        engines=engines,
+        merge_error=student.merge_error,
+        warnings=warnings,
+        checks=checks,
+        files=files,
+    )
+
+
+def serving_gamma(verdict: dict[str, Any] | None) -> tuple[int, str, bool | None]:
+    """(gamma of the commands, where it comes from, whether speculation was measured to pay; None = not measured)."""
+    if verdict is None:
+        return GAMMA_WITHOUT_VERDICT, "a default, not measured", None
+    judged_gamma = max(1, int(verdict.get("gamma") or GAMMA_WITHOUT_VERDICT))
+    best_gamma = verdict.get("best_gamma")
+    if best_gamma is None:
+        return judged_gamma, "the gamma of the verdict; the best one was not measured", None
+    if best_gamma == 0:
+        return judged_gamma, "the gamma of the verdict; no gamma gained", False
+    # best_gamma is the best by measured step times; whether it paid was measured by the clock (pays_off).
+    return int(best_gamma), "the best measured gamma", verdict.get("pays_off") is not False
+
+
+def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
+    """Reload a written directory and compare it with what is in memory; the checks made, as sentences.
+
+    Raises:
+        RuntimeError: when logits, vocabulary or chat template differ: a fault of ours, not of the user.
+
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code).eval()
+    loaded_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    ids_BT = torch.tensor([tokenizer(CHECK_TEXT)["input_ids"][:CHECK_TOKENS] or [0]])
+    with torch.no_grad():
+        same_logits = torch.equal(loaded(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits)
+    if not same_logits:
+        raise RuntimeError(f"{directory}: the reloaded draft gives other logits than the student")
+    if loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise RuntimeError(f"{directory}: the reloaded tokenizer has another vocabulary than the target's")
+    if getattr(loaded_tokenizer, "chat_template", None) != getattr(tokenizer, "chat_template", None):
+        raise RuntimeError(f"{directory}: the reloaded tokenizer has another chat template than the target's")
+    dtype = _dtype_name(loaded.dtype)
+    return [f"exported directory checked: reloaded, logits of {ids_BT.shape[1]} tokens equal in {dtype}"]
+
+
+def _directories_read(student_dir: Path, target: str) -> list[Path]:
+    names = [str(student_dir), resolve(target), base_of_adapter(student_dir) or ""]
+    return [Path(name) for name in names if name and Path(name).is_dir()]
+
+
+def _served_dtype(dtype: str, target_config: Any) -> torch.dtype:
+    if dtype == "auto":
+        return checkpoint_dtype(target_config)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | None) -> list[str]:
+    warnings = []
+    if gain is False:
+        warnings.append(NO_GAIN.format(gamma=gamma))
+    if gain is None:
+        warnings.append(NOT_MEASURED)
+    draft_context, target_context = (
+        getattr(config.get_text_config(), "max_position_embeddings", None) for config in (draft_config, target_config)
+    )
+    if draft_context and target_context and draft_context < target_context:
+        sizes = f"the draft's context is {draft_context} tokens and the target's {target_context}"
+        warnings.append(f"{sizes}: cap the server's context length")
+    return warnings
+
+
+def _check_engines(
+    working: Path, path: Path, target_side: TargetSide, gamma: int, verdict: dict[str, Any] | None, trust: bool
+) -> list[EngineVerdict]:
+    """The engines' rules on the written directory itself, with the path it will have."""
+    facts = gather_facts(
+        target=target_side.name,
+        draft=str(path),
+        gamma=gamma,
+        target_config=target_side.config,
+        target_tokenizer=target_side.tokenizer,
+        draft_config=AutoConfig.from_pretrained(working, trust_remote_code=trust),
+        draft_tokenizer=AutoTokenizer.from_pretrained(working, trust_remote_code=trust),
+        measured_rule=(verdict or {}).get("rule"),
+    )
+    return check_all(facts)
+
+
+def _target_record(target_side: TargetSide) -> dict[str, Any]:
+    config = target_side.config
+    return {
+        "name": target_side.name,
+        "rows": vocabulary_rows(config),
+        "dtype": _dtype_name(checkpoint_dtype(config)),
+        "quantised": getattr(config, "quantization_config", None) is not None,
+    }
+
+
+def _draft_record(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Any]:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "path": str(path),
+        "rows": vocabulary_rows(model.config),
+        "dtype": _dtype_name(dtype),
+        "parameters": parameters,
+    }
+
+
+def _measured(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The numbers of the exported draft, with the rule and gamma they hold for."""
+    if verdict is None:
+        return None
+    best = verdict.get("best") or {}
+    numbers = {name: best.get(name) for name in ("alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted")}
+    speeds = {
+        "tokens_per_second": best.get("tokens_per_second"),
+        "target_tokens_per_second": verdict.get("target_tokens_per_second"),
+    }
+    return {"rule": verdict.get("rule"), "gamma": verdict.get("gamma"), **numbers, **speeds}
+
+
+def _write_pages(
+    working: Path, serving: dict[str, Any], verdict: dict[str, Any] | None, provenance: dict[str, Any] | None
+) -> list[str]:
+    """Write cards, records and the engines' own files; the names of everything in the directory, sorted."""
+    texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
+    for record, name in ((verdict, "verdict.json"), (provenance, "provenance.json")):
+        if record is not None:
+            texts[name] = json.dumps(record, indent=2, default=str) + "\n"
+    for engine in serving["engines"].values():
+        texts.update(engine["files"])
+    files = sorted({entry.name for entry in working.iterdir()} | texts.keys() | {SERVING_FILE})
+    texts[SERVING_FILE] = json.dumps({**serving, "files": files}, indent=2) + "\n"
+    for name, text in texts.items():
+        (working / name).write_text(text, encoding="utf-8")
+    return files
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: dict[str, Any] | None) -> None:
+    """Give the draft the target's bos, eos and pad ids, and a generation config that serves as measured."""
+    ids = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        places = (target_side.generation, target_side.config.get_text_config(), target_side.tokenizer)
+        ids[name] = next((v for v in (getattr(place, name, None) for place in places) if v is not None), None)
+        setattr(model.config.get_text_config(), name, ids[name])
+    # transformers reads these three from the DRAFT's generation config, and its default gate (0.4) ends blocks early.
+    assisted = {
+        "num_assistant_tokens": gamma,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    model.generation_config = GenerationConfig(**ids, **_sampling_fields(sampling), **assisted)
+
+
+def _sampling_fields(sampling: dict[str, Any] | None) -> dict[str, Any]:
+    if sampling is None:
+        return {}
+    temperature = float(sampling.get("temperature", 1.0))
+    if temperature == 0:
+        return {"do_sample": False}
+    # top_k is written even when off (0): left out, the library would put its own default of 50 in.
+    fields = {"do_sample": True, "temperature": temperature, "top_k": int(sampling.get("top_k") or 0)}
+    fields["top_p"] = float(sampling.get("top_p") or 1.0)
+    if sampling.get("min_p"):
+        fields["min_p"] = float(sampling["min_p"])
+    return fields

@@ -1,0 +1,125 @@
+"""A trained student as one plain model: checkpoint or merged adapter, in the target's vocabulary, in one dtype."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.models.vocabulary import VocabularyAgreement, repair_rows, require_agreement
+from speculative.errors import UserError
+
+ADAPTER_FILE = "adapter_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+MERGE_TOLERANCE = 1e-3  # of the largest logit: in float32, merging only re-orders sums
+
+
+@dataclass(frozen=True)
+class MergedStudent:
+    """A causal LM in float32 with the target's row count, ready to be cast and written."""
+
+    model: Any
+    agreement: VocabularyAgreement
+    merge_error: float | None  # largest change of a logit by merging, in float32; None without an adapter
+    notes: list[str]
+
+
+def base_of_adapter(student_dir: Path) -> str | None:
+    """The base model that an adapter directory names; None when `student_dir` is no adapter.
+
+    Raises:
+        UserError: when the adapter names no base.
+
+    """
+    adapter_file = student_dir / ADAPTER_FILE
+    if not adapter_file.is_file():
+        return None
+    base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
+    # A run that was moved keeps its base at the same place relative to the adapter.
+    beside = student_dir / base
+    return str(beside) if not Path(base).is_dir() and beside.is_dir() else str(base)
+
+
+def load_merged_student(
+    student_dir: Path, target_tokenizer: Any, target_rows: int, trust_remote_code: bool = False
+) -> MergedStudent:
+    """Load a checkpoint or an adapter directory, check its vocabulary, mend its rows, merge the adapter.
+
+    Args:
+        student_dir: Hugging Face model directory, or peft adapter directory.
+        target_tokenizer: the target's tokenizer; `target_rows`: rows of the target's embedding.
+
+    Raises:
+        UserError: for a missing or incomplete directory, a vocabulary that differs, an adapter that does not merge.
+
+    """
+    if not student_dir.is_dir():
+        raise UserError(f"student {student_dir}: no such directory; give a checkpoint directory of a run")
+    base = base_of_adapter(student_dir)
+    model = _load_whole(base or str(student_dir), student_dir, trust_remote_code)
+    places = [student_dir] + ([Path(base)] if base else [])
+    tokenizer_dir = next((place for place in places if any((place / name).is_file() for name in TOKENIZER_FILES)), None)
+    notes: list[str] = []
+    if tokenizer_dir is None:
+        notes.append("no tokenizer beside the student: its ids are taken to be the target's")
+        student_tokenizer = target_tokenizer
+    else:
+        student_tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
+    rows = model.get_input_embeddings().weight.shape[0]
+    agreement = require_agreement(target_tokenizer, target_rows, student_tokenizer, rows)
+    # Before the adapter: an adapter that was trained on repaired rows only fits repaired rows.
+    repair_rows(model, target_rows, agreement.token_rows)
+    merge_error = None
+    if base is not None:
+        model, merge_error = _merged(model, student_dir, agreement.token_rows)
+    return MergedStudent(model.eval(), agreement, merge_error, notes)
+
+
+def _load_whole(name: str, student_dir: Path, trust_remote_code: bool) -> Any:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        what = "" if name == str(student_dir) else f" (base of the adapter {student_dir})"
+        raise UserError(f"student {name}{what} does not load: {_first_line(error)}; give a model directory") from error
+    model, loading = loaded
+    # The library fills missing weights with random numbers and only logs it.
+    absent = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
+    if absent:
+        raise UserError(f"student {name}: weight {absent[0]} is missing or of another shape; export a whole checkpoint")
+    return model
+
+
+def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]:
+    """The model with the adapter merged into its weights, and the largest change of a logit that merging made."""
+    from peft import PeftModel  # costs a second to import and is needed for adapters only
+
+    ids_BT = torch.arange(min(16, token_rows))[None]
+    try:
+        adapted = PeftModel.from_pretrained(model, str(adapter_dir)).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"adapter {adapter_dir} does not fit its base: {_first_line(error)}") from error
+    if not hasattr(adapted, "merge_and_unload"):
+        raise UserError(f"adapter {adapter_dir}: its type cannot be merged into weights; train with LoRA")
+    with torch.no_grad():
+        before = adapted(input_ids=ids_BT).logits
+        merged = adapted.merge_and_unload()
+        after = merged(input_ids=ids_BT).logits
+    merge_error = float((after - before).abs().max())
+    if not merge_error <= MERGE_TOLERANCE * float(before.abs().max()):
+        raise UserError(
+            f"adapter {adapter_dir}: merging moves a logit by {merge_error:.3g}; leave tied embeddings and the head "
+            "out of target_modules"
+        )
+    return merged, merge_error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,1 @@
+"""Objectives, their gradients in closed form, and the head in chunks."""

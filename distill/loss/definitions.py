@@ -1,0 +1,235 @@
+"""Objectives per token: pure functions of two log-probability rows. The definitions; `distill/loss/gradients.py` is their fast twin.
+
+Legend: N tokens, V vocabulary, K stored entries, S samples. Every function takes log-probabilities (natural logarithm, float32 or better) and returns
+one loss per token, in nats where it is a divergence. Nothing here averages: the trainer owns the one denominator.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.signals.signal import SampledSignal, TopKSignal
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is minimised, as constants: (objective, weight) pairs and what they need."""
+
+    weights: tuple[tuple[str, float], ...]
+    temperature: float = 1.0
+    beta: float = 0.5
+    eta: float = 3.0
+    serving_temperature: float = 1.0
+    entropy_weighted: bool = False
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """Objective -> weight."""
+        return dict(self.weights)
+
+
+class Definition(NamedTuple):
+    """Per token, without tokens' weights: loss, overlap, what the overlap may lack, and the target's entropy in nats. Each (N,)."""
+
+    loss_N: Tensor
+    overlap_N: Tensor
+    slack_N: Tensor
+    entropy_N: Tensor
+
+
+def log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) in float32 or better."""
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return torch.log_softmax(logits_NV / temperature, dim=-1)
+
+
+def dense_by_definition(
+    terms: Terms, target_logits_NV: Tensor | None, student_logits_NV: Tensor, labels_N: Tensor
+) -> Definition:
+    """Against all of the target's logits, or without a target (ce only)."""
+    student_NV = log_probs(student_logits_NV, terms.temperature)
+    target_NV = None if target_logits_NV is None else log_probs(target_logits_NV, terms.temperature)
+    loss_N = mixed(target_NV, student_NV, labels_N, terms.by_name, beta=terms.beta, eta=terms.eta)
+    none_N = torch.zeros_like(loss_N)
+    if target_logits_NV is None or target_NV is None:
+        return Definition(loss_N, none_N, none_N, none_N)
+    with torch.no_grad():
+        served = [log_probs(logits, terms.serving_temperature) for logits in (target_logits_NV, student_logits_NV)]
+        return Definition(loss_N, overlap(*served), none_N, entropy(target_NV))
+
+
+def topk_by_definition(terms: Terms, signal: TopKSignal, student_logits_NV: Tensor, labels_N: Tensor) -> Definition:
+    """Over the K stored tokens and the rest; the true overlap lies within [overlap, overlap + slack]."""
+    student_NV = log_probs(student_logits_NV, terms.temperature)
+    target_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_NV.dtype)
+    events_NE = stored_events(signal.ids_RK, signal.log_probs_RK, student_NV)
+    weights = terms.by_name
+    loss_N = weights.pop("ce", 0.0) * ce(student_NV, labels_N)
+    loss_N = loss_N + mixed(target_NE, events_NE, labels_N, weights, beta=terms.beta, eta=terms.eta)
+    smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
+    return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
+
+
+def sampled_by_definition(
+    terms: Terms, signal: SampledSignal, student_logits_NV: Tensor, labels_N: Tensor
+) -> Definition:
+    """Forward KL from importance samples, and ce; the overlap is an unbiased estimate."""
+    student_NV = log_probs(student_logits_NV, terms.temperature)
+    weights_NS, target_NS, entropy_N = (
+        values.to(student_NV.dtype) for values in (signal.weights_RS, signal.log_probs_RS, signal.entropy_R)
+    )
+    chosen_NS = student_NV.gather(-1, signal.ids_RS.masked_fill(weights_NS <= 0, 0))
+    loss_N = terms.by_name.get("forward_kl", 0.0) * sampled_forward_kl(weights_NS, entropy_N, chosen_NS)
+    loss_N = loss_N + terms.by_name.get("ce", 0.0) * ce(student_NV, labels_N)
+    overlap_N = sampled_overlap(weights_NS, target_NS, chosen_NS.detach())
+    return Definition(loss_N, overlap_N, torch.zeros_like(overlap_N), entropy_N)
+
+
+def overlap(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """sum_v min(target, student) = 1 - TV: the probability that a draft token is accepted (arXiv 2211.17192). (N,)"""
+    return torch.minimum(target_log_probs_NV, student_log_probs_NV).exp().sum(-1)
+
+
+def forward_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """KL(target || student) = sum_v target (log target - log student), in nats. (N,)"""
+    # A token that the target excludes has log-probability -inf and weight 0; 0 * inf is nan, so the product is masked.
+    return _weighted_difference(target_log_probs_NV, student_log_probs_NV)
+
+
+def reverse_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """KL(student || target), in nats (MiniLLM, arXiv 2306.08543). (N,)"""
+    return _weighted_difference(student_log_probs_NV, target_log_probs_NV)
+
+
+def jsd(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor, beta: float) -> Tensor:
+    """Beta KL(target || mix) + (1 - beta) KL(student || mix), mix = beta target + (1 - beta) student (GKD, arXiv 2306.13649). (N,)"""
+    weights = torch.tensor([beta, 1.0 - beta], dtype=target_log_probs_NV.dtype, device=target_log_probs_NV.device).log()
+    mix_log_probs_NV = torch.logaddexp(target_log_probs_NV + weights[0], student_log_probs_NV + weights[1])
+    return beta * _weighted_difference(target_log_probs_NV, mix_log_probs_NV) + (1.0 - beta) * _weighted_difference(
+        student_log_probs_NV, mix_log_probs_NV
+    )
+
+
+def tv(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """Total variation, 1 - overlap. Its gradient carries a factor student(v): it dies on a cold start. (N,)"""
+    return 1.0 - overlap(target_log_probs_NV, student_log_probs_NV)
+
+
+def neg_log_alpha(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """-log sum_v min(target, student), in nats (LK losses, arXiv 2602.23881). (N,)
+
+    Taken in log space, so that an overlap too small for float32 still has a gradient.
+    """
+    return -torch.minimum(target_log_probs_NV, student_log_probs_NV).logsumexp(-1)
+
+
+def lk_hybrid(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor, eta: float) -> Tensor:
+    """Lambda KL(target || student) + (1 - lambda) TV, lambda = exp(-eta stop_grad(alpha)) (arXiv 2602.23881). (N,)"""
+    alpha_N = overlap(target_log_probs_NV, student_log_probs_NV)
+    weight_N = torch.exp(-eta * alpha_N.detach())
+    return weight_N * forward_kl(target_log_probs_NV, student_log_probs_NV) + (1.0 - weight_N) * (1.0 - alpha_N)
+
+
+def ce(student_log_probs_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """-log student(label), in nats. (N,)"""
+    return -student_log_probs_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
+
+
+def mixed(
+    target_log_probs_NV: Tensor | None,
+    student_log_probs_NV: Tensor,
+    labels_N: Tensor,
+    weights: Mapping[str, float],
+    *,
+    beta: float,
+    eta: float,
+) -> Tensor:
+    """Weighted sum of the named objectives, per token. (N,)
+
+    Raises:
+        KeyError: an unknown name. ValueError: a divergence without target log-probabilities.
+    """
+    total_N = torch.zeros_like(labels_N, dtype=student_log_probs_NV.dtype)
+    for name, weight in weights.items():
+        if name == "ce":
+            loss_N = ce(student_log_probs_NV, labels_N)
+        elif target_log_probs_NV is None:
+            raise ValueError(f"objective {name} compares with a target, and there is none")
+        elif name == "jsd":
+            loss_N = jsd(target_log_probs_NV, student_log_probs_NV, beta)
+        elif name == "lk_hybrid":
+            loss_N = lk_hybrid(target_log_probs_NV, student_log_probs_NV, eta)
+        else:
+            loss_N = PLAIN[name](target_log_probs_NV, student_log_probs_NV)
+        total_N = total_N + weight * loss_N
+    return total_N
+
+
+PLAIN = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "tv": tv, "neg_log_alpha": neg_log_alpha}
+NAMES = (*PLAIN, "jsd", "lk_hybrid", "ce")
+
+
+def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids, which entries hold something), both (N, K). An empty entry is given the id of its row's first full one, or 0."""
+    full_NK = log_probs_NK > -torch.inf
+    first_N1 = ids_NK.gather(-1, full_NK.int().argmax(-1, keepdim=True))
+    spare_N1 = first_N1.masked_fill(~full_NK.any(-1, keepdim=True), 0)
+    return torch.where(full_NK, ids_NK, spare_N1), full_NK
+
+
+def stored_events(ids_NK: Tensor, stored_log_probs_NK: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """The student's log-probabilities of the K stored tokens and of "any other token". (N, K + 1)
+
+    An empty entry (stored log-probability -inf) is an event without mass. The rest is a sum over the other tokens, in log space: 1
+    minus the stored mass would round to 0. Every f-divergence between such events is at most the one between tokens (data
+    processing inequality).
+    """
+    ids_NK, full_NK = filled_ids(ids_NK, stored_log_probs_NK)
+    stored_NV = torch.zeros_like(student_log_probs_NV, dtype=torch.bool)
+    stored_NV = stored_NV.scatter(-1, ids_NK, full_NK.any(-1, keepdim=True).expand_as(ids_NK))
+    rest_N1 = student_log_probs_NV.masked_fill(stored_NV, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([student_log_probs_NV.gather(-1, ids_NK).masked_fill(~full_NK, -torch.inf), rest_N1], -1)
+
+
+def sampled_forward_kl(weights_NS: Tensor, entropy_N: Tensor, student_log_probs_NS: Tensor) -> Tensor:
+    """-entropy - sum_s weight log student: unbiased for KL(target || student) when E weight = target (arXiv 2503.16870). (N,)"""
+    cross_NS = torch.where(weights_NS > 0, weights_NS * student_log_probs_NS, torch.zeros_like(weights_NS))
+    return -entropy_N - cross_NS.sum(-1)
+
+
+def sampled_overlap(weights_NS: Tensor, target_log_probs_NS: Tensor, student_log_probs_NS: Tensor) -> Tensor:
+    """sum_s weight min(1, student / target), an unbiased estimate of the overlap. (N,)"""
+    accepted_NS = (student_log_probs_NS - target_log_probs_NS).clamp(max=0.0).exp()
+    return torch.where(weights_NS > 0, weights_NS * accepted_NS, torch.zeros_like(weights_NS)).sum(-1)
+
+
+def entropy(log_probs_NV: Tensor) -> Tensor:
+    """-sum_v prob log prob, in nats. (N,)"""
+    probs_NV = log_probs_NV.exp()
+    return -torch.where(probs_NV > 0, probs_NV * log_probs_NV, torch.zeros_like(probs_NV)).sum(-1)
+
+
+def entropy_weight(entropy: Tensor) -> Tensor:
+    """1 - exp(-entropy), between 0 (the target is sure) and 1 (it has many choices)."""
+    return -torch.expm1(-entropy)
+
+
+def selected_rows(student_losses_N: Tensor, reference_losses_N: Tensor, keep: float) -> Tensor:
+    """Rows of the ceil(keep x N) largest student - reference losses, rising (AdaSPEC, arXiv 2510.19779). (n,)
+
+    Rows of equal difference are taken from the front.
+    """
+    count = math.ceil(keep * student_losses_N.numel())
+    order_N = (student_losses_N - reference_losses_N).argsort(descending=True, stable=True)
+    return order_N[:count].sort().values
+
+
+def _weighted_difference(log_weights_NV: Tensor, log_others_NV: Tensor) -> Tensor:
+    """sum_v weight (log weight - log other), 0 where the weight is 0. (N,)"""
+    weights_NV = log_weights_NV.exp()
+    difference_NV = torch.where(weights_NV > 0, log_weights_NV - log_others_NV, torch.zeros_like(log_weights_NV))
+    return (weights_NV * difference_NV).sum(-1)

@@ -1,0 +1,1 @@
+"""Target, draft and student: loaded, carved, transplanted, compared token by token."""

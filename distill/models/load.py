@@ -1,0 +1,125 @@
+"""Models and tokenizers from a directory, a hub id or `embedded`, and what tells them apart later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+from speculative.errors import UserError
+
+EMBEDDED = "embedded"
+EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
+
+
+def resolve(path: str) -> str:
+    """`embedded` -> the folder of the target shipped with us; anything else as it is."""
+    if path == EMBEDDED:
+        return str(EMBEDDED_FOLDER)
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; transformers' config validation has its reason on the second."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
+
+
+def _load(what: str, path: str, load: Any, **options: Any) -> Any:
+    """Calls a `from_pretrained` and turns its ways of failing into one line."""
+    local = resolve(path)
+    looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
+    if looks_local and not (Path(local) / "config.json").exists() and what != "tokenizer":
+        raise UserError(f"{what} {path!r}: no config.json there; give a Hugging Face model directory or a hub id")
+    # A bar is for downloads: the ones for reading local weights break our own progress lines.
+    (disable_progress_bar if looks_local else enable_progress_bar)()
+    try:
+        return load(local, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        reason = _reason(error)
+        if looks_local:
+            raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
+        raise UserError(
+            f"{what} {path!r}: not a local directory, and the hub could not give it ({reason}); offline, download it elsewhere "
+            f"with `hf download {path}`, copy the folder here and give its path"
+        ) from error
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype | str:
+    """Config name -> dtype. `auto` is float32 on a CPU, where half precision saves no time, and as saved elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, name)
+
+
+def load_model(
+    what: str,
+    path: str,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal LM from a directory, hub id or `embedded`, in eval mode. ``what`` is its name in errors.
+
+    Raises:
+        UserError: not there, not loadable, hub not reachable.
+    """
+    options = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+    return _load(what, path, AutoModelForCausalLM.from_pretrained, **options).eval()
+
+
+def saved_dtype(
+    path: str, model: PreTrainedModel, *, revision: str | None = None, trust_remote_code: bool = False
+) -> torch.dtype:
+    """The dtype that the weights at ``path`` are saved in, whatever ``model`` was loaded as: the one drafts are served in."""
+    config = AutoConfig.from_pretrained(resolve(path), revision=revision, trust_remote_code=trust_remote_code)
+    saved = getattr(config.get_text_config(), "dtype", None)
+    return saved if isinstance(saved, torch.dtype) else model.dtype
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """A tokenizer from a directory, hub id or `embedded`.
+
+    Raises:
+        UserError: not there, not loadable, hub not reachable.
+    """
+    return _load(
+        "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def checkpoint_dtype(config: Any) -> torch.dtype:
+    """The dtype a model is saved, and by default served, in. None in a config means float32 in this library."""
+    return getattr(config.get_text_config(), "dtype", None) or torch.float32
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits of SHA-256 over the names, shapes and values of all weights.
+
+    Values enter as float32, so the same weights loaded in another precision that holds them exactly agree. Each tensor gives
+    at most 4096 evenly spread values: enough to tell two models apart, quick on a large one.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // 4096)
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(flat[::step].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits of SHA-256 over every token string with its id, the special ones marked."""
+    entries = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    content = json.dumps([entries, sorted(tokenizer.all_special_ids)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

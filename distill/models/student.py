@@ -1,0 +1,263 @@
+"""The draft before training, as the config asks for it: ready-made, carved from the target, or random."""
+
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from distill.config.run import RunConfig
+from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
+from distill.models.load import load_model, load_tokenizer
+from distill.models.transplant import fit_embeddings, transplant_vocabulary
+from distill.models.vocabulary import compare_vocabularies, repair_rows, require_agreement, vocabulary_rows
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+
+if TYPE_CHECKING:  # pydantic is not needed to load and to train a draft
+    from distill.config.sections import StudentConfig
+import json
+
+from accelerate import Accelerator
+
+from data.files import write_json
+from data.responses.store import Row
+from distill.models.load import _load, _reason
+from distill.models.target import ServedTarget
+
+
+def make_student(
+    config: RunConfig,
+    target: PreTrainedModel,
+    tokenizer: Any,
+    calibration: Sequence[Sequence[int]] | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    notes: dict[str, Any] | None = None,
+) -> Any:
+    """The draft before training, float32, in the target's vocabulary; a peft model when LoRA is asked for.
+
+    Args:
+        config: the run's; its `student` section is followed.
+        target: the target model; it is left as it was.
+        tokenizer: the target's.
+        calibration: token ids of texts as the target will see them; `layers: auto` and `intermediate_size` measure on them.
+        layers: what `layers: auto` chose earlier, so that a resumed run or another rank has the same without measuring.
+        notes: is given what was chosen and measured, as plain values for JSON.
+
+    Raises:
+        UserError: layers the target lacks, a vocabulary that cannot be made to agree, an impossible architecture or pair of
+            keys. ValueError: something to measure and no calibration.
+
+    """
+    student_config, notes = config.student, {} if notes is None else notes
+    refuse_impossible(config)
+    if student_config.init == "carved":
+        student = _carved(config, target, calibration, layers, notes)
+    elif student_config.init == "config":
+        rows = vocabulary_rows(target.config)
+        student = from_architecture(student_config.architecture or {}, tokenizer, rows, config.seed)
+        if student_config.embeddings == "target":
+            notes["embeddings"] = fit_embeddings(student, target, config.seed)
+    else:
+        student = _pretrained(config, target, tokenizer, notes)
+    if student_config.gradient_checkpointing:
+        student.gradient_checkpointing_enable()
+    if student_config.lora is not None:
+        lora = student_config.lora
+        return add_lora(student, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
+    return student
+
+
+def refuse_impossible(config: RunConfig, target_config: Any = None, vocab_rows: int | None = None) -> None:
+    """Raises UserError when a key of `student` does nothing with this `init`, or asks for more than the target has."""
+    student = config.student
+    for set_, key, init in (
+        (student.layers == "auto", "layers: auto", "carved"),
+        (student.intermediate_size is not None, f"intermediate_size: {student.intermediate_size}", "carved"),
+        (student.embeddings == "target", "embeddings: target", "config"),
+        (student.vocabulary == "transplant", "vocabulary: transplant", "pretrained"),
+    ):
+        if set_ and student.init != init:
+            raise UserError(f"student.{key} goes with student.init: {init}, and this run has init: {student.init}")
+    if target_config is not None:
+        text = target_config.get_text_config()
+        for key, asked, there, wanted in (
+            ("depth", student.depth, getattr(text, "num_hidden_layers", None), student.layers == "auto"),
+            ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
+        ):
+            if wanted and asked is not None and isinstance(there, int) and asked > there:
+                raise UserError(f"student.{key} = {asked}: the target has {there}")
+    if (
+        vocab_rows is not None
+        and config.signal.source != "online"
+        and config.signal.kind == "topk"
+        and config.signal.k > vocab_rows
+    ):
+        raise UserError(
+            f"signal.k = {config.signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that"
+        )
+
+
+def _carved(
+    config: RunConfig,
+    target: PreTrainedModel,
+    calibration: Sequence[Sequence[int]] | None,
+    layers: Sequence[int] | None,
+    notes: dict[str, Any],
+) -> PreTrainedModel:
+    student_config = config.student
+    measures = (student_config.layers == "auto" and layers is None) or student_config.intermediate_size is not None
+    if measures and calibration is None:
+        raise ValueError("student.layers: auto and student.intermediate_size are measured on text: pass calibration")
+    if student_config.layers != "auto":
+        layers = student_config.layers
+    elif layers is None:
+        choice = choose_layers(target, student_config.depth, calibration or (), settings=_serving(config))
+        notes["layers"] = choice.as_dict()
+        layers = choice.layers
+    student = carve(target, layers)
+    if student_config.intermediate_size is None:
+        return student
+    # The kept layers as the draft runs them: what they are fed differs from what the whole target feeds them.
+    with layers_only(target, layers):
+        scores = channel_scores(target, calibration or ())
+    trimmed = trim_mlps(student, student_config.intermediate_size, scores)
+    sums = [(scores_F.sum(), scores_F.topk(student_config.intermediate_size).values.sum()) for scores_F in scores]
+    notes["intermediate_size"] = {
+        "channels": student_config.intermediate_size,
+        "of": len(scores[0]),
+        "activity_kept": [float(kept / total) for total, kept in sums],
+    }
+    return trimmed
+
+
+def _serving(config: RunConfig) -> SamplingSettings:
+    """The server's temperature; at 0 that of the model itself, where overlap says more than whether the argmax is the same."""
+    return SamplingSettings(temperature=config.serving.temperature or 1.0)
+
+
+def _pretrained(config: RunConfig, target: PreTrainedModel, tokenizer: Any, notes: dict[str, Any]) -> PreTrainedModel:
+    path, revision, rows = str(config.student.path), config.student.revision, vocabulary_rows(target.config)
+    student = load_model("student.path", path, dtype=torch.float32, revision=revision)
+    own_tokenizer = load_tokenizer(path, revision=revision)
+    own_rows = vocabulary_rows(student.config)
+    if config.student.vocabulary == "transplant":
+        if compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows).verdict == "refuse":
+            notes["vocabulary"] = transplant_vocabulary(student, own_tokenizer, tokenizer, rows).as_dict()
+            return student
+        notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: they agree already
+    agreement = require_agreement(tokenizer, rows, own_tokenizer, own_rows)
+    if agreement.verdict == "repair":
+        repair_rows(student, rows, agreement.token_rows)
+    return student
+
+
+def context_of(student: "StudentConfig") -> int | None:
+    """The context that a draft was made for, from its config alone; None when it is the target's own.
+
+    Raises:
+        UserError: no readable config at student.path, an unknown model type.
+    """
+    if student.init == "pretrained":
+        config = _load("student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision)
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
+    if student.init == "config":
+        fields = dict(student.architecture or {})
+        try:
+            config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+            raise UserError(f"student.architecture: {_reason(error)}") from error
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None
+
+
+def from_architecture(
+    architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_rows: int, seed: int
+) -> PreTrainedModel:
+    """A draft with random weights; vocabulary and special ids are the tokenizer's.
+
+    Raises:
+        UserError: no or unknown `model_type`, an unknown or impossible field.
+    """
+    fields = dict(architecture)
+    model_type = fields.pop("model_type", None)
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        # transformers takes any field and ignores the ones it does not know.
+        plain = AutoConfig.for_model(str(model_type))
+        for name in fields:
+            if not hasattr(plain, name):
+                near = difflib.get_close_matches(name, plain.to_dict(), n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise UserError(f"student.architecture.{name}: {model_type} has no such field{hint}")
+        config = AutoConfig.for_model(str(model_type), **{"vocab_size": vocab_rows, **ids, **fields})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"student.architecture: {_reason(error)}") from error
+
+
+def add_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: Sequence[str] | str) -> Any:
+    """The model with trainable low-rank adapters and everything else frozen (peft).
+
+    Raises:
+        UserError: a module name that the model does not have.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
+    try:
+        adapted = get_peft_model(model, lora)
+    except ValueError as error:
+        raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted_table = any(
+        "lora_" in name for table in tables if table is not None for name, _ in table.named_parameters()
+    )
+    if adapted_table and model.config.get_text_config().tie_word_embeddings:
+        raise UserError(
+            f"student.lora.target_modules = {modules}: the head is tied to the embedding, and merging an adapter into one "
+            "would change the other; leave lm_head and the embedding out"
+        )
+    return adapted
+
+
+# Responses that layers and channels are chosen by.
+CALIBRATION_TEXTS = 32
+
+
+def carved_by_measurement(config: RunConfig) -> bool:
+    """Whether the draft's first weights are chosen by what the target does on text."""
+    return config.student.layers == "auto" or config.student.intermediate_size is not None
+
+
+def first_student(config: RunConfig, accelerator: Accelerator, target: ServedTarget, rows: Sequence[Row] = ()) -> Any:
+    """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
+    wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
+    source: Any = target.model if wants_weights else target.side
+    path, notes = config.folder / "student.json", dict[str, Any]()
+    # Every n-th response, so that all domains have a say.
+    texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
+
+    def made() -> Any:
+        known = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
+        layers = known["layers"] if isinstance(known, dict) else None
+        return make_student(config, source, target.tokenizer, texts or None, layers=layers, notes=notes)
+
+    student = made() if accelerator.is_main_process else None
+    if accelerator.is_main_process and notes and not path.exists():
+        write_json(path, notes)
+        accelerator.print(f"student: {path} says what was measured and chosen")
+    accelerator.wait_for_everyone()
+    return student if student is not None else made()

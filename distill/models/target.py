@@ -1,0 +1,213 @@
+"""The target of a run, its weights in memory only while someone needs them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from data.files import write_json
+from data.responses.endpoint import Endpoint, EndpointTarget
+from distill.config.sections import TargetConfig
+from distill.models.load import (
+    checkpoint_dtype,
+    dtype_of,
+    load_model,
+    load_tokenizer,
+    model_fingerprint,
+    resolve,
+    saved_dtype,
+)
+from distill.models.vocabulary import vocabulary_rows
+from speculative.engine.models import end_token_ids
+from speculative.errors import UserError
+
+FACTS = "target.json"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a run must know of its target besides the weights."""
+
+    path: str
+    revision: str | None
+    fingerprint: str
+    dtype: str  # of the weights in memory
+    saved_dtype: str  # of the weights on disk, in which drafts are served
+    eos_ids: tuple[int, ...]
+    context_length: int | None
+    vocab_rows: int
+    parameters: int
+
+
+class ServedTarget:
+    """Tokenizer at once, weights on first use; facts are kept beside a run, so that a later start may do without weights."""
+
+    def __init__(self, config: TargetConfig, device: torch.device, run: Path | None = None) -> None:
+        """Reads the tokenizer, and the facts of an earlier start of ``run`` when they are of this path, revision and dtype.
+
+        Raises:
+            UserError: no tokenizer there.
+        """
+        self.config, self.device = config, device
+        self._how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        self.tokenizer = load_tokenizer(config.path, **self._how)
+        self._model: PreTrainedModel | None = None
+        self._run = run
+        self._facts = self._known_facts()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target on its device, loaded when it is not in memory.
+
+        Raises:
+            UserError: not there, not loadable, hub not reachable.
+        """
+        if self.config.endpoint is not None:
+            raise UserError(
+                f"target.endpoint: the weights of {self.config.path} are on a server, and this needs them here"
+            )
+        if self._model is None:
+            dtype = dtype_of(self.config.dtype, self.device)
+            model = load_model("target.path", self.config.path, dtype=dtype, **self._how)
+            self._model = model.to(self.device)  # type: ignore[arg-type]
+            found = self._found_facts(self._model)
+            if self._facts is not None and found != self._facts:
+                raise UserError(
+                    f"{self.config.path}: its weights or their dtype are no longer those that {self._run}/{FACTS} tells of; give the run "
+                    "another name, or delete its folder"
+                )
+            self._facts = found
+        return self._model
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the weights are loaded."""
+        return self._model is not None
+
+    def release(self) -> None:
+        """Forgets the weights; whoever asks for `model` loads them again."""
+        self._model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def facts(self) -> TargetFacts:
+        """What is known of the target; loads the weights when nothing is known yet."""
+        if self._facts is None and self.config.endpoint is not None:
+            self._facts = self._served_facts()
+        elif self._facts is None:
+            _ = self.model
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights in memory."""
+        return getattr(torch, self.facts.dtype)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Of the weights on disk."""
+        return getattr(torch, self.facts.saved_dtype)
+
+    def remember(self) -> None:
+        """Writes the facts beside the run: one rank calls it."""
+        if self._run is not None:
+            write_json(self._run / FACTS, asdict(self.facts) | {"asked": self._asked()})
+
+    def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        saved = saved_dtype(self.config.path, model, **self._how)
+        return TargetFacts(
+            self.config.path, self.config.revision, model_fingerprint(model), _name(model.dtype), _name(saved),
+            end_token_ids(model), limit, vocabulary_rows(model.config), sum(p.numel() for p in model.parameters()),
+        )  # fmt: skip
+
+    def _served_facts(self) -> TargetFacts:
+        """What config, tokenizer and generation config tell of a target that a server keeps."""
+        side = self.side
+        end = side.generation.eos_token_id
+        eos_ids = () if end is None else tuple(end) if isinstance(end, list) else (int(end),)
+        saved = checkpoint_dtype(side.config)
+        asked = dtype_of(self.config.dtype, self.device)
+        return TargetFacts(
+            self.config.path, self.config.revision, f"endpoint {self.endpoint.model}",
+            _name(saved if isinstance(asked, str) else asked), _name(saved), eos_ids,
+            getattr(side.config.get_text_config(), "max_position_embeddings", None), vocabulary_rows(side.config), 0,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def side(self) -> TargetSide:
+        """Config, tokenizer and generation config: the target without its weights."""
+        return load_target_side(self.config.path, self.config.trust_remote_code, self.config.revision)
+
+    @functools.cached_property
+    def endpoint(self) -> EndpointTarget:
+        """The server that has the weights."""
+        assert self.config.endpoint is not None
+        rows = vocabulary_rows(self.side.config)
+        return EndpointTarget(Endpoint(**self.config.endpoint.model_dump()), self.tokenizer, rows)
+
+    def _asked(self) -> dict[str, Any]:
+        """What an earlier start must have asked for, and what local weight files looked like then."""
+        folder = Path(resolve(self.config.path))
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        return {
+            "path": self.config.path, "revision": self.config.revision, "dtype": self.config.dtype, "device": self.device.type,
+            "endpoint": self.config.endpoint.model_dump() if self.config.endpoint else None,
+            "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        }  # fmt: skip
+
+    def _known_facts(self) -> TargetFacts | None:
+        """Facts of an earlier start; none when anything about them is odd, for the weights can always be asked again."""
+        try:
+            values = json.loads((self._run / FACTS).read_text(encoding="utf-8")) if self._run else {}
+            asked = values.pop("asked")
+            facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return facts if asked == self._asked() else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class TargetSide:
+    """The target as far as an export needs it: no weights."""
+
+    name: str  # hub id, or the absolute path of a directory
+    config: Any
+    tokenizer: Any
+    generation: GenerationConfig
+
+
+def load_target_side(target: str, trust_remote_code: bool = False, revision: str | None = None) -> TargetSide:
+    """Config, tokenizer and generation config of the target.
+
+    Raises:
+        UserError: when the directory or hub id cannot be read.
+
+    """
+    name = resolve(target)
+    name = str(Path(name).resolve()) if Path(name).is_dir() else name
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        fix = (
+            "give a model directory" if Path(name).is_dir() else "give a local directory, or offline fill the hub cache"
+        )
+        raise UserError(f"target {target} cannot be read: {str(error).splitlines()[0]}; {fix}") from error
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
+    try:
+        generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    except OSError:  # many targets have none; the model config then holds the ids
+        generation = GenerationConfig.from_model_config(config)
+    return TargetSide(name, config, tokenizer, generation)

@@ -1,0 +1,158 @@
+"""What a person reads at the end: the verdict as a table, completions with the accepted tokens marked, what to do next."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from distill.export.export import ExportReport
+from speculative.decoder.responses import Response
+from speculative.measure.replay import agreement_words
+
+ACCEPTED_STYLE = "green"
+OWN_STYLE = "bold yellow"
+
+
+def interval(values: Sequence[float], digits: int = 3) -> str:
+    """`[low, high]`."""
+    return f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
+
+
+def verdict_table(verdict: dict[str, Any]) -> Table:
+    """Target alone, baseline and best draft side by side."""
+    table = Table(
+        title=f"{verdict['prompts']} held-out prompts ({verdict['tokens']:,} tokens), rule {verdict['rule']}, gamma {verdict['gamma']}",
+        caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"):
+        table.add_column(column, justify="left" if column == "draft" else "right", no_wrap=True)
+    alone = verdict["target_tokens_per_second"]
+    if alone is not None:
+        table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
+    for name, key in (("undistilled", "baseline"), ("served today", "served"), ("distilled", "best")):
+        row = verdict.get(key)
+        if row is None:
+            continue
+        table.add_row(
+            name if row["step"] is None else f"{name}\n  (step {row['step']})",
+            f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
+            f"{row['tau']:.2f}" + (f"\n{interval(row['tau_ci'], 2)}" if "tau_ci" in row else "\n(replay)"),
+            f"{row['accepted_per_drafted']:.3f}" if "accepted_per_drafted" in row else "",
+            f"{row['tokens_per_second']:.0f}" if alone is not None else "",
+            f"{verdict['speed_up'][key]:.2f}x" if alone is not None else "",
+            style="bold" if key == "best" else "",
+        )
+    return table
+
+
+def judgement_table(title: str, result: dict[str, Any]) -> Table:
+    """Numbers of one draft: overall and by domain."""
+    caption = f"tau beside {agreement_words(result['replay_check'], result['live_tokens'])}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, caption=caption)
+    for column in ("", "alpha", "tau", "accepted\n/drafted", "survival 1..gamma", "prompts", "tokens"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = [("all", result)] + (sorted(result["domains"].items()) if len(result["domains"]) > 1 else [])
+    for name, row in rows:
+        table.add_row(
+            name,
+            f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
+            f"{row['tau']:.2f}\n{interval(row['tau_ci'], 2)}",
+            f"{row['accepted_per_drafted']:.3f}",
+            " ".join(f"{value:.2f}" for value in row["survival"]),
+            str(row["prompts"]),
+            f"{row['tokens']:,}",
+        )
+    return table
+
+
+def marked_completion(tokenizer: Any, response: Response, prompt_lines: int = 6) -> Panel:
+    """A completion; tokens that the draft proposed and the target accepted in one colour, the target's own in another."""
+    prompt = tokenizer.decode(response.prompt_ids, skip_special_tokens=True).rstrip("\n").splitlines()
+    shown = prompt if len(prompt) <= prompt_lines else [*prompt[: prompt_lines - 1], "    ..."]
+    text = Text("\n".join(shown) + "\n", style="dim")
+    for piece, accepted in marked_pieces(tokenizer, response):
+        text.append(piece, style=ACCEPTED_STYLE if accepted else OWN_STYLE)
+    share = f"{sum(response.proposed_mask)} of {len(response.response_ids)} tokens by the draft, {response.blocks} target calls"
+    return Panel(text, title=share, title_align="left", expand=True)
+
+
+def marked_pieces(tokenizer: Any, response: Response) -> list[tuple[str, bool]]:
+    """Text of runs of accepted and of own tokens, in order. Characters split over tokens go to the run that completes them."""
+    pieces: list[tuple[str, bool]] = []
+    done = ""
+    for index, accepted in enumerate(response.proposed_mask):
+        so_far = tokenizer.decode(response.response_ids[: index + 1], skip_special_tokens=True)
+        if so_far.endswith("\ufffd") and index + 1 < len(response.proposed_mask):
+            continue
+        piece = so_far[len(done) :]
+        done = so_far
+        if piece:
+            pieces.append((piece, bool(accepted)))
+    return pieces
+
+
+def export_lines(report: ExportReport) -> list[str]:
+    """What an export wrote, what was checked, and which engines take it."""
+    lines = [
+        f"{report.path}: {report.parameters:,} parameters in {report.dtype}, vocabulary: {report.vocabulary.detail}"
+    ]
+    lines.extend(f"checked: {check}" for check in report.checks)
+    for engine in report.engines:
+        lines.append(f"{engine.engine:<14} {'takes it' if engine.ok else 'refuses it: ' + '; '.join(engine.reasons)}")
+    lines.extend(f"warning: {warning}" for warning in report.warnings)
+    lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
+    return lines
+
+
+def _cost_line(verdict: dict[str, Any]) -> str:
+    """Best gamma, its predicted speed-up, the cost ratio and the break-even alpha."""
+    costs, gamma = verdict["costs"], verdict["best_gamma"]
+    best = (
+        f"best gamma {gamma}, predicted speed-up {verdict['predicted_speed_up']:.2f}x"
+        if gamma
+        else "no gamma pays on this machine"
+    )
+    break_even = costs["break_even_alpha"]
+    return f"{best}; cost ratio c = {costs['cost_ratio']:.2f}, break-even alpha at gamma {verdict['gamma']} = " + (
+        "none" if break_even is None else f"{break_even:.2f}"
+    )
+
+
+def last_screen(
+    console: Console, run: Path, verdict: dict[str, Any], completions: Sequence[Panel], export: Path | None
+) -> None:
+    """The screen that ends a demo."""
+    # A verdict of an earlier version has no outcome.
+    style = "green" if verdict.get("outcome", "pays_off" if verdict["pays_off"] else "") == "pays_off" else "yellow"
+    console.print()
+    if completions:
+        legend = Text.assemble(
+            "held-out completions: ", ("accepted from the draft", ACCEPTED_STYLE), ", ", ("the target's own", OWN_STYLE)
+        )
+        console.print(Group(legend, *completions))
+    console.print(verdict_table(verdict))
+    console.print(Text(verdict["sentence"], style=f"bold {style}"))
+    if verdict["costs"] is not None:
+        console.print(_cost_line(verdict))
+    seconds = verdict["seconds"]
+    parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
+    console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
+    places = Table.grid(padding=(0, 2))
+    if (run / "report.html").exists():
+        places.add_row("report", f"{run / 'report.html'}  (open it in a browser)")
+    places.add_row("verdict", str(run / "verdict.json"))
+    places.add_row("best checkpoint", str(run / "best"))
+    if export is not None:
+        places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")
+    console.print(places, highlight=False)
+    console.print(
+        "your own model: copy configs/demo.yaml, set target.path and data.train, then\n"
+        "  accelerate launch -m distill.train my.yaml && understudy export runs/NAME --to my-draft",
+        highlight=False,
+    )

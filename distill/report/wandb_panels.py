@@ -1,0 +1,160 @@
+"""The panels of a report in wandb: the same tables, curves and page, logged to a run that is under way.
+
+wandb is imported only here and only when a run has it as a tracker.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from distill.report.page import completed, render_page
+from distill.report.tables import (
+    GivenTimes,
+    Table,
+    disagreement_table,
+    forgetting_table,
+    headline_table,
+    judged,
+    labels_of,
+    main_curves,
+    measured_times,
+    slice_tables,
+    timed_speed_ups,
+)
+from speculative.errors import UserError
+
+PREFIX = "report"
+HEADLINES = ("alpha", "tau", "accepted_per_drafted", "speed_up", "tokens_per_second")
+
+
+def log_result(
+    accelerator_or_run: Any, result: Mapping[str, Any], *, given: GivenTimes | None = None, page: str | None = None
+) -> list[str]:
+    """Logs what a report shows to wandb, in one step; returns the names of the panels, [] where the run has no wandb tracker.
+
+    Args:
+        accelerator_or_run: an Accelerator whose trackers were started, or a wandb run.
+        given: step times of the second speed-up curve; default those measured.
+        page: the HTML page when it was made already.
+
+    Raises:
+        UserError: wandb is not installed.
+    """
+    run = wandb_run(accelerator_or_run)
+    if run is None:
+        return []
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
+    result = completed(result)
+    given = given or measured_times(result)
+    panels: dict[str, Any] = {f"{PREFIX}/headline": _table(wandb, headline_table(result))}
+    panels |= _charts(wandb, result, given)
+    for slices in slice_tables(result):
+        panels[f"{PREFIX}/slices by {slices.columns[0]}"] = _table(wandb, slices)
+    for name, table in (("disagreements", disagreement_table(result)), ("forgetting", forgetting_table(result))):
+        if table is not None:
+            panels[f"{PREFIX}/{name}"] = _table(wandb, table)
+    if result["token_view"]:
+        panels[f"{PREFIX}/tokens"] = _tokens(wandb, result)
+    # inject would add a style sheet of wandb's servers to a page that needs no network.
+    panels[f"{PREFIX}/page"] = wandb.Html(page or render_page(result, given), inject=False, data_is_not_path=True)
+    run.log(panels)
+    verdict, main = result["verdict"], judged(result)
+    run.summary.update(
+        {f"{PREFIX}/outcome": verdict["outcome"], f"{PREFIX}/sentence": verdict["sentence"]}
+        | {f"{PREFIX}/{key}": main[key] for key in HEADLINES if main.get(key) is not None}
+    )
+    return list(panels)
+
+
+def wandb_run(accelerator_or_run: Any) -> Any:
+    """The wandb run of an Accelerator on its main process, None when it has none; a run is given back as it is."""
+    trackers = getattr(accelerator_or_run, "trackers", None)
+    if trackers is None:
+        return accelerator_or_run
+    found = [tracker for tracker in trackers if tracker.name == "wandb"]
+    return found[0].tracker if found and accelerator_or_run.is_main_process else None
+
+
+def _table(wandb: Any, table: Table) -> Any:
+    """The cells as they are read: value, interval and mark."""
+    rows = [
+        [" ".join(part for part in (cell.text, cell.note, cell.mark) if part) for cell in row] for row in table.rows
+    ]
+    return wandb.Table(columns=[column or "measure" for column in table.columns], data=rows)
+
+
+def _charts(wandb: Any, result: Mapping[str, Any], given: GivenTimes) -> dict[str, Any]:
+    """Line charts; a series is left out where its values are null."""
+    labels, charts = labels_of(result), {}
+
+    def chart(name: str, title: str, xname: str, series: Mapping[str, tuple[list[int], list[float]]]) -> None:
+        if series:
+            xs, ys = zip(*series.values(), strict=True)
+            charts[f"{PREFIX}/{name}"] = wandb.plot.line_series(
+                xs=xs, ys=ys, keys=list(series), title=title, xname=xname
+            )
+
+    steps = result["steps"] or []
+    if len(steps) > 1:
+        at = [step["step"] for step in steps]
+        for key in ("alpha", "tau"):
+            ours = {"judged": (at, [step[key] for step in steps])}
+            if steps[0]["step"] == 0:
+                ours[labels.get("baseline", "baseline")] = (at, [steps[0][key]] * len(at))
+            chart(f"{key} over steps", f"{key} over steps", "optimizer step", ours)
+    rows = {labels[row["name"]]: row["survival"] for row in result["contestants"] if row["survival"]}
+    chart(
+        "survival",
+        "first j drafted tokens accepted",
+        "j",
+        {name: (list(range(1, len(s) + 1)), s) for name, s in rows.items()},
+    )
+    curves = main_curves(result)
+    if curves is not None:
+        known = {labels.get(name, name): curve for name, curve in curves["contestants"].items()}
+        timed = {name: fast for name, curve in known.items() if (fast := timed_speed_ups(result, curve))}
+        chart(
+            "tau", "tau over gamma", "gamma", {name: (curve["gammas"], curve["tau"]) for name, curve in known.items()}
+        )
+        chart(
+            "speed-up",
+            "speed-up here",
+            "gamma",
+            {name: (list(fast), list(fast.values())) for name, fast in timed.items()},
+        )
+        at_times = {
+            name: (
+                curve["gammas"],
+                [given.speed_up(gamma, tau) for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)],
+            )
+            for name, curve in known.items()
+        }
+        chart("speed-up at given times", "speed-up at given times", "gamma", at_times)
+    if result["calibration"]:
+        bins = [one for one in result["calibration"]["bins"] if one["accepted"] is not None]
+        confidence = [one["confidence"] for one in bins]
+        points = {"draft": (confidence, [one["accepted"] for one in bins]), "calibrated": (confidence, confidence)}
+        chart("calibration", "share accepted over the draft's probability", "probability", points)
+    return charts
+
+
+def _tokens(wandb: Any, result: Mapping[str, Any]) -> Any:
+    """Every token of the view in one table."""
+    columns = ["response", "place", "token", "id", "written by", "block", "target_prob", "draft_prob"]
+    rows = [
+        [
+            response["key"],
+            place,
+            token["text"],
+            token["id"],
+            token["by"],
+            token["block"],
+            token.get("target_prob"),
+            token.get("draft_prob"),
+        ]
+        for response in result["token_view"]["responses"]
+        for place, token in enumerate(response["tokens"])
+    ]
+    return wandb.Table(columns=columns, data=rows)

@@ -1,0 +1,138 @@
+"""`understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]`: the target answers, and says what it thought.
+
+Responses as training makes them, and beside them the target's distributions at every response token, so that training with
+`signal.source=store` needs no target. On several devices: `accelerate launch -m distill.respond CONFIG ...`.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from data.responses.store import Row
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.faults import check_imports, explain
+from distill.models.student import context_of
+from distill.models.target import ServedTarget
+from distill.run.folder import claim_folder
+from distill.run.prompts import load_prompts
+from distill.run.responses import RunStores
+from distill.training.signal import fill, open_signal_store, signal_line
+from speculative.errors import UserError
+
+KINDS = ("topk", "sampled", "none")
+USAGE = """usage: understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]
+
+The target answers the prompts of CONFIG into the run's folder. With --signal its distributions at every response token are
+kept too: topk the k most probable tokens and the rest's mass (signal.k), sampled unbiased draws (signal.samples). Without
+--signal: what the config's signal.source needs. A killed run goes on when the same command is given again."""
+
+
+def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | None) -> tuple[RunConfig, bool]:
+    """(the config that training from the store will have, whether a signal is wanted)."""
+    if signal is not None and signal not in KINDS:
+        raise UserError(f"--signal {signal}: one of {', '.join(KINDS)}")
+    config = load_config(config_path, overrides)
+    if config.target is None:
+        raise UserError(f"{config_path}: target: null has nobody to answer; respond goes with a target")
+    if signal == "none" or (signal is None and config.signal.source == "online"):
+        return config, False
+    asked = [*overrides, f"signal.kind={signal or config.signal.kind}"]
+    if config.signal.source == "online":
+        asked.append("signal.source=store")  # an objective that the signal cannot serve is told before the work
+    return load_config(config_path, asked), True
+
+
+def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> dict[str, Any] | None:
+    """Makes the responses of a run, and the signal store when one is wanted; returns its facts.
+
+    Raises:
+        UserError: odd config, folder of another run, target or prompts not there, disk full.
+    """
+    from distill.run.session import context_limit, new_accelerator
+
+    config, wanted = _resolved(config_path, overrides, signal)
+    assert config.target is not None
+    accelerator = new_accelerator(project_dir=str(config.folder))
+    try:
+        if accelerator.is_main_process:
+            claim_folder(config)
+        accelerator.wait_for_everyone()
+        target = ServedTarget(config.target, accelerator.device, config.folder)
+        context = context_limit(config, target.facts.context_length, context_of(config.student))
+        sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, config.judge.prompts)
+        accelerator.print(sets.report)
+        stores = RunStores(config, accelerator, target, target.tokenizer)
+        rows = stores.training(sets.train)
+        stores.heldout_by_rule(sets.heldout)
+        if accelerator.is_main_process:
+            target.remember()
+        tokens = int(np.sum([row.example().response_tokens for row in rows]))
+        accelerator.print(f"{len(rows)} responses of {tokens:,} tokens")
+        return _signal(config, rows, target, accelerator) if wanted else None
+    finally:
+        accelerator.end_training()
+
+
+def _signal(config: RunConfig, rows: Sequence[Row], target: ServedTarget, accelerator: Accelerator) -> dict[str, Any]:
+    examples = [row.example() for row in rows]
+    store = open_signal_store(config, examples, target.facts, accelerator, repair=True)
+    try:
+        if target.config.endpoint is not None:
+            rank, ranks = accelerator.process_index, accelerator.num_processes
+            target.endpoint.topk(store, rows, config.signal.k, rank=rank, ranks=ranks, label="teacher signal")
+            accelerator.wait_for_everyone()
+        else:
+            fill(config, store, target, examples, accelerator)
+        assert not store.missing()
+        facts = store.facts()
+    finally:
+        store.close()
+    accelerator.print(signal_line(config, facts))
+    accelerator.print(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
+    return facts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit status: 0 done, 2 a mistake of the user, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    try:
+        check_imports()
+        signal, rest = _without_option(arguments, "--signal")
+        run(rest[0], rest[1:], signal)
+    except (Exception, KeyboardInterrupt) as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        print(explained[0], file=sys.stderr)
+        return explained[1]
+    return 0
+
+
+def _without_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """(value of an option or None, the other arguments, at least one). Raises UserError."""
+    value, rest, left = None, [], list(arguments)
+    while left:
+        argument = left.pop(0)
+        if argument == name:
+            if not left:
+                raise UserError(f"{name}: one of {', '.join(KINDS)}")
+            value = left.pop(0)
+        elif argument.startswith(f"{name}="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    if not rest:
+        raise UserError("respond: which config? e.g. understudy respond configs/demo.yaml --signal topk")
+    return value, rest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

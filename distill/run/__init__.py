@@ -1,0 +1,1 @@
+"""A run's folder: its prompts, responses, checkpoints and where they came from."""

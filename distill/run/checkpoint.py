@@ -1,0 +1,150 @@
+"""Checkpoints: written whole or not at all, found again, judged, pruned."""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers.utils.logging import disable_progress_bar
+
+from data.files import write_json
+from distill.config.run import RunConfig
+from distill.run.folder import AVERAGED, JUDGEMENT, PROGRESS, RAW, list_steps, step_folder
+from speculative.errors import UserError
+
+
+@dataclass
+class Progress:
+    """What a resumed run needs besides tensors. The position in the data follows from `step`."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    best_step: int | None = None
+    best_score: float | None = None
+    judged_without_gain: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, stage: str, seconds: float) -> None:
+        """Adds to the time spent in a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+def last_resumable(run: Path) -> int | None:
+    """The newest checkpoint whose optimizer state is still kept."""
+    return next((step for step in reversed(list_steps(run)) if (step_folder(run, step) / "state").exists()), None)
+
+
+def save_checkpoint(
+    run: Path,
+    accelerator: Accelerator,
+    students: dict[str, Any],
+    tokenizer: Any,
+    progress: Progress,
+    provenance: dict[str, Any],
+) -> Path:
+    """Writes students, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
+
+    All ranks call it. ``students`` are causal LMs by folder name on the main process, and not looked at elsewhere.
+
+    Raises:
+        UserError: disk full or folder not writable; earlier checkpoints are untouched.
+    """
+    # Accelerate notes at each save that tied weights are stored once: as it should be.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    disable_progress_bar()
+    final = step_folder(run, progress.step)
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(temporary / "state"))
+        accelerator.wait_for_everyone()  # every rank's RNG is in the folder before it is renamed
+        if accelerator.is_main_process:
+            for name, student in students.items():
+                student.save_pretrained(str(temporary / name))
+                tokenizer.save_pretrained(str(temporary / name))
+            write_json(temporary / "provenance.json", provenance)
+            write_json(temporary / PROGRESS, asdict(progress))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+        accelerator.wait_for_everyone()
+    except Exception as error:
+        if not _is_disk_trouble(error):
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        steps = list_steps(run)
+        kept = (
+            f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no earlier checkpoint"
+        )
+        raise UserError(f"{final}: cannot be written ({str(error).splitlines()[0]}); {kept}") from error
+    return final
+
+
+def settle_weights(folder: Path, judgement: dict[str, Any]) -> None:
+    """Gives the better of raw and averaged weights the name `student`; the other stays beside it. May be called again."""
+    if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():
+        if (folder / "student").exists():
+            os.replace(folder / "student", folder / RAW)
+        os.replace(folder / AVERAGED, folder / "student")
+
+
+def _is_disk_trouble(error: Exception) -> bool:
+    """A full or unwritable disk in the words of Python, torch (RuntimeError), safetensors and tokenizers (bare Exception)."""
+    words = ("os error", "i/o error", "no space", "file write failed", "unexpected pos")
+    return isinstance(error, OSError) or any(word in str(error).lower() for word in words)
+
+
+def prune_states(run: Path, keep: int) -> None:
+    """Deletes the optimizer state of all but the newest ``keep`` checkpoints; students stay."""
+    with_state = [step for step in list_steps(run) if (step_folder(run, step) / "state").exists()]
+    for step in with_state[:-keep]:
+        shutil.rmtree(step_folder(run, step) / "state", ignore_errors=True)
+
+
+def judged_scores(run: Path) -> list[tuple[int, float]]:
+    """(step, score) of every judged checkpoint, steps rising."""
+    paths = {step: step_folder(run, step) / JUDGEMENT for step in list_steps(run)}
+    return [
+        (step, json.loads(path.read_text(encoding="utf-8"))["score"]) for step, path in paths.items() if path.exists()
+    ]
+
+
+def point_best(run: Path, step: int) -> None:
+    """Makes `best` a link to a step's checkpoint, in one rename."""
+    temporary = run / ".best.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(Path("checkpoints") / step_folder(run, step).name, target_is_directory=True)
+    os.replace(temporary, run / "best")
+
+
+def load_judgements(run: Path) -> list[dict[str, Any]]:
+    """The record of every judged checkpoint, step 0 first.
+
+    Raises:
+        UserError: the run has none.
+    """
+    records = []
+    for step in list_steps(run):
+        path = step_folder(run, step) / JUDGEMENT
+        if path.exists():
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+    if not records:
+        raise UserError(
+            f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`"
+        )
+    return records
+
+
+def resume_point(config: RunConfig) -> tuple[Progress, Path | None]:
+    """Progress of the newest resumable checkpoint and its folder; fresh progress when there is none."""
+    step = last_resumable(config.folder)
+    if step is None:
+        return Progress(), None
+    folder = step_folder(config.folder, step)
+    return Progress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8"))), folder

@@ -1,0 +1,161 @@
+"""A run's folder: what lies where, who may go on in it, and what an export needs to know of it.
+
+runs/NAME/config.yaml             the resolved config
+         metrics.jsonl            one line a step
+         responses/               token stores
+         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), state/ (optimizer, scheduler, RNG), progress.json,
+                                  judgement.json, provenance.json (commit, versions, machine, command)
+         self_checks.json         what was checked before anything was measured
+         best                     link to the best checkpoint
+         result.json, proposals.parquet, report.html, report.md, report.json
+         verdict.json, plot.png   verdict.json last: where it is, the run is finished
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distill.config.load import dump_config, load_config
+from distill.config.run import RunConfig
+from speculative.errors import UserError
+
+PROGRESS = "progress.json"
+JUDGEMENT = "judgement.json"
+RESULT = "result.json"  # what distill/verdict/findings.py writes, and report, drift and compare read
+RESULT_FORMAT = 1
+AVERAGED = "student-ema"  # beside `student` while it is not known which of the two is better
+RAW = "student-raw"
+# Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
+MAY_DIFFER = (
+    "resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
+    "serving.batch_size", "judge.batch_size", "judge.speed_prompts", "judge.speed_threads", "judge.served", "tracking.trackers",
+    "tracking.project",
+)  # fmt: skip
+
+
+def claim_folder(config: RunConfig) -> None:
+    """Makes the run's folder, or accepts it when it holds the same config (apart from `MAY_DIFFER`).
+
+    Raises:
+        UserError: another config is there (first differing line named), or the folder cannot be written.
+    """
+    folder, text = config.folder, dump_config(config)
+    path = folder / "config.yaml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Before the first checkpoint only the responses could hang on the config, and their manifests guard them: a start
+        # that failed may be mended.
+        if path.exists() and (folder / "checkpoints").exists():
+            may = set(MAY_DIFFER)
+            if config.loss.weighting.name == "selected":
+                may.discard("train.micro_batch_size")  # it chooses within a micro-batch
+            old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
+            difference = _first_difference(old_tree, new_tree, may)
+            if difference is not None:
+                key, old, new = difference
+                raise UserError(
+                    f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
+                    "choose another name=... (its responses may be copied there), or delete the folder"
+                )
+            if config.resume == "never":
+                raise UserError(
+                    f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
+                )
+        elif path.exists() and path.read_text(encoding="utf-8") != text:
+            for stale in ("self_checks.json", "student.json"):
+                (folder / stale).unlink(missing_ok=True)
+        temporary = path.with_name(".config.yaml.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can"
+        ) from error
+
+
+def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple[str, str, str] | None:
+    """(dotted key, old value, new value) of the first difference between two trees that matters."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in (*old, *(name for name in new if name not in old)):
+            found = _first_difference(old.get(name), new.get(name), may, f"{key}.{name}".lstrip("."))
+            if found is not None:
+                return found
+        return None
+    return None if old == new or key in may else (key, json.dumps(old), json.dumps(new))
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Folder of the checkpoint at a step."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def list_steps(run: Path) -> list[int]:
+    """Steps that have a whole checkpoint, rising."""
+    found = (run / "checkpoints").glob("step-[0-9]*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / PROGRESS).exists())
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What an export needs to know of a run."""
+
+    student: Path
+    target: str
+    verdict: dict[str, Any] | None
+    provenance: dict[str, Any]
+    sampling: dict[str, Any]
+    revision: str | None
+    trust_remote_code: bool
+
+
+def read_run(path: Path) -> RunFacts:
+    """Facts of a run's best checkpoint, or of one checkpoint of a run.
+
+    Raises:
+        UserError: neither a run's folder nor a checkpoint of one, or nothing judged yet.
+    """
+    run = path if (path / "config.yaml").exists() else path.resolve().parent.parent
+    if not (run / "config.yaml").exists():
+        raise UserError(f"{path}: neither a run's folder (config.yaml in it) nor a checkpoint of one")
+    folder = path if run != path else run / "best"
+    if not (folder / "student").exists():
+        raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
+    config = load_config(run / "config.yaml")
+    if config.target is None:
+        raise UserError(
+            f"{run}: pre-trained from text (target: null), not a draft; its best/student is an ordinary model"
+        )
+    verdict_file = run / "verdict.json"
+    verdict = json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None
+    if verdict is not None and folder.resolve() != step_folder(run, verdict["best"]["step"]).resolve():
+        verdict = None  # the verdict is of another checkpoint
+    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    data = [source.path for source in config.data.train]
+    provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
+    sampling = {key: getattr(config.serving, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+    where = config.target
+    return RunFacts(
+        folder / "student", where.path, verdict, provenance, sampling, where.revision, where.trust_remote_code
+    )
+
+
+VERDICT = "verdict.json"
+
+
+def load_verdict(run: Path) -> dict[str, Any]:
+    """verdict.json of a finished run.
+
+    Raises:
+        UserError: not there or damaged.
+    """
+    try:
+        return json.loads((run / VERDICT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again"
+        ) from error
+
+
+PROPOSALS = "proposals.parquet"

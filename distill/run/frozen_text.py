@@ -1,0 +1,73 @@
+"""The held-out responses of a finished run as they lie on disk: what any draft can be judged on, without the target."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from data.responses.store import Store
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.models.draft import load_draft, served_copy
+from distill.models.target import ServedTarget
+from distill.run.responses import frozen_responses_of
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
+
+
+@dataclass(frozen=True)
+class FrozenText:
+    """`sampling`: how the target sampled the responses. `target`: tokenizer and facts; its weights load on first use."""
+
+    run: Path
+    config: RunConfig
+    rule: Rule
+    responses: list[HeldoutResponse]
+    sampling: SamplingSettings
+    target: ServedTarget
+    manifest: dict[str, Any]
+
+    def draft(self, path: str) -> PreTrainedModel:
+        """A draft (run, checkpoint, directory, hub id) as it would be served beside this target: vocabulary checked.
+
+        Raises:
+            UserError: not there, or another vocabulary.
+        """
+        loaded = load_draft(path, self.target, self.target.tokenizer)
+        return served_copy(loaded, self.target.saved_dtype, self.target)
+
+
+def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device | None = None) -> FrozenText:
+    """The held-out text of a run for a rule, by default the one its config judges by.
+
+    Raises:
+        UserError: no run there, or it stopped before its target had answered the held-out prompts.
+    """
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
+    config = load_config(run / "config.yaml")
+    if config.target is None:
+        raise UserError(f"{run}: a pre-training run has no target and so no held-out responses")
+    chosen: Rule = rule or config.judge_rule
+    folder = run / "responses" / ("heldout-greedy" if chosen == "greedy" else "heldout")
+    if not folder.is_dir():
+        have = sorted(path.name for path in (run / "responses").glob("heldout*"))
+        raise UserError(
+            f"{folder}: not there: this run has held-out responses only in {', '.join(have) or 'no folder'}; "
+            "choose a rule they are for, or finish the run"
+        )
+    store = Store(folder)
+    manifest = dict(store.manifest())
+    return FrozenText(
+        run,
+        config,
+        chosen,
+        frozen_responses_of(store.read()),
+        SamplingSettings(**manifest["sampling"]),
+        ServedTarget(config.target, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), run),
+        manifest,
+    )

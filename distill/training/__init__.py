@@ -1,0 +1,1 @@
+"""The Accelerate loop and what feeds it."""

@@ -1,0 +1,216 @@
+"""The micro-batches of a step: from the pools of the mix, by number of step alone.
+
+Legend: R response tokens, T positions, D hidden width.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from data.batches.collate import Batch, Example, collate
+from data.batches.mixture import Mixture, Pool
+from data.batches.packed import collate_packed
+from data.batches.packing import micro_batches, packed_micro_batches
+from data.responses.respond import RenderedPrompt
+from distill.config.run import RunConfig
+from distill.loss.objective import Objective
+from distill.models.heads import SplitModel
+from distill.models.target import ServedTarget
+from distill.training.rollouts import Draft, Rollouts, text_examples
+from speculative.engine.models import in_eval_mode
+from speculative.errors import UserError
+
+# Distances of hidden states, relative to their norm. Against a sequence alone, in other shapes, rounding differs, and in half
+# precision a token near a tie may go to another expert: the median must be small. Beside other neighbours, in the same shapes,
+# nearly nothing may change anywhere.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+LEAK, HALF_LEAK = 1e-4, 5e-3
+
+
+def position_weighted(example: Example, half_life: float) -> Example:
+    """The example with 0.5 ** (t / half_life) on its response token t = 0, 1, ..., times the weights that it has."""
+    numbers = np.maximum(np.cumsum(example.loss_mask) - 1, 0)
+    decay = np.where(example.loss_mask, 0.5 ** (numbers / half_life), 1.0)
+    weights = decay if example.weights is None else decay * example.weights
+    return replace(example, weights=weights.astype(np.float32))
+
+
+class BatchSource:
+    """What the loop asks for its micro-batches. The same sequences make a step however many ranks share them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        examples: Sequence[Example],
+        pad_id: int,
+        rank: int,
+        ranks: int,
+        rollouts: Rollouts | None = None,
+        text_examples: Sequence[Example] | None = None,
+    ) -> None:
+        """`examples`: responses of the target. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
+
+        Raises:
+            UserError: a sequence that is longer than `train.packing`.
+        """
+        mix, every = config.data.mix, config.data.rollouts.every
+        shares = {
+            "target": (mix.target, None), "student": (mix.student, every), "speculative": (mix.speculative, every),
+            "text": (mix.text, None),
+        }  # fmt: skip
+        pools = [Pool(name, share, steps) for name, (share, steps) in shares.items() if share > 0]
+        self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, rank, ranks, rollouts
+        self.mixture = Mixture(pools, config.train.batch_size, config.seed)
+        # The generation of each pool that is in memory, with the lengths of its sequences.
+        self._held: dict[str, tuple[int, Sequence[Example], np.ndarray]] = {}
+        for name, given in (("target", examples), ("text", text_examples)):
+            if name in self.mixture.pools:
+                self._hold(name, 0, given or ())
+
+    def micro_batches(self, step: int, draft: Draft | None = None) -> list[Batch]:
+        """This rank's micro-batches of a step. All ranks call it: new rollouts are made here, by `draft`, when they are due.
+
+        Without packing every micro-batch has `train.micro_batch_size` sequences; with it at most so many rows, and the last one
+        of a rank may be without response tokens. `indices` of a batch are numbers in `examples`, -1 for other sequences.
+        """
+        train = self.config.train
+        documents, numbers = self._documents(step, draft)
+        lengths = np.array([len(document.input_ids) for document in documents])
+        order = np.argsort(-lengths, kind="stable")
+        if train.packing is None:
+            shares = micro_batches(order, train.micro_batch_size, self.rank, self.ranks)
+            return [
+                collate([documents[i] for i in share], self.pad_id, [numbers[i] for i in share]) for share in shares
+            ]
+        packed = packed_micro_batches(lengths, train.packing, train.micro_batch_size, self.rank, self.ranks)
+        return [
+            collate_packed(
+                [[documents[i] for i in row] for row in rows], self.pad_id, train.packing,
+                [numbers[i] for i in itertools.chain.from_iterable(rows)],
+            )
+            for rows in packed
+        ]  # fmt: skip
+
+    def _documents(self, step: int, draft: Draft | None) -> tuple[list[Example], list[int]]:
+        """The sequences of a step, pool after pool, and their numbers."""
+        documents: list[Example] = []
+        numbers: list[int] = []
+        for name, count in self.mixture.counts(step).items():
+            if not count:
+                continue
+            generation = self.mixture.generation(name, step)
+            if self._held.get(name, (-1,))[0] != generation:
+                if self.rollouts is None or draft is None:
+                    raise ValueError(f"data.mix.{name}: rollouts and a draft are needed")
+                made = self.rollouts.student if name == "student" else self.rollouts.speculative
+                self._hold(name, generation, made(generation, draft))
+            _, examples, lengths = self._held[name]
+            chosen = self.mixture.chosen(name, step, lengths).tolist()
+            documents += [examples[number] for number in chosen]
+            numbers += chosen if name == "target" else [-1] * count
+        return documents, numbers
+
+    def _hold(self, name: str, generation: int, examples: Sequence[Example]) -> None:
+        if not examples:
+            raise UserError(f"data.mix.{name}: no sequences; check its sources, or set its share to 0")
+        packing, weighting = self.config.train.packing, self.config.loss.weighting
+        lengths = np.array([len(example.input_ids) for example in examples])
+        if packing is not None and lengths.max() > packing:
+            raise UserError(
+                f"train.packing = {packing}: a sequence of data.mix.{name} has {lengths.max()} tokens; set it to at least that"
+            )
+        if weighting.name == "position" and name != "text":
+            examples = [position_weighted(example, weighting.half_life) for example in examples]
+        self._held[name] = generation, examples, lengths
+
+
+def check_packing(split: SplitModel) -> None:
+    """Compares hidden states of sequences packed into two rows with those of each alone, and with those beside other neighbours.
+
+    Raises:
+        UserError: the architecture, or the attention implementation in use, lets packed sequences see each other.
+    """
+    parameter = next(split.model.parameters())
+    vocabulary = min(split.model.config.get_text_config().vocab_size, 997)
+    ids = (np.arange(36) * 7919 + 13) % vocabulary
+    cuts = [(0, 7), (7, 16), (16, 18), (18, 22), (22, 36)]  # the first three make a row of 18, the last two another
+    first = np.zeros(36, dtype=bool)
+    first[[*range(7), *range(18, 22)]] = True
+    other_ids = np.where(first, (ids + 5) % vocabulary, ids)  # other first sequences, the same others behind them
+    attention = getattr(split.model.config, "_attn_implementation", None)
+    name, fix = f"{type(split.model).__name__} (attention: {attention})", "set train.packing to null"
+
+    def packed_hidden(row_ids: np.ndarray) -> Tensor:
+        probes = [Example(row_ids[start:stop], np.ones(stop - start, dtype=bool)) for start, stop in cuts]
+        packed = collate_packed([probes[:3], probes[3:]], 0, 18).to(parameter.device)
+        hidden_BTD = split.hidden(packed.input_ids_BT, packed.position_ids_BT)
+        return hidden_BTD.reshape(36, -1)
+
+    with torch.no_grad(), in_eval_mode(split.model):
+        alone = [split.hidden(torch.tensor(ids[None, start:stop], device=parameter.device))[0] for start, stop in cuts]
+        try:
+            together_TD, beside_others_TD = packed_hidden(ids), packed_hidden(other_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"train.packing: {name} cannot take packed sequences ({str(error).splitlines()[0]}); {fix}"
+            ) from error
+    same, leak = (TOLERANCE, LEAK) if parameter.dtype in (torch.float32, torch.float64) else (HALF_TOLERANCE, HALF_LEAK)
+    behind = torch.from_numpy(~first).to(parameter.device)
+    from_alone_T = _distances(together_TD[behind], torch.cat(alone)[behind])
+    from_others_T = _distances(together_TD[behind], beside_others_TD[behind])
+    if not (from_alone_T.median() <= same and from_others_T.max() <= leak):
+        raise UserError(f"train.packing: {name} lets packed sequences see each other; {fix}")
+
+
+def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
+    """(T,) distances between hidden states of a position, relative to the expected one's norm; inf for NaN."""
+    distances_T = (found_TD.double() - expected_TD.double()).norm(dim=-1) / expected_TD.double().norm(dim=-1)
+    return distances_T.nan_to_num(nan=torch.inf)
+
+
+def make_batches(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: ServedTarget,
+    prompts: list[RenderedPrompt],
+    examples: list[Example],
+    context: int,
+) -> BatchSource:
+    """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
+    mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
+    rollouts, text = None, None
+    if mix.student or mix.speculative:
+        rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
+        longest = max(len(p.prompt_ids) for p in prompts) + (data.rollouts.max_tokens or config.serving.max_tokens)
+        if config.train.packing is not None and longest > config.train.packing:
+            raise UserError(
+                f"train.packing = {config.train.packing}: a rollout may have {longest} tokens; set it to at least that"
+            )
+    if mix.text:
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "data.text: the target's tokenizer has no eos token, which separates documents; set data.mix.text to 0"
+            )
+        if data.text_window > context:
+            raise UserError(
+                f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
+            )
+        text = text_examples(data.text, tokenizer, data.text_window)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return BatchSource(config, examples, pad_id, accelerator.process_index, accelerator.num_processes, rollouts, text)
+
+
+def make_objective(config: RunConfig) -> Objective:
+    """The objective that the config names."""
+    loss, weighting = config.loss, config.loss.weighting
+    # Greedy serving has no temperature: the estimate of alpha on the progress line is then the one at temperature 1.
+    serving_temperature = config.serving.temperature or 1.0
+    return Objective(
+        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature,
+        weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
+    )  # fmt: skip

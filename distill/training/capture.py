@@ -1,0 +1,205 @@
+"""The teacher paid once: its distributions in few numbers, made chunk by chunk, and teachers that read them back.
+
+Legend: R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries, N draws of a row, S distinct
+ones among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from data.batches.collate import Batch
+from data.signals.codec import join_sampled, join_topk
+from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
+from data.signals.store import SignalStore, StoredSignal
+from distill.config.sections import SignalConfig
+from distill.training.teacher import TeacherSource
+from speculative.errors import UserError
+from speculative.rules.sampling import row_uniforms
+
+Head = Callable[[Tensor], Tensor]
+CHUNK_BYTES = 64 << 20  # of one float32 (C, V) tensor; half a dozen of its size exist at once
+FIRST_ROWS = 16  # of the first chunk, which tells the vocabulary
+
+
+def _logits_in_chunks(
+    head: Head, hidden_RD: Tensor, temperature: float, chunk: int | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits / temperature (C, V) in float32) for all rows; ``chunk`` null = as many rows as CHUNK_BYTES hold."""
+    start, rows = 0, chunk or FIRST_ROWS
+    while start < len(hidden_RD):
+        part = slice(start, min(start + rows, len(hidden_RD)))
+        logits_CV = head(hidden_RD[part]).float()
+        yield part, logits_CV if temperature == 1.0 else logits_CV / temperature
+        start, rows = part.stop, chunk or max(1, CHUNK_BYTES // (4 * logits_CV.shape[-1]))
+
+
+@torch.no_grad()
+def topk_signal(
+    head: Head, hidden_RD: Tensor, k: int, temperature: float = 1.0, chunk: int | None = None
+) -> TopKSignal:
+    """The k most probable tokens of softmax(head(hidden) / temperature), most probable first, and the log of the rest's mass.
+
+    The rest is summed itself, not taken as 1 - sum, so that a small tail keeps its digits. On the device of ``hidden_RD``.
+
+    Raises:
+        ValueError: k above the vocabulary.
+    """
+    parts = []
+    for _, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
+        if k > logits_CV.shape[-1]:
+            raise ValueError(f"k = {k} of a vocabulary of {logits_CV.shape[-1]}")
+        top_CK, ids_CK = logits_CV.topk(k, dim=-1)
+        rest_C = logits_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
+        total_C = torch.logaddexp(top_CK.logsumexp(-1), rest_C)
+        parts.append(TopKSignal(ids_CK, top_CK - total_C.unsqueeze(-1), rest_C - total_C))
+    return join_topk(parts, k).to(hidden_RD.device)
+
+
+@torch.no_grad()
+def sampled_signal(
+    head: Head,
+    hidden_RD: Tensor,
+    samples: int,
+    uniforms_R: Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> SampledSignal:
+    """Draws of softmax(head(hidden) / temperature) as distinct ids with weights count / samples, E[weight] = probability.
+
+    The draws of a row are systematic: inverse transform at (j + u) / samples, j = 0 .. samples-1, with the row's one uniform u
+    in [0, 1). Each point is uniform over its stretch, so the weights are unbiased, as those of independent draws are (arXiv
+    2503.16870, proposal = the target), but a token of probability p is drawn floor(samples p) or ceil(samples p) times and
+    never otherwise: its variance is at most 1 / (4 samples^2), not p (1 - p) / samples.
+    """
+    parts = []
+    for rows, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
+        log_probs_CV = logits_CV.log_softmax(-1)
+        probs_CV = log_probs_CV.exp()
+        entropy_C = -torch.where(probs_CV > 0, probs_CV * log_probs_CV, 0.0).sum(-1)
+        ids_CS, weights_CS = _distinct(_systematic_draws(probs_CV, uniforms_R[rows], samples))
+        log_probs_CS = torch.where(weights_CS > 0, log_probs_CV.gather(-1, ids_CS), -torch.inf)
+        parts.append(SampledSignal(ids_CS, weights_CS, log_probs_CS, entropy_C))
+    return join_sampled(parts).to(hidden_RD.device)
+
+
+def _systematic_draws(probs_CV: Tensor, uniforms_C: Tensor, samples: int) -> Tensor:
+    """Ids (C, N), rising within a row. The sum runs in float64, as in `speculative.rules.sampling.sample`."""
+    cumulative_CV = probs_CV.cumsum(-1, dtype=torch.float64)
+    if probs_CV.device.type != "cpu":
+        # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
+        cumulative_CV = cumulative_CV.masked_fill_(probs_CV <= 0, 0.0).cummax(-1).values
+    points_N = torch.arange(samples, dtype=torch.float64, device=probs_CV.device)
+    points_CN = (points_N + uniforms_C.to(probs_CV.device).double().unsqueeze(-1)) / samples
+    below_mass_C1 = cumulative_CV[:, -1:] * (1.0 - 2.0**-52)
+    ids_CN = torch.searchsorted(cumulative_CV, (points_CN * below_mass_C1).contiguous(), right=True)
+    return ids_CN.clamp_max_(probs_CV.shape[-1] - 1)
+
+
+def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
+    """Rising ids -> (distinct ids (C, S), shares of the draws (C, S)); rows with fewer end in id 0 with share 0."""
+    is_new_CN = torch.ones_like(ids_CN, dtype=torch.bool)
+    is_new_CN[:, 1:] = ids_CN[:, 1:] != ids_CN[:, :-1]
+    slots_CN = is_new_CN.cumsum(-1) - 1
+    width = int(slots_CN.max()) + 1
+    ids_CS = torch.zeros((len(ids_CN), width), dtype=ids_CN.dtype, device=ids_CN.device).scatter_(-1, slots_CN, ids_CN)
+    counts_CS = torch.zeros((len(ids_CN), width), device=ids_CN.device)
+    counts_CS.scatter_add_(-1, slots_CN, torch.ones_like(slots_CN, dtype=counts_CS.dtype))
+    return ids_CS, counts_CS / ids_CN.shape[-1]
+
+
+def draw_uniforms(seed: int, example: int, tokens: int) -> Tensor:
+    """One uniform per response token of an example (tokens,), float64: of seed, example and place alone, whatever the batch."""
+    return row_uniforms(seed, str(example), tokens, 1, "signal")[:, 0]
+
+
+class StoredTeacher:
+    """Reads what a store knows: no target in memory."""
+
+    def __init__(self, store: SignalStore) -> None:
+        """``store`` is open."""
+        self.store = store
+
+    def signal(self, batch: Batch) -> StoredSignal:
+        """The stored distributions at the rows of a micro-batch, on its device.
+
+        Raises:
+            UserError: an example whose signal is missing or damaged.
+        """
+        return self.store.read(batch.indices).to(batch.rows_R.device)
+
+
+class CapturingTeacher:
+    """Asks the online teacher once per example and keeps the answer; who comes again gets what was kept."""
+
+    def __init__(
+        self,
+        teacher: TeacherSource,
+        store: SignalStore,
+        config: SignalConfig,
+        temperature: float,
+        seed: int,
+        chunk: int | None = None,
+    ) -> None:
+        """``store`` is open, to repair; ``temperature`` is the loss's; ``chunk``: rows whose logits exist at once."""
+        self.teacher, self.store, self.config = teacher, store, config
+        self.temperature, self.seed, self.chunk = temperature, seed, chunk
+
+    def signal(self, batch: Batch) -> StoredSignal:
+        """The distributions at the rows of a micro-batch as the store gives them back, rounding included, on its device.
+
+        So a row trains the same whether it was captured just now or in an earlier epoch.
+
+        Raises:
+            UserError: disk full; the target's distribution is not finite.
+        """
+        self.fill(batch)
+        return self.store.read(batch.indices).to(batch.rows_R.device)
+
+    def fill(self, batch: Batch) -> int:
+        """Captures what the store lacks of a micro-batch; how many examples that were.
+
+        The target sees the whole micro-batch though only one example lack: what a row gets then depends on the micro-batch alone,
+        and a run that was killed between two examples and resumed stores the same bits as one that was not.
+        """
+        lacking = set(self.store.lacking(batch.indices))
+        count = len(lacking)
+        if not count:
+            return 0
+        lengths = self.store.lengths(batch.indices)
+        if sum(lengths) != batch.rows_R.numel():
+            raise ValueError(
+                f"{batch.rows_R.numel()} rows, but examples {batch.indices} have {sum(lengths)} response tokens"
+            )
+        made = self._made(self._online(batch), batch.indices, lengths)
+        start = 0
+        for index, length in zip(batch.indices, lengths, strict=True):
+            if index in lacking:
+                rows = made.rows(slice(start, start + length))
+                if (rows.log_probs_RK if isinstance(rows, TopKSignal) else rows.log_probs_RS).isnan().any():
+                    raise UserError(f"example {index}: the target's logits are not finite; try target.dtype: float32")
+                self.store.write(index, rows)
+                lacking.remove(index)  # it may come twice
+            start += length
+        return count
+
+    def _online(self, batch: Batch) -> DenseSignal:
+        signal = self.teacher.signal(batch)
+        if not isinstance(signal, DenseSignal):
+            raise ValueError(f"an online teacher is needed, not one that gives {type(signal).__name__}")
+        return signal
+
+    def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:
+        """The signal of all rows, on the CPU."""
+        signal: StoredSignal
+        if self.config.kind == "topk":
+            signal = topk_signal(dense.head, dense.hidden_RD, self.config.k, self.temperature, self.chunk)
+        else:
+            uniforms = [draw_uniforms(self.seed, index, length) for index, length in zip(indices, lengths, strict=True)]
+            signal = sampled_signal(
+                dense.head, dense.hidden_RD, self.config.samples, torch.cat(uniforms), self.temperature, self.chunk
+            )
+        return signal.to(torch.device("cpu"))

@@ -1,0 +1,42 @@
+"""What a person sees and presses while training: the progress line, and Ctrl-C."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@contextlib.contextmanager
+def progress_line(word: str, total: int, done: int, show: bool) -> Iterator[Callable[[int, str], None]]:
+    """Gives a function (steps done, facts) that redraws the line; ``show`` is false on all ranks but one."""
+    columns = (
+        TextColumn(f"[bold]{word}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(), disable=not show, refresh_per_second=2) as bar:
+        task = bar.add_task("", total=total, completed=done, facts="")
+        yield lambda steps, facts: bar.update(task, completed=steps, facts=facts)
+
+
+class Interrupt:
+    """Ctrl-C sets a flag that the loop reads between steps; a second one stops at once."""
+
+    def __init__(self) -> None:
+        """Takes the handlers over until `restore`."""
+        self.requested = False
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr)
+
+    def restore(self) -> None:
+        """Puts the earlier handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

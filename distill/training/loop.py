@@ -1,0 +1,400 @@
+"""The Accelerate loop: one exact step, checkpoints, judgements, early stop. It knows nothing of what is judged, or how.
+
+Legend: R response tokens of a micro-batch.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from data.batches.collate import Batch, Example
+from data.files import write_json
+from distill.config.run import RunConfig
+from distill.config.sections import TrainConfig
+from distill.run import checkpoint
+from distill.run.folder import AVERAGED, JUDGEMENT, PROGRESS, list_steps, step_folder
+from distill.training import sharding
+from distill.training.batches import BatchSource
+from distill.training.console import Interrupt, progress_line
+from distill.training.module import DraftModule
+from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
+from distill.training.profiling import Profile, StepClock, mfu, peak_memory_mib, training_flops
+from distill.training.teacher import Teacher, TeacherSource
+from distill.training.tracking import Metrics
+from speculative.errors import UserError
+
+# Updates skipped one after another before a run is given up: by then it is no spike.
+MOST_SKIPS = 20
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after the checkpoint was written."""
+
+
+class NotFinite(UserError):
+    """Loss or gradient is nan or infinite; the update was not made."""
+
+
+class Validator(Protocol):
+    """Judges a checkpoint. All ranks call it; the record is the same on each."""
+
+    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
+        """A JSON-able record with at least `score`: higher is better. The module is None except on the main process."""
+        ...
+
+    def headline(self, record: dict[str, Any]) -> str:
+        """The record in one line for the screen."""
+        ...
+
+    def dial(self, module: DraftModule) -> dict[str, float]:
+        """{alpha, tau} of the draft as it is, cheaply; the main process alone calls it."""
+        ...
+
+
+@dataclass
+class StepResult:
+    """One optimizer step: means over all response tokens of all ranks.
+
+    `alpha` estimates the draft's acceptance on this batch; it may be too low by `alpha_slack` when the teacher's word comes
+    from a store. `positions` counts all tokens that went through the draft, prompts included and padding not.
+    """
+
+    loss: float
+    alpha: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    alpha_slack: float = 0.0
+    skipped: bool = False
+    positions: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Loop:
+    """Trains a `DraftModule` on examples, from wherever its run stands."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        accelerator: Accelerator,
+        module: DraftModule,
+        teacher: TeacherSource | None,
+        examples: Sequence[Example],
+        tokenizer: Any,
+        validator: Validator,
+        progress: checkpoint.Progress,
+        provenance: dict[str, Any],
+        batches: BatchSource | None = None,
+        reference: Teacher | None = None,
+    ) -> None:
+        """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one.
+
+        Raises:
+            UserError: batch, micro-batch and number of ranks do not divide.
+        """
+        train, optim = config.train, config.optim
+        check_batches(train, accelerator.num_processes)
+        self.config, self.accelerator, self.teacher, self.reference = config, accelerator, teacher, reference
+        self.tokenizer, self.validator, self.progress, self.provenance = tokenizer, validator, progress, provenance
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.batches = batches or BatchSource(
+            config, examples, pad_id, accelerator.process_index, accelerator.num_processes
+        )
+        self.run = config.folder
+        self.flops = training_flops(module.inner, teacher.split.model if isinstance(teacher, Teacher) else None)
+        optimizers = make_optimizers(module, optim)
+        self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
+        self.schedulers = make_schedules(optimizers, optim, train.steps)
+        self.spikes = SpikeGuard(optim.spike_factor)
+        self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
+        averaged = [self.average] if self.average is not None else []
+        accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *averaged)
+        self.clock = self.module.clock = StepClock(accelerator.device)
+        self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
+        if progress.step or (step_folder(self.run, 0) / "state").exists():
+            state = step_folder(self.run, progress.step) / "state"
+            sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
+            self.metrics.cut_after(progress.step)
+
+    @property
+    def module(self) -> DraftModule:
+        """The module without Accelerate's wrapper: to save and to judge, never to train through."""
+        return self.accelerator.unwrap_model(self.wrapped)
+
+    def fit(self) -> None:
+        """Steps to the end (or to early stop), judging at step 0 and at every checkpoint.
+
+        Raises:
+            NotFinite: before the update; names the last good checkpoint.
+            Interrupted: Ctrl-C, after a checkpoint was written.
+        """
+        interrupt, main, train = Interrupt(), self.accelerator.is_main_process, self.config.train
+        word = "distil" if self.teacher else "train"
+        profile = Profile(self.run, train.profile_steps, self.accelerator.device, main)
+        try:
+            self._judge_if_due()
+            with progress_line(word, train.steps, self.progress.step, main) as show, profile:
+                while self.progress.step < train.steps and not self._out_of_patience():
+                    started = time.perf_counter()
+                    self.clock.start()
+                    result = self.step(self.micro_batches(self.progress.step))
+                    elapsed = time.perf_counter() - started
+                    self.progress.step += 1
+                    self.progress.tokens_seen += result.tokens
+                    self._book(result, elapsed)
+                    show(self.progress.step, self._record(result, elapsed))
+                    profile.step()
+                    self._judge_if_due()
+                    self._read_dial_if_due()
+                    if self._any_rank(interrupt.requested):
+                        self._save()
+                        raise Interrupted(str(step_folder(self.run, self.progress.step)))
+        finally:
+            interrupt.restore()
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step: a function of the step alone (and of the rollouts stored for it)."""
+        return self.batches.micro_batches(step, sharding.WholeDraft(self.accelerator, self.wrapped, self.module))
+
+    def step(self, window: Sequence[Batch]) -> StepResult:
+        """One optimizer step over this rank's micro-batches.
+
+        The number of valid tokens of all ranks is known before the first backward. Each micro-batch backpropagates its
+        summed loss x ranks / that number: DDP averages gradients over ranks, the factor undoes it.
+
+        Raises:
+            NotFinite: loss or gradient norm is nan or infinite; weights and optimizer are as before the step.
+        """
+        accelerator = self.accelerator
+        self._set_objective()
+        counts = torch.tensor([sum(b.labels_R.numel() for b in window), sum(b.positions for b in window)])
+        tokens, positions = accelerator.reduce(counts.to(accelerator.device)).tolist()
+        sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+        self.wrapped.train()
+        self.clock.mark("data")
+        for index, batch in enumerate(window):
+            batch = batch.to(accelerator.device)
+            signal = self.teacher.signal(batch) if self.teacher else None
+            reference = self.reference.signal(batch) if self.reference else None
+            self.clock.mark("teacher")
+            with sharding.micro_step(accelerator, self.wrapped, last=index == len(window) - 1):
+                with sharding.autocast(accelerator):
+                    loss, overlap, slack = self.wrapped(
+                        batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
+                        reference,
+                    )  # fmt: skip
+                sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
+                self.clock.mark("student")
+            sums += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
+        grad_norm = sharding.clip_gradients(accelerator, self.wrapped, self.config.optim.max_grad_norm)
+        mean_loss, mean_overlap, mean_slack = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
+        if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+            self._refuse_update(mean_loss, grad_norm)
+        # Some optimizers keep their learning rate as a tensor.
+        lr, skipped = float(self.schedulers[0].get_last_lr()[0]), self.spikes.is_spike(grad_norm)
+        if not skipped:
+            sharding.update(accelerator, self.wrapped, self.optimizers)
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        if skipped:
+            self._note_skip(grad_norm)
+        elif self.average is not None:
+            self.average.update_parameters(self.module.student)
+        self.clock.mark("optimizer")
+        return StepResult(
+            mean_loss, mean_overlap, tokens, grad_norm, lr, mean_slack, skipped, positions, self.clock.seconds()
+        )
+
+    def _set_objective(self) -> None:
+        step = self.progress.step
+        weights = self.config.loss_weights(step)
+        if step and self.config.loss_weights(step - 1) != weights:
+            self.spikes.forget()
+        if self.module.objective.weights != weights:
+            self.module.objective = dataclasses.replace(self.module.objective, weights=weights)
+
+    def _note_skip(self, grad_norm: float) -> None:
+        """Says that an update was skipped.
+
+        Raises:
+            NotFinite: so many in a row that the run is no longer training.
+        """
+        step, median = self.progress.step + 1, self.spikes.median()
+        if self.accelerator.is_main_process:
+            print(
+                f"step {step}: gradient norm {grad_norm:.3g} is {grad_norm / max(median, 1e-30):.0f} times the recent median; "
+                "update skipped (optim.spike_factor)",
+                file=sys.stderr,
+            )
+        if self.spikes.skipped_in_a_row >= MOST_SKIPS:
+            raise NotFinite(
+                f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g} against {median:.3g} before; "
+                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.config.optim.spike_factor:g}), under another name"
+            )
+
+    def _refuse_update(self, loss: float, grad_norm: float) -> None:
+        self.wrapped.zero_grad(set_to_none=True)
+        raise NotFinite(
+            f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
+            f"{self._last_good()}; try a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g}) under another name"
+        )
+
+    def _last_good(self) -> str:
+        steps = list_steps(self.run)
+        return f"last good checkpoint: {step_folder(self.run, steps[-1])}" if steps else "no checkpoint yet"
+
+    def _book(self, result: StepResult, elapsed: float) -> None:
+        """Adds a step's time to the run's, by stage."""
+        self.progress.spend("train", elapsed)
+        for stage, seconds in result.seconds.items():
+            self.progress.spend(f"train/{stage}", seconds)
+
+    def _record(self, result: StepResult, elapsed: float) -> str:
+        """Writes the metrics of a step; returns the facts for the progress line."""
+        device, ranks = self.accelerator.device, self.accelerator.num_processes
+        values: dict[str, Any] = {"loss": result.loss}
+        if self.teacher is not None:
+            values["alpha_train"] = result.alpha
+            if result.alpha_slack:
+                values["alpha_slack"] = result.alpha_slack
+        values |= {
+            "lr": result.lr, "grad_norm": result.grad_norm, "tokens": result.tokens, "tokens_seen": self.progress.tokens_seen,
+            "tokens_per_second": round(result.tokens / elapsed, 1),
+        }  # fmt: skip
+        if result.skipped:
+            values["skipped"] = True
+        values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
+        values["peak_memory_mib"] = round(peak_memory_mib(device), 1)
+        flops = self.flops.of(result.positions, result.tokens)
+        share = mfu(1 / elapsed, flops, device, self.config.train.mixed_precision, ranks)
+        if share is not None:
+            values["mfu"] = round(share, 4)
+        self.metrics.write(self.progress.step, values)
+        alpha = f" alpha {result.alpha:.3f}" if self.teacher else ""
+        return f"loss {result.loss:.3f}{alpha} {result.tokens / elapsed:,.0f} tok/s"
+
+    def _judge_if_due(self) -> None:
+        """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""
+        step = self.progress.step
+        if step % self.config.judge.every and step != self.config.train.steps:
+            return  # an interrupt's checkpoint, met again after a resume
+        folder = step_folder(self.run, step)
+        self._save()
+        record = self._judgement(folder / JUDGEMENT)
+        if self.accelerator.is_main_process:
+            checkpoint.settle_weights(folder, record)
+        flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        flat["judge/judging_seconds"] = self.progress.seconds.get("judge", 0.0)  # of all judgements so far
+        self.metrics.write(step, flat, always=True)
+        # From the files, not from memory: a kill between two writes cannot make them disagree.
+        scores = checkpoint.judged_scores(self.run)
+        self.progress.best_step, self.progress.best_score = max(scores, key=lambda item: item[1])
+        self.progress.judged_without_gain = sum(step > self.progress.best_step for step, _ in scores)
+        if self.accelerator.is_main_process:
+            write_json(folder / PROGRESS, vars(self.progress))
+            checkpoint.point_best(self.run, self.progress.best_step)
+        self.accelerator.wait_for_everyone()
+
+    def _read_dial_if_due(self) -> None:
+        """Between checkpoints: held-out alpha and tau of the weights as they are, by replay, into the metrics."""
+        step, judge = self.progress.step, self.config.judge
+        if (
+            not judge.dial_every
+            or step % judge.dial_every
+            or step % judge.every == 0
+            or step == self.config.train.steps
+        ):
+            return
+        started = time.perf_counter()
+        self.wrapped.eval()
+        full = self._full()
+        if full is not None and self.accelerator.is_main_process:
+            with torch.random.fork_rng():
+                reading = self.validator.dial(full)
+            values = {f"dial/{key}": value for key, value in reading.items()}
+            self.metrics.write(step, values, always=True)
+            self.accelerator.print(
+                f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay"
+            )
+        self.accelerator.wait_for_everyone()
+        self.progress.spend("judge", time.perf_counter() - started)
+
+    def _judgement(self, path: Path) -> dict[str, Any]:
+        """The record at ``path``, made first when there is none."""
+        judged = path.exists()
+        # All ranks have looked before the first of them can write it: else they would part ways here.
+        self.accelerator.wait_for_everyone()
+        if judged:
+            return json.loads(path.read_text(encoding="utf-8"))
+        started = time.perf_counter()
+        self.wrapped.eval()
+        # What the judge draws must not reach the training: after a resume the judgement is not repeated.
+        with torch.random.fork_rng():
+            record = self.validator(self.progress.step, self._full())
+            if self.average is not None:
+                averaged = self._averaged() if self.accelerator.is_main_process else None
+                record = self._better(record, self.validator(self.progress.step, averaged))
+        self.progress.spend("judge", time.perf_counter() - started)
+        if self.accelerator.is_main_process:
+            write_json(path, record)
+            self.accelerator.print(self.validator.headline(record))
+        self.accelerator.wait_for_everyone()
+        return record
+
+    def _full(self) -> DraftModule | None:
+        """The draft with all of its weights on the main process. All ranks call it."""
+        return sharding.full_module(self.accelerator, self.wrapped, self.module)
+
+    def _averaged(self) -> DraftModule:
+        """The averaged weights as a module of their own."""
+        assert self.average is not None
+        return DraftModule(self.average.module, self.module.objective).eval()
+
+    def _better(self, raw: dict[str, Any], averaged: dict[str, Any]) -> dict[str, Any]:
+        """The record of the better weights, with the other's score beside it."""
+        chosen, weights = (averaged, "ema") if averaged["score"] > raw["score"] else (raw, "raw")
+        return chosen | {"weights": weights, "score_raw": raw["score"], "score_ema": averaged["score"]}
+
+    def _save(self) -> None:
+        """Writes the checkpoint of this step, unless it is there."""
+        if (step_folder(self.run, self.progress.step) / PROGRESS).exists():
+            return
+        students: dict[str, Any] = {}
+        full = self._full()
+        if full is not None:
+            # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
+            students["student"] = full.exported()
+            if self.average is not None:
+                students[AVERAGED] = self._averaged().exported()
+        checkpoint.save_checkpoint(self.run, self.accelerator, students, self.tokenizer, self.progress, self.provenance)
+        if self.accelerator.is_main_process:
+            checkpoint.prune_states(self.run, self.config.train.keep_states)
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.judge.patience
+        return patience > 0 and self.progress.judged_without_gain >= patience
+
+    def _any_rank(self, flag: bool) -> bool:
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
+
+
+def check_batches(train: TrainConfig, ranks: int) -> None:
+    """Raises UserError when the sequences of a step do not divide into micro-batches of all ranks."""
+    # With packing a micro-batch is so many rows, of however many sequences.
+    if train.packing is None and train.batch_size % (train.micro_batch_size * ranks):
+        raise UserError(
+            f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
+            f"{train.micro_batch_size} x {ranks}"
+        )

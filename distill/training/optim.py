@@ -1,0 +1,147 @@
+"""Optimizers of a run: parameter groups, default learning rates, schedule, the spike guard and the average of the weights."""
+
+import statistics
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+from distill.config.sections import OptimConfig
+from speculative.errors import UserError
+
+# (trainable parameters up to, peak learning rate of AdamW when all weights train, with adapters). The first two rows are from our own
+# sweeps on the embedded and other small targets (docs/training.md); the others follow common practice for models of that size.
+DEFAULT_LR = (
+    (5_000_000, 2e-3, 2e-3),
+    (50_000_000, 1e-3, 1e-3),
+    (500_000_000, 3e-4, 5e-4),
+    (2_000_000_000, 1e-4, 2e-4),
+    (float("inf"), 5e-5, 1e-4),
+)
+# A gradient norm is compared with the median of so many before it, and not before so many were seen.
+SPIKE_WINDOW, SPIKE_LEAST = 64, 16
+
+
+def default_lr(module: nn.Module) -> float:
+    """Peak learning rate by the draft's size, or by the size of its base when adapters train."""
+    total = sum(p.numel() for p in module.parameters())
+    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    row = next(row for row in DEFAULT_LR if total <= row[0])
+    return row[1] if trainable == total else row[2]
+
+
+def make_optimizers(module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
+    """Optimizers of all that is trainable, at one learning rate.
+
+    Weight decay: `weight_decay` on the layers' matrices, `embedding_weight_decay` on embeddings and head, none on vectors.
+    `adamw`: one AdamW, fused where torch has it for the device. `adamw8bit`: its moments in blocks of 8 bits (torchao).
+    `muon`: Muon (orthogonalised momentum, arXiv 2502.16982) for the matrices of the layers, its updates scaled to AdamW's size
+    so that the same learning rate serves; AdamW for embeddings, head and vectors.
+
+    Raises:
+        UserError: adamw8bit without torchao.
+    """
+    lr = optim.lr if optim.lr is not None else default_lr(module)
+    matrices, tables, vectors = parameter_groups(module)
+    table_decay = optim.weight_decay if optim.embedding_weight_decay is None else optim.embedding_weight_decay
+    # Muon knows matrices only: stacked experts and convolutions stay with AdamW.
+    orthogonal = [p for p in matrices if p.dim() == 2] if optim.name == "muon" else []
+    chosen = {id(p) for p in orthogonal}
+    groups = [
+        {"params": [p for p in matrices if id(p) not in chosen], "weight_decay": optim.weight_decay},
+        {"params": tables, "weight_decay": table_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizers: list[torch.optim.Optimizer] = []
+    if groups:
+        optimizers.append(_adamw(groups, lr, optim))
+    if orthogonal:
+        optimizers.append(
+            torch.optim.Muon(orthogonal, lr=lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers
+
+
+def parameter_groups(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices of the layers, embeddings and head, vectors) among the trainable parameters."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
+    matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in tables]
+    return (
+        matrices,
+        [p for _, p in named if p.dim() >= 2 and id(p) in tables],
+        [p for _, p in named if p.dim() < 2],
+    )
+
+
+def _adamw(groups: list[dict[str, Any]], lr: float, optim: OptimConfig) -> torch.optim.Optimizer:
+    if optim.name == "adamw8bit":
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError("optim.name: adamw8bit needs torchao; `pip install torchao`, or use adamw") from error
+        return AdamW8bit(groups, lr=lr, betas=optim.betas)
+    devices = {p.device.type for group in groups for p in group["params"]}
+    fused = devices <= {"cuda", "cpu"} and all(p.is_floating_point() for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, fused=fused)
+
+
+def make_schedules(optimizers: list[torch.optim.Optimizer], optim: OptimConfig, steps: int) -> list[Any]:
+    """Linear warm-up, then cosine decay to `final_lr_ratio` of the peak."""
+    return [
+        get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer,
+            num_warmup_steps=round(optim.warmup_ratio * steps),
+            num_training_steps=steps,
+            min_lr_rate=optim.final_lr_ratio,
+        )
+        for optimizer in optimizers
+    ]
+
+
+class SpikeGuard:
+    """Says which gradient norms are out of all proportion to the recent ones. Its memory is part of a checkpoint."""
+
+    def __init__(self, factor: float) -> None:
+        """A norm above ``factor`` times the median of the last 64 is a spike; 0 = nothing is."""
+        self.factor = factor
+        self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self.skipped_in_a_row = 0
+
+    def is_spike(self, norm: float) -> bool:
+        """Looks at a norm, and remembers it unless it is a spike."""
+        spike = bool(self.factor) and len(self.norms) >= SPIKE_LEAST and norm > self.factor * self.median()
+        if spike:
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+            self.norms.append(norm)
+        return spike
+
+    def median(self) -> float:
+        """Of the remembered norms; 0 without any."""
+        return statistics.median(self.norms) if self.norms else 0.0
+
+    def forget(self) -> None:
+        """Another objective begins: its norms may be of another size."""
+        self.norms.clear()
+        self.skipped_in_a_row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"norms": list(self.norms), "skipped_in_a_row": self.skipped_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a checkpoint."""
+        self.norms = deque(state["norms"], maxlen=SPIKE_WINDOW)
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+
+def weight_average(student: nn.Module, decay: float) -> AveragedModel:
+    """A copy of the student that follows it as an exponential moving average: call `update_parameters` behind each step."""
+    return AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(decay))

@@ -1,0 +1,269 @@
+"""Sequences made while training: the draft's own responses, and the target's decoded speculatively by the present draft.
+
+run/rollouts/NAME-g00003/   a token store like the target's responses; beside each shard of speculative ones a small file that says
+                            which drafted tokens were rejected
+
+A *generation* serves `data.rollouts.every` steps. It is made once by the draft of the first step that needs it, and read from disk
+by a run that is resumed in between, so the resumed run sees the same sequences.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from zipfile import BadZipFile
+
+import numpy as np
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from data.batches.collate import Example
+from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, row_of
+from data.responses.store import Row, Store
+from distill.config.run import RunConfig
+from distill.config.sections import SourceConfig
+from distill.models.draft import served_copy
+from distill.models.load import model_fingerprint, tokenizer_fingerprint
+from distill.run import checkpoint
+from distill.run.responses import sampling_of
+from distill.training.corpus import window_examples, windows_of
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.models import end_token_ids
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
+
+ROLLOUT_FORMAT = 1
+Kind = Literal["student", "speculative"]
+
+
+class Draft(Protocol):
+    """What rollouts need of the module that trains: an ordinary model of its present weights, made when it is asked for."""
+
+    def exported(self) -> PreTrainedModel:
+        """The causal LM."""
+        ...
+
+
+def text_examples(sources: tuple[SourceConfig, ...], tokenizer: Any, window: int) -> list[Example]:
+    """General text in windows, every token but the first to be predicted.
+
+    Raises:
+        UserError: less text than one window.
+    """
+    return window_examples(windows_of(sources, tokenizer, window))
+
+
+def rejected_positions(response: Response) -> list[int]:
+    """Positions of the response at which a drafted token was tried and refused: the token there is the target's correction.
+
+    A block emits its accepted tokens and one more: a correction when it had more drafted ones, else a bonus that no drafted token
+    was tried against. What a cut took away is not there.
+    """
+    found, start = [], 0
+    for drafted, accepted in zip(response.drafted_counts, response.accepted_counts, strict=True):
+        if accepted < drafted and start + accepted < len(response.response_ids):
+            found.append(start + accepted)
+        start += accepted + 1
+    return found
+
+
+def chosen_prompts(
+    prompts: Sequence[RenderedPrompt], count: int, seed: int, generation: int
+) -> Sequence[RenderedPrompt]:
+    """At most `count` prompts of a generation: the next ones of a fixed shuffled order, from the start again at its end."""
+    order = np.random.default_rng([seed, len(prompts)]).permutation(len(prompts))
+    count = min(count, len(prompts))
+    return [prompts[order[(generation * count + place) % len(prompts)]] for place in range(count)]
+
+
+class Rollouts:
+    """Makes the generations of a run, every rank its shards, and reads them back."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        accelerator: Accelerator,
+        target: PreTrainedModel,
+        tokenizer: Any,
+        prompts: Sequence[RenderedPrompt],
+        run: Path,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        `seconds` adds up the time spent in making and reading.
+        """
+        self.config, self.accelerator, self.target = config, accelerator, target
+        self.prompts, self.run, self.folder = prompts, run, run / "rollouts"
+        self.identity = {
+            "format": ROLLOUT_FORMAT,
+            "target": model_fingerprint(target),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+        }
+        self.seconds = 0.0
+
+    def student(self, generation: int, draft: Draft) -> list[Example]:
+        """The draft's own responses, sampled at `data.rollouts.temperature` (on-policy distillation, arXiv 2306.13649).
+
+        Raises:
+            UserError: disk full; a store of other settings; a damaged shard.
+        """
+        settings = self._settings("student", generation)
+
+        def make(store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt], model: Any) -> None:
+            serving, accelerator = self.config.serving, self.accelerator
+            respond(
+                store, manifest, model, prompts, settings, samples_per_prompt=1, batch_size=serving.batch_size,
+                shard_size=serving.shard_size, rank=accelerator.process_index, ranks=accelerator.num_processes, show=False,
+            )  # fmt: skip
+
+        rows, _ = self._generation("student", generation, settings, draft, make)
+        return [row.example() for row in rows]
+
+    def speculative(self, generation: int, draft: Draft) -> list[Example]:
+        """The target's responses decoded with the draft at the serving settings.
+
+        Their text is distributed as the target's alone. The positions where a drafted token was rejected weigh
+        `data.rollouts.rejected_weight`, all others 1.
+
+        Raises:
+            UserError: disk full; a store of other settings; a damaged shard.
+        """
+        settings = self._settings("speculative", generation)
+
+        def make(store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt], model: Any) -> None:
+            self._decode_speculatively(store, prompts, settings, model)
+
+        rows, store = self._generation("speculative", generation, settings, draft, make)
+        rejected = [mask for path in sorted(store.folder.glob("shard-*.parquet")) for mask in read_rejected(path)]
+        if [len(mask) for mask in rejected] != [len(row.response_ids) for row in rows]:
+            raise UserError(f"{store.folder}: shards and their .rejected.npz files do not agree; delete the folder")
+        weight = self.config.data.rollouts.rejected_weight
+        return [_weighted(row.example(), mask, weight) for row, mask in zip(rows, rejected, strict=True)]
+
+    def _settings(self, kind: Kind, generation: int) -> DecodeSettings:
+        rollouts, serving = self.config.data.rollouts, self.config.serving
+        # Training and held-out responses are drawn with the run's seed and the next one; no generation uses either.
+        seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
+        settings = DecodeSettings(
+            max_tokens=rollouts.max_tokens or serving.max_tokens, eos_ids=end_token_ids(self.target), seed=seed, fit_context=True
+        )  # fmt: skip
+        if kind == "student":
+            sampling = SamplingSettings(rollouts.temperature)
+            return replace(settings, sampling=sampling, rule="greedy" if sampling.greedy else "sample")
+        sampling = sampling_of(serving)
+        drafts_greedily = self.config.serving_rule == "greedy-draft"
+        rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
+        return replace(settings, sampling=sampling, rule=rule, gamma=rollouts.gamma)
+
+    def _generation(
+        self, kind: Kind, generation: int, settings: DecodeSettings, draft: Draft, make: Callable[..., None]
+    ) -> tuple[list[Row], Store]:
+        """Rows and store of a generation; `make` writes the shards of this rank that are missing."""
+        began = time.perf_counter()
+        prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
+        manifest = self.identity | {
+            "kind": kind, "generation": generation, "prompts": prompts_fingerprint(prompts),
+            "sampling": settings.sampling.as_dict(), "rule": settings.rule, "gamma": settings.gamma,
+            "max_tokens": settings.max_tokens, "eos_ids": list(settings.eos_ids), "seed": settings.seed,
+            "shard_size": self.config.serving.shard_size,
+        }  # fmt: skip
+        store = Store(self.folder / f"{kind}-g{generation:05d}")
+        if self.accelerator.is_main_process:
+            self._delete_old(kind, generation)
+            store.open(manifest)
+        self.accelerator.wait_for_everyone()  # the folder is there, and nobody writes yet
+        shards = len(plan_shards(prompts, 1, self.config.serving.shard_size))
+        missing = store.missing(shards)
+        self.accelerator.wait_for_everyone()  # all ranks have looked before the first of them writes
+        if missing:
+            make(store, manifest, prompts, self._as_served(draft.exported()))
+        self.accelerator.wait_for_everyone()
+        if store.missing(shards):
+            raise UserError(f"{store.folder}: shards {store.missing(shards)} are missing; run again to make them")
+        rows = store.read()
+        self.seconds += time.perf_counter() - began
+        return rows, store
+
+    def _as_served(self, draft: PreTrainedModel) -> PreTrainedModel:
+        """The draft in the dtype that it is served in; itself when that is how it trains."""
+        return draft if draft.dtype == self.target.dtype else served_copy(draft, self.target.dtype, self.target)
+
+    def _decode_speculatively(
+        self, store: Store, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, draft: PreTrainedModel
+    ) -> None:
+        serving, accelerator = self.config.serving, self.accelerator
+        shards = plan_shards(prompts, 1, serving.shard_size)
+        for shard in store.missing(len(shards)):
+            if shard % accelerator.num_processes != accelerator.process_index:
+                continue
+            # The keys that `respond` gives.
+            keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in shards[shard]]
+            responses, _ = decode(
+                self.target, ModelDrafter(draft), keyed, settings, batch_size=min(serving.batch_size, len(keyed))
+            )
+            rows = [
+                row_of(prompt, sample, response.response_ids, response.log_target_probs, response.finished)
+                for (prompt, sample), response in zip(shards[shard], responses, strict=True)
+            ]
+            # First the companion, then the shard: a shard that is there has one.
+            write_rejected(store.shard_path(shard), responses)
+            store.write_shard(shard, rows)
+
+    def _delete_old(self, kind: Kind, generation: int) -> None:
+        """Deletes generations that neither this one's predecessor nor a resume from the last checkpoint could ask for."""
+        resumable = checkpoint.last_resumable(self.run)
+        oldest = generation - 1
+        if resumable is not None:
+            oldest = min(oldest, resumable // self.config.data.rollouts.every)
+        for path in self.folder.glob(f"{kind}-g*"):
+            if path.name.removeprefix(f"{kind}-g").isdigit() and int(path.name[-5:]) < oldest:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def rejected_path(shard: Path) -> Path:
+    """The file beside a shard that holds its rejections."""
+    return shard.with_suffix(".rejected.npz")
+
+
+def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
+    """Writes which response tokens of a shard replaced a rejected drafted one, whole or not at all.
+
+    Raises:
+        UserError: disk full or folder not writable.
+    """
+    masks = [np.isin(np.arange(len(r.response_ids)), rejected_positions(r)) for r in responses]
+    path = rejected_path(shard)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, lengths=[len(mask) for mask in masks], rejected=np.concatenate(masks))
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def read_rejected(shard: Path) -> list[np.ndarray]:
+    """One boolean array per response of a shard.
+
+    Raises:
+        UserError: missing or damaged.
+    """
+    path = rejected_path(shard)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return np.split(arrays["rejected"], np.cumsum(arrays["lengths"])[:-1])
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise UserError(f"{path}: missing or damaged ({error}); delete it and its shard to make both anew") from error
+
+
+def _weighted(example: Example, rejected: np.ndarray, weight: float) -> Example:
+    weights = np.ones(len(example.input_ids), dtype=np.float32)
+    weights[np.flatnonzero(example.loss_mask)[rejected]] = weight
+    return replace(example, weights=weights)

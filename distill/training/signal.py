@@ -1,0 +1,153 @@
+"""Who speaks for the target while the draft learns, and the run's store of what it said."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data.batches.collate import Example, collate
+from data.files import MANIFEST
+from data.signals.codec import RELATIVE_ERROR
+from data.signals.store import SignalStore, signal_manifest
+from distill.config.run import RunConfig
+from distill.models.draft import find_student
+from distill.models.load import load_model
+from distill.models.target import ServedTarget, TargetFacts
+from distill.models.vocabulary import vocabulary_rows
+from distill.training.capture import CapturingTeacher, StoredTeacher
+from distill.training.teacher import Teacher, TeacherSource
+from speculative.errors import UserError
+
+FOLDER = "signal"
+
+
+def open_signal_store(
+    config: RunConfig, examples: Sequence[Example], facts: TargetFacts, accelerator: Accelerator, *, repair: bool
+) -> SignalStore:
+    """The run's signal store, open on every rank; all ranks call it.
+
+    ``repair``: whoever fills the store; it is created, and what is damaged counts as missing. Otherwise it must be complete.
+
+    Raises:
+        UserError: made from another target, examples or settings; not there or not complete (the command is named); damaged.
+    """
+    signal, store = config.signal, SignalStore(config.folder / FOLDER)
+    manifest = signal_manifest(
+        signal.kind, signal.k if signal.kind == "topk" else signal.samples, examples, temperature=config.loss.temperature,
+        vocab_rows=facts.vocab_rows, target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
+    )  # fmt: skip
+    command = f"understudy respond {config.folder / 'config.yaml'} --signal {signal.kind}"
+    if not repair and not (store.folder / MANIFEST).exists():
+        raise UserError(f"{store.folder}: signal.source is store, and there is none; run `{command}` first")
+    lengths, rank = [example.response_tokens for example in examples], accelerator.process_index
+    if accelerator.is_main_process:
+        store.open(manifest, lengths, rank=rank, repair=repair)
+    accelerator.wait_for_everyone()  # it is there before another rank looks
+    if not accelerator.is_main_process:
+        store.open(manifest, lengths, rank=rank, repair=repair)
+    if not repair and (missing := store.missing()):
+        raise UserError(
+            f"{store.folder}: the signal of {len(missing)} of {len(examples)} examples is missing; run `{command}` first"
+        )
+    return store
+
+
+def fill(
+    config: RunConfig, store: SignalStore, target: ServedTarget, examples: Sequence[Example], accelerator: Accelerator
+) -> None:
+    """Captures what the store lacks, this rank its share: micro-batches of like length, the longest first.
+
+    What an earlier run left is checked first. The target's weights are not touched when nothing is missing.
+
+    Raises:
+        UserError: disk full; a target whose distributions are not finite.
+    """
+    show = accelerator.is_main_process
+    if show and store.present().any():
+        store.verify(show=True)
+    accelerator.wait_for_everyone()
+    missing = store.missing()
+    accelerator.wait_for_everyone()  # all have counted before one of them writes: else shares would overlap or gape
+    size = config.train.micro_batch_size
+    order = sorted(missing, key=lambda index: (-len(examples[index].input_ids), index))
+    mine = [order[start : start + size] for start in range(0, len(order), size)]
+    mine = mine[accelerator.process_index :: accelerator.num_processes]
+    if mine:
+        pad_id = target.tokenizer.pad_token_id if target.tokenizer.pad_token_id is not None else 0
+        teacher = CapturingTeacher(
+            Teacher(target.model), store, config.signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
+        )
+        with _bar(sum(map(len, mine)), show) as bar:
+            for indices in mine:
+                batch = collate([examples[index] for index in indices], pad_id, indices)
+                teacher.fill(batch.to(accelerator.device))
+                bar.advance(bar.task_ids[0], len(indices))
+    accelerator.wait_for_everyone()
+
+
+def _bar(total: int, show: bool) -> Progress:
+    columns = (
+        TextColumn("[bold]teacher signal"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    # On stderr: stdout may be JSON for a script.
+    bar = Progress(*columns, console=Console(stderr=True), disable=not show, refresh_per_second=2)
+    bar.add_task("", total=total)
+    return bar
+
+
+def signal_line(config: RunConfig, facts: dict[str, Any]) -> str:
+    """What is stored, in one line: size, and what truncation can do to an acceptance rate computed from it."""
+    size = f"{facts['bytes_per_token']:.0f} bytes a token, {facts['tokens']:,} tokens of {facts['examples']:,} examples"
+    if facts["kind"] == "topk":
+        return (
+            f"signal: topk k {config.signal.k}, {size}; tail mass mean {facts['tail_mean']:.4f}, at most {facts['tail_max']:.4f} "
+            f"(alpha from the store is low by at most the mean, give or take {RELATIVE_ERROR} of rounding)"
+        )
+    return (
+        f"signal: sampled {config.signal.samples} draws, {size}; {facts['distinct_mean']:.1f} distinct ids a token, at most "
+        f"{facts['distinct_max']:.0f} (unbiased for forward_kl and ce)"
+    )
+
+
+def make_teacher(
+    config: RunConfig, target: ServedTarget, examples: Sequence[Example], accelerator: Accelerator
+) -> TeacherSource | None:
+    """The target itself, the store of what it said, or the target asked once for each sequence; None when no objective needs one.
+
+    Raises:
+        UserError: a store that is missing, incomplete, damaged or of something else.
+    """
+    if config.objective_names() == {"ce"}:
+        return None
+    signal = config.signal
+    if signal.source == "online":
+        return Teacher(target.model)
+    store = open_signal_store(config, examples, target.facts, accelerator, repair=signal.source == "capture")
+    if signal.source == "store":
+        store.verify(show=accelerator.is_main_process)
+        return StoredTeacher(store)
+    return CapturingTeacher(
+        Teacher(target.model), store, signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
+    )
+
+
+def make_reference(config: RunConfig, target: ServedTarget) -> Teacher | None:
+    """The draft that loss.weighting: selected compares with.
+
+    Raises:
+        UserError: not there, or of another vocabulary.
+    """
+    path = config.loss.weighting.reference
+    if path is None:
+        return None
+    name = find_student(path)
+    reference = load_model("loss.weighting.reference", name)
+    if vocabulary_rows(reference.config) != target.facts.vocab_rows:
+        raise UserError(
+            f"loss.weighting.reference {path!r}: {vocabulary_rows(reference.config)} vocabulary rows, the target has "
+            f"{target.facts.vocab_rows}; give a draft distilled for this target"
+        )
+    return Teacher(reference.to(target.device))  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Checkpoints judged, evidence gathered, the answer in words."""

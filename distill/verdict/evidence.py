@@ -1,0 +1,232 @@
+"""What a verdict rests on: drafts judged, scored on the same frozen text, and timed on the same prompts of one target."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from distill.config.run import RunConfig
+from distill.models.target import ServedTarget
+from distill.run.responses import decode_settings
+from speculative.decoder.proposal_log import ProposalLog
+from speculative.decoder.responses import Response
+from speculative.evaluate import HeldoutResponse, compare_speed, judge
+from speculative.measure.cost import StepCosts, measure_costs
+from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
+
+BASELINE, SERVED, BEST = "baseline", "served", "best"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A draft as it would be served, under the name that records call it by."""
+
+    name: str
+    label: str
+    path: str
+    step: int | None
+    draft: PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The last contestant is the one in question.
+
+    texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then.
+    judged: record of `speculative.evaluate.judge`, or of replay alone, by contestant.
+    responses: of the live run of the last contestant. speed: `compare_speed`; costs: by contestant. None and empty where
+    the target's weights are not here.
+    """
+
+    config: RunConfig
+    rule: Rule
+    gamma: int
+    contestants: tuple[Contestant, ...]
+    texts: Mapping[Rule, list[HeldoutResponse]]
+    scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
+    judged: Mapping[str, dict[str, Any]]
+    responses: list[Response] | None = None
+    speed: Mapping[str, dict[str, Any]] | None = None
+    costs: Mapping[str, StepCosts] | None = None
+
+    @property
+    def best(self) -> Contestant:
+        """The draft in question."""
+        return self.contestants[-1]
+
+    @property
+    def frozen(self) -> list[HeldoutResponse]:
+        """The text of the run's own rule."""
+        return self.texts[self.rule]
+
+    @property
+    def keys(self) -> list[Any]:
+        """The prompt of each frozen response: the unit of every interval."""
+        return [response.prompt for response in self.frozen]
+
+    def own_scores(self, name: str) -> list[TokenScores]:
+        """A contestant's scores on the text of the run's own rule."""
+        return list(self.scores[self.rule][name])
+
+
+def sampling_of_text(config: RunConfig, target: PreTrainedModel | ServedTarget, rule: Rule) -> SamplingSettings:
+    """How the frozen text for a rule was sampled."""
+    return decode_settings(config, target, rule=rule).sampling
+
+
+def score_all(
+    config: RunConfig,
+    target: PreTrainedModel | ServedTarget,
+    contestants: Sequence[Contestant],
+    texts: Mapping[Rule, list[HeldoutResponse]],
+) -> dict[Rule, dict[str, list[TokenScores]]]:
+    """One pass of every draft over every text; the last contestant's with its confidence."""
+    return {
+        rule: {
+            one.name: score_tokens(
+                one.draft, text, sampling_of_text(config, target, rule), confidence=one is contestants[-1]
+            )
+            for one in contestants
+        }
+        for rule, text in texts.items()
+    }
+
+
+def gather(
+    config: RunConfig,
+    target: PreTrainedModel,
+    contestants: Sequence[Contestant],
+    texts: Mapping[Rule, list[HeldoutResponse]],
+    *,
+    gamma: int,
+    rule: Rule,
+    context: int,
+    known: Mapping[str, dict[str, Any]] | None = None,
+    log: Path | None = None,
+) -> Evidence:
+    """Judges live, scores and times.
+
+    known: live records of contestants that need not be decoded again; the last one always is, so that its numbers, its
+    responses and the proposals in ``log`` are of one and the same run.
+    """
+    settings = decode_settings(config, target, gamma, rule)
+    judged = dict(known or {})
+    responses: list[Response] = []
+    for one in contestants:
+        if one.name in judged and one is not contestants[-1]:
+            continue
+        writes = ProposalLog(log) if log is not None and one is contestants[-1] else contextlib.nullcontext()
+        with writes as opened:
+            record = judge(target, one.draft, texts[rule], settings, batch_size=config.judge.batch_size, log=opened)
+        responses = record.pop("per_prompt")["responses"]
+        judged[one.name] = {**record, "step": one.step, "live": True}
+    speed = time_drafts(config, target, {one.name: one.draft for one in contestants}, texts[rule], gamma, rule)
+    return Evidence(
+        config, rule, gamma, tuple(contestants), texts, score_all(config, target, contestants, texts), judged,
+        responses, speed, costs_of(config, target, contestants, rule, gamma, context, typical_length(texts[rule])),
+    )  # fmt: skip
+
+
+def gather_by_replay(
+    config: RunConfig,
+    served: ServedTarget,
+    contestants: Sequence[Contestant],
+    texts: Mapping[Rule, list[HeldoutResponse]],
+    judged: Mapping[str, dict[str, Any]],
+) -> Evidence:
+    """Evidence without the target's weights: nothing is decoded or timed."""
+    scores = score_all(config, served, contestants, texts)
+    return Evidence(config, config.judge_rule, config.judge.gamma, tuple(contestants), texts, scores, judged)
+
+
+def costs_of(
+    config: RunConfig,
+    target: PreTrainedModel,
+    contestants: Sequence[Contestant],
+    rule: Rule,
+    gamma: int,
+    context: int,
+    typical: int,
+) -> dict[str, StepCosts]:
+    """Stage times of every contestant at a typical length of the text; drafts of the same shape are measured once."""
+    by_shape: dict[Any, StepCosts] = {}
+    costs = {}
+    for one in reversed(contestants):
+        shape = tuple((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters())
+        if shape not in by_shape:
+            limit = getattr(one.draft.config.get_text_config(), "max_position_embeddings", None)
+            room = min(context, limit or context)
+            by_shape[shape] = step_costs(config, target, one.draft, rule, gamma, room, typical)
+        costs[one.name] = by_shape[shape]
+    return costs
+
+
+def step_costs(
+    config: RunConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    rule: Rule,
+    gamma: int,
+    context_limit: int,
+    typical: int = 128,
+) -> StepCosts:
+    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
+
+    typical: tokens of context that are timed, or fewer where there is no room for them.
+    """
+    blocks = 8
+    gammas = sorted(
+        g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
+    )
+    context = max(2, min(typical, context_limit - (blocks + 3) * (max(gammas) + 1)))
+    settings = decode_settings(config, target, rule=rule)
+    with cpu_threads(config.judge.speed_threads):
+        return measure_costs(
+            target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
+        )
+
+
+def typical_length(frozen: Sequence[HeldoutResponse]) -> int:
+    """Context half-way through a response: the median prompt and half the median response, in tokens."""
+    prompt, response = (
+        float(np.median([len(getattr(text, name)) for text in frozen])) for name in ("prompt_ids", "response_ids")
+    )
+    return max(2, round(prompt + response / 2))
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Torch's CPU threads while something is timed: a small model at batch 1 is served best by one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def timed_prompts(config: RunConfig, frozen: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:
+    """The held-out prompts that are timed, spread over the set, which is stored longest prompt first."""
+    spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
+    return [frozen[index] for index in spread]
+
+
+def time_drafts(
+    config: RunConfig,
+    target: PreTrainedModel,
+    drafts: Mapping[str, PreTrainedModel],
+    frozen: Sequence[HeldoutResponse],
+    gamma: int,
+    rule: Rule,
+) -> dict[str, dict[str, Any]]:
+    """Tokens/s at batch 1 of the target alone and with each draft, alternating on the same held-out prompts."""
+    prompts = [(one.key, one.prompt_ids) for one in timed_prompts(config, frozen)]
+    with cpu_threads(config.judge.speed_threads):
+        return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))

@@ -1,0 +1,287 @@
+"""result.json: everything that a report, a comparison or a drift test reads of a judged draft. No models are loaded here.
+
+format, kind, name, made          kind: run or evaluation
+verdict                           verdict.json
+contestants, steps                every draft side by side; every judged checkpoint
+curves                            alpha, tau and speed over gamma 0..32 under every rule that the frozen text has a law for
+costs                             measured seconds
+slices, forgetting                alpha by domain, length, position, token class, entropy; domains that were not trained on
+disagreements, calibration        where the draft loses most; what its confidence is worth
+live_prompts, token_view          the logged live run: counts of every prompt, some responses token by token
+timed_prompts                     tokens/s of every contestant on every timed prompt, which the speed-ups are medians of
+checks, serve, config, provenance, files
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.export.engines import check_all, gather_facts
+from distill.models.target import ServedTarget, load_target_side
+from distill.run.folder import RESULT_FORMAT
+from distill.verdict.evidence import BASELINE, Evidence, timed_prompts
+from distill.verdict.verdict import describe_costs
+from speculative.evaluate import rules_of_text
+from speculative.explain.calibration import calibration, stop_below
+from speculative.explain.disagreements import disagreements
+from speculative.explain.slices import slice_tables
+from speculative.explain.token_class import token_pieces
+from speculative.measure.cost import StepCosts, predicted_speed_up
+from speculative.measure.curves import CURVE_GAMMAS, rule_curve
+from speculative.measure.metrics import ratio_interval, sum_by_prompt
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import RULES
+
+
+def findings_of(
+    evidence: Evidence,
+    verdict: dict[str, Any],
+    tokenizer: Any,
+    *,
+    kind: str,
+    name: str,
+    checkpoints: Sequence[dict[str, Any]],
+    entropies: list[np.ndarray] | None = None,
+    token_view: dict[str, Any] | None = None,
+    trained_on: Sequence[str] | None = None,
+    serve: list[dict[str, Any]] | None = None,
+    provenance: dict[str, Any] | None = None,
+    config: str = "",
+    files: Mapping[str, str | None] | None = None,
+) -> dict[str, Any]:
+    """The whole of result.json. checkpoints: the judged ones with their sums by response, which the verdict lacks.
+
+    entropies: the target's at every frozen token, where its weights were here.
+
+    trained_on: domains of the training prompts; None when nobody trained.
+    """
+    pieces = [token_pieces(tokenizer, response.response_ids) for response in evidence.frozen]
+    contestants = evidence.scores[evidence.rule]
+    baseline = BASELINE if BASELINE in contestants else None
+    slices = slice_tables(
+        evidence.frozen, contestants, rule=evidence.rule, pieces=pieces, entropies=entropies, baseline=baseline,
+        best=evidence.best.name,
+    )  # fmt: skip
+    costs = evidence.costs[evidence.best.name] if evidence.costs else None
+    return {
+        "format": RESULT_FORMAT,
+        "kind": kind,
+        "name": name,
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "verdict": verdict,
+        "contestants": [_contestant(evidence, verdict, one.name) for one in evidence.contestants],
+        "steps": steps_of(checkpoints, [response.prompt for response in evidence.frozen]),
+        "curves": curves_of(evidence),
+        "costs": _costs(evidence, costs),
+        "slices": slices,
+        "disagreements": disagreements(
+            evidence.frozen, evidence.own_scores(evidence.best.name), rule=evidence.rule, gamma=evidence.gamma,
+            tokenizer=tokenizer, seconds_per_block=_seconds_per_block(costs, evidence.gamma),
+        ),
+        "calibration": _calibration(evidence, verdict, costs),
+        "forgetting": _forgetting(slices, trained_on),
+        "live_prompts": live_prompts(evidence),
+        "timed_prompts": _timed(evidence),
+        "token_view": token_view,
+        "checks": verdict["self_checks"],
+        "serve": serve or [],
+        "config": config,
+        "provenance": provenance or {},
+        "files": dict(files or {}),
+    }  # fmt: skip
+
+
+def _contestant(evidence: Evidence, verdict: dict[str, Any], name: str) -> dict[str, Any]:
+    one = next(one for one in evidence.contestants if one.name == name)
+    record = evidence.judged[name]
+    speed, interval = verdict["speed_up"], verdict["speed_up_ci"]
+    return {
+        "name": name,
+        "label": one.label,
+        "path": one.path,
+        "step": one.step,
+        "alpha": record["alpha"],
+        "alpha_ci": record["alpha_ci"],
+        "tau": record["tau"],
+        "tau_ci": record.get("tau_ci"),
+        "tau_by": "live" if record.get("live", True) else "replay",
+        "accepted_per_drafted": record.get("accepted_per_drafted"),
+        "survival": record.get("survival"),
+        "speed_up": speed[name] if speed else None,
+        "speed_up_ci": interval[name] if interval else None,
+        "tokens_per_second": evidence.speed[name]["tokens_per_second"] if evidence.speed else None,
+    }
+
+
+def steps_of(records: Sequence[dict[str, Any]], keys: Sequence[Any]) -> list[dict[str, Any]]:
+    """Every judged checkpoint with its gain over the first, paired by prompt on the same text; each interval stands alone."""
+    first = records[0].get("per_response") if records else None
+    rows = []
+    for record in records:
+        own, gain = record.get("per_response"), None
+        if first is not None and own is not None and record is not records[0] and own["tokens"] == first["tokens"]:
+            gains_P = sum_by_prompt(keys, np.subtract(own["accept_sums"], first["accept_sums"]))
+            tokens_P = sum_by_prompt(keys, np.array(own["tokens"]))
+            gain = {
+                "alpha_gain": float(gains_P.sum() / tokens_P.sum()),
+                "ci": list(ratio_interval(gains_P, tokens_P)),
+            }
+        rows.append(
+            {"step": record["step"]}
+            | {key: record.get(key) for key in ("alpha", "alpha_ci", "tau", "tau_ci")}
+            | {"gain": gain}
+        )
+    return rows
+
+
+def curves_of(evidence: Evidence) -> dict[str, Any]:
+    """Every rule that some frozen text has a law for; the others with the reason."""
+    rules, covered = [], set()
+    for text_rule, text in evidence.texts.items():
+        keys = [response.prompt for response in text]
+        sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
+        for rule in rules_of_text_rule(text_rule):
+            if rule in covered:
+                continue
+            covered.add(rule)
+            of = {
+                name: _with_speed(evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.gamma))
+                for name, scores in evidence.scores[text_rule].items()
+            }
+            rules.append(
+                {
+                    "rule": rule,
+                    "contestants": of,
+                    "note": f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}",
+                }
+            )
+    rules.sort(key=lambda entry: entry["rule"] != evidence.rule)
+    refused = [
+        {
+            "rule": rule,
+            "why": "needs text that the target answered at temperature 0, and this run has none"
+            if rule == "greedy"
+            else "needs text that the target sampled, and this run serves at temperature 0",
+        }
+        for rule in RULES
+        if rule not in covered
+    ]
+    return {"gammas": list(CURVE_GAMMAS), "rules": rules, "refused": refused}
+
+
+def rules_of_text_rule(text_rule: str) -> tuple[str, ...]:
+    """The rules that frozen text made for a rule can be replayed under."""
+    return rules_of_text(SamplingSettings(0.0) if text_rule == "greedy" else SamplingSettings())
+
+
+def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> dict[str, Any]:
+    """The curve with the predicted speed-up at every gamma; None beyond the measured ones."""
+    if not evidence.costs:
+        return curve | {"speed_up": None}
+    costs = evidence.costs[name]
+    return curve | {
+        "speed_up": [
+            predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
+            if gamma <= max(costs.verify_seconds)
+            else None
+            for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)
+        ]
+    }
+
+
+def _costs_note(evidence: Evidence, rule: str) -> str:
+    """Steps are timed under the run's own rule; sampling adds a little to each."""
+    return f", at the step times of rule {evidence.rule}" if evidence.costs and rule != evidence.rule else ""
+
+
+def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
+    if costs is None:
+        return None
+    return costs.target_seconds * (gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma))
+
+
+def _costs(evidence: Evidence, costs: StepCosts | None) -> dict[str, Any] | None:
+    if costs is None:
+        return None
+    threads = evidence.config.judge.speed_threads or torch.get_num_threads()
+    return describe_costs(costs, evidence.gamma) | {"threads": threads}
+
+
+def _calibration(evidence: Evidence, verdict: dict[str, Any], costs: StepCosts | None) -> dict[str, Any]:
+    scores = evidence.own_scores(evidence.best.name)
+    found = calibration(evidence.frozen, scores, evidence.rule) | {"name": evidence.best.name}
+    if costs is None:
+        return found | {"words": f"{found['words']}; no advice on a confidence stop: nothing was timed"}
+    gamma = evidence.gamma
+    slope = (costs.verify_ratio(gamma) - 1.0) / gamma
+    speed_up = verdict["predicted_speed_up"]  # at the best gamma, 1 where none pays
+    threshold, words = stop_below(
+        scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up
+    )
+    return found | {"stop_below": threshold, "words": f"{found['words']}. {words}"}
+
+
+def _forgetting(slices: Sequence[dict[str, Any]], trained_on: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The held-out domains side by side, those without training prompts marked; none when all were trained on."""
+    domains: list[dict[str, Any]] = next((table["rows"] for table in slices if table["dimension"] == "domain"), [])
+    if trained_on is None or all(row["name"] in trained_on for row in domains):
+        return []
+    return [
+        {
+            "domain": row["name"],
+            "trained_on": row["name"] in trained_on,
+            "tokens": row["tokens"],
+            "alpha": row["alpha"],
+            "alpha_ci": row["alpha_ci"],
+            "change": None
+            if row["gain"] is None
+            else {"gain": row["gain"], "ci": row["gain_ci"], "certain": row["certain"]},
+        }
+        for row in domains
+    ]
+
+
+def live_prompts(evidence: Evidence) -> list[dict[str, Any]] | None:
+    """Counts of every prompt of the live run; drafted and accepted are the uncut ones, as in the proposal log."""
+    if evidence.responses is None:
+        return None
+    domains = {response.prompt: response.domain for response in evidence.frozen}
+    return [
+        {
+            "key": response.key,
+            "domain": domains[tuple(response.prompt_ids)],
+            "prompt_tokens": len(response.prompt_ids),
+            "tokens": len(response.response_ids),
+            "blocks": response.blocks,
+            "drafted": sum(response.drafted_counts),
+            "accepted": sum(response.accepted_counts),
+        }
+        for response in evidence.responses
+    ]
+
+
+def _timed(evidence: Evidence) -> list[dict[str, Any]] | None:
+    if evidence.speed is None:
+        return None
+    prompts = timed_prompts(evidence.config, evidence.frozen)
+    return [
+        {"key": one.key, "tokens_per_second": {name: of["rates"][index] for name, of in evidence.speed.items()}}
+        for index, one in enumerate(prompts)
+    ]
+
+
+def serve_commands(run: Path, served: ServedTarget, gamma: int, rule: str) -> list[dict[str, Any]]:
+    """What starts each engine with this run's draft once it is exported to RUN/export."""
+    student = load_target_side(str(run / "best" / "student"), False)
+    facts = gather_facts(
+        target=served.config.path, draft=str(run / "export"), gamma=gamma, target_config=served.side.config,
+        target_tokenizer=served.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer, measured_rule=rule,
+    )  # fmt: skip
+    return [
+        {"engine": one.engine, "ok": one.ok, "language": one.language, "command": one.command, "note": one.rule_note}
+        for one in check_all(facts)
+    ]

@@ -1,0 +1,101 @@
+"""Judges a checkpoint of a draft by speculative decoding of held-out prompts; the score is tau of the configured rule."""
+
+import contextlib
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
+
+from distill.config.run import RunConfig
+from distill.models.draft import served_copy
+from distill.models.target import ServedTarget
+from distill.run.responses import decode_settings
+from distill.training.module import DraftModule
+from distill.training.sharding import gathered
+from speculative.evaluate import HeldoutResponse, judge, judge_frozen
+from speculative.measure.replay import agreement_words, expected_blocks_of
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.verify import Rule
+
+
+def judge_by_replay(
+    config: RunConfig, target: ServedTarget, draft: PreTrainedModel, heldout: list[HeldoutResponse], rule: Rule
+) -> dict[str, Any]:
+    """The numbers of a draft that need no target in memory: alpha and tau from frozen text."""
+    gamma = config.judge.gamma
+    result = judge_frozen(draft, heldout, decode_settings(config, target, gamma, rule))
+    del result["per_prompt"]
+    return {**result, "tau": result["replay"][gamma], "gamma": gamma, "live": False, "warnings": []}
+
+
+class DraftJudge:
+    """Live decoding and replay on the frozen held-out responses, on the main process; the others get its record."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        accelerator: Accelerator,
+        target: ServedTarget,
+        heldout: dict[Rule, list[HeldoutResponse]],
+    ) -> None:
+        """``heldout``: frozen target responses by rule, the configured rule first."""
+        self.config, self.accelerator, self.target = config, accelerator, target
+        self.saved_dtype, self.heldout = target.saved_dtype, heldout
+
+    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
+        """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
+
+        With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
+        """
+        shared: list[Any] = [None]
+        with gathered(self.target.model) if self.target.in_memory else contextlib.nullcontext():
+            if module is not None:
+                shared = [self._record(step, module)]
+        return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
+
+    def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
+        draft = served_copy(module.exported(), self.saved_dtype, self.target)
+        by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
+        main = by_rule.pop(self.config.judge_rule)
+        return {"step": step, "score": main["tau"], **main, **by_rule}
+
+    def dial(self, module: DraftModule) -> dict[str, float]:
+        """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
+        rule, gamma = self.config.judge_rule, self.config.judge.gamma
+        settings = decode_settings(self.config, self.target, gamma, rule)
+        draft = served_copy(module.exported(), self.saved_dtype, self.target)
+        scores = score_tokens(draft, self.heldout[rule], settings.sampling)
+        tokens = sum(map(len, scores))
+        alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
+        return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
+
+    def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+        """All numbers of a draft under one rule."""
+        if self.config.judge.live == "checkpoint":
+            return self.judge_live(draft, rule)
+        return judge_by_replay(self.config, self.target, draft, self.heldout[rule], rule)
+
+    def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+        """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
+        settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
+        result = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size)
+        del result["per_prompt"]
+        return {**result, "live": True}
+
+    def headline(self, record: dict[str, Any]) -> str:
+        """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""
+        low, high = record["alpha_ci"]
+        averaged = "  (averaged weights)" if record.get("weights") == "ema" else ""
+        start = f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
+        if not record.get("live", True):
+            return f"{start}tau {record['tau']:.2f} at gamma {record['gamma']} by replay{averaged}"
+        tau_low, tau_high = record["tau_ci"]
+        line = (
+            f"{start}tau {record['tau']:.2f} [{tau_low:.2f}, {tau_high:.2f}] at gamma {record['gamma']} "
+            f"({agreement_words(record['replay_check'], record['live_tokens'])})  "
+            f"accepted/drafted {record['accepted_per_drafted']:.3f}{averaged}"
+        )
+        for warning in record["warnings"]:
+            line += f"\n  warning: {warning}"
+        return line

@@ -1,0 +1,111 @@
+"""Responses of a live run token by token: who wrote each, and what both models would rather have said.
+
+Shapes: T tokens of a response.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.explain.target_view import top_tokens
+from speculative.explain.token_class import token_pieces, token_text
+from speculative.measure.token_scores import score_tokens
+
+DRAFT, TARGET, BONUS = "draft", "target", "bonus"
+LONGEST_PROMPT = 1200  # characters of a prompt that are shown
+
+
+def writers(response: Response) -> list[tuple[str, int]]:
+    """(who wrote it, number of its block) of every token, T of them.
+
+    draft: a drafted token that the target accepted. target: the correction behind a rejected one. bonus: the target's token
+    behind a block that was accepted whole (or that drafted nothing).
+    """
+    found: list[tuple[str, int]] = []
+    for block, (drafted, accepted) in enumerate(zip(response.drafted_counts, response.accepted_counts, strict=True)):
+        found += [(DRAFT, block)] * accepted
+        found.append((BONUS if accepted == drafted else TARGET, block))
+    # The end token or the budget cut the last block.
+    return found[: len(response.response_ids)]
+
+
+def token_view(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    responses: Sequence[Response],
+    domains: Sequence[str],
+    tokenizer: Any,
+    settings: DecodeSettings,
+    *,
+    name: str,
+    top: int = 5,
+) -> dict[str, Any]:
+    """The token view of these responses: see distill/verdict/findings.py.
+
+    Probabilities are those under the serving settings, which decide about acceptance; at temperature 0, where those
+    say nothing but 0 and 1, the models' own at temperature 1.
+    """
+    sampling = settings.sampling
+    scores = {who: score_tokens(model, responses, sampling) for who, model in (("target", target), ("draft", draft))}
+    tops = {
+        who: top_tokens(model, responses, top, None if sampling.greedy else sampling)
+        for who, model in (("target", target), ("draft", draft))
+    }
+    shown = []
+    for index, (response, domain) in enumerate(zip(responses, domains, strict=True)):
+        special = set(tokenizer.all_special_ids)
+        pieces = [
+            token_text(tokenizer, token_id) if token_id in special else piece
+            for token_id, piece in zip(
+                response.response_ids, token_pieces(tokenizer, response.response_ids), strict=True
+            )
+        ]
+        probs = {who: np.exp(of[index].log_draft_probs) for who, of in scores.items()}
+        listed = {who: _listed(tokenizer, *of[index]) for who, of in tops.items()}
+        tokens = [
+            {
+                "text": pieces[place], "id": int(token_id), "by": by, "block": block,
+                "target_prob": float(probs["target"][place]), "draft_prob": float(probs["draft"][place]),
+                "target_top": listed["target"][place], "draft_top": listed["draft"][place],
+            }
+            for place, (token_id, (by, block)) in enumerate(zip(response.response_ids, writers(response), strict=True))
+        ]  # fmt: skip
+        prompt = tokenizer.decode(response.prompt_ids)
+        shown.append(
+            {
+                "key": response.key,
+                "domain": domain,
+                "prompt": prompt if len(prompt) <= LONGEST_PROMPT else "... " + prompt[-LONGEST_PROMPT:],
+                "tokens": tokens,
+                "tokens_count": len(tokens),
+                "blocks": response.blocks,
+                "drafted": sum(response.drafted_counts),
+                "accepted": sum(response.accepted_counts),
+            }
+        )
+    return {"contestant": name, "rule": settings.rule, "gamma": settings.gamma, "responses": shown}
+
+
+def _listed(tokenizer: Any, ids_TK: np.ndarray, probs_TK: np.ndarray) -> list[list[list[Any]]]:
+    texts = {int(token_id): token_text(tokenizer, int(token_id)) for token_id in np.unique(ids_TK)}
+    return [
+        [[texts[int(token_id)], float(prob)] for token_id, prob in zip(ids, probs, strict=True)]
+        for ids, probs in zip(ids_TK, probs_TK, strict=True)
+    ]
+
+
+def spread_over(responses: Sequence[Response], domains: Sequence[str], count: int) -> list[int]:
+    """Indices of ``count`` responses, domains in turn, the first of each first; empty responses are left out."""
+    queues: dict[str, list[int]] = {}
+    for index, (response, domain) in enumerate(zip(responses, domains, strict=True)):
+        if response.response_ids:
+            queues.setdefault(domain, []).append(index)
+    chosen: list[int] = []
+    while len(chosen) < count and any(queues.values()):
+        for queue in queues.values():
+            if queue and len(chosen) < count:
+                chosen.append(queue.pop(0))
+    return chosen

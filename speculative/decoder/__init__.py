@@ -1,0 +1,1 @@
+"""The block loop and what it commits."""

@@ -1,0 +1,176 @@
+"""What one decoding run is asked for and what comes back: plain values, no models.
+
+Shapes: R rows of the batch, G drafted tokens of a block, G1 = G + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from speculative.errors import UserError
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.tree import TokenTree
+from speculative.rules.verify import Rule, draft_settings_for
+
+Prompt = tuple[str, Sequence[int]]  # key, token ids
+
+# end: an end token was said; stop: a stop string; length: the budget; gate: the commit gate ended it.
+FinishReason = Literal["end", "stop", "length", "gate"]
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """How to decode. `gamma` 0 is plain decoding; `eos_ids` end a response and are part of it.
+
+    fit_context: a prompt that leaves less room than max_tokens in the context gets what it leaves, instead of a refusal.
+    tree: candidates per place instead of a chain; gamma is then the tree's depth. rules: changes to the logits of both
+    models. stop: strings that end a response (needs a tokenizer at decoding). min_tokens: no end token before so many.
+
+    Raises UserError for a value outside its range and for a rule that contradicts the temperature or the tree.
+    """
+
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    gamma: int = 0
+    rule: Rule = "sample"
+    max_tokens: int = 256
+    eos_ids: tuple[int, ...] = ()
+    seed: int = 0
+    tree: TokenTree | None = None
+    rules: LogitsRules | None = None
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    fit_context: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "max_tokens", "min_tokens", "seed"):
+            if type(getattr(self, name)) is not int:
+                raise UserError(f"{name} = {getattr(self, name)!r}: must be a whole number")
+        for name in ("eos_ids", "stop"):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence):
+                raise UserError(f"{name} = {getattr(self, name)!r}: must be a tuple")
+        if self.gamma < 0:
+            raise UserError(f"gamma = {self.gamma}: must be 0 (plain decoding) or a positive number of drafted tokens")
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens = {self.max_tokens}: must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise UserError(f"min_tokens = {self.min_tokens}: must be between 0 and max_tokens = {self.max_tokens}")
+        if any(not string for string in self.stop):
+            raise UserError("stop has an empty string: every stop string needs at least one character")
+        draft_settings_for(self.rule, self.sampling)
+        if self.rule == "block" and self.sampling.greedy:
+            raise UserError("rule = 'block' is for sampling; at temperature 0 use rule 'greedy'")
+        if self.tree is not None:
+            if self.gamma not in (0, self.tree.depth):
+                raise UserError(
+                    f"gamma = {self.gamma} with a token tree of depth {self.tree.depth}: they must be equal"
+                )
+            if self.rule == "block":
+                raise UserError("rule = 'block' verifies a chain: leave the token tree out, or use rule 'sample'")
+            if self.active_rules is not None:
+                raise UserError("logits rules with a token tree are not supported: use a chain (no tree)")
+
+    @property
+    def active_rules(self) -> LogitsRules | None:
+        """The rules with `min_tokens` among them; None when nothing changes the logits."""
+        rules = self.rules or LogitsRules()
+        if self.min_tokens > 0 and self.eos_ids:
+            end_ids = tuple(dict.fromkeys((*self.eos_ids, *rules.eos_ids)))
+            rules = replace(rules, min_tokens=max(rules.min_tokens, self.min_tokens), eos_ids=end_ids)
+        return rules if rules.active else None
+
+
+class GateRecord(NamedTuple):
+    """What a commit gate saw at a response position, and what it answered (`keep`, `stop` or the replacement's id)."""
+
+    position: int
+    token_id: int
+    answer: str
+
+
+@dataclass
+class Response:
+    """One decoded response and what happened to the drafted tokens in it.
+
+    budget: tokens it may have at most.
+    log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy, NaN for what a
+    gate put there).
+    drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block.
+    proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own.
+    tested, overlap_sum: positions at which a drafted token was tried, and sum_v min(target, draft) over them.
+    commit_seconds: when each block was committed, from the moment the prompt got its row; commit_sizes: its tokens.
+    text: decoded, cut before a stop string; None when no tokenizer was given.
+    """
+
+    key: str
+    prompt_ids: list[int]
+    budget: int = 0
+    response_ids: list[int] = field(default_factory=list)
+    log_target_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    blocks: int = 0
+    drafted_counts: list[int] = field(default_factory=list)
+    accepted_counts: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    tested: int = 0
+    overlap_sum: float = 0.0
+    proposed_mask: list[int] = field(default_factory=list)
+    commit_seconds: list[float] = field(default_factory=list)
+    commit_sizes: list[int] = field(default_factory=list)
+    text: str | None = None
+    gate_log: list[GateRecord] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response ended by itself (end token, stop string, gate) and not at its budget."""
+        return self.finish_reason not in (None, "length")
+
+
+@dataclass
+class Timing:
+    """Seconds by stage, summed over blocks. `host_seconds` is what is spent in none of the others, what the
+    reader of a stream does between its events included.
+
+    recording: blocks in which a model call was compiled or captured first; they are in no other stage.
+    draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. On CUDA these
+    are the device's own times (events), with the host's time inside them wherever the device waited for it.
+    """
+
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    recording_seconds: float = 0.0
+    total_seconds: float = 0.0
+    draft_steps: int = 0
+    target_calls: int = 0
+    recording_calls: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def host_seconds(self) -> float:
+        modelled = self.draft_seconds + self.verify_seconds + self.accept_seconds
+        return max(0.0, self.total_seconds - self.prefill_seconds - self.recording_seconds - modelled)
+
+
+class BlockOutcome(NamedTuple):
+    """One block on the host. Only the first accepted + 1 entries of a row of `ids_RG1` and `log_probs_RG1` count.
+
+    drafted_counts_R: how many of the row's drafted ids were real. sources_R: who proposed. Probabilities of the drafted
+    ids are there when they were asked for; log_probs_RG1 is None for greedy rules.
+    """
+
+    accepted_R: np.ndarray
+    ids_RG1: np.ndarray
+    log_probs_RG1: np.ndarray | None
+    overlap_sums_R: np.ndarray
+    drafted_counts_R: np.ndarray
+    sources_R: np.ndarray | None
+    drafted_ids_RG: np.ndarray
+    target_probs_RG: np.ndarray | None
+    draft_probs_RG: np.ndarray | None

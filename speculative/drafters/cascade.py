@@ -1,0 +1,154 @@
+"""Two drafters in a row: the cheap one first, the other for the rows in which it found too little.
+
+Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C columns of the token buffer, K rows taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.errors import UserError
+from speculative.rules.sampling import one_hot
+
+
+class Cascade:
+    """Rows in which `first` finds at least `min_found` tokens take them, the others get what `then` drafts.
+
+    Why it is lossless: who proposes is decided from the committed text alone, and a row's text is lossless with either
+    proposer. What would not be: a decision that looks at tokens a sampling draft drew and which were then thrown away.
+    The uniforms of a position are used again by the next block (see `sampling.row_uniforms`), so such a decision knows
+    something about the very numbers the draft is going to be drawn with, and its tokens no longer follow the
+    probabilities that the rule is told. `first` must therefore neither draw nor watch (as a JacobiPool does) a draft
+    that draws: refused before anything was committed with it.
+
+    `then` is asked for the whole batch, with the real gamma, as soon as one row needs it; for a chain, also where the
+    settings name a token tree. Cascades nest.
+    """
+
+    def __init__(self, first: Drafter, then: Drafter, min_found: int = 1):
+        """Raises UserError for a first drafter that is a model (it always proposes), and for min_found under 1."""
+        if min_found < 1:
+            raise UserError(f"min_found = {min_found}: must be at least 1 token")
+        if first.model is not None:
+            raise UserError(f"a cascade whose first drafter is a model ({first.name}) never asks the second: swap them")
+        self.first, self.then, self.min_found = first, then, min_found
+        self.name = f"cascade of {first.name} and {then.name}"
+        self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
+        self.observes = first.observes or then.observes
+        self._strayed_R = np.zeros(0, dtype=bool)
+        self._asked_lengths_R = np.zeros(0, dtype=np.int64)
+
+    @property
+    def recordings(self) -> int:
+        """Model calls that were compiled or captured so far."""
+        return getattr(self.then, "recordings", 0)
+
+    @property
+    def shares_cache(self) -> bool:
+        return getattr(self.then, "shares_cache", False)
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        return self.then.model
+
+    def start(self, seats: Seats) -> None:
+        self.first.start(seats)
+        self.then.start(seats)
+        self._strayed_R = np.zeros(seats.rows, dtype=bool)
+        self._asked_lengths_R = np.ones(seats.rows, dtype=np.int64)
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        self.first.admit(rows, tokens_RC, lengths_R)
+        self.then.admit(rows, tokens_RC, lengths_R)
+        self._strayed_R[rows] = False
+
+    def keep(self, rows: list[int]) -> None:
+        self.first.keep(rows)
+        self.then.keep(rows)
+        self._strayed_R = self._strayed_R[rows]
+        self._asked_lengths_R = self._asked_lengths_R[rows]
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        for drafter in (self.first, self.then):
+            if drafter.observes:
+                drafter.observe(fed_ids_RG1, predicted_ids_RG1, accepted_R)
+
+    def propose(self, ask: Ask) -> Proposal:
+        """Raises UserError for a pair that would bias the text, before anything it drafted is committed."""
+        # Looked-up chains and a tree do not share a batch, and a row's tree must not depend on who sits beside it.
+        ask = ask._replace(tree=None)
+        self._call_back_strayed(ask)
+        early = self.first.propose(ask)
+        if early.probs_RGV is not None:
+            raise UserError(
+                f"the {self.first.name} draws from a distribution and cannot be the first of a cascade: "
+                "who proposes must depend on the committed text alone"
+            )
+        found_R = _counts(early)
+        taken_R = (found_R >= min(self.min_found, ask.gamma)) & ask.active_R
+        if ask.gamma == 0 or bool((taken_R == ask.active_R).all()):
+            # Not needed, but told how far the text is: what it drafted last was verified up to here and no further.
+            self.then.propose(ask._replace(gamma=0))
+            return early._replace(sources_R=_sources(early))
+        # Moved before the device is busy with the second drafter.
+        taken_K = torch.from_numpy(np.flatnonzero(taken_R)).to(early.ids_RG.device)
+        late = self.then.propose(ask)
+        if late.probs_RGV is not None and self.first.observes:
+            raise UserError(
+                f"the {self.first.name} watches what is drafted and cannot decide when the {self.then.name} draws: "
+                "that would bias the text; use prompt lookup or retrieval first, or a greedy draft"
+            )
+        late_sources_R = _sources(late) + len(self.first.source_names)
+        if not taken_R.any():
+            return late._replace(sources_R=late_sources_R)
+        self._strayed_R, self._asked_lengths_R = taken_R, ask.lengths_R.copy()
+        ids_RG, probs_RGV = _mixed(early, late, taken_K)
+        return Proposal(
+            ids_RG,
+            probs_RGV,
+            counts_R=np.where(taken_R, found_R, _counts(late)),
+            peaks_RG=late.peaks_RG,
+            sources_R=np.where(taken_R, _sources(early), late_sources_R),
+        )
+
+    def _call_back_strayed(self, ask: Ask) -> None:
+        """Rows that took `first`'s tokens while `then` drafted others: it must not believe that its own were said.
+
+        A drafter trusts its memory up to the committed length; here that is right only up to the length at which it
+        drafted, so it is told that length once, before the present one.
+        """
+        if self._strayed_R.any():
+            lengths_R = np.where(self._strayed_R, self._asked_lengths_R, ask.lengths_R)
+            self.then.propose(ask._replace(lengths_R=lengths_R, gamma=0))
+            self._strayed_R = np.zeros_like(self._strayed_R)
+
+
+def _counts(proposal: Proposal) -> np.ndarray:
+    rows, width = proposal.ids_RG.shape
+    return np.full(rows, width, dtype=np.int64) if proposal.counts_R is None else proposal.counts_R
+
+
+def _sources(proposal: Proposal) -> np.ndarray:
+    rows = len(proposal.ids_RG)
+    return np.zeros(rows, dtype=np.int64) if proposal.sources_R is None else proposal.sources_R
+
+
+def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids and probabilities of both in one: the taken rows are `early`'s, one-hot where `late` brings rows of V."""
+    rows, drafted = late.ids_RG.shape
+    width = max(early.ids_RG.shape[1], drafted)
+    taken_ids_KG = torch.nn.functional.pad(early.ids_RG[taken_K], (0, width - early.ids_RG.shape[1]))
+    # Copies, here and below: the drafter may look at its own again.
+    ids_RG = late.ids_RG.new_zeros((rows, width))
+    ids_RG[:, :drafted] = late.ids_RG
+    ids_RG.index_copy_(0, taken_K, taken_ids_KG)
+    if late.probs_RGV is None:
+        return ids_RG, None
+    vocab = late.probs_RGV.shape[-1]
+    probs_RGV = late.probs_RGV.new_zeros((rows, width, vocab))
+    probs_RGV[:, :drafted] = late.probs_RGV
+    probs_RGV.index_copy_(0, taken_K, one_hot(taken_ids_KG, vocab, probs_RGV.dtype))
+    return ids_RG, probs_RGV

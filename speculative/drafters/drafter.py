@@ -1,0 +1,277 @@
+"""Who proposes tokens. A drafter sees the committed tokens of every row and returns ids with their probabilities.
+
+Shapes: R rows, G drafted tokens (at most gamma), V vocabulary, C columns of the token buffer, N nodes of a token tree
+(root not counted), N1 = N + 1, K candidates per node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.engine.cached_model import CachedModel, upload
+from speculative.engine.runners import EAGER
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import SamplingSettings, logits_to_probs, most_likely_and_peak, sample
+from speculative.rules.tree import TokenTree, draw_children, top_children
+
+# After rejections and stretches of plain decoding the draft has text to catch up with; at most so many tokens a call.
+CATCH_UP_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Where a drafter sits for one decode call: its rows, how far a row may grow, and the target beside it."""
+
+    rows: int
+    capacity: int
+    target: CachedModel
+    runner: str = EAGER
+
+
+class Ask(NamedTuple):
+    """What a drafter is asked before each block. Arrays are on the host; `tokens_RC` behind `lengths_R` is scratch.
+
+    `uniforms_RGK`: the draft's uniforms by place in the block and candidate; None when nothing is sampled.
+    `stop_below`: propose no further once every row's drafted token had less than this probability. `tree`: propose this
+    tree of candidates if you can (gamma is its depth); a chain is always welcome.
+    """
+
+    tokens_RC: np.ndarray
+    lengths_R: np.ndarray
+    prompt_lengths_R: np.ndarray
+    active_R: np.ndarray
+    gamma: int
+    sampling: SamplingSettings
+    uniforms_RGK: torch.Tensor | None = None
+    rules: LogitsRules | None = None
+    stop_below: float = 0.0
+    tree: TokenTree | None = None
+
+
+class Proposal(NamedTuple):
+    """What a drafter answers, on the target's device.
+
+    ids_RG: drafted ids, as many as it likes up to gamma (none = plain decoding); with a tree, the nodes (R, N).
+    probs_RGV: the probabilities they were drawn from, None = one-hot. With a tree row n, up to the last parent, is what
+    the children of node n were drawn from.
+    counts_R: how many of a row's ids are real, None = all. peaks_RG: a number of each step that is NaN or
+    infinite when its logits were.
+    sources_R: index into the drafter's `source_names`, None = 0.
+    """
+
+    ids_RG: torch.Tensor
+    probs_RGV: torch.Tensor | None = None
+    counts_R: np.ndarray | None = None
+    peaks_RG: torch.Tensor | None = None
+    sources_R: np.ndarray | None = None
+    tree: TokenTree | None = None
+
+
+class Drafter(Protocol):
+    """The protocol of everything that proposes. One object serves one decode call after another.
+
+    `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: wants `observe`.
+    """
+
+    name: str
+    source_names: tuple[str, ...]
+    observes: bool
+
+    @property
+    def model(self) -> PreTrainedModel | None: ...
+
+    def start(self, seats: Seats) -> None:
+        """Begin a decode call; nothing of an earlier one may be left."""
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        """These rows now hold fresh prompts, tokens_RC[r, :lengths_R[r]]."""
+
+    def propose(self, ask: Ask) -> Proposal:
+        """Draft at most `ask.gamma` tokens per row; called before every block, also with gamma 0.
+
+        Only the drafter's own state may change. Whatever it remembers about tokens that were not committed must be
+        repaired here: the committed tokens are handed in again at each call.
+        """
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        """What the target was fed in the last block and its most likely token after each; only when `observes`."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Compact to these rows, in this order."""
+
+
+class ModelDrafter:
+    """A causal LM of its own with its own cache.
+
+    The cache holds the committed tokens but the last, or all but the last two after a fully accepted block: the last
+    drafted token was never fed. Each block starts by feeding what is missing, so no block needs an extra call. Between
+    blocks only a length per row is kept.
+    """
+
+    source_names: tuple[str, ...] = ("draft",)
+    observes = False
+    shares_cache = False  # With the target: then it takes no memory of its own.
+
+    def __init__(self, model: PreTrainedModel, name: str = "draft"):
+        self.model: PreTrainedModel = model
+        self.name = name
+        self._cached: CachedModel | None = None
+        self._read_R = np.zeros(0, dtype=np.int64)
+
+    @property
+    def recordings(self) -> int:
+        """Model calls that were compiled or captured so far."""
+        return self._cached.runner.recordings if self._cached is not None else 0
+
+    def start(self, seats: Seats) -> None:
+        self._cached = CachedModel(self.model, self.name, seats.rows, seats.capacity, seats.runner)
+        self._read_R = np.zeros(seats.rows, dtype=np.int64)
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        assert self._cached is not None, "admit() before start()"
+        # All but the last token: the first block feeds it, and the second-last again where shapes are static.
+        self._read_R[rows] = np.maximum(lengths_R[rows] - 1, 0)
+        self._cached.prefill(tokens_RC, rows, self._read_R[rows])
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        raise AssertionError("a model drafter does not observe")
+
+    def keep(self, rows: list[int]) -> None:
+        assert self._cached is not None, "keep() before start()"
+        self._cached.keep(rows)
+        self._read_R = self._read_R[rows]
+
+    def propose(self, ask: Ask) -> Proposal:
+        assert self._cached is not None, "propose() before start()"
+        # What was drafted and not committed is forgotten; the last committed token was never fed.
+        self._read_R = np.minimum(self._read_R, ask.lengths_R - 1)
+        if ask.gamma == 0:
+            return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self._cached.device))
+        if ask.tree is not None:
+            return self._propose_tree(ask, ask.tree)
+        return self._propose_chain(ask)
+
+    def _catch_up(self, ask: Ask) -> torch.Tensor:
+        """Logits (R, V) after the last committed token; feeds whatever of the text was not read yet."""
+        assert self._cached is not None
+        lengths_R, fewest = ask.lengths_R, 2 if self._cached.runner.static else 1
+        while True:
+            missing = max(fewest, int((lengths_R - self._read_R)[ask.active_R].max(initial=1)))
+            width = min(missing, CATCH_UP_TOKENS)
+            # Rows that miss less read some tokens again; a row shorter than the width reads scratch behind its end.
+            ends_R = np.minimum(self._read_R + width, lengths_R) if missing > width else lengths_R
+            starts_R = np.maximum(ends_R - width, 0)
+            ids_RW = ask.tokens_RC[np.arange(len(starts_R))[:, None], starts_R[:, None] + np.arange(width)]
+            short = bool((ends_R < width)[ask.active_R].any())
+            logits_RWV = self._cached.feed(
+                upload(ids_RW, self._cached.device), starts_R, width if short else 1, once=width > 2
+            )
+            self._read_R = ends_R.copy()
+            if missing > width:
+                continue
+            if not short:
+                return logits_RWV[:, -1]
+            last_R = upload(lengths_R - 1 - starts_R, logits_RWV.device)
+            return logits_RWV[torch.arange(len(lengths_R), device=logits_RWV.device), last_R]
+
+    def _propose_chain(self, ask: Ask) -> Proposal:
+        assert self._cached is not None
+        lengths_R, device = ask.lengths_R, self._cached.device
+        logits_RV = self._catch_up(ask)
+        scratch = _RuleText(ask, device) if ask.rules is not None else None
+        ids: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        peaks: list[torch.Tensor] = []
+        counts_R = np.full(len(lengths_R), ask.gamma)
+        running_R = ask.active_R.copy()
+        for step in range(ask.gamma):
+            if step > 0:
+                logits_RV = self._cached.feed(ids[-1].unsqueeze(1), lengths_R + (step - 1), 1)[:, 0]
+            if scratch is not None:
+                logits_RV = scratch.apply(logits_RV, step)
+            if ask.sampling.greedy:
+                id_R, peak_R = most_likely_and_peak(logits_RV)
+                peaks.append(peak_R)
+                chosen_R = logits_RV.softmax(-1).amax(-1) if ask.stop_below > 0 else None
+            else:
+                probs.append(logits_to_probs(logits_RV, ask.sampling))
+                assert ask.uniforms_RGK is not None
+                id_R = sample(probs[-1], ask.uniforms_RGK[:, step, 0])
+                chosen_R = probs[-1].gather(-1, id_R.unsqueeze(-1)).squeeze(-1) if ask.stop_below > 0 else None
+            ids.append(id_R)
+            if scratch is not None:
+                scratch.write(id_R, step)
+            if chosen_R is not None:
+                # The doubtful token itself is still proposed: whether to stop may depend on tokens that are verified,
+                # not on one that is thrown away (that would bias the text).
+                doubtful_R = running_R & (chosen_R.float().cpu().numpy() < ask.stop_below)
+                counts_R[doubtful_R] = step + 1
+                running_R &= ~doubtful_R
+                if not running_R.any():
+                    break
+        self._read_R = lengths_R + (len(ids) - 1)
+        probs_RGV = torch.stack(probs, 1) if probs else None
+        # Softmax makes the whole row NaN when one logit is NaN or infinite: any column tells.
+        peaks_RG = torch.stack(peaks, 1) if probs_RGV is None else probs_RGV[..., 0]
+        counts = np.minimum(counts_R, len(ids)) if ask.stop_below > 0 else None
+        return Proposal(torch.stack(ids, 1), probs_RGV, counts, peaks_RG)
+
+    def _propose_tree(self, ask: Ask, tree: TokenTree) -> Proposal:
+        """Level by level: all nodes of a depth are fed in one call that re-reads the levels above."""
+        assert self._cached is not None
+        assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
+        assert ask.rules is None, "a tree with logits rules is refused before decoding"
+        root_logits_RV = self._catch_up(ask)
+        self._read_R = ask.lengths_R - 1
+        ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
+        last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)
+        ids_RN1[:, :1] = upload(last_R1, ids_RN1.device)
+        probs_RMV = None
+        if not ask.sampling.greedy:
+            parents = tree.parents[-1] + 1
+            probs_RMV = root_logits_RV.new_zeros(
+                (len(ask.lengths_R), parents, root_logits_RV.shape[-1]), dtype=torch.float32
+            )
+        peaks = [root_logits_RV.amax(-1)]
+        logits_RN1V = root_logits_RV.unsqueeze(1)
+        for depth, level in enumerate(tree.levels[:-1]):
+            if depth > 0:
+                logits_RN1V = self._cached.feed_tree(ids_RN1, ask.lengths_R - 1, tree)
+                peaks.append(logits_RN1V[:, level[0] : level[-1] + 1].amax((-1, -2)))
+            for node in level:
+                children = tree.children[node]
+                if not children:
+                    continue
+                children_K = upload(np.array(children), ids_RN1.device)
+                if ask.sampling.greedy:
+                    ids_RN1[:, children_K] = top_children(logits_RN1V[:, node], len(children))
+                    continue
+                assert probs_RMV is not None
+                assert ask.uniforms_RGK is not None
+                probs_RV = logits_to_probs(logits_RN1V[:, node], ask.sampling)
+                probs_RMV[:, node] = probs_RV
+                uniforms_RK = ask.uniforms_RGK[:, depth, : len(children)]
+                ids_RN1[:, children_K] = draw_children(probs_RV, len(children), uniforms_RK, replacement=False)
+        return Proposal(ids_RN1[:, 1:], probs_RMV, None, torch.stack(peaks, 1), None, tree)
+
+
+class _RuleText:
+    """The rows' text as logits rules want it: committed tokens, then what is drafted in this block."""
+
+    def __init__(self, ask: Ask, device: torch.device):
+        assert ask.rules is not None
+        self._rules = ask.rules
+        longest = int(ask.lengths_R.max()) + ask.gamma
+        self._tokens_RC = upload(ask.tokens_RC[:, :longest], device).clone()
+        self._lengths_R, self._prompt_lengths_R = upload(ask.lengths_R, device), upload(ask.prompt_lengths_R, device)
+
+    def apply(self, logits_RV: torch.Tensor, step: int) -> torch.Tensor:
+        return self._rules(logits_RV, self._tokens_RC, self._lengths_R + step, self._prompt_lengths_R)
+
+    def write(self, ids_R: torch.Tensor, step: int) -> None:
+        self._tokens_RC.scatter_(1, (self._lengths_R + step).unsqueeze(1), ids_R.unsqueeze(1))

@@ -1,0 +1,95 @@
+"""Self-speculation: the target's first layers and its own head propose, and share the target's cache.
+
+Shapes: R rows, L layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
+from speculative.engine.cached_model import CachedModel
+from speculative.errors import UserError
+
+
+class EarlyExit(ModelDrafter):
+    """The target stopped after its first L layers, with its own final norm and head (2309.08168, without the tuning).
+
+    No weights and no cache of its own: what the first layers write for a drafted token is what the verify call writes
+    there again, and everything before is already in the target's cache, so there is nothing to prefill and nothing to
+    catch up with.
+    """
+
+    source_names = ("early exit",)
+    shares_cache = True
+
+    def __init__(self, target: PreTrainedModel, layers: int):
+        """Raises UserError when the target has no more than `layers` layers, or none that can be found."""
+        super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
+
+    def start(self, seats: Seats) -> None:
+        self._cached = CachedModel(
+            self.model, self.name, seats.rows, seats.capacity, seats.runner, cache=seats.target.cache
+        )
+        self._read_R = np.zeros(seats.rows, dtype=np.int64)
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...
+
+    def keep(self, rows: list[int]) -> None:
+        self._read_R = self._read_R[rows]  # The target compacts the cache.
+
+    def propose(self, ask: Ask) -> Proposal:
+        self._read_R = ask.lengths_R - 1  # The target read all but the last token, whoever proposed it.
+        return super().propose(ask)
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """The same causal LM with only its first `count` layers; every parameter is the model's own, nothing is copied.
+
+    Raises UserError for a count outside 1 .. layers - 1 and for models whose stack of layers is not one ModuleList.
+    """
+    total = model.config.get_text_config(decoder=True).num_hidden_layers
+    if not 1 <= count < total:
+        raise UserError(f"early exit after {count} layers: the target has {total}, give 1..{total - 1}")
+    stacks = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == total and "." in name
+    ]
+    if len(stacks) != 1:
+        raise UserError(f"{type(model).__name__} has no single stack of {total} layers: early exit is not possible")
+    shorter = _hollow_copy(model)
+    parent = shorter
+    *path, last = stacks[0].split(".")
+    for name in path:
+        child = _hollow_copy(parent._modules[name])
+        if hasattr(child, "config"):
+            child.config = _shorter_config(child.config, count)
+        parent._modules[name] = child
+        parent = child
+    stack = parent._modules[last]
+    assert isinstance(stack, nn.ModuleList)
+    parent._modules[last] = stack[:count]
+    shorter.config = _shorter_config(model.config, count)
+    return shorter
+
+
+def _hollow_copy(module: Any) -> Any:
+    """The same module with its own table of children: replacing a child leaves the original as it is."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def _shorter_config(config: Any, count: int) -> Any:
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config(decoder=True)
+    if getattr(text, "layer_types", None):
+        text.layer_types = list(text.layer_types)[:count]
+    text.num_hidden_layers = count
+    return shorter

@@ -1,0 +1,1 @@
+"""Models on a key/value memory with one length per row."""

@@ -1,0 +1,264 @@
+"""A causal LM that reads and writes a RaggedCache: feed tokens at any positions of each row, get logits.
+
+Shapes: R rows, K rows of one call (all, or the few being prefilled), Q query tokens, P prefix (positions attention
+sees), C capacity, V vocabulary, N1 nodes of a token tree with its root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.engine.cache import RaggedCache
+from speculative.engine.memory import cache_shapes
+from speculative.engine.models import attention_windows, check_decodable, max_positions, takes_logits_to_keep
+from speculative.engine.runners import EAGER, Runner, make_runner
+from speculative.errors import UserError
+from speculative.rules.tree import TokenTree
+
+PREFIX_STEP = 64  # On an accelerator the prefix is rounded up to this, so that few shapes reach the allocator.
+STATIC_PREFIX = 256  # Compiled and captured calls see prefixes of this times a power of two: few recordings.
+PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
+REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large, and of lengths that hardly come again.
+FEWEST_PREFILL_TOKENS = 64  # Out of memory is believed only when this few tokens do not fit either.
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on the device without waiting for it: what is small is staged before the call returns."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+class CachedModel:
+    """A causal LM with its RaggedCache.
+
+    Raises UserError (through `check_decodable`) when the model cannot be used so.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        rows: int,
+        capacity: int,
+        runner: str = EAGER,
+        cache: RaggedCache | None = None,
+    ):
+        """`cache`: share this one (a model that is the lower half of another) instead of making its own."""
+        check_decodable(model, name)
+        self.model, self.name = model, name
+        self.device = model.device
+        config = model.config.get_text_config(decoder=True)
+        self.cache = cache or RaggedCache(config.num_hidden_layers, rows, capacity)
+        self.runner: Runner = make_runner(runner)
+        self.prefill_tokens = PREFILL_TOKENS
+        self._capacity = capacity
+        self._exact_prefix = self.device.type == "cpu" and not self.runner.static
+        self._positions_C = torch.arange(capacity, device=self.device)
+        self._mask_dtype = cache_shapes(model)[0].dtype
+        self._hidden = torch.finfo(self._mask_dtype).min
+        self._takes_logits_to_keep = takes_logits_to_keep(model)
+        longest = max_positions(model)
+        self._last_position = longest - 1 if longest is not None and capacity > longest else None
+        # A window that no text can outgrow is no window.
+        windows = [None if window is None or window >= capacity else window for window in attention_windows(model)]
+        self._windows = sorted(set(windows), key=lambda window: window or 0)
+        if len(self._windows) > 2 or (len(self._windows) == 2 and None not in self._windows):
+            raise UserError(f"{name} ({type(model).__name__}) mixes windows of {self._windows}: one size is supported")
+        self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    def feed(
+        self,
+        ids_KQ: torch.Tensor,
+        starts_K: np.ndarray,
+        logits_kept: int,
+        rows: Sequence[int] | None = None,
+        once: bool = False,
+    ) -> torch.Tensor:
+        """Logits (K, logits_kept, V) after the last `logits_kept` of Q tokens, written from each row's start on.
+
+        `starts_K` is on the host: nothing here asks the device. `rows`: only these take part; None = all, in order.
+        `once`: a shape that will hardly come again, not worth a recording.
+        """
+        rows_count, query_length = ids_KQ.shape
+        stop = int(starts_K.max()) + query_length
+        shared = int(starts_K[0]) if rows_count == 1 or bool((starts_K == starts_K[0]).all()) else None
+        if self._exact_prefix and shared is not None:
+            positions_KQ = self._positions_C[shared:stop].unsqueeze(0)
+            if rows_count > 1:
+                positions_KQ = positions_KQ.expand(rows_count, -1)
+            rows_K = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+            self.cache.begin(positions_KQ, stop, shared, rows_K)
+            masks = self._shared_masks(shared, query_length)
+            if masks is not None and rows_count > 1:
+                masks = [mask.expand(rows_count, -1, -1, -1) for mask in masks]
+            return self._call(ids_KQ, positions_KQ, masks, logits_kept)
+
+        positions_KQ = upload(starts_K[:, None] + np.arange(query_length), self.device)
+        if self.runner.static and rows is None and not once:
+            return self.runner.run(self._static_call, (ids_KQ, positions_KQ), (self._static_prefix(stop), logits_kept))
+        rows_K = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=self.device)
+        # A call on some rows that begins at position 0 attends to its own states and to nothing else.
+        prefix = query_length if rows is not None and shared == 0 else self._eager_prefix(stop)
+        self.cache.begin(positions_KQ, prefix, 0 if shared == 0 and rows is not None else None, rows_K)
+        return self._call(ids_KQ, positions_KQ, self._masks(positions_KQ, prefix), logits_kept)
+
+    def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
+        """Logits (R, N1, V) after every node of a token tree whose root stands at each row's start.
+
+        Node n is written to slot start + n and stands at position start + depth(n); it sees the text before the root
+        and its own ancestors. `commit_path` puts the accepted nodes where the text has them.
+        """
+        starts_R1 = upload(starts_R, self.device).unsqueeze(1)
+        nodes_N1 = self._positions_C[: tree.size + 1]
+        shape = tree.on(self.device)
+        depths_N1 = shape.depths_N1
+        prefix = self._eager_prefix(int(starts_R.max()) + tree.size + 1)
+        self.cache.begin(starts_R1 + nodes_N1, prefix)
+        positions_RN1 = starts_R1 + depths_N1
+
+        relative_RP = self._positions_C[:prefix] - starts_R1
+        node_RP = relative_RP.clamp(0, tree.size)
+        ancestors_RN1P = shape.ancestors_N1N1[:, node_RP].transpose(0, 1)
+        in_tree_RP = (relative_RP >= 0) & (relative_RP <= tree.size)
+        visible_RN1P = (relative_RP < 0).unsqueeze(1) | (in_tree_RP.unsqueeze(1) & ancestors_RN1P)
+        stands_at_RP = torch.where(in_tree_RP, starts_R1 + depths_N1[node_RP], self._positions_C[:prefix])
+        distance_RN1P = positions_RN1.unsqueeze(2) - stands_at_RP.unsqueeze(1)
+        masks = [
+            self._additive(visible_RN1P if window is None else visible_RN1P & (distance_RN1P < window))
+            for window in self._windows
+        ]
+        return self._call(ids_RN1, positions_RN1, masks, tree.size + 1)
+
+    def commit_path(self, starts_R: np.ndarray, path_RD: torch.Tensor) -> None:
+        """After `feed_tree`: move the states of the accepted nodes (R, D), by depth, to start + 1, start + 2, ..."""
+        starts_R1 = upload(starts_R, self.device).unsqueeze(1)
+        places_D = self._positions_C[1 : path_RD.shape[1] + 1]
+        self.cache.move(starts_R1 + path_RD, starts_R1 + places_D)
+
+    def prefill(self, tokens_RC: np.ndarray, rows: Sequence[int], lengths_K: np.ndarray) -> None:
+        """Read the first `lengths_K` tokens of these rows, rows of similar length together, a bounded number at a time.
+
+        Padding is written too and does no harm: a position is visible only to later ones, and by then it has been
+        overwritten. Out of memory is answered by smaller calls.
+
+        Raises UserError when even the smallest call does not fit in memory.
+        """
+        for group in _similar_lengths(lengths_K, self.prefill_tokens):
+            longest = int(lengths_K[group].max())
+            group_rows = [rows[index] for index in group]
+            everyone = group_rows == list(range(self.cache.rows))
+            start = 0
+            while start < longest:
+                columns = max(1, self.prefill_tokens // len(group))
+                ids_KQ = torch.from_numpy(tokens_RC[group_rows, start : min(start + columns, longest)]).to(self.device)
+                try:
+                    self.feed(ids_KQ, np.full(len(group), start), 1, None if everyone else group_rows, once=True)
+                except RuntimeError as error:
+                    self._shrink_prefill(error)
+                    continue
+                start += columns
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Compact to these rows, in this order."""
+        self.cache.keep(torch.tensor(rows, dtype=torch.int64, device=self.device))
+
+    def _shrink_prefill(self, error: RuntimeError) -> None:
+        """Halve the size of prefill calls after an out of memory; raises what it is not able to answer."""
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise error
+        if self.prefill_tokens <= FEWEST_PREFILL_TOKENS:
+            raise UserError(
+                f"out of memory while the {self.name} reads the prompts ({self.cache.rows} rows of "
+                f"{self._capacity} positions): lower the batch size, max_tokens or the prompt length"
+            ) from error
+        self.prefill_tokens //= 2
+
+    def _call(
+        self, ids_KQ: torch.Tensor, positions_KQ: torch.Tensor, masks: list[torch.Tensor] | None, logits_kept: int
+    ) -> torch.Tensor:
+        if self._last_position is not None:
+            # Drafted tokens may overshoot the context; they are cut from the response, so any position does.
+            positions_KQ = positions_KQ.clamp_max(self._last_position)
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None
+        if masks is not None:
+            attention_mask = masks[0]
+            if len(masks) == 2:
+                attention_mask = {"full_attention": masks[0], "sliding_attention": masks[1]}
+        keep = {"logits_to_keep": logits_kept} if self._takes_logits_to_keep else {}
+        logits = self.model(
+            input_ids=ids_KQ,
+            attention_mask=attention_mask,
+            position_ids=positions_KQ,
+            past_key_values=self.cache,
+            use_cache=True,
+            **keep,
+        ).logits
+        return logits[:, -logits_kept:]
+
+    def _static_call(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
+        """A whole call whose shapes and addresses depend on its arguments' shapes, `prefix` and `kept` only."""
+        self.cache.begin(positions_RQ, prefix)
+        return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
+
+    def _static_prefix(self, stop: int) -> int:
+        prefix = STATIC_PREFIX
+        while prefix < stop:
+            prefix *= 2
+        return min(prefix, self._capacity)
+
+    def _eager_prefix(self, stop: int) -> int:
+        return stop if self._exact_prefix else min(-(-stop // PREFIX_STEP) * PREFIX_STEP, self._capacity)
+
+    def _masks(self, positions_KQ: torch.Tensor, prefix: int) -> list[torch.Tensor]:
+        """Additive masks (K, 1, Q, P), one per kind of layer: a token sees its position and everything before."""
+        own_KQ1, seen_P = positions_KQ.unsqueeze(2), self._positions_C[:prefix]
+        visible_KQP = seen_P <= own_KQ1
+        return [
+            self._additive(visible_KQP if window is None else visible_KQP & (seen_P > own_KQ1 - window))
+            for window in self._windows
+        ]
+
+    def _additive(self, visible_KQP: torch.Tensor) -> torch.Tensor:
+        # Added once here; a boolean mask would be converted again in every layer.
+        zeros = torch.zeros(visible_KQP.shape, dtype=self._mask_dtype, device=self.device)
+        return zeros.masked_fill_(~visible_KQP, self._hidden).unsqueeze(1)
+
+    def _shared_masks(self, start: int, query_length: int) -> list[torch.Tensor] | None:
+        """`_masks` where every row starts at `start` and the prefix ends with the last token: views, nothing computed.
+
+        None where one token sees all there is: the model then takes its own, unmasked path.
+        """
+        if query_length == 1 and self._windows == [None]:
+            return None
+        masks = []
+        for window in self._windows:
+            # Column C + i - d of this strip is the token d places before query i, for any start: a slice fits.
+            strip_QS = self._triangles.get((query_length, window))
+            if strip_QS is None:
+                own_Q1 = self._capacity + torch.arange(query_length).unsqueeze(1)
+                columns_S = torch.arange(self._capacity + query_length)
+                visible_QS = columns_S <= own_Q1
+                if window is not None:
+                    visible_QS &= columns_S > own_Q1 - window
+                strip_QS = self._additive(visible_QS.unsqueeze(0))
+                if query_length <= REMEMBERED_QUERY:
+                    self._triangles[query_length, window] = strip_QS
+            masks.append(strip_QS[..., self._capacity - start :])
+        return masks
+
+
+def _similar_lengths(lengths_K: np.ndarray, tokens: int) -> Iterator[list[int]]:
+    """Indices in groups whose padding is small: nobody shorter than three quarters of the group's longest."""
+    group: list[int] = []
+    for index in np.argsort(-lengths_K, kind="stable").tolist():
+        longest = int(lengths_K[group[0]]) if group else 0
+        crowded = (len(group) + 1) * longest > tokens
+        if group and (crowded or lengths_K[index] < 0.75 * longest - 16):
+            yield sorted(group)
+            group = []
+        group.append(index)
+    if group:
+        yield sorted(group)

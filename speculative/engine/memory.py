@@ -1,0 +1,118 @@
+"""Memory computed before it is taken.
+
+Shapes: R rows, C capacity (positions a row can hold), Q query tokens of one call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.models import in_eval_mode, vocab_rows
+from speculative.errors import UserError
+
+GIB = 1024**3
+# Copies of the verify call's logits that exist at once: the model's own, float32 probabilities, the sums that draw from
+# them in float64, and the sorted ones of top-p.
+LOGIT_BYTES = 4 + 4 + 8 + 12
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Key/value memory of one layer: heads, widths of a key and a value, their dtype."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_position(self) -> int:
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+_known_shapes: weakref.WeakKeyDictionary[PreTrainedModel, list[CacheShape]] = weakref.WeakKeyDictionary()
+
+
+def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
+    """What each layer puts into a cache, learnt from one call on one token: right for every architecture.
+
+    Layers that share another's keys have no entry.
+    """
+    known = _known_shapes.get(model)
+    if known is not None:
+        return known
+    cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows=1, capacity=1)
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    cache.begin(zero, prefix=1, shared_start=0)
+    with torch.no_grad(), in_eval_mode(model):
+        model(input_ids=zero, position_ids=zero, past_key_values=cache, use_cache=True)
+    shapes = []
+    for layer in cache.layers:
+        assert isinstance(layer, RaggedLayer)
+        if layer.keys is not None and layer.values is not None:
+            shapes.append(CacheShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype))
+    if not shapes:
+        raise UserError(f"{type(model).__name__} wrote nothing into its cache: it cannot be decoded with one")
+    _known_shapes[model] = shapes
+    return shapes
+
+
+def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
+    """Bytes of a RaggedCache for this model."""
+    return rows * capacity * sum(shape.bytes_per_position for shape in cache_shapes(model))
+
+
+def block_bytes(model: PreTrainedModel, rows: int, query_length: int) -> int:
+    """Bytes of one verify call's logits and probabilities, an upper bound."""
+    return rows * query_length * vocab_rows(model) * LOGIT_BYTES
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken on the device; None where nobody says (then nothing is refused)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    limits = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
+        # Cached files count as used and are given back when memory is asked for.
+        statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        limits.append(int(limit.read_text()) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
+    return min(limits, default=None)
+
+
+def check_memory(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    rows: int,
+    capacity: int,
+    query_length: int,
+    shared_cache: bool = False,
+) -> None:
+    """Refuse before anything is allocated. Raises UserError: "needs X GB, Y free: lower batch or max_tokens".
+
+    `shared_cache`: the draft writes into the target's.
+    """
+    free = free_bytes(target.device)
+    needed = cache_bytes(target, rows, capacity) + block_bytes(target, rows, query_length)
+    if draft is not None:
+        needed += block_bytes(draft, rows, query_length)
+        needed += 0 if shared_cache else cache_bytes(draft, rows, capacity)
+    if free is not None and needed > free:
+        raise UserError(
+            f"decoding {rows} rows of {capacity} positions needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB free on "
+            f"{target.device}: lower the batch size or max_tokens"
+        )

@@ -1,0 +1,212 @@
+"""What a draft's confidence is worth: how often a token it gave this probability is accepted, and when to stop drafting.
+
+With bin(x) the bin of the probability that the draft gave x, importance weighting turns what the draft would propose
+into what the target said, so that stored text answers without the target's distributions:
+
+    E_{v ~ draft} 1[bin(v) = b] min(1, target(v) / draft(v)) = E_{x ~ target} 1[bin(x) = b] min(1, draft(x) / target(x))
+
+Shapes: T tokens of one response, P prompts, C bins of confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speculative.explain.slices import SlicedText
+from speculative.measure.metrics import ratio_interval, sum_by_prompt
+from speculative.measure.token_scores import CONFIDENCE_EDGES, TokenScores
+
+BINS = len(CONFIDENCE_EDGES)
+EDGES = np.append(CONFIDENCE_EDGES, 1.0)
+CENTRES = (EDGES[:-1] + EDGES[1:]) / 2
+ENOUGH = 20  # Drafted tokens expected in a bin before it may decide about a confidence stop.
+
+
+class _Drafted(NamedTuple):
+    """Of each token of a response, in each bin: drafted tokens expected there (T, C), and accepted ones (T, C)."""
+
+    drafted_TC: np.ndarray
+    accepted_TC: np.ndarray
+
+
+def calibration(
+    texts: Sequence[SlicedText],
+    scores: Sequence[TokenScores],
+    rule: str,
+    *,
+    name: str = "best",
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """The reliability curve of a draft's confidence in the token it drafts.
+
+    {rule, name, bins: [{low, high, weight, confidence, accepted, ci}], expected_error, stop_below: None, words}; bins in
+    which nothing is drafted are left out. weight: share of drafted tokens in the bin. accepted: how probable it is that
+    one of them is accepted once a block reaches it, its interval over prompts (BCa; None for a single prompt), both cut
+    at 1, which importance weights can pass by chance. Where all are accepted, or none, resampling would be sure of it:
+    there the interval is that of a binomial with a trial for each prompt, or each drafted token if those are fewer.
+    expected_error: sum of weight |accepted - confidence|.
+
+    Rules that draft the argmax: confidence is the argmax's probability, and a draft whose probabilities hold lies on the
+    diagonal. Rules that sample: the probability of the sampled token under the serving settings; acceptance is then
+    min(1, target / draft), so a draft equal to the target is accepted at every confidence. Mean confidence of a bin is
+    exact there from 0.5 up, where a bin has room for one token of the vocabulary; below it is the bin's mass over the
+    number of tokens that fit it best, and in the lowest bin that of the accepted tokens.
+
+    Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
+    """
+    by_response = [_drafted(own, rule) for own in scores]
+    keys = [text.prompt for text in texts]
+    drafted_PC = _by_prompt(keys, [own.drafted_TC for own in by_response])
+    accepted_PC = _by_prompt(keys, [own.accepted_TC for own in by_response])
+    total = float(drafted_PC.sum())
+    confidences_C = _mean_confidences(scores, rule)
+    bins: list[dict[str, Any]] = []
+    for place in range(BINS):
+        inside_P = drafted_PC[:, place] > 0
+        if not inside_P.any():
+            continue
+        drafted_P, accepted_P = drafted_PC[inside_P, place], accepted_PC[inside_P, place]
+        bins.append(
+            {
+                "low": _edge(place),
+                "high": _edge(place + 1),
+                "weight": float(drafted_P.sum()) / total,
+                "confidence": float(confidences_C[place]),
+                "accepted": min(1.0, float(accepted_P.sum() / drafted_P.sum())),
+                "ci": _interval(accepted_P, drafted_P, confidence),
+            }
+        )
+    error = float(sum(one["weight"] * abs(one["accepted"] - one["confidence"]) for one in bins))
+    return {
+        "rule": rule,
+        "name": name,
+        "bins": bins,
+        "expected_error": error,
+        "stop_below": None,
+        "words": _words(bins, error),
+    }
+
+
+def stop_below(
+    scores: Sequence[TokenScores], rule: str, *, speed_up: float, cost_ratio: float, verify_slope: float
+) -> tuple[float | None, str]:
+    """(threshold for the decoder's confidence stop, one sentence): drafting ends behind a token of lower probability.
+
+    One more drafted token costs cost_ratio + verify_slope target steps, (v(gamma) - v(0)) / gamma being the slope of the
+    verify call. speed_up is the predicted one at the pair's best gamma, 1 or less where no gamma pays: a target step is worth
+    that many tokens, and never less than the one of plain decoding. The drafted token brings the chance that the token before
+    it is accepted and it is too, measured on the text by the bin of the token before. The threshold is the upper edge of the
+    highest of the bins, counted from the lowest, behind which it does not pay; bins of fewer than ENOUGH drafted tokens are
+    passed over. 0.0: it pays behind all. None: behind none, so that gamma 1 does as well as any stop, or no drafting where
+    no gamma pays: the sentence says which. Doubt about the block's earlier tokens, and what a second further token would bring,
+    are not counted: they pull in opposite directions.
+
+    Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
+    """
+    drafted_C, both_C = np.zeros(BINS), np.zeros(BINS)
+    for own in scores:
+        drafted = _drafted(own, rule)
+        drafted_C += drafted.drafted_TC[:-1].sum(0)
+        both_C += (drafted.accepted_TC[:-1] * own.accept_probs(rule)[1:, None]).sum(0)
+    filled = np.flatnonzero(drafted_C >= ENOUGH)
+    if not len(filled):
+        return 0.0, "too little text to advise a confidence stop: leave it off"
+    price, paying = cost_ratio + verify_slope, speed_up > 1.0
+    pays = both_C[filled] > max(1.0, speed_up) * price * drafted_C[filled]
+    nowhere = f"at c = {cost_ratio:.2f} no gamma makes this draft pay"
+    if pays[0]:
+        if not paying:
+            return 0.0, f"{nowhere}, and no confidence stop would: decode without it"
+        return 0.0, "drafting on pays behind every drafted token: leave the confidence stop off"
+    if not pays.any():
+        if not paying:
+            return None, f"{nowhere}, and no confidence stop would: decode without it"
+        return None, "one more token pays behind no drafted token, however sure the draft is: use gamma 1 at most"
+    threshold = _edge(int(filled[int(pays.argmax()) - 1]) + 1)
+    why = f"one more costs {price:.2f} target steps there, more than it brings"
+    if not paying:
+        return threshold, (
+            f"{nowhere}; to stop behind a token of probability below {threshold:.1f} loses less ({why}), but need not be "
+            "enough to pay"
+        )
+    return threshold, f"stop drafting behind a token of probability below {threshold:.1f}: {why}"
+
+
+def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) -> list[float] | None:
+    if len(drafted_P) < 2:
+        return None
+    low, high = (min(1.0, end) for end in ratio_interval(accepted_P, drafted_P, confidence))
+    if low == high and low in (0.0, 1.0):
+        # Clopper and Pearson's bound for no failure in so many trials.
+        trials = max(1.0, min(len(drafted_P), float(drafted_P.sum())))
+        bound = ((1.0 - confidence) / 2) ** (1.0 / trials)
+        return [0.0, 1.0 - bound] if low == 0.0 else [bound, 1.0]
+    return [low, high]
+
+
+def _drafted(own: TokenScores, rule: str) -> _Drafted:
+    rows, columns = np.arange(len(own)), _bin(_draft_probs(own, rule))
+    accepted_TC = np.zeros((len(own), BINS))
+    accepted_TC[rows, columns] = own.accept_probs(rule)
+    if not _samples(rule):
+        drafted_TC = np.zeros((len(own), BINS))
+        drafted_TC[rows, columns] = 1.0
+        return _Drafted(drafted_TC, accepted_TC)
+    if own.confidence_mass_TC is None:
+        raise ValueError("no confidence in these scores: make them with score_tokens(..., confidence=True)")
+    return _Drafted(own.confidence_mass_TC, accepted_TC)
+
+
+def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
+    """Mean draft probability (C,) of a drafted token in each bin; its centre where nothing tells."""
+    probs_T = np.concatenate([_draft_probs(own, rule) for own in scores])
+    bins_T = _bin(probs_T)
+    if not _samples(rule):
+        counts_C = np.bincount(bins_T, minlength=BINS)
+        sums_C = np.bincount(bins_T, weights=probs_T, minlength=BINS)
+        return np.where(counts_C > 0, sums_C / np.maximum(counts_C, 1), CENTRES)
+    mass_TC = np.concatenate([_drafted(own, rule).drafted_TC for own in scores])
+    # Tokens of the vocabulary in the bin: as many as its mass can be shared among.
+    tokens_TC = np.maximum(np.rint(mass_TC / CENTRES), 1.0)
+    means_TC = np.clip(mass_TC / tokens_TC, EDGES[:-1], EDGES[1:])
+    weights_C = mass_TC.sum(0)
+    means_C = np.where(weights_C > 0, (mass_TC * means_TC).sum(0) / np.where(weights_C > 0, weights_C, 1.0), CENTRES)
+    lowest_T = np.concatenate([own.accept_probs(rule) for own in scores]) * (bins_T == 0)
+    means_C[0] = (lowest_T * probs_T).sum() / lowest_T.sum() if lowest_T.sum() > 0 else CENTRES[0]
+    return means_C
+
+
+def _samples(rule: str) -> bool:
+    return rule in ("sample", "block")
+
+
+def _draft_probs(own: TokenScores, rule: str) -> np.ndarray:
+    """Of the token said, where the draft samples; of the draft's argmax, where it takes that."""
+    return np.exp(own.log_draft_probs) if _samples(rule) else own.choice_probs
+
+
+def _bin(probs_T: np.ndarray) -> np.ndarray:
+    return np.minimum((probs_T * BINS).astype(np.int64), BINS - 1)
+
+
+def _edge(place: int) -> float:
+    return place / BINS
+
+
+def _by_prompt(keys: Sequence[Any], values_NTC: Sequence[np.ndarray]) -> np.ndarray:
+    sums_NC = np.array([values_TC.sum(0) for values_TC in values_NTC]).reshape(-1, BINS)
+    return np.stack([sum_by_prompt(keys, values_N) for values_N in sums_NC.T], 1)
+
+
+def _words(bins: Sequence[dict[str, Any]], error: float) -> str:
+    if not bins:
+        return "nothing was drafted"
+    ends = [bins[-1]] if len(bins) == 1 else [bins[-1], bins[0]]
+    told = [
+        f"drafted with probability {one['low']:.1f}-{one['high']:.1f}, {100 * one['accepted']:.0f} % are accepted"
+        for one in ends
+    ]
+    return f"of the tokens {'; '.join(told)}; on average acceptance and confidence differ by {error:.2f}"

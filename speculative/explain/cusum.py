@@ -1,0 +1,373 @@
+"""Has acceptance fallen? A sequential test (CUSUM, Page 1954) of a stream of requests against a pool of baseline ones.
+
+Of a request, `drafted` tokens were proposed and `accepted` kept. How far each falls behind the baseline, less an allowance, is
+summed and held at zero from below; the sum crosses its threshold with the stated probability when nothing has changed. That
+probability is about this: the stream's requests are independent draws of what the pool was drawn from. Held-out prompts
+are such draws; a server's traffic comes in order, and one user's requests resemble each other (`neighbour_correlation`).
+
+Shapes: P requests of the pool, N of the stream in their order, B simulated pools and streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from scipy import optimize, stats
+
+from speculative.measure.metrics import Interval
+
+FEWEST_REQUESTS = 8  # A pool of fewer says too little of its own spread.
+_CELLS = 1 << 21  # Entries (B, N) simulated at once: 16 MB an array.
+_EXCEEDING = 20  # Simulated streams beyond the threshold: its level is then right to a fifth of itself.
+_FEWEST_STREAMS = 2000
+_POWER_STREAMS = 400
+_HALVINGS = 12
+_NOTHING = 1e-9  # Variance of residuals that are all the same but for rounding.
+
+_ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # Shares of the drop.
+_TRIAL_LEVEL = 0.02  # Rarer alarms would be too few among _POWER_STREAMS.
+
+Direction = Literal["down", "up"]
+_SIDES: tuple[Direction, ...] = ("down", "up")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Baseline requests and what they say of any request.
+
+    rate: accepted per drafted, each request weighted by what it tells (see `pool_of`). within, between: the variance of a
+    request's accepted tokens is within x drafted + between x drafted^2. information_P: drafted / spread, so that a drop by
+    x moves a request by x times its information, in standard deviations. residuals_P: (accepted - rate x drafted) / spread.
+    """
+
+    accepted_P: np.ndarray
+    drafted_P: np.ndarray
+    rate: float
+    within: float
+    between: float
+    information_P: np.ndarray = field(repr=False)
+    residuals_P: np.ndarray = field(repr=False)
+
+    def spread(self, drafted_N: np.ndarray) -> np.ndarray:
+        """Standard deviation (N,) of the accepted tokens of requests that drafted so many."""
+        drafted_N = np.asarray(drafted_N, dtype=np.float64)
+        return np.sqrt(self.within * drafted_N + self.between * drafted_N**2)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A test before it sees a stream. drop: the fall it is tuned to; allowance: the fall that it lets pass, Page's reference
+    value; threshold: the sum that is an alarm; level: the probability of any false alarm.
+    """
+
+    drop: float
+    allowance: float
+    threshold: float
+    level: float
+    two_sided: bool = False
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One crossing of the threshold; requests counted from 1.
+
+    since: the first request behind the last zero of the sum, the usual estimate of when the change began. at: the request
+    that crossed. until: where the sum came back to zero, None while it has not.
+    """
+
+    direction: Direction
+    since: int
+    at: int
+    until: int | None
+
+
+@dataclass(frozen=True)
+class Monitored:
+    """A stream under the test. path_N: the sum behind each request; up_path_N: two-sided only."""
+
+    path_N: np.ndarray
+    up_path_N: np.ndarray | None
+    chart: Chart
+    alarms: tuple[Alarm, ...]
+
+
+@dataclass(frozen=True)
+class Power:
+    """What the test would see. probability, delay: of a drop of the stated size from the first request on, and the mean
+    number of requests until its alarm (None where none came). detectable: the drop seen with `wanted` probability, None
+    where not even acceptance of zero would be.
+    """
+
+    probability: float
+    delay: float | None
+    detectable: float | None
+    wanted: float
+
+
+def block_variance_per_token(rate: float, gamma: int) -> float:
+    """Variance of a block's accepted tokens over gamma, when each is accepted with the same chance until the first is not.
+
+    P(A >= j) = a^j, with a such that E[A] = gamma x rate. It is more than binomial: one refusal costs all behind it.
+    """
+    if not 0.0 < rate < 1.0:
+        return 0.0
+    places = np.arange(1, gamma + 1)
+    chance = optimize.brentq(lambda chance: float((chance**places).sum()) - gamma * rate, 0.0, 1.0)
+    survival = chance**places
+    return float(((2 * places - 1) * survival).sum() - survival.sum() ** 2) / gamma
+
+
+def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float, *, sums: bool = False) -> Pool:
+    """The pool of baseline requests that drafted about `gamma` tokens a block.
+
+    Within a request the variance is that of its blocks (`block_variance_per_token`); what the requests vary beyond is
+    their own difficulty and grows with drafted^2, by the method of moments. sums: the stream's records are sums over
+    requests (an engine's line each ten seconds); then all variance grows with drafted.
+
+    Raises ValueError for fewer than FEWEST_REQUESTS requests, one without drafted tokens, or accepted beyond drafted.
+    """
+    accepted_P, drafted_P = np.asarray(accepted_P, dtype=np.float64), np.asarray(drafted_P, dtype=np.float64)
+    if len(accepted_P) != len(drafted_P) or len(accepted_P) < FEWEST_REQUESTS:
+        raise ValueError(f"{len(accepted_P)} and {len(drafted_P)} requests: a pool has {FEWEST_REQUESTS} or more")
+    if (drafted_P <= 0).any() or (accepted_P < 0).any() or (accepted_P > drafted_P).any():
+        raise ValueError("0 <= accepted <= drafted and drafted > 0 for every request")
+    count = len(accepted_P)
+    squares_P = (accepted_P - accepted_P.sum() / drafted_P.sum() * drafted_P) ** 2 * count / (count - 1)
+    within, between = squares_P.sum() / drafted_P.sum(), 0.0
+    if not sums:
+        own = block_variance_per_token(float(accepted_P.sum() / drafted_P.sum()), max(1, round(gamma)))
+        within = min(within, own)
+        between = max(0.0, (squares_P - within * drafted_P).sum() / (drafted_P**2).sum())
+    # Where every request is alike nothing was seen to vary: half a token then, which also keeps the arithmetic finite.
+    within = max(within, 0.25 / drafted_P.mean())
+    weights_P = drafted_P / (within * drafted_P + between * drafted_P**2)
+    rate = float((weights_P * accepted_P).sum() / (weights_P * drafted_P).sum())
+    spread_P = np.sqrt(within * drafted_P + between * drafted_P**2)
+    residuals_P = (accepted_P - rate * drafted_P) / spread_P
+    scale = float((residuals_P**2).sum() / (count - 1))
+    scale = scale if scale > _NOTHING else 1.0
+    root = math.sqrt(scale)
+    return Pool(
+        accepted_P, drafted_P, rate, within * scale, between * scale, drafted_P / (spread_P * root), residuals_P / root
+    )
+
+
+def cusum_path(increments_N: np.ndarray) -> np.ndarray:
+    """S_n = max(0, S_{n-1} + x_n) with S_0 = 0, along the last axis: the sum less its lowest value so far (Page 1954)."""
+    sums_N = np.cumsum(increments_N, axis=-1)
+    return sums_N - np.minimum(np.minimum.accumulate(sums_N, axis=-1), 0.0)
+
+
+def increments(
+    pool: Pool,
+    accepted_N: np.ndarray,
+    drafted_N: np.ndarray,
+    drop: float,
+    allowance: float,
+    direction: Direction = "down",
+) -> np.ndarray:
+    """What each request (N,) adds to the sum: drop x information x (z - allowance x information).
+
+    z: the standardised residual, of mean drop x information under the drop. With an allowance of half the drop this is
+    the normal log-likelihood ratio of the drop against none, in nats: a request counts by what it tells.
+    """
+    spread_N, drafted_N = pool.spread(drafted_N), np.asarray(drafted_N, dtype=np.float64)
+    information_N = drafted_N / spread_N
+    z_N = (pool.rate * drafted_N - np.asarray(accepted_N)) / spread_N
+    return drop * information_N * ((z_N if direction == "down" else -z_N) - allowance * information_N)
+
+
+@dataclass(frozen=True)
+class _Worlds:
+    """Simulated baselines: what they take the pool's rate and spread for, and streams under the pool's truth.
+
+    noise_BN: cumulated information x residual of the streams. errors_B: estimated less true rate. scales_B: estimated over
+    true variance.
+    """
+
+    noise_BN: np.ndarray
+    errors_B: np.ndarray
+    scales_B: np.ndarray
+
+
+def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Iterator[_Worlds]:
+    """Streams of the pool's residuals, each with a baseline of its own, as the pool is one draw of the baseline.
+
+    P - 1 of the P requests are drawn for a baseline: so the variance of its rate is the pool's unbiased one. Dividing by
+    its own variance makes the tail that of few requests (bootstrap-t).
+    """
+    rng = np.random.default_rng(seed)
+    count = len(pool.residuals_P)
+    information_N = (np.asarray(drafted_N) / pool.spread(drafted_N)).astype(np.float32)
+    centred_P = pool.residuals_P - pool.residuals_P.mean()
+    centred_P = (centred_P / max(1e-12, centred_P.std())).astype(np.float32)
+    varied = pool.residuals_P.var() > _NOTHING
+    rows = max(1, _CELLS // max(1, len(information_N)))
+    for start in range(0, streams, rows):
+        size = min(rows, streams - start)
+        drawn_BP = rng.integers(count, size=(size, count - 1))
+        own_BP, told_BP = pool.residuals_P[drawn_BP], pool.information_P[drawn_BP]
+        errors_B = (told_BP * own_BP).sum(1) / (told_BP**2).sum(1)
+        scales_B = ((own_BP - errors_B[:, None] * told_BP) ** 2).sum(1) / (count - 2) if varied else np.ones(size)
+        noise_BN = centred_P[rng.integers(count, size=(size, len(information_N)), dtype=np.uint32)] * information_N
+        yield _Worlds(np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6))
+
+
+def _paths(
+    worlds: _Worlds, squares_N: np.ndarray, chart: Chart, fallen_B: np.ndarray | float, direction: Direction = "down"
+) -> np.ndarray:
+    """CUSUM paths (B, N) of streams whose acceptance has fallen by `fallen_B` from the first request on.
+
+    squares_N: cumulated squared information.
+    """
+    moved_B = worlds.errors_B + fallen_B
+    seen_BN = moved_B[:, None] * squares_N - worlds.noise_BN
+    sums_BN = (seen_BN if direction == "down" else -seen_BN) - chart.allowance * squares_N
+    low_BN = np.minimum(np.minimum.accumulate(sums_BN, axis=1), 0.0)
+    return (sums_BN - low_BN) * (chart.drop / worlds.scales_B)[:, None]
+
+
+def _squares(pool: Pool, drafted_N: np.ndarray) -> np.ndarray:
+    return np.cumsum((np.asarray(drafted_N) / pool.spread(drafted_N)) ** 2)
+
+
+def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], streams: int, seed: int) -> list[float]:
+    """For each chart the height that `level` of the simulated streams cross, nothing having changed."""
+    squares_N = _squares(pool, drafted_N)
+    highest: list[list[np.ndarray]] = [[] for _ in charts]
+    for worlds in _worlds(pool, drafted_N, streams, seed):
+        for chart, found in zip(charts, highest, strict=True):
+            top_B = _paths(worlds, squares_N, chart, 0.0).max(1)
+            if chart.two_sided:
+                top_B = np.maximum(top_B, _paths(worlds, squares_N, chart, 0.0, "up").max(1))
+            found.append(top_B)
+    # With B exchangeable values beside the real one, P(it exceeds the k-th of them) <= level.
+    return [
+        float(np.sort(np.concatenate(found))[min(streams, math.ceil((streams + 1) * (1 - chart.level))) - 1])
+        for chart, found in zip(charts, highest, strict=True)
+    ]
+
+
+def chart_for(
+    pool: Pool, drafted_N: np.ndarray, level: float, drop: float, *, two_sided: bool = False, seed: int = 0
+) -> Chart:
+    """The chart that a stream of these requests crosses anywhere with probability `level` when nothing has changed.
+
+    The threshold is simulated with the pool's own residuals. The error of the baseline is in it: a long stream would
+    otherwise find that the estimated rate is not the true one (Gandy and Kvaloy 2013, arXiv 1111.4180). The allowance is
+    half the drop, or more where that error would carry the sum up: of a few, the one that sees the drop soonest. Neither
+    looks at what the stream accepted.
+
+    Raises ValueError for a level outside (0, 1), a drop that is not positive, or no request.
+    """
+    if not 0 < level < 1 or not drop > 0 or len(drafted_N) == 0:
+        raise ValueError(f"level {level}, drop {drop}, {len(drafted_N)} requests")
+    chart = Chart(drop, drop / 2, math.inf, level, two_sided)
+    if pool.residuals_P.var() < _NOTHING:
+        # Nothing to simulate with. A likelihood ratio reaches e^h with probability e^-h at most, from each of N starts.
+        return replace(chart, threshold=math.log((1 + two_sided) * len(drafted_N) / level))
+    tried = [replace(chart, allowance=drop * share, level=max(level, _TRIAL_LEVEL)) for share in _ALLOWANCES]
+    heights = _thresholds(pool, drafted_N, tried, _POWER_STREAMS, seed + 1)
+    # Behind the drop the sum climbs by drop x (drop - allowance) x information^2 a request.
+    soonest = min(zip(heights, tried, strict=True), key=lambda pair: pair[0] / (drop - pair[1].allowance))[1]
+    chart = replace(soonest, level=level)
+    streams = max(_FEWEST_STREAMS, math.ceil(_EXCEEDING / level))
+    return replace(chart, threshold=_thresholds(pool, drafted_N, [chart], streams, seed)[0])
+
+
+def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Chart) -> Monitored:
+    """The stream under the chart that `chart_for` made for its `drafted_N`."""
+    paths = {
+        side: cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance, side))
+        for side in _SIDES[: 1 + chart.two_sided]
+    }
+    alarms = [alarm for side, path_N in paths.items() for alarm in _alarms(path_N, chart.threshold, side)]
+    return Monitored(paths["down"], paths.get("up"), chart, tuple(sorted(alarms, key=lambda alarm: alarm.at)))
+
+
+def _alarms(path_N: np.ndarray, threshold: float, direction: Direction) -> list[Alarm]:
+    """One alarm for each stretch between zeros in which the threshold is crossed."""
+    zeros = np.flatnonzero(path_N == 0)
+    alarms: list[Alarm] = []
+    for index in np.flatnonzero(path_N > threshold):
+        behind = int(np.searchsorted(zeros, index))
+        since = int(zeros[behind - 1]) + 2 if behind else 1
+        if not alarms or alarms[-1].since != since:
+            until = int(zeros[behind]) + 1 if behind < len(zeros) else None
+            alarms.append(Alarm(direction, since, int(index) + 1, until))
+    return alarms
+
+
+def power_of(pool: Pool, drafted_N: np.ndarray, chart: Chart, *, wanted: float = 0.9, seed: int = 1) -> Power:
+    """What the chart sees of a fall in a stream of these requests, their spread staying as it is; by simulation."""
+    squares_N = _squares(pool, drafted_N)
+    delays: list[float] = []
+    needed: list[np.ndarray] = []
+    for worlds in _worlds(pool, drafted_N, _POWER_STREAMS, seed):
+        over_BN = _paths(worlds, squares_N, chart, chart.drop) > chart.threshold
+        delays += (over_BN.argmax(1) + 1)[over_BN.any(1)].tolist()
+        # A larger fall raises every increment: the smallest that crosses is found by halving.
+        low_B, high_B = np.zeros(len(over_BN)), np.full(len(over_BN), pool.rate)
+        never_B = _paths(worlds, squares_N, chart, high_B).max(1) <= chart.threshold
+        for _ in range(_HALVINGS):
+            middle_B = (low_B + high_B) / 2
+            seen_B = _paths(worlds, squares_N, chart, middle_B).max(1) > chart.threshold
+            low_B, high_B = np.where(seen_B, low_B, middle_B), np.where(seen_B, middle_B, high_B)
+        needed.append(np.where(never_B, np.inf, high_B))
+    detectable = float(np.sort(np.concatenate(needed))[math.ceil(wanted * _POWER_STREAMS) - 1])
+    return Power(
+        len(delays) / _POWER_STREAMS,
+        float(np.mean(delays)) if delays else None,
+        detectable if math.isfinite(detectable) else None,
+        wanted,
+    )
+
+
+def rate_with_interval(
+    pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, confidence: float = 0.95
+) -> tuple[float, Interval]:
+    """Accepted per drafted over some requests of a stream, with a normal interval of the linearised ratio.
+
+    The spread is the requests' own, the pool's where they are fewer than FEWEST_REQUESTS.
+    """
+    rate, error = _ratio(pool, np.asarray(accepted_N, dtype=np.float64), np.asarray(drafted_N, dtype=np.float64))
+    half = float(stats.norm.ppf((1 + confidence) / 2)) * error
+    return rate, (max(0.0, rate - half), min(1.0, rate + half))
+
+
+def change_with_interval(
+    pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, confidence: float = 0.95
+) -> tuple[float, Interval]:
+    """Accepted per drafted of these requests less the pool's, with an interval that has the error of both in it.
+
+    Chosen by the data (the requests behind an alarm's start), they look a little worse than they are.
+    """
+    rate, error = _ratio(pool, np.asarray(accepted_N, dtype=np.float64), np.asarray(drafted_N, dtype=np.float64))
+    before, before_error = _ratio(pool, pool.accepted_P, pool.drafted_P)
+    half = float(stats.norm.ppf((1 + confidence) / 2)) * math.hypot(error, before_error)
+    return rate - before, (rate - before - half, rate - before + half)
+
+
+def _ratio(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray) -> tuple[float, float]:
+    """(sum(accepted) / sum(drafted), its standard error)."""
+    total, count = drafted_N.sum(), len(drafted_N)
+    rate = float(accepted_N.sum() / total)
+    if count < FEWEST_REQUESTS:
+        return rate, float(np.sqrt((pool.spread(drafted_N) ** 2).sum()) / total)
+    return rate, float(np.sqrt(((accepted_N - rate * drafted_N) ** 2).sum() * count / (count - 1)) / total)
+
+
+def neighbour_correlation(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray) -> float | None:
+    """Correlation of a request's residual with the next one's, in requests without a change between; None under 3.
+
+    Well above 2 / sqrt(N), the requests are not independent and false alarms come more often than stated.
+    """
+    if len(accepted_N) < 3:
+        return None
+    rate = np.sum(accepted_N) / np.sum(drafted_N)
+    z_N = (np.asarray(accepted_N) - rate * np.asarray(drafted_N)) / pool.spread(drafted_N)
+    return float((z_N[1:] * z_N[:-1]).sum() / max(1e-12, (z_N**2).sum()))

@@ -1,0 +1,136 @@
+"""The most expensive disagreements: what the target said where the draft wanted something else, and what that costs.
+
+Shapes: N responses, T tokens of one response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from speculative.decoder.text import UNDECODED
+from speculative.explain.slices import SlicedText
+from speculative.explain.token_class import token_text
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores
+
+CONTEXT_TOKENS = 12
+# Responses replayed at once with one group of disagreements settled in each.
+REPLAYED_AT_ONCE = 2048
+
+
+@dataclass
+class _Group:
+    """One pair (said, wanted): places by response, rejected probability mass, and the place that lost most."""
+
+    said: int
+    wanted: int
+    places: dict[int, list[int]] = field(default_factory=dict)
+    lost: float = 0.0
+    worst: tuple[float, int, int] = (-1.0, 0, 0)  # lost there, response, place
+
+    def add(self, response: int, place: int, lost: float) -> None:
+        self.places.setdefault(response, []).append(place)
+        self.lost += lost
+        if lost > self.worst[0]:
+            self.worst = (lost, response, place)
+
+
+def disagreements(
+    texts: Sequence[SlicedText],
+    scores: Sequence[TokenScores],
+    *,
+    rule: str,
+    gamma: int,
+    tokenizer: PreTrainedTokenizerBase,
+    seconds_per_block: float | None = None,
+    count: int = 40,
+) -> list[dict[str, Any]]:
+    """Places where the draft's most probable token is not the one the target said, grouped by these two tokens.
+
+    [{context, target_said, draft_wanted, count, prompts, lost_share, tau_if_agreed, tokens_per_second_lost, example:
+    {key, position}}], the most expensive first: of the `count` groups that reject the most probability mass
+    sum (1 - a), by what they really cost. tau_if_agreed: tau of all this text at `gamma`, replayed as if the draft had
+    been right at the places of the group (kept for certain once a block reaches it), all else unchanged. Costs do not
+    add up: a place behind another rejection costs less than it seems. tokens_per_second_lost: the difference of
+    tau / seconds_per_block; None without it. lost_share: of the rejected mass of all tokens, those included where both
+    models like the same token best. example, context: the place of the group that rejects most, its number in the
+    response (from 0), and the text before it.
+
+    Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.
+    """
+    if [len(text.response_ids) for text in texts] != [len(own) for own in scores]:
+        raise ValueError("scores are not of these texts: their numbers of tokens differ")
+    lost_NT = [1.0 - own.accept_probs(rule) for own in scores]
+    lost = float(sum(values.sum() for values in lost_NT))
+    groups = [group for group in _grouped(texts, scores, lost_NT) if group.lost > 0]
+    groups = sorted(groups, key=lambda group: (-group.lost, group.said, group.wanted))[:count]
+    if not groups:
+        return []
+    tokens = sum(len(own) for own in scores)
+    blocks_N = expected_blocks_of(scores, rule, (gamma,))[:, 0]
+    saved = _saved_blocks(groups, scores, blocks_N, rule, gamma)
+    tau = tokens / blocks_N.sum()
+    rows = []
+    for group, blocks_saved in zip(groups, saved, strict=True):
+        tau_if_agreed = float(tokens / (blocks_N.sum() - blocks_saved))
+        _, response, place = group.worst
+        text = texts[response]
+        rows.append(
+            {
+                "context": _context(tokenizer, [*text.prompt_ids, *text.response_ids[:place]][-CONTEXT_TOKENS:]),
+                "target_said": token_text(tokenizer, group.said),
+                "draft_wanted": token_text(tokenizer, group.wanted),
+                "count": sum(len(places) for places in group.places.values()),
+                "prompts": len({texts[index].prompt for index in group.places}),
+                "lost_share": group.lost / lost,
+                "tau_if_agreed": tau_if_agreed,
+                "tokens_per_second_lost": float((tau_if_agreed - tau) / seconds_per_block)
+                if seconds_per_block
+                else None,
+                "example": {"key": text.key, "position": place},
+            }
+        )
+    order = sorted(range(len(rows)), key=lambda row: (-saved[row], -groups[row].lost, row))
+    return [rows[row] for row in order]
+
+
+def _grouped(texts: Sequence[SlicedText], scores: Sequence[TokenScores], lost_NT: Sequence[np.ndarray]) -> list[_Group]:
+    groups: dict[tuple[int, int], _Group] = {}
+    for index, (text, own, lost_T) in enumerate(zip(texts, scores, lost_NT, strict=True)):
+        for place in np.flatnonzero(~own.matches).tolist():
+            said, wanted = int(text.response_ids[place]), int(own.choice_ids[place])
+            groups.setdefault((said, wanted), _Group(said, wanted)).add(index, place, float(lost_T[place]))
+    return list(groups.values())
+
+
+def _saved_blocks(
+    groups: Sequence[_Group], scores: Sequence[TokenScores], blocks_N: np.ndarray, rule: str, gamma: int
+) -> list[float]:
+    """Expected target calls less, for each group, had the draft been right at its places."""
+    saved = np.zeros(len(groups))
+    wanted = [(number, index) for number, group in enumerate(groups) for index in group.places]
+    for start in range(0, len(wanted), REPLAYED_AT_ONCE):
+        part = wanted[start : start + REPLAYED_AT_ONCE]
+        settled = [_as_if_agreed(scores[index], groups[number].places[index]) for number, index in part]
+        fewer = blocks_N[[index for _, index in part]] - expected_blocks_of(settled, rule, (gamma,))[:, 0]
+        np.add.at(saved, [number for number, _ in part], fewer)
+    return saved.tolist()
+
+
+def _as_if_agreed(scores: TokenScores, places: Sequence[int]) -> TokenScores:
+    """The same scores with a draft that is surely kept at these places, under every rule."""
+    log_draft_probs, matches = scores.log_draft_probs.copy(), scores.matches.copy()
+    log_draft_probs[places] = np.maximum(log_draft_probs[places], scores.log_target_probs[places])
+    matches[places] = True
+    return replace(scores, log_draft_probs=log_draft_probs, matches=matches)
+
+
+def _context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    text = tokenizer.decode(list(ids), skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text.lstrip(UNDECODED)  # The cut may have gone through a character.

@@ -1,0 +1,224 @@
+"""Acceptance by slice: where in the text a draft is good, and where its rejections come from.
+
+Shapes: N responses, T tokens of one response, P prompts, S slices of a dimension, flat_T all tokens of all responses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from speculative.explain.token_class import CLASSES, token_classes
+from speculative.measure.effects import fewest_prompts
+from speculative.measure.metrics import ratio_interval
+from speculative.measure.token_scores import StoredText, TokenScores
+
+POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
+FIRST_TOKENS = 8
+NATS_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)
+NATS_NAMES = ("< 0.1", "0.1-0.5", "0.5-1", "1-2", "> 2")
+
+
+class SlicedText(StoredText, Protocol):
+    """A stored response that knows its domain and its prompt; `evaluate.HeldoutResponse` is one."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def domain(self) -> str: ...
+
+    @property
+    def prompt(self) -> Hashable: ...
+
+
+# Of every token: the number of its slice, and the name of each number.
+Partition = tuple[np.ndarray, Sequence[str]]
+
+
+def slice_tables(
+    texts: Sequence[SlicedText],
+    scores: Mapping[str, Sequence[TokenScores]],
+    *,
+    rule: str,
+    pieces: Sequence[Sequence[str]] | None,
+    entropies: Sequence[np.ndarray] | None = None,
+    baseline: str | None = "baseline",
+    best: str = "best",
+    confidence: float = 0.95,
+) -> list[dict[str, Any]]:
+    """One table per dimension, its slices partitioning all response tokens; slices without a token are left out.
+
+    [{dimension, unit, corrected_confidence, rows: [{name, tokens, prompts, alpha: {contestant}, alpha_ci: {contestant},
+    gain, gain_ci, certain, lost_share}]}]. scores: by contestant, one `TokenScores` per text. pieces: of each text
+    (`token_class.token_pieces`); None leaves token classes out. entropies: of the target at each token, in nats
+    (`target_view.target_entropies`); None slices sampled text by the surprisal of its tokens instead.
+
+    alpha: mean acceptance probability under the rule (for rule `block` that of `sample`). gain: best minus baseline on
+    the same tokens; None without a baseline. lost_share: this slice's share of the rejected probability mass
+    sum (1 - a) of best, 0 where nothing was rejected. Intervals resample prompts (BCa, `metrics.ratio_interval`) and are
+    None for a slice of a single prompt. Each interval of alpha stands alone; those of the gains of one dimension hold
+    together with `confidence`, each at `corrected_confidence` (Bonferroni over its rows). certain: "gain" or "loss" where
+    the interval of the gain excludes 0 and there are enough prompts for that (`effects.fewest_prompts`), else "none".
+    Slices by what was said (token class, surprisal) describe text: which of these
+    tokens came from the draft.
+
+    Raises ValueError when `best` is not scored or something is not of the same text.
+    """
+    lengths_N = np.array([len(text.response_ids) for text in texts], dtype=np.int64)
+    if best not in scores:
+        raise ValueError(f"no scores of {best!r} among {sorted(scores)}")
+    accepted = {}
+    for name, own in scores.items():
+        _check_lengths(lengths_N, [len(one) for one in own], f"scores of {name!r}")
+        accepted[name] = _flat([one.accept_probs(rule) for one in own])
+    index: dict[Hashable, int] = {}
+    prompt_of_flat_T = np.repeat([index.setdefault(text.prompt, len(index)) for text in texts], lengths_N)
+    if not len(prompt_of_flat_T):
+        return []
+    tables = []
+    for dimension, unit, (slices_flat_T, names) in _dimensions(texts, lengths_N, pieces, entropies):
+        sums = _SliceSums(slices_flat_T, len(names), prompt_of_flat_T, len(index))
+        corrected = 1.0 - (1.0 - confidence) / int((sums.tokens_SP.sum(1) > 0).sum())
+        rows = _rows(sums, names, accepted, baseline, best, confidence, corrected)
+        tables.append({"dimension": dimension, "unit": unit, "corrected_confidence": corrected, "rows": rows})
+    return tables
+
+
+class _SliceSums:
+    """Sums (S, P) over the tokens of each slice and prompt."""
+
+    def __init__(self, slices_flat_T: np.ndarray, slices: int, prompt_of_flat_T: np.ndarray, prompts: int):
+        self._shape = (slices, prompts)
+        self._cell_flat_T = slices_flat_T.astype(np.int64) * prompts + prompt_of_flat_T
+        self.tokens_SP = self.of(np.ones(len(slices_flat_T)))
+
+    def of(self, values_flat_T: np.ndarray) -> np.ndarray:
+        size = self._shape[0] * self._shape[1]
+        return np.bincount(self._cell_flat_T, weights=values_flat_T, minlength=size).reshape(self._shape)
+
+
+def _rows(
+    sums: _SliceSums,
+    names: Sequence[str],
+    accepted: Mapping[str, np.ndarray],
+    baseline: str | None,
+    best: str,
+    confidence: float,
+    corrected: float,
+) -> list[dict[str, Any]]:
+    accepted_SP = {name: sums.of(values_flat_T) for name, values_flat_T in accepted.items()}
+    lost_S = sums.of(1.0 - accepted[best]).sum(1)
+    lost = float(lost_S.sum())
+    gains_SP = sums.of(accepted[best] - accepted[baseline]) if baseline is not None and baseline in accepted else None
+
+    rows = []
+    for place, name in enumerate(names):
+        inside_P = sums.tokens_SP[place] > 0
+        tokens_P = sums.tokens_SP[place][inside_P]
+        if not len(tokens_P):
+            continue
+
+        alphas = {
+            contestant: _ratio(values_SP[place][inside_P], tokens_P, confidence)
+            for contestant, values_SP in accepted_SP.items()
+        }
+        gain, gain_ci = None, None
+        if gains_SP is not None:
+            gain, gain_ci = _ratio(gains_SP[place][inside_P], tokens_P, corrected)
+        rows.append(
+            {
+                "name": name,
+                "tokens": int(tokens_P.sum()),
+                "prompts": len(tokens_P),
+                "alpha": {contestant: alpha for contestant, (alpha, _) in alphas.items()},
+                "alpha_ci": {contestant: interval for contestant, (_, interval) in alphas.items()},
+                "gain": gain,
+                "gain_ci": gain_ci,
+                "certain": _certain(gain_ci, len(tokens_P), corrected),
+                "lost_share": float(lost_S[place]) / lost if lost > 0 else 0.0,
+            }
+        )
+    return rows
+
+
+def _ratio(values_P: np.ndarray, tokens_P: np.ndarray, confidence: float) -> tuple[float, list[float] | None]:
+    """Mean per token, and its interval."""
+    interval = list(ratio_interval(values_P, tokens_P, confidence)) if len(tokens_P) > 1 else None
+    return float(values_P.sum() / tokens_P.sum()), interval
+
+
+def _certain(interval: list[float] | None, prompts: int, confidence: float) -> str:
+    if interval is None or prompts < fewest_prompts(confidence):
+        return "none"
+    return "gain" if interval[0] > 0 else "loss" if interval[1] < 0 else "none"
+
+
+def _dimensions(
+    texts: Sequence[SlicedText],
+    lengths_N: np.ndarray,
+    pieces: Sequence[Sequence[str]] | None,
+    entropies: Sequence[np.ndarray] | None,
+) -> list[tuple[str, str, Partition]]:
+    """(dimension, unit, partition) of every dimension that can be told."""
+    positions_flat_T = _flat([np.arange(1, length + 1) for length in lengths_N])
+    first_names = (f"first {FIRST_TOKENS}", "later")
+    found: list[tuple[str, str, Partition]] = [
+        ("domain", "", _by_name([text.domain for text in texts], lengths_N)),
+        ("prompt length", "tokens of the prompt", _by_prompt_length(texts, lengths_N)),
+        ("position", "place in the response", _by_edges(positions_flat_T, POSITION_EDGES, _whole_names)),
+        ("first tokens", "tokens of the response", ((positions_flat_T > FIRST_TOKENS).astype(np.int64), first_names)),
+    ]
+    if pieces is not None:
+        _check_lengths(lengths_N, [len(own) for own in pieces], "pieces")
+        places = [CLASSES.index(name) for own in pieces for name in token_classes(own)]
+        found.append(("token class", "", (np.array(places, dtype=np.int64), CLASSES)))
+    if entropies is not None:
+        _check_lengths(lengths_N, [len(own) for own in entropies], "entropies")
+        found.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, lambda _: NATS_NAMES)))
+    else:
+        surprisals_flat_T = -_flat([np.asarray(text.log_target_probs, dtype=np.float64) for text in texts])
+        # Greedy text is stored with log probability 0 everywhere: nothing to tell apart.
+        if len(surprisals_flat_T) == lengths_N.sum() and surprisals_flat_T.any():
+            partition = _by_edges(surprisals_flat_T, NATS_EDGES, lambda _: NATS_NAMES)
+            found.append(("target surprisal", "nats of the token said", partition))
+    return found
+
+
+def _by_name(names: Sequence[str], lengths_N: np.ndarray) -> Partition:
+    order = sorted(set(names))
+    return np.repeat([order.index(name) for name in names], lengths_N), order
+
+
+def _by_prompt_length(texts: Sequence[SlicedText], lengths_N: np.ndarray) -> Partition:
+    """Bins 1-16, 17-32, 33-64, ... as far as the longest prompt."""
+    prompt_tokens_N = np.array([len(text.prompt_ids) for text in texts])
+    edges = [1, 17]
+    while edges[-1] <= prompt_tokens_N.max(initial=0):
+        edges.append(2 * edges[-1] - 1)
+    names = [f"{low}-{high - 1} tokens" for low, high in itertools.pairwise(edges)]
+    return _by_edges(np.repeat(prompt_tokens_N, lengths_N), edges[:-1], lambda _: names)
+
+
+def _by_edges(
+    values_flat_T: np.ndarray, edges: Sequence[float], names_of: Callable[[Sequence[float]], Sequence[str]]
+) -> Partition:
+    """Slice k holds values from edges[k] up to, and without, edges[k + 1]; the first also what is below it."""
+    return np.maximum(np.searchsorted(edges, values_flat_T, side="right") - 1, 0), names_of(edges)
+
+
+def _whole_names(edges: Sequence[float]) -> list[str]:
+    bounded = [f"{low:.0f}-{high - 1:.0f}" for low, high in itertools.pairwise(edges)]
+    return [*bounded, f"{edges[-1]:.0f}+"]
+
+
+def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if len(arrays) else np.zeros(0)
+
+
+def _check_lengths(lengths_N: np.ndarray, others: Sequence[int], what: str) -> None:
+    if lengths_N.tolist() != list(others):
+        raise ValueError(f"{what} are not of these texts: their numbers of tokens differ")

@@ -1,0 +1,73 @@
+"""What a model thinks at each token of stored text: how unsure it is, and its most probable next tokens.
+
+Shapes: T tokens of one response, R rows of a chunk, V vocabulary, K tokens asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.errors import UserError
+from speculative.measure.token_scores import StoredText, response_logits
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
+
+
+def target_entropies(target: PreTrainedModel, texts: Sequence[StoredText]) -> list[np.ndarray]:
+    """Entropy (T,) in nats of the target's own distribution, temperature 1 and nothing cut, before each response token.
+
+    One forward per batch. A token that can never be said (logit of minus infinity, a padded vocabulary row) adds 0.
+
+    Raises UserError when the model returns NaN or infinite logits.
+    """
+
+    def entropy(logits_RV: torch.Tensor) -> torch.Tensor:
+        return torch.special.entr(logits_RV.float().softmax(-1)).sum(-1, keepdim=True, dtype=torch.float64)
+
+    return [values_T1[:, 0] for values_T1 in _by_text(target, texts, entropy, 1)]
+
+
+def top_tokens(
+    model: PreTrainedModel, texts: Sequence[StoredText], count: int = 5, sampling: SamplingSettings | None = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The `count` most probable tokens before each response token: (ids (T, K) int64, probabilities (T, K)) per text.
+
+    Most probable first; K = count, or the whole vocabulary when that is smaller. Probabilities are at temperature 1;
+    with sampling settings that are not greedy they are under those, 0 for tokens they cut.
+
+    Raises UserError when the model returns NaN or infinite logits.
+    """
+    settings = SamplingSettings() if sampling is None or sampling.greedy else sampling
+    width = min(count, model.config.get_text_config(decoder=True).vocab_size)
+
+    def most_probable(logits_RV: torch.Tensor) -> torch.Tensor:
+        # By logits, not by probabilities: among the cut tokens, all 0, the order stays the model's.
+        ids_RK = logits_RV.float().topk(width, dim=-1).indices
+        probs_RK = logits_to_probs(logits_RV, settings).gather(-1, ids_RK)
+        return torch.cat((ids_RK.double(), probs_RK.double()), -1)
+
+    return [
+        (values_TK[:, :width].astype(np.int64), values_TK[:, width:])
+        for values_TK in _by_text(model, texts, most_probable, 2 * width)
+    ]
+
+
+def _by_text(
+    model: PreTrainedModel, texts: Sequence[StoredText], values_of: Callable[[torch.Tensor], torch.Tensor], width: int
+) -> list[np.ndarray]:
+    """What `values_of` (logits_RV -> (R, width) float64) makes of each response token, (T, width) per text in order."""
+    found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
+    for batch, chunks in response_logits(model, texts):
+        parts = []
+        for logits_RV, _ in chunks:
+            # The largest logit is NaN when any is.
+            if not bool(logits_RV.amax(-1).isfinite().all()):
+                raise UserError("the model returned NaN or infinite logits on stored text: check its weights and dtype")
+            parts.append(values_of(logits_RV).cpu().numpy())
+        ends = np.cumsum([len(texts[index].response_ids) for index in batch])[:-1]
+        for index, values in zip(batch, np.split(np.concatenate(parts), ends), strict=True):
+            found[index] = values
+    return found

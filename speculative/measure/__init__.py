@@ -1,0 +1,1 @@
+"""Replay, intervals, costs, and the checks of the instrument."""

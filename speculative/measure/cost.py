@@ -1,0 +1,196 @@
+"""What drafting costs on this machine, and what a tau is worth at that cost.
+
+Shapes: none; seconds are per batch, gammas are drafted tokens per block.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.decoder.block_loop import BlockLoop
+from speculative.decoder.responses import DecodeSettings, Timing
+from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
+from speculative.engine.models import evaluating, vocab_rows
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds measured inside the block loop at one batch size and context.
+
+    target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
+    verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance.
+    """
+
+    target_seconds: float
+    draft_seconds: dict[int, float]
+    verify_seconds: dict[int, float]
+    batch_size: int
+    context: int
+
+    @property
+    def draft_step_seconds(self) -> float:
+        return statistics.median(seconds / gamma for gamma, seconds in self.draft_seconds.items())
+
+    @property
+    def cost_ratio(self) -> float:
+        """c: one draft step over one target step, the median over the measured gammas: the number to quote."""
+        return self.draft_step_seconds / self.target_seconds
+
+    def cost_ratio_at(self, gamma: int) -> float:
+        """c of one token of a block of gamma, interpolated between the measured gammas and constant beyond them.
+
+        The first step of a block also reads what the last one left unread, so short blocks pay more a token.
+        """
+        gammas = sorted(self.draft_seconds)
+        per_token = [self.draft_seconds[measured] / measured for measured in gammas]
+        return float(np.interp(gamma, gammas, per_token)) / self.target_seconds
+
+    def verify_ratio(self, gamma: int) -> float:
+        """v(gamma): a (gamma + 1)-token target call over a 1-token call, interpolated linearly between the measured."""
+        gammas = [0, *sorted(self.verify_seconds)]
+        seconds = [self.target_seconds, *(self.verify_seconds[measured] for measured in gammas[1:])]
+        if gamma > gammas[-1] and len(gammas) > 1:
+            slope = (seconds[-1] - seconds[0]) / gammas[-1]
+            return (seconds[-1] + slope * (gamma - gammas[-1])) / self.target_seconds
+        return float(np.interp(gamma, gammas, seconds)) / self.target_seconds
+
+
+def given_costs(
+    target_seconds: float, draft_seconds: float, verify_seconds: float | None = None, max_gamma: int = 16
+) -> StepCosts:
+    """Costs that were not measured here: one target step, one draft step and a verify call, in seconds.
+
+    A verify call is taken to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call: true
+    where reading the weights takes the time (a large model, few rows), flattering elsewhere. `context` 0: of no text.
+    """
+    verify = target_seconds if verify_seconds is None else verify_seconds
+    ends = (1, max_gamma)
+    return StepCosts(
+        target_seconds, {g: g * draft_seconds for g in ends}, dict.fromkeys(ends, verify), batch_size=1, context=0
+    )
+
+
+def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
+    """Tokens per second, tau / (gamma * c + v), over the target alone (2211.17192 Theorem 3.8 with a measured v)."""
+    return tau / (gamma * c + v)
+
+
+def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
+    """The gamma of `taus` with the highest predicted speed-up, and that speed-up; (0, 1.0) when none beats 1."""
+    speed_ups = {
+        gamma: predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
+        for gamma, tau in taus.items()
+    }
+    gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)
+    return (gamma, speed_ups[gamma]) if gamma and speed_ups[gamma] > 1.0 else (0, 1.0)
+
+
+def iid_tau(alpha: float, gamma: int) -> float:
+    """(1 - alpha^(gamma+1)) / (1 - alpha): tau if every token were accepted independently (2211.17192 equation 1).
+
+    Real acceptance is autocorrelated, so this overstates tau by 4-15 %: for planning, never for a measurement.
+    """
+    return float(sum(alpha**accepted for accepted in range(gamma + 1)))
+
+
+def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
+    """The alpha at which the i.i.d. tau just pays gamma * c + v; 0.0 when any pays, None when even alpha 1 does not."""
+    cost = gamma * c + v
+    if cost <= 1.0:
+        return 0.0
+    if cost > gamma + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if iid_tau(middle, gamma) < cost else (low, middle)
+    return high
+
+
+class _FreeProposals:
+    """Proposes gamma fixed tokens at once: what is left to time is the target."""
+
+    name = "free proposals"
+    source_names: tuple[str, ...] = ("free",)
+    observes = False
+    model: PreTrainedModel | None = None
+
+    def start(self, seats: Seats) -> None:
+        self._device = seats.target.device
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...
+
+    def propose(self, ask: Ask) -> Proposal:
+        ids_RG = torch.zeros((len(ask.lengths_R), ask.gamma), dtype=torch.int64, device=self._device)
+        return Proposal(ids_RG, counts_R=np.full(len(ask.lengths_R), ask.gamma))
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        raise AssertionError("free proposals do not observe")
+
+    def keep(self, rows: list[int]) -> None: ...
+
+
+def measure_costs(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    *,
+    gammas: Sequence[int] = (1, 3, 5, 8),
+    sampling: SamplingSettings | None = None,
+    rule: Rule = "sample",
+    batch_size: int = 1,
+    context: int = 128,
+    blocks: int = 8,
+    repeats: int = 3,
+    seed: int = 0,
+) -> StepCosts:
+    """Time the stages of the real block loop on random tokens; medians over blocks, gammas interleaved in each repeat.
+
+    A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
+    its own from the caches. The context must leave room for `blocks` blocks in both models. Without a draft, proposals
+    come for nothing: the target's own times, for whoever proposes without a model.
+    """
+    ids = np.random.default_rng(seed).integers(0, vocab_rows(target), size=(batch_size, context))
+    prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
+    samples: dict[int, list[tuple[float, float]]] = {gamma: [] for gamma in (0, *gammas)}
+    with evaluating(target, draft):
+        for _ in range(repeats):
+            for gamma, seen in samples.items():
+                settings = DecodeSettings(
+                    sampling or SamplingSettings(),
+                    gamma=gamma,
+                    rule=rule,
+                    max_tokens=(blocks + 1) * (gamma + 1),
+                    seed=seed,
+                )
+                loop = BlockLoop(
+                    target,
+                    (ModelDrafter(draft) if draft is not None else _FreeProposals()) if gamma > 0 else None,
+                    batch_size,
+                    context + settings.max_tokens,
+                    settings,
+                    exact_stages=True,
+                )
+                loop.admit(range(batch_size), prompts)
+                seen += _block_seconds(loop, blocks)
+    drafting = {gamma: statistics.median(drafted for drafted, _ in samples[gamma]) for gamma in gammas}
+    verifying = {gamma: statistics.median(verified for _, verified in samples[gamma]) for gamma in samples}
+    return StepCosts(verifying.pop(0), drafting, verifying, batch_size, context)
+
+
+def _block_seconds(loop: BlockLoop, blocks: int) -> list[tuple[float, float]]:
+    """(draft, verify) seconds of `blocks` blocks after one that is not counted."""
+    loop.run_block()
+    seconds = []
+    for _ in range(blocks):
+        loop.timing = Timing()
+        loop.run_block()
+        seconds.append((loop.timing.draft_seconds, loop.timing.verify_seconds + loop.timing.accept_seconds))
+    return seconds

@@ -1,0 +1,225 @@
+"""Is the gain real, and how small a gain could be seen? Two drafts on the same frozen text, paired prompt by prompt.
+
+Shapes: N responses, P prompts (the resampling unit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from speculative.measure.curves import intervals_of_sums
+from speculative.measure.metrics import RESAMPLES, expanded_tail, sum_by_prompt
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores
+
+POWER = 0.8
+NO_SPREAD = 1e-12  # Rounding, not a spread.
+
+
+def paired_effects(
+    ours: Sequence[TokenScores],
+    baseline: Sequence[TokenScores],
+    prompt_keys: Sequence[Hashable],
+    *,
+    rule: str,
+    gamma: int,
+    costs: tuple[float, float] | None = None,
+    baseline_costs: tuple[float, float] | None = None,
+    looks: int = 1,
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """What `ours` gains over `baseline` on the same text: in alpha, in tau at `gamma`, and in predicted speed-up.
+
+    costs: (c, v(gamma)), from which the speed-up tau / (gamma * c + v) follows. baseline_costs: those of the baseline,
+    where it is a draft of another shape; by default `costs`. looks: judged checkpoints of which
+    `ours` is the best; the intervals are then wider, at 1 - (1 - confidence) / looks each (Bonferroni), so that all
+    of them hold together with `confidence`. See `effects_of_sums` for what is returned.
+
+    Raises ValueError for drafts that were not scored on the same text.
+    """
+    if [len(text) for text in ours] != [len(text) for text in baseline]:
+        raise ValueError("paired effects need the same text under both drafts")
+    sides = [
+        (np.array([text.accept_probs(rule).sum() for text in side]), expected_blocks_of(side, rule, (gamma,))[:, 0])
+        for side in (ours, baseline)
+    ]
+    tokens_N = np.array([len(text) for text in ours])
+    return effects_of_sums(
+        prompt_keys, tokens_N, *sides, gamma=gamma, costs=costs, baseline_costs=baseline_costs, looks=looks,
+        confidence=confidence,
+    )  # fmt: skip
+
+
+def effects_of_sums(
+    prompt_keys: Sequence[Hashable],
+    tokens_N: np.ndarray,
+    ours: tuple[np.ndarray, np.ndarray],
+    baseline: tuple[np.ndarray, np.ndarray],
+    *,
+    gamma: int,
+    costs: tuple[float, float] | None = None,
+    baseline_costs: tuple[float, float] | None = None,
+    looks: int = 1,
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """`paired_effects` from what is left of the scores: per response its tokens, and by draft (sum of acceptance
+    probabilities, expected blocks at `gamma`), each (N,).
+
+    {"alpha": {"gain", "ci"}, "tau": {"gain", "ci"}, "speed_up": {"gain", "ci"} | None, "confidence", "looks",
+    "corrected_confidence", "method", "prompts", "tokens", "fewest_prompts", "minimal_detectable": {"alpha", "tau"},
+    "prompts_for_half", "certain": "gain" | "loss" | "none", "certain_tau": the same}.
+    certain, certain_tau: whether the interval of alpha, or tau, excludes 0, and there are at least `fewest_prompts`.
+    minimal_detectable: the smallest true difference that such an interval tells from 0 with 80 % power, None where
+    prompts show no spread or are too few to be certain of anything; half of it needs `prompts_for_half`.
+    """
+    if looks < 1:
+        raise ValueError(f"looks = {looks}: at least 1")
+    columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
+    sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
+    sums_PC = sums_PC[sums_PC[:, 0] > 0]
+    if not len(sums_PC):
+        raise ValueError("no response has a token to compare on")
+    corrected = 1.0 - (1.0 - confidence) / looks
+    prices = None if costs is None else tuple(gamma * c + v for c, v in (costs, baseline_costs or costs))
+
+    def gains_of(sums_C: np.ndarray) -> np.ndarray:
+        return _gains(sums_C, prices)
+
+    gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
+    alpha, tau, *speed_up = ({"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True))
+    fewest = fewest_prompts(corrected)
+    enough = len(sums_PC) >= fewest
+    return {
+        "alpha": alpha,
+        "tau": tau,
+        "speed_up": speed_up[0] if speed_up else None,
+        "confidence": confidence,
+        "looks": looks,
+        "corrected_confidence": corrected,
+        "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
+        "prompts": len(sums_PC),
+        "tokens": int(sums_PC[:, 0].sum()),
+        "fewest_prompts": fewest,
+        "minimal_detectable": {
+            name: _detectable(error, corrected) if enough else None
+            for name, error in zip(("alpha", "tau"), _standard_errors(sums_PC), strict=True)
+        },
+        "prompts_for_half": 4 * len(sums_PC),
+        "certain": _certain(alpha["ci"]) if enough else "none",
+        "certain_tau": _certain(tau["ci"]) if enough else "none",
+    }
+
+
+def _certain(interval: Sequence[float]) -> str:
+    low, high = interval
+    return "gain" if low > 0 else "loss" if high < 0 else "none"
+
+
+def fewest_prompts(confidence: float) -> int:
+    """Prompts below which nothing is certain: by luck alone all of n differences have one sign with 2^(1 - n).
+
+    A bootstrap of so few can never reach 0 when they agree, whatever the confidence.
+    """
+    return 1 + int(np.ceil(np.log2(1.0 / (1.0 - confidence)) - 1e-9))
+
+
+def too_few(prompts: int, confidence: float = 0.95) -> str | None:
+    """Says so where there are less than `fewest_prompts`, None where there are enough."""
+    fewest = fewest_prompts(confidence)
+    if prompts >= fewest:
+        return None
+    are = "prompt is" if prompts == 1 else "prompts are"
+    return f"{prompts} {are} too few to be certain; give at least {fewest}"
+
+
+def _detectable(error: float, confidence: float) -> float | None:
+    """The true difference that an interval of this standard error excludes 0 for in 80 of 100 cases."""
+    factor = float(stats.norm.ppf(0.5 + confidence / 2.0) + stats.norm.ppf(POWER))
+    return factor * error if error > NO_SPREAD else None
+
+
+def _gains(sums_C: np.ndarray, prices: tuple[float, ...] | None) -> np.ndarray:
+    """(alpha gain, tau gain) of sums (tokens, accepted by ours, by the baseline, blocks of ours, of the baseline).
+
+    prices: target steps that a block takes with ours and with the baseline; with them the gain in speed-up comes third.
+    """
+    tokens, accepted, accepted_base, blocks, blocks_base = np.moveaxis(sums_C, -1, 0)
+    tau, tau_base = tokens / blocks, tokens / blocks_base
+    gains = [(accepted - accepted_base) / tokens, tau - tau_base]
+    if prices is not None:
+        gains.append(tau / prices[0] - tau_base / prices[1])
+    return np.stack(gains, -1)
+
+
+def _standard_error(residuals_P: np.ndarray, denominators_P: np.ndarray) -> float:
+    """Of a ratio of sums, from its residuals numerator - ratio * denominator: the delta method."""
+    if len(residuals_P) < 2:
+        return 0.0
+    return float(np.std(residuals_P, ddof=1) / denominators_P.mean() / np.sqrt(len(residuals_P)))
+
+
+def _standard_errors(sums_PC: np.ndarray) -> tuple[float, float]:
+    """Of the two gains, by linearising each ratio in its sums."""
+    tokens_P, accepted_P, accepted_base_P, blocks_P, blocks_base_P = sums_PC.T
+    tokens = tokens_P.sum()
+    gain_P = accepted_P - accepted_base_P
+    alpha_P = gain_P - tokens_P * gain_P.sum() / tokens
+    tau_P = sum(
+        sign * (tokens_P - own_P * tokens / own_P.sum()) / own_P.mean()
+        for sign, own_P in ((1.0, blocks_P), (-1.0, blocks_base_P))
+    )
+    return _standard_error(alpha_P, tokens_P), _standard_error(np.asarray(tau_P), np.ones(len(sums_PC)))
+
+
+def words(effects: dict[str, Any]) -> str:
+    """One sentence: the gain in alpha with its interval, and what such a number of prompts can see."""
+    gain, (low, high), prompts = effects["alpha"]["gain"], effects["alpha"]["ci"], effects["prompts"]
+    sentence = f"alpha {gain:+.3f} [{low:+.3f}, {high:+.3f}]"
+    if effects["looks"] > 1:
+        sentence += f" (best of {effects['looks']} judged drafts, interval widened for it)"
+    few = too_few(prompts, effects["corrected_confidence"])
+    if few is not None:
+        return f"{sentence}; {few}"
+    seen = effects["minimal_detectable"]["alpha"]
+    if seen is None:
+        return f"{sentence}; all {prompts} prompts agree"
+    return (
+        f"{sentence}; with {prompts} prompts a difference of {seen:.3f} can be seen (80 % power): "
+        f"{effects['prompts_for_half']} prompts would see {seen / 2:.3f}"
+    )
+
+
+def rough_detectable(
+    accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable], confidence: float = 0.95
+) -> float | None:
+    """A gain in alpha that this much held-out text would see with 80 % power, when only one draft is there yet.
+
+    Two drafts on the same text differ less than two that share nothing, whose difference has sqrt(2) the standard error
+    of one: an upper bound of `minimal_detectable`. None without any spread and for less than `fewest_prompts`.
+    """
+    tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
+    accepted_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
+    error = _standard_error(accepted_P - tokens_P * accepted_P.sum() / tokens_P.sum(), tokens_P)
+    return _detectable(2.0**0.5 * error, confidence) if len(tokens_P) >= fewest_prompts(confidence) else None
+
+
+def speed_interval(
+    ratios: Sequence[float], confidence: float = 0.95, seed: int = 0
+) -> tuple[float, list[float] | None]:
+    """Median of measured speed ratios, one per prompt, and its percentile bootstrap interval over prompts.
+
+    Percentile, because the jackknife inside BCa fails for a median; widened for few prompts by `expanded_tail`. Less than
+    `fewest_prompts` have no interval, None: so few can all lie on one side of 1 by luck, and are certain of nothing.
+    """
+    ratios_P = np.asarray(ratios, dtype=np.float64)
+    median = float(np.median(ratios_P))
+    if len(ratios_P) < fewest_prompts(confidence):
+        return median, None
+    rng, tail = np.random.default_rng(seed), expanded_tail(confidence, len(ratios_P))
+    medians_R = np.median(rng.choice(ratios_P, (RESAMPLES, len(ratios_P))), axis=-1)
+    low, high = np.quantile(medians_R, (tail, 1.0 - tail))
+    return median, [float(low), float(high)]

@@ -1,0 +1,262 @@
+"""Every gamma from one draft pass over stored target responses (DESIGN section 5): no target in memory.
+
+Speculative decoding along a text is a chain of blocks. One that starts at token t keeps k of its drafted tokens and adds
+the target's own, so that the next starts at t + k + 1; given the text, k is random, and one law serves every rule:
+
+    P(k >= j | text) = exp(-max(0, S_1, .., S_j))        S_i = cost of the i tokens from the block's start
+
+Rule `block`: the cost of a token is log(target / draft). Algorithm 2 of 2403.10444 keeps a drafted prefix x_1..x_j with
+probability w_j = min(1, w_(j-1) * target / draft) = exp(S_j - max(0, S_1, .., S_j)), and what follows a kept prefix is
+distributed as the target. So P(k >= j | text) = draft(x_1..x_j) * w_j / target(x_1..x_j).
+Rules that judge each token alone: the cost is -log a_t, never negative, so that the law is the product of the a_t;
+a_t = min(1, draft / target) under `sample` (2211.17192, by maximal coupling), 1 or 0 where drafts take their argmax.
+
+Shapes: N responses, T positions (padded), K gammas, J1 = kept tokens of a block, 0..max gamma.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speculative.measure.token_scores import TokenScores
+from speculative.rules.sampling import SamplingSettings
+
+GAMMAS = tuple(range(1, 17))
+WORRYING_Z = 4.0  # Beyond this the gap between live decoding and replay has a cause.
+# Greedy has no coins to excuse a difference, but a near-tie may fall otherwise in a batch of another shape.
+GREEDY_BLOCK_TOLERANCE = 0.02
+# Entries (positions x responses x gammas) of the table that one group of responses fills.
+ENTRIES_PER_GROUP = 1 << 22
+
+
+class TextCosts(NamedTuple):
+    """Cost of each token of a response (T,) under a rule, inf where it is never kept; and where drafting stops.
+
+    stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
+    """
+
+    costs_T: np.ndarray
+    stops_T: np.ndarray | None = None
+
+
+def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0) -> TextCosts:
+    """What the law of blocks needs of a scored response. Rule `greedy` and `greedy-draft` are one: argmax or nothing.
+
+    stop_below: the drafter ends a block behind a token whose draft probability is below it; `GammaPolicy.stop_below`.
+    """
+    takes_argmax = rule not in ("sample", "block")
+    if takes_argmax:
+        costs_T = np.where(scores.matches, 0.0, np.inf)
+    else:
+        costs_T = np.asarray(scores.log_target_probs - scores.log_draft_probs)
+        if rule == "sample":
+            costs_T = np.maximum(costs_T, 0.0)
+    if stop_below <= 0.0:
+        return TextCosts(costs_T)
+    confidence_T = scores.choice_probs if takes_argmax else np.exp(scores.log_draft_probs)
+    return TextCosts(costs_T, confidence_T < stop_below)
+
+
+def law_of(rule: str, sampling: SamplingSettings) -> str:
+    """The rule whose law decoding follows: at temperature 0 both models take their argmax, whatever the rule is called."""
+    return "greedy" if sampling.greedy else rule
+
+
+def _costs_of_probs(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
+    with np.errstate(divide="ignore"):
+        return [TextCosts(-np.log(probs)) for probs in accept_probs]
+
+
+class _Group(NamedTuple):
+    """Responses padded to one length, with room for the largest gamma behind the last."""
+
+    rows: list[int]
+    costs_TN: np.ndarray
+    stops_TN: np.ndarray | None
+    lengths_N: np.ndarray
+
+
+def _groups(texts: Sequence[TextCosts], gammas: Sequence[int]) -> Iterator[_Group]:
+    """Responses of similar length together, few enough that a table (T, N, K) stays small."""
+    width = max(gammas)
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row].costs_T), reverse=True)
+    while order:
+        longest = len(texts[order[0]].costs_T) + width + 1
+        count = max(1, ENTRIES_PER_GROUP // (longest * len(gammas)))
+        rows, order = order[:count], order[count:]
+        costs_TN = np.zeros((longest, len(rows)))
+        stops_TN = np.zeros((longest, len(rows))) if any(texts[row].stops_T is not None for row in rows) else None
+        for column, row in enumerate(rows):
+            text = texts[row]
+            costs_TN[: len(text.costs_T), column] = text.costs_T
+            if stops_TN is not None and text.stops_T is not None:
+                stops_TN[: len(text.stops_T), column] = np.where(text.stops_T, np.inf, 0.0)
+        yield _Group(rows, costs_TN, stops_TN, np.array([len(texts[row].costs_T) for row in rows]))
+
+
+def _kept_NJ1(group: _Group, start: int, width: int) -> np.ndarray:
+    """P(k >= j | text), j = 0..width, of a block that starts at token `start`; the law at the top of this file."""
+    steps_JN = group.costs_TN[start : start + width]
+    if group.stops_TN is not None and width > 1:
+        steps_JN = steps_JN.copy()
+        steps_JN[1:] += group.stops_TN[start : start + width - 1]
+    highest_JN = np.maximum.accumulate(steps_JN.cumsum(0), axis=0)
+    kept_J1N = np.ones((width + 1, steps_JN.shape[1]))
+    np.exp(-np.maximum(highest_JN, 0.0), out=kept_J1N[1:])
+    return kept_J1N.T
+
+
+def _exactly_NKJ1(kept_NJ1: np.ndarray, gammas: np.ndarray) -> np.ndarray:
+    """P(k = j | text) at each gamma: the drop of `kept` below gamma, all that is left of it at gamma, 0 beyond."""
+    counts_J1 = np.arange(kept_NJ1.shape[1])
+    drops_NJ1 = kept_NJ1.copy()
+    drops_NJ1[:, :-1] -= kept_NJ1[:, 1:]
+    exactly_NKJ1 = drops_NJ1[:, None] * (counts_J1 < gammas[:, None])
+    exactly_NKJ1[:, np.arange(len(gammas)), gammas] = kept_NJ1[:, gammas]
+    return exactly_NKJ1
+
+
+def _starts_TNK(group: _Group, gammas: Sequence[int]) -> np.ndarray:
+    """P(a block starts at token t) for each gamma; 0 behind the end of a response."""
+    width, gammas_K = max(gammas), np.array(gammas)
+    starts_TNK = np.zeros((*group.costs_TN.shape, len(gammas)))
+    starts_TNK[0] = 1.0
+    for start in range(int(group.lengths_N.max(initial=0))):
+        starts_TNK[start] *= (start < group.lengths_N)[:, None]
+        exactly_NKJ1 = _exactly_NKJ1(_kept_NJ1(group, start, width), gammas_K)
+        exactly_NKJ1 *= starts_TNK[start][..., None]
+        starts_TNK[start + 1 : start + width + 2] += exactly_NKJ1.transpose(2, 0, 1)
+    starts_TNK[int(group.lengths_N.max(initial=0)) :] = 0.0
+    return starts_TNK
+
+
+def _expected_blocks(texts: Sequence[TextCosts], gammas: Iterable[int]) -> np.ndarray:
+    gammas = tuple(gammas)
+    blocks_NK = np.zeros((len(texts), len(gammas)))
+    for group in _groups(texts, gammas):
+        blocks_NK[group.rows] = _starts_TNK(group, gammas).sum(0)
+    return blocks_NK
+
+
+def expected_blocks(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> np.ndarray:
+    """Expected target calls (N, K) that speculative decoding needs for each stored response, at each gamma.
+
+    For rules that judge each token alone, by its acceptance probability; `expected_blocks_of` knows every rule. The
+    expectation of sum_t P(a block starts at t) along the text, exact (no i.i.d. assumption); the last block counts in
+    full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
+    """
+    return _expected_blocks(_costs_of_probs(accept_probs), gammas)
+
+
+def expected_blocks_of(
+    scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS, *, stop_below: float = 0.0
+) -> np.ndarray:
+    """`expected_blocks` (N, K) of scored responses under any rule, `block` included.
+
+    stop_below: of a drafter that ends its block behind a token of lower draft probability than this.
+    """
+    return _expected_blocks([costs_of(text, rule, stop_below) for text in scores], gammas)
+
+
+def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
+    """From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t."""
+    variance_N = np.zeros(len(texts))
+    gammas_K = np.array([gamma])
+    for group in _groups(texts, (gamma,)):
+        mean_TN, square_TN = np.zeros_like(group.costs_TN), np.zeros_like(group.costs_TN)
+        for start in reversed(range(int(group.lengths_N.max(initial=0)))):
+            exactly_J1N = _exactly_NKJ1(_kept_NJ1(group, start, gamma), gammas_K)[:, 0].T
+            behind_J1 = slice(start + 1, start + gamma + 2)
+            inside_N = start < group.lengths_N
+            mean_N = (exactly_J1N * mean_TN[behind_J1]).sum(0)
+            mean_TN[start] = inside_N * (1.0 + mean_N)
+            square_TN[start] = inside_N * (1.0 + 2.0 * mean_N + (exactly_J1N * square_TN[behind_J1]).sum(0))
+        variance_N[group.rows] = np.maximum(square_TN[0] - mean_TN[0] ** 2, 0.0)
+    return variance_N
+
+
+def block_variance(accept_probs: Sequence[np.ndarray], gamma: int) -> np.ndarray:
+    """Variance (N,) of the number of blocks around `expected_blocks`, given the text; 0 where all a_t are 0 or 1."""
+    return _block_variance(_costs_of_probs(accept_probs), gamma)
+
+
+def block_deviation_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> float:
+    """Standard deviation of the blocks of all these responses together, given their text, under any rule."""
+    return float(np.sqrt(_block_variance([costs_of(text, rule) for text in scores], gamma).sum()))
+
+
+def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_below: float = 0.0) -> list[float]:
+    """P(the first j drafted tokens of a block are kept), j = 1..gamma, averaged over the blocks that replay expects.
+
+    Live decoding counts it over all blocks. Text that has ended says nothing of the tokens behind it, so a block whose
+    first j tokens reach beyond the end does not count for that j; 0 where none is left.
+    """
+    blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
+    for group in _groups([costs_of(text, rule, stop_below) for text in scores], (gamma,)):
+        starts_TN = _starts_TNK(group, (gamma,))[..., 0]
+        for start in range(int(group.lengths_N.max(initial=0))):
+            inside_NJ = start + np.arange(1, gamma + 1) <= group.lengths_N[:, None]
+            weights_NJ = starts_TN[start][:, None] * inside_NJ
+            blocks_J += weights_NJ.sum(0)
+            kept_J += (weights_NJ * _kept_NJ1(group, start, gamma)[:, 1:]).sum(0)
+    return (kept_J / np.where(blocks_J > 0, blocks_J, 1.0)).tolist()
+
+
+def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:
+    """{gamma: tau}: tokens of all responses over expected target calls."""
+    gammas = tuple(gammas)
+    tokens = sum(len(probs) for probs in accept_probs)
+    return dict(zip(gammas, (tokens / expected_blocks(accept_probs, gammas).sum(0)).tolist(), strict=True))
+
+
+def _agreement(texts: Sequence[TextCosts], counted_blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
+    predicted = float(_expected_blocks(texts, (gamma,)).sum())
+    counted = int(sum(counted_blocks_N))
+    deviation = float(np.sqrt(_block_variance(texts, gamma).sum()))
+    gap = counted - predicted
+    z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
+    agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z
+    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
+
+
+def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
+    """Replay of the very text a live run produced against the blocks it counted; rules that judge each token alone.
+
+    {"predicted_blocks", "live_blocks", "z", "agrees"}: z is in standard deviations of the coins; where nothing is random (greedy)
+    it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
+    only lower acceptance, such as draft positions off by one.
+    """
+    return _agreement(_costs_of_probs(accept_probs), counted_blocks_N, gamma)
+
+
+def agreement_of(
+    scores: Sequence[TokenScores], rule: str, counted_blocks_N: Sequence[int], gamma: int, *, stop_below: float = 0.0
+) -> dict[str, Any]:
+    """`replay_agreement` of scored responses under any rule, `block` included."""
+    return _agreement([costs_of(text, rule, stop_below) for text in scores], counted_blocks_N, gamma)
+
+
+def agreement_words(check: dict[str, Any] | None, tokens: int) -> str:
+    """`replay 2.31, z +0.4`: tau that replay predicts for a live run of so many tokens, to stand beside live tau."""
+    if check is None:
+        return "no replay for this rule"
+    # Where a draft takes its argmax, the text alone says how many blocks it took.
+    certain = check["z"] == 0 and float(check["predicted_blocks"]).is_integer()
+    how = "exact" if certain else "not exact" if check["z"] is None else f"z {check['z']:+.1f}"
+    return f"replay {tokens / check['predicted_blocks']:.2f}, {how}"
+
+
+def agreement_warning(check: dict[str, Any] | None) -> str | None:
+    """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
+    if check is None or check["agrees"]:
+        return None
+    size = "nothing is random here" if check["z"] is None else f"z = {check['z']:+.1f}"
+    return (
+        f"live decoding counted {check['live_blocks']} blocks where replay of its text predicts "
+        f"{check['predicted_blocks']:.0f} ({size}): the text is right, but acceptance is not what this draft's "
+        "probabilities give; look for draft positions, masks or sampling that differ between the two, or for rounding "
+        "(bfloat16) in a nearly deterministic draft"
+    )

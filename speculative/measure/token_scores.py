@@ -1,0 +1,227 @@
+"""What a draft says of stored target responses, token by token: one forward per batch, no target in memory.
+
+Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.engine.models import evaluating, takes_logits_to_keep
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
+from speculative.rules.verify import draft_settings_for
+
+# Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
+LOGITS_PER_FORWARD = 1 << 26
+# Rows turned into float32 probabilities at once: rows x vocabulary.
+PROBS_PER_CHUNK = 1 << 22
+# Lower edges of the bins of a draft's confidence, which is a probability: [0, .1), [.1, .2), ... [.9, 1].
+CONFIDENCE_EDGES = np.linspace(0.0, 0.9, 10)
+
+
+class StoredText(Protocol):
+    """A target response with the log target probability of each of its tokens; `decode.Response` is one."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+
+    @property
+    def log_target_probs(self) -> Sequence[float]: ...
+
+
+def accept_probabilities(draft_log_probs_T: np.ndarray, log_target_probs_T: np.ndarray) -> np.ndarray:
+    """a_t = min(1, draft / target) of stored tokens under rule `sample`, by maximal coupling.
+
+    Given that the target's token x_t was emitted, it was an accepted drafted token with this probability. Its mean over
+    target-written text is an unbiased alpha (= E sum_v min(target, draft), 2211.17192 Corollary 3.6).
+    """
+    return np.exp(np.minimum(draft_log_probs_T - log_target_probs_T, 0.0))
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """All that one draft pass tells of the T stored tokens of a response, enough for every rule.
+
+    log_draft_probs: of the stored token, under the serving settings (-inf where the draft never says it); under greedy
+    settings the draft's own, at temperature 1.
+    log_target_probs: as stored, under the serving settings (0 when greedy).
+    matches: the draft's argmax is the stored token. choice_ids, choice_probs: that argmax and its probability in the
+    draft's own distribution, temperature 1 and nothing cut: the confidence of a draft that takes its argmax.
+    confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the serving settings: how probable it is that a
+    sampled draft token has a probability in that bin. None unless asked for, and under greedy settings.
+    """
+
+    log_draft_probs: np.ndarray
+    log_target_probs: np.ndarray
+    matches: np.ndarray
+    choice_ids: np.ndarray
+    choice_probs: np.ndarray
+    confidence_mass_TC: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.log_draft_probs)
+
+    def accept_probs(self, rule: str) -> np.ndarray:
+        """Per token (T,) the probability that it is an accepted drafted token once a block reaches it.
+
+        Rule `sample`: min(1, draft / target). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. Rule
+        `block` judges whole blocks, so it has no such number of a token alone: its `sample` number is returned, whose
+        mean is alpha all the same.
+        """
+        if rule in ("sample", "block"):
+            return accept_probabilities(self.log_draft_probs, self.log_target_probs)
+        return self.matches.astype(np.float64)
+
+
+def score_tokens(
+    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, *, confidence: bool = False
+) -> list[TokenScores]:
+    """`TokenScores` of every text, in order, from one pass; `score_responses` is its cheaper sister for one rule.
+
+    settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time).
+
+    Raises UserError when the draft returns NaN or infinite logits.
+    """
+    own = SamplingSettings() if settings.greedy else settings
+    bins = len(CONFIDENCE_EDGES)
+
+    def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
+        probs_RV = logits_to_probs(logits_RV, own)
+        log_probs_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
+        peaks_R, choices_R = logits_RV.float().max(-1)
+        # A confidence: float32 is enough, and twice as fast over the vocabulary.
+        choice_probs_R = (peaks_R - logits_RV.float().logsumexp(-1)).double().exp()
+        parts = [log_probs_R, choices_R.double(), choice_probs_R]
+        if confidence and not settings.greedy:
+            of_RV = (probs_RV * bins).long().clamp_(max=bins - 1)
+            mass_RC = torch.zeros((len(probs_RV), bins), dtype=torch.float64, device=probs_RV.device)
+            parts += list(mass_RC.scatter_add_(1, of_RV, probs_RV.double()).unbind(1))
+        return torch.stack(parts, 1).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
+
+    scores = []
+    for text, values_TK in zip(texts, _pass(draft, texts, columns, 3 + (bins if confidence else 0)), strict=True):
+        choices = values_TK[:, 1].astype(np.int64)
+        scores.append(
+            TokenScores(
+                values_TK[:, 0],
+                np.asarray(text.log_target_probs, dtype=np.float64),
+                choices == np.asarray(text.response_ids, dtype=np.int64),
+                choices,
+                values_TK[:, 2],
+                values_TK[:, 3:] if confidence and not settings.greedy else None,
+            )
+        )
+    return scores
+
+
+def score_responses(
+    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: str = "sample"
+) -> list[np.ndarray]:
+    """Acceptance probability of every stored response token, one float64 array per text, in order.
+
+    Rule `sample`: min(1, draft / target), draft probabilities under the same serving settings. Rules `greedy-draft` and
+    `greedy`: 1 where the draft's argmax is the stored token. One forward per batch of right-padded texts; logits are
+    bounded by LOGITS_PER_FORWARD entries and become float32 probabilities PROBS_PER_CHUNK entries at a time.
+
+    Raises UserError when the draft returns NaN, and for a rule that contradicts the temperature.
+    """
+    draft_settings = draft_settings_for(rule, settings)
+
+    def column(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
+        return _rule_scores(logits_RV, token_ids_R, draft_settings).unsqueeze(1)
+
+    values = [values_TK[:, 0] for values_TK in _pass(draft, texts, column, 1)]
+    if draft_settings.greedy:
+        return values
+    return [
+        accept_probabilities(own, np.asarray(text.log_target_probs)) for text, own in zip(texts, values, strict=True)
+    ]
+
+
+def _pass(
+    draft: PreTrainedModel,
+    texts: Sequence[StoredText],
+    columns: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    width: int,
+) -> list[np.ndarray]:
+    """What `columns` (logits_RV, token_ids_R) -> (R, K) makes of each text's tokens, (T, K) per text in order."""
+    found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
+    for batch, chunks in response_logits(draft, texts):
+        flat_RK = torch.cat([columns(*chunk) for chunk in chunks]).cpu().numpy()
+        if np.isnan(flat_RK).any():
+            raise UserError("the draft returned NaN or infinite logits on stored text: check its weights and dtype")
+        lengths = [len(texts[index].response_ids) for index in batch]
+        for index, values_TK in zip(batch, np.split(flat_RK, np.cumsum(lengths)[:-1]), strict=True):
+            found[index] = values_TK
+    return found
+
+
+def response_logits(
+    model: PreTrainedModel, texts: Sequence[StoredText]
+) -> Iterator[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """Batch by batch: indices of its texts, and chunks (logits_RV, token_ids_R) of their response tokens, text after text.
+
+    logits_RV predict token_ids_R. One forward per batch of right-padded texts of similar length, without gradients; a
+    chunk holds at most PROBS_PER_CHUNK entries. Texts without a response are in no batch.
+    """
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    for batch in _batches(texts, vocab_size):
+        # Not around the yield: the caller's code would run without gradients.
+        with evaluating(model):
+            logits_RV, token_ids_R = _response_logits(model, [texts[index] for index in batch])
+        rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
+        yield batch, list(zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True))
+
+
+def _rule_scores(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, draft_settings: SamplingSettings) -> torch.Tensor:
+    """Per row in float64: log draft probability of the token, or 1 / 0 for argmax equality; NaN for broken logits."""
+    if draft_settings.greedy:
+        scores_R = (logits_RV.argmax(-1) == token_ids_R).double()
+    else:
+        probs_RV = logits_to_probs(logits_RV, draft_settings)
+        scores_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
+    return scores_R.where(logits_RV.amax(-1).isfinite(), torch.nan)
+
+
+def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:
+    """Indices in batches of similar length whose logits stay within LOGITS_PER_FORWARD (at least one a batch)."""
+    order = sorted(
+        (index for index, text in enumerate(texts) if text.response_ids),
+        key=lambda index: len(texts[index].prompt_ids) + len(texts[index].response_ids),
+    )
+    batch: list[int] = []
+    for index in order:
+        total = len(texts[index].prompt_ids) + len(texts[index].response_ids)  # the longest so far
+        if batch and (len(batch) + 1) * total * vocab_size > LOGITS_PER_FORWARD:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _response_logits(draft: PreTrainedModel, texts: Sequence[StoredText]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (rows, V) that predict the response tokens of right-padded texts, text after text; and those tokens."""
+    longest = max(len(text.prompt_ids) + len(text.response_ids) for text in texts)
+    ids_BT = torch.zeros((len(texts), longest), dtype=torch.int64)
+    scored_BT = torch.zeros((len(texts), longest), dtype=torch.bool)
+    for row, text in enumerate(texts):
+        prompt, total = len(text.prompt_ids), len(text.prompt_ids) + len(text.response_ids)
+        ids_BT[row, :total] = torch.tensor([*text.prompt_ids, *text.response_ids])
+        scored_BT[row, prompt - 1 : total - 1] = True
+    ids_BT, scored_BT = ids_BT.to(draft.device), scored_BT.to(draft.device)
+    columns = longest - min(len(text.prompt_ids) for text in texts) + 1
+    keep = {"logits_to_keep": columns} if takes_logits_to_keep(draft) else {}
+    # No padding mask: a causal model never looks right, where the padding is.
+    logits_BTV = draft(input_ids=ids_BT, use_cache=False, **keep).logits
+    return logits_BTV[:, -columns:][scored_BT[:, -columns:]], ids_BT[scored_BT.roll(1, 1)]

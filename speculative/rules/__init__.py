@@ -1,0 +1,1 @@
+"""Logits to probabilities to accepted tokens: pure and exact."""

@@ -1,0 +1,126 @@
+"""The rule that decides which drafted tokens the target keeps. Pure functions; randomness is passed in.
+
+Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY, SamplingSettings, sample
+
+Rule = Literal["sample", "greedy-draft", "greedy", "block"]
+RULES: tuple[str, ...] = get_args(Rule)
+
+
+class Verified(NamedTuple):
+    """Outcome of one block.
+
+    accepted_B: how many drafted tokens are kept, 0..G. next_ids_B: the token that follows them (correction or bonus).
+    accept_probs_BG: probability that the drafted token passes, were it reached. overlap_BG: sum_v min(target, draft).
+    """
+
+    accepted_B: torch.Tensor
+    next_ids_B: torch.Tensor
+    accept_probs_BG: torch.Tensor
+    overlap_BG: torch.Tensor
+
+
+def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSettings:
+    """Settings the draft samples under: the target's for `sample` and `block`, argmax for the greedy rules.
+
+    Raises UserError for an unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample:
+    that is `greedy-draft`).
+    """
+    if rule not in RULES:
+        raise UserError(f"rule = {rule!r}: must be one of {', '.join(RULES)}")
+    if rule == "greedy" and not settings.greedy:
+        raise UserError(
+            f"rule = 'greedy' needs temperature 0, not {settings.temperature}: "
+            "set temperature to 0, or use rule 'greedy-draft' for a sampling target"
+        )
+    return settings if rule in ("sample", "block") else GREEDY
+
+
+def accept_probability(target_prob: torch.Tensor, draft_prob: torch.Tensor) -> torch.Tensor:
+    """min(1, target / draft) of the drafted token, elementwise; 2211.17192 Algorithm 1. 0 where the target has 0."""
+    ratio = target_prob / draft_prob.clamp_min(torch.finfo(draft_prob.dtype).tiny)
+    return torch.where(target_prob > 0, ratio.clamp_max(1.0), torch.zeros_like(ratio))
+
+
+def residual_probs(target_probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor) -> torch.Tensor:
+    """Unnormalised max(target - draft, 0), the distribution of the correction; 2211.17192 Algorithm 1.
+
+    Where nothing is left (target = draft up to rounding, so a rejection has probability 0 in exact arithmetic) the
+    target's own row is returned.
+    """
+    residual_BV = (target_probs_BV - draft_probs_BV).clamp_min(0.0)
+    return torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, target_probs_BV)
+
+
+def verify(
+    target_probs_BG1V: torch.Tensor,
+    draft_ids_BG: torch.Tensor,
+    draft_probs_BGV: torch.Tensor | None,
+    coins_BG: torch.Tensor,
+    residual_uniforms_BG1: torch.Tensor,
+    drafted_B: torch.Tensor | None = None,
+) -> Verified:
+    """Speculative sampling, 2211.17192 Algorithm 1, for every rule: greedy choices are one-hot rows.
+
+    `draft_probs_BGV` must be the probabilities the ids were drawn from; None stands for one-hot rows at `draft_ids_BG`
+    (a draft that takes its argmax), without building them. Token j passes when coin * draft < target, so a target
+    probability of 0 is never accepted, whatever the coin. `residual_uniforms_BG1[:, j]` draws the token that replaces
+    a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target. `drafted_B`: how many of the
+    G tokens are real in each row, the bonus token following the last of them; None = all. It may depend on committed
+    text and on the tokens it keeps, never on a token it throws away.
+    """
+    gamma = draft_ids_BG.shape[1]
+    rows_B = torch.arange(draft_ids_BG.shape[0], device=draft_ids_BG.device)
+    drafted_BG1 = draft_ids_BG.unsqueeze(-1)
+    target_prob_BG = target_probs_BG1V[:, :gamma].gather(-1, drafted_BG1).squeeze(-1)
+    if draft_probs_BGV is None:
+        draft_prob_BG = torch.ones_like(target_prob_BG)
+        overlap_BG = target_prob_BG
+    else:
+        draft_prob_BG = draft_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
+        overlap_BG = torch.minimum(target_probs_BG1V[:, :gamma], draft_probs_BGV).sum(-1)
+
+    passes_BG = coins_BG * draft_prob_BG < target_prob_BG
+    if drafted_B is not None:
+        passes_BG &= torch.arange(gamma, device=passes_BG.device) < drafted_B.unsqueeze(-1)
+    accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
+
+    # Only one position a row needs its residual: the first rejected one, or the bonus position with no draft at all.
+    next_probs_BV = target_probs_BG1V[rows_B, accepted_B]
+    if gamma > 0:
+        reached_B = accepted_B.clamp_max(gamma - 1)
+        rejected_B1 = (accepted_B < (gamma if drafted_B is None else drafted_B)).unsqueeze(-1)
+        if draft_probs_BGV is None:
+            # The rejected candidate had all of the draft's mass, so the residual is the target without it.
+            rejected_ids_B1 = draft_ids_BG[rows_B, reached_B].unsqueeze(-1)
+            left_B1 = next_probs_BV.gather(-1, rejected_ids_B1) * ~rejected_B1
+            residual_BV = next_probs_BV.scatter(-1, rejected_ids_B1, left_B1)
+            next_probs_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, next_probs_BV)
+        else:
+            next_probs_BV = residual_probs(next_probs_BV, draft_probs_BGV[rows_B, reached_B] * rejected_B1)
+    next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
+    return Verified(accepted_B, next_ids_B, accept_probability(target_prob_BG, draft_prob_BG), overlap_BG)
+
+
+def verify_greedy(
+    target_ids_BG1: torch.Tensor, draft_ids_BG: torch.Tensor, drafted_B: torch.Tensor | None = None
+) -> Verified:
+    """`verify` for one-hot target and draft rows given by their ids alone: the same outcome without any row of V."""
+    gamma = draft_ids_BG.shape[1]
+    matches_BG = target_ids_BG1[:, :gamma] == draft_ids_BG
+    passes_BG = matches_BG
+    if drafted_B is not None:
+        passes_BG = matches_BG & (torch.arange(gamma, device=matches_BG.device) < drafted_B.unsqueeze(-1))
+    accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
+    next_ids_B = target_ids_BG1.gather(1, accepted_B.unsqueeze(-1)).squeeze(-1)
+    matches_as_probs_BG = matches_BG.float()
+    return Verified(accepted_B, next_ids_B, matches_as_probs_BG, matches_as_probs_BG)

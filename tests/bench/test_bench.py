@@ -1,0 +1,97 @@
+"""The benches run on any pair and write the JSON they promise; what they measure is not asserted, how they count is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_modules import bench
+
+CELL = {"device", "batch", "mode", "gamma", "drafter", "tokens_per_second", "tau", "floor_share", "vs_hf_assisted"}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "prompts.jsonl"
+    texts = [f"def function_{number}(value, other):" for number in range(4)]
+    path.write_text("".join(json.dumps({"prompt": text, "kind": "heads"}) + "\n" for text in texts))
+    return path
+
+
+def test_the_decoder_bench_writes_a_cell_for_everything(
+    tiny_target: Path, tiny_run: Path, prompts: Path, tmp_path: Path
+) -> None:
+    bench("decode").main(
+        out=tmp_path / "decode.json",
+        target=str(tiny_target),
+        draft=str(tiny_run / "best" / "student"),
+        prompts=prompts,
+        chat=False,
+        gammas="1,2",
+        count=2,
+        max_tokens=8,
+        longest=60,
+        batch=2,
+        drafters=True,
+        threads=0,
+        dtype="float32",
+        device="cpu",
+        repeats=1,
+    )
+    result = json.loads((tmp_path / "decode.json").read_text())
+    cells = result["cells"]
+    assert result["machine"]["dtype"] == "float32"
+    assert all(set(cell) >= CELL | {"vs_plain", "prompts"} for cell in cells)
+    assert {cell["mode"] for cell in cells} == {"greedy", "sample"}
+    assert {cell["batch"] for cell in cells} == {1, 2}
+    assert {cell["prompts"] for cell in cells} == {"heads", "copied"}
+    names = {cell["drafter"] for cell in cells}
+    assert names >= {"draft", "prompt lookup", "retrieval", "early exit", "jacobi", "cascade", "draft, adaptive"}
+    shares = [cell["floor_share"] for cell in cells if cell["floor_share"] is not None]
+    assert len(shares) == 2 * 2 * 2  # kinds x modes x gammas
+    assert all(0.2 < share < 2 for share in shares)
+    adaptive = [cell for cell in cells if cell["drafter"].endswith("adaptive")]
+    assert all(cell["vs_best_fixed"] > 0 for cell in adaptive)
+
+
+def test_the_floor_is_counted_for_the_blocks_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up is in neither: a floor of one second a block makes tokens over floor seconds tau itself."""
+    module = bench("decode")
+    score = module.Score()
+
+    def ours(prompt: Any) -> tuple[int, float, float]:
+        score.blocks += 5
+        return 10, 1.0, 1.0
+
+    class Pair:
+        def floor(self, gamma: int, prompt: Any, length: int, blocks: int) -> float:
+            return float(blocks)
+
+    contestants = {"ours": module.with_floor(Pair(), ours, 3, score)}
+    module.compete([("a", [1]), ("b", [2])], contestants, {"ours": score}, 3, "")
+    assert (score.tokens, score.blocks, score.floor_seconds) == (60, 30, 30.0)
+
+
+def test_retrieval_never_holds_the_answers_it_is_measured_on(tiny_target: Path, tiny_run: Path, prompts: Path) -> None:
+    module = bench("decode")
+    target, draft, tokenizer = module.load_pair(str(tiny_target), str(tiny_run / "best" / "student"), "float32", "cpu")
+    kinds = module.load_prompts(prompts, tokenizer, False, 8, 60)
+    full = module.Bench(target, draft, 8)
+    module.with_past(full, dict(kinds), 4)  # all four are measured: nothing is left for the store
+    assert "heads" not in full.stores
+    half = module.Bench(target, draft, 8)
+    module.with_past(half, dict(kinds), 2)
+    assert "heads" in half.stores
+    assert [key for key, _ in half.kinds["heads"]] == ["heads:0", "heads:1"]
+
+
+def test_the_accelerators_bench_knows_its_acceptance(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    bench("gpu_decode").main(out, "cpu", 0.8, 3, 64, "1,4", 1, True)
+    result = json.loads(out.read_text())
+    assert result["machine"]["alpha_by_construction"] == 0.8
+    for cell in result["cells"]:
+        assert set(cell) >= CELL | {"vs_plain", "outside_share", "stages_ms"}
+        if cell["mode"] == "greedy":
+            # 1 + .8 + .64 + .512 with few tokens, and budgets that cut last blocks.
+            assert 2.0 < cell["tau"] < 3.8

@@ -1,0 +1,174 @@
+"""The `understudy` command as a user types it: what it prints, what it writes, and how it says no."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from distill import cli, train
+from distill.verdict.verdict import SCHEMA
+from speculative.errors import UserError
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def exit_status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["understudy", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+def test_help_names_every_command() -> None:
+    text = run("--help")
+    for command in (
+        "demo",
+        "evaluate",
+        "probe",
+        "report",
+        "compare",
+        "drift",
+        "export",
+        "check-export",
+        "show",
+        "tokenizer",
+        "publish-target",
+        "config",
+    ):
+        assert command in text
+
+
+def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
+    tiny_run: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "result.json"
+    text = run("evaluate", str(tiny_run), "--config", str(tiny_config), "--gamma", "1:3", "--out", str(out))
+    result = json.loads(out.read_text())
+    found = result["verdict"]
+    assert set(found) == set(SCHEMA)
+    assert list(result["gammas"]) == ["1", "2", "3"]
+    assert found["baseline"] is None
+    assert (tmp_path / result["files"]["proposals"]).exists()
+    verdict = json.loads((tiny_run / "verdict.json").read_text())
+    # The same frozen text and the same weights as the run's own judgement.
+    assert found["best"]["alpha"] == pytest.approx(verdict["best"]["alpha"], abs=1e-5)
+    assert result["gammas"]["3"]["tau"] == pytest.approx(verdict["best"]["tau"], abs=1e-6)
+    assert f"{found['best']['alpha']:.3f}" in text
+    assert "report.html" in run("report", str(out))
+    refused = CliRunner().invoke(
+        cli.app, ["evaluate", str(tiny_run), "--config", str(tiny_config), "--out", str(tiny_run / "result.json")]
+    )
+    assert isinstance(refused.exception, UserError)
+    assert "training run" in str(refused.exception)
+
+
+def test_evaluate_json_is_json_alone(
+    tiny_run: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(tiny_config), "--rule", "greedy", "--json", "--out", str(tmp_path / "r.json")]
+    result = json.loads(run("evaluate", str(tiny_run), *arguments))
+    assert result["rule"] == "greedy"
+    assert result["best"]["alpha"] > 0
+
+
+def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:
+    to = tmp_path / "draft"
+    text = run("export", str(tiny_run), "--to", str(to))
+    for engine in ("vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"):
+        assert engine in text
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "serving.json", "SERVING.md", "README.md"):
+        assert (to / name).exists(), name
+    checked = run("check-export", str(to), "--config", str(tiny_config), "--prompts", "4", "--gamma", "3")
+    assert "same greedy tokens as the target alone on 4 of 4 prompts" in checked
+    shown = run("show", str(tiny_run))
+    for words in (
+        "target alone",
+        "undistilled",
+        "speed",
+        "cost ratio",
+        "accelerate launch",
+        "accepted from the draft",
+    ):
+        assert words in shown, words
+
+
+def test_the_card_of_a_pretrained_model_tells_its_recipe(tmp_path: Path, tiny_target: Path) -> None:
+    config = tmp_path / "pretrain.yaml"
+    config.write_text(
+        f"""
+name: pretrained
+output: {tmp_path}
+target: null
+student: {{init: pretrained, path: {tiny_target}}}
+data:
+  train: [{{path: stdlib, split: heldout}}]
+loss: {{name: ce}}
+train: {{steps: 2, batch_size: 2, micro_batch_size: 1, window: 64}}
+judge: {{every: 1, corpus_windows: 2}}
+"""
+    )
+    assert train.main([str(config)]) == 0
+    run("publish-target", str(tmp_path / "pretrained"), "--to", str(tmp_path / "shipped"))
+    card = json.loads((tmp_path / "shipped" / "card.json").read_text())
+    assert card["tokens_seen"] == card["steps"] * 2 * 63
+    assert card["heldout_loss_nats"] > 0
+    assert "zipfile" in card["heldout_modules"]
+    assert card["fingerprint"] in (tmp_path / "shipped" / "README.md").read_text()
+
+
+def test_tokenizer_command_learns_from_a_file(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def first(x):\n" * 50 + "return second\n" * 50)
+    run("tokenizer", "--source", str(text), "--vocab-size", "300", "--to", str(tmp_path / "made"))
+    assert (tmp_path / "made" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evaluate", "nowhere/model", "--config", "missing.yaml"], ["missing.yaml", "cannot read"]),
+        (["evaluate", "x", "--config", "TINY", "--gamma", "8:1"], ["--gamma 8:1"]),
+        (["evaluate", "x", "--config", "TINY", "--rule", "soft"], ["--rule soft", "greedy-draft"]),
+        (["evaluate", "./no-such-folder", "--config", "TINY"], ["no-such-folder", "config.json"]),
+        (["export", "nowhere", "--to", "out"], ["nowhere", "config.yaml"]),
+        (["show", "nowhere"], ["nowhere", "verdict.json"]),
+        (["publish-target", "nowhere"], ["no best checkpoint"]),
+        (["tokenizer", "--source", "missing.txt", "--to", "out"], ["missing.txt"]),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(
+    arguments: list[str],
+    words: list[str],
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(tiny_config) if argument == "TINY" else argument for argument in arguments]
+    assert exit_status(monkeypatch, *arguments) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert message.startswith("understudy: ")
+    for word in words:
+        assert word in message
+
+
+def test_unsafe_export_names_are_refused(tiny_run: Path, tmp_path: Path) -> None:
+    for name in ("my-eagle-draft", "dflash"):
+        with pytest.raises(UserError, match="vLLM"):
+            cli._export(tiny_run, tmp_path / name, "auto", overwrite=False)
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "precious.txt").write_text("mine")
+    with pytest.raises(UserError, match="occupied"):
+        cli._export(tiny_run, occupied, "auto", overwrite=True)
+    assert (occupied / "precious.txt").read_text() == "mine"
+    shutil.rmtree(occupied)

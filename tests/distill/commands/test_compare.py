@@ -1,0 +1,349 @@
+"""Drafts side by side: the same number twice differs by nothing, gates open and shut, strangers are refused by name."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_training import write_target
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.commands.compare import compare
+from distill.commands.compare.compare import (
+    Options,
+    compare_command,
+    comparison,
+    judge_gates,
+    load_text,
+    parse_gate,
+    read_drafts,
+)
+from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
+from distill.models.target import ServedTarget
+from speculative.errors import UserError
+from speculative.measure.cost import StepCosts, predicted_speed_up
+from speculative.measure.replay import expected_blocks_of
+
+
+@pytest.fixture(scope="module")
+def worse(tiny_run, tmp_path_factory):
+    """A draft of another shape and of no run: the best one's with noise on its weights, one layer less."""
+    folder = tmp_path_factory.mktemp("foreign") / "worse"
+    best = str(tiny_run / "best" / "student")
+    draft = AutoModelForCausalLM.from_pretrained(best, num_hidden_layers=1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator)
+    draft.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(best).save_pretrained(folder)
+    return folder
+
+
+def options(*drafts, **others) -> Options:
+    return Options([str(draft) for draft in drafts], **{"timing": False, **others})
+
+
+def drawn(*renderables) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    for one in renderables:
+        console.print(one)
+    return console.export_text()
+
+
+@pytest.fixture(scope="module")
+def untimed(tiny_run, worse):
+    """The run against a worse draft and its own first checkpoint, on the run's text."""
+    result, status = compare_command(options(tiny_run, worse, tiny_run / "checkpoints" / "step-000000"))
+    assert status == 0
+    return result
+
+
+def test_the_run_s_own_numbers_come_back(untimed, tiny_run):
+    verdict = json.loads((tiny_run / "verdict.json").read_text())
+    best, _, baseline = untimed["drafts"]
+    # The same frozen text and weights in another process state: batches are the same, so is every rounding.
+    assert best["alpha"] == pytest.approx(verdict["best"]["alpha"], abs=1e-9)
+    assert baseline["alpha"] == pytest.approx(verdict["baseline"]["alpha"], abs=1e-9)
+    assert best["taus"][3] == best["tau"] == pytest.approx(verdict["replay"]["3"], abs=1e-9)
+    assert (untimed["gamma"], untimed["rule"], untimed["on"]) == (3, "sample", str(tiny_run))
+    assert (untimed["prompts"], untimed["tokens"]) == (verdict["prompts"], verdict["tokens"])
+    gain = {row["path"]: row for row in untimed["differences"]}[baseline["path"]]["alpha"]["gain"]
+    assert gain == pytest.approx(baseline["alpha"] - best["alpha"])
+
+
+def test_differences_are_paired_and_corrected_for_their_number(untimed):
+    first, worse, _ = untimed["drafts"]
+    own = untimed["differences"][0]
+    assert [row["name"] for row in untimed["differences"]] == [row["name"] for row in untimed["drafts"][1:]]
+    assert own["tau"]["gain"] == pytest.approx(worse["tau"] - first["tau"])
+    assert (own["looks"], own["corrected_confidence"]) == (2, pytest.approx(0.975))
+    assert own["certain_tau"] == own["certain"] == "loss"
+    assert own["tau"]["ci"][0] < own["tau"]["gain"] < own["tau"]["ci"][1] < 0
+    assert own["speed_up"] is None
+    assert untimed["costs"] is None
+    json.dumps(untimed, allow_nan=False)
+
+
+def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
+    timed = []
+
+    def one_price(config, target, draft, rule, gamma, context, typical):
+        timed.append(draft)
+        return StepCosts(1.0, {g: 0.1 * g for g in (1, 3)}, {1: 1.1, 3: 1.2}, 1, 64)
+
+    monkeypatch.setattr(compare, "step_costs", one_price)
+    result, _ = compare_command(options(tiny_run, tiny_run, tiny_run / "best" / "student", timing=True))
+    assert len(timed) == 1, "drafts of one shape share a measurement"
+    assert [row["name"] for row in result["drafts"]][:2] == [str(tiny_run), f"{tiny_run} #2"]
+    for other in result["differences"]:
+        for metric in ("alpha", "tau", "speed_up"):
+            assert other[metric] == {"gain": 0.0, "ci": [0.0, 0.0]}
+        assert other["certain_tau"] == "none"
+    assert "no certain difference" in difference_lines(result)[0]
+
+
+def test_without_timing_the_target_s_weights_stay_where_they_are(tiny_run, worse, monkeypatch):
+    def loaded(self):
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(ServedTarget, "model", property(loaded))
+    compare_command(options(tiny_run, worse))
+    with pytest.raises(AssertionError, match="was loaded"):
+        compare_command(options(tiny_run, worse, timing=True))
+
+
+@pytest.fixture(scope="module")
+def timed(tiny_run, worse, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "deep" / "compare.json"
+    result, status = compare_command(options(worse, tiny_run, timing=True, out=out, gamma=2))
+    assert status == 0
+    return result, out
+
+
+def test_timing_prices_each_draft_beside_one_target(timed):
+    result, out = timed
+    small, large = result["drafts"]
+    assert small["parameters"] < large["parameters"]
+    for row in (small, large):
+        assert row["cost_ratio"] == pytest.approx(row["draft_step_seconds"] / result["costs"]["target_step_seconds"])
+        v = result["costs"]["verify_ratio"]["2"]
+        assert row["speed_up"] == pytest.approx(predicted_speed_up(row["tau"], 2, row["cost_ratio_at"], v))
+        assert row["speed_up_ci"][0] < row["speed_up"] < row["speed_up_ci"][1]
+        assert row["best_gamma"] in range(17)
+    own = result["differences"][0]
+    assert own["speed_up"]["gain"] == pytest.approx(large["speed_up"] - small["speed_up"])
+    assert own["speed_up"]["ci"][0] < own["speed_up"]["gain"] < own["speed_up"]["ci"][1]
+    assert json.loads(out.read_text()) == {**result, "plot": None}
+    assert result["plot"] == str(out.with_name("compare.svg"))
+
+
+def test_the_screen_and_the_picture_show_every_draft(timed, untimed, tmp_path):
+    result, out = timed
+    text = drawn(compare_table(result), *difference_lines(result))
+    for row in result["drafts"]:
+        assert f"{row['tau']:.2f}" in text
+        assert f"{row['speed_up']:.2f}x" in text
+        assert f"{row['parameters']:,}" in text
+    assert "better" in text
+    assert "speed" not in drawn(compare_table(untimed))
+    assert "widened for 2 comparisons" in difference_lines(untimed)[-1]
+    picture = out.with_name("compare.svg").read_text()
+    assert all(row["name"] in picture for row in result["drafts"])
+    first, again = (plot_comparison(untimed, tmp_path / f"{name}.svg").read_bytes() for name in "ab")
+    assert first == again
+    assert plot_comparison(untimed, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg"]
+
+
+def test_domains_are_compared_each_by_itself(tiny_run, worse):
+    asked = options(tiny_run, worse)
+    text = load_text(asked)
+    halves = [replace(one, domain=f"half-{index % 2}") for index, one in enumerate(text.responses)]
+    text = replace(text, responses=halves)
+    entries = read_drafts(text, asked.drafts, 3, timing=False)
+    result = comparison(text, entries, 3)
+    assert [domain["name"] for domain in result["domains"]] == ["half-0", "half-1"]
+    assert sum(domain["tokens"] for domain in result["domains"]) == result["tokens"]
+    for number, domain in enumerate(result["domains"]):
+        chosen = range(number, len(halves), 2)
+        taus = []
+        for entry in entries:
+            scores = [entry.scores[index] for index in chosen]
+            taus.append(sum(map(len, scores)) / expected_blocks_of(scores, "sample", (3,)).sum())
+        own = domain["differences"][0]
+        assert own["tau"]["gain"] == pytest.approx(taus[1] - taus[0])
+        assert own["looks"] == 2, "one comparison in each of two domains"
+        assert list(domain["tau"].values()) == pytest.approx(taus)
+    text_of = drawn(domain_table(result))
+    assert "half-0" in text_of
+    assert "all 2 comparisons" in text_of
+    assert domain_table({**result, "domains": []}) is None
+    json.dumps(result, allow_nan=False)
+
+
+def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gate(tiny_run, worse):
+    """Four prompts that agree are luck one time in eight, whatever a bootstrap of them says."""
+    asked = options(worse, tiny_run, on=tiny_run)
+    text = load_text(asked)
+    seen = list(dict.fromkeys(one.prompt for one in text.responses))[:4]
+    chosen = [one for one in text.responses if one.prompt in seen]
+    few = replace(text, responses=[replace(one, domain=f"half-{seen.index(one.prompt) % 2}") for one in chosen])
+    entries = read_drafts(few, asked.drafts, 3, timing=False)
+    result = comparison(few, entries, 3)
+    (own,) = result["differences"]
+    assert own["tau"]["ci"][0] > 0, "the bootstrap of four is sure"
+    assert own["certain_tau"] == "none"
+    (line,) = difference_lines(result)
+    assert "no certain difference" in line
+    assert line.endswith("4 prompts are too few to be certain; give at least 6")
+    assert "would have been seen" not in line
+    assert drawn(domain_table(result)).count("*") == 1, "in the caption only"
+    assert judge_gates(result, [], fail_if_worse=True)[1] == []
+
+
+def test_what_could_have_been_seen_is_said_with_its_chance():
+    effects = {"certain_tau": "none", "prompts": 20, "corrected_confidence": 0.95, "minimal_detectable": {"tau": 0.2}}
+    other = (
+        effects
+        | {"name": "b", "speed_up": None}
+        | {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
+    )
+    (line,) = difference_lines({"against": "a", "differences": [other]})
+    assert line.endswith("; a difference of 0.200 in tau would have been seen in 4 of 5 cases")
+
+
+def test_the_speed_gain_uses_each_draft_s_own_price(tiny_run, worse):
+    asked = options(tiny_run, worse)
+    text = load_text(asked)
+    entries = read_drafts(text, asked.drafts, 3, timing=False)
+    prices = [StepCosts(1.0, {3: 3 * c}, {3: 1.2}, 1, 64) for c in (0.5, 0.01)]
+    entries = [replace(entry, costs=price) for entry, price in zip(entries, prices, strict=True)]
+    result = comparison(text, entries, 3)
+    dear, cheap = result["drafts"]
+    own = result["differences"][0]
+    assert own["tau"]["gain"] < 0 < own["speed_up"]["gain"], "a worse draft may be the faster one"
+    assert own["speed_up"]["gain"] == pytest.approx(cheap["tau"] / (3 * 0.01 + 1.2) - dear["tau"] / (3 * 0.5 + 1.2))
+    assert own["speed_up"]["ci"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("gate", "shut", "words"),
+    [
+        ("tau=99", True, "tau at gamma 3 is "),
+        ("tau=1", False, ""),
+        ("alpha=0.9999", True, "alpha is "),
+        ("tau.ci_low=98.5", True, "the lower end of the 95 % interval of tau at gamma 3 is "),
+        ("alpha.ci_low=0", False, ""),
+    ],
+)
+def test_a_gate_is_about_the_first_draft(tiny_run, worse, gate, shut, words):
+    result, status = compare_command(options(tiny_run, worse, fail_below=[gate]))
+    assert (status, result["gates"][0]["failed"]) == (int(shut), shut)
+    assert len(result["failures"]) == shut
+    if shut:
+        assert result["failures"][0].startswith(f"{tiny_run}: {words}")
+        assert f"below {float(gate.split('=')[1]):g} (--fail-below {gate})" in result["failures"][0]
+
+
+def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
+    home = tiny_run
+    result, status = compare_command(
+        options(worse, tiny_run, on=home, fail_below=["tau=50", "alpha=0", "alpha=2"], fail_if_worse=True)
+    )
+    assert status == 1
+    assert len(result["failures"]) == 3
+    assert f"certainly worse than that of {tiny_run}, by " in result["failures"][-1]
+    assert "\n" not in "".join(result["failures"])
+    assert compare_command(options(tiny_run, worse, fail_if_worse=True))[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tua=2", "the metrics are alpha, tau, speed_up"),
+        ("tau.low=2", "the metrics are alpha, tau, speed_up"),
+        ("tau", "'nothing' is not a number"),
+        ("tau=much", "'much' is not a number; write it as in tau=2.1"),
+        ("alpha=nan", "'nan' is not a number"),
+        ("speed_up=1.5", "not known with --no-timing"),
+    ],
+)
+def test_a_gate_that_means_nothing_is_refused(text, message):
+    with pytest.raises(UserError) as refused:
+        parse_gate(text, timing=False)
+    assert str(refused.value).startswith(f"--fail-below {text}: ")
+    assert message in str(refused.value)
+    assert parse_gate("speed_up.ci_low=1.5").lower_end
+
+
+def other_run(tiny_run: Path, folder: Path, **facts) -> Path:
+    """A copy of the run whose target is said to be another one."""
+    copy = folder / "other"
+    shutil.copytree(tiny_run, copy, symlinks=True)
+    path = copy / "target.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    return copy
+
+
+def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, tmp_path):
+    other = other_run(tiny_run, tmp_path, fingerprint="abc")
+    with pytest.raises(UserError) as refused:
+        compare_command(options(tiny_run, other))
+    assert f"{other}: distilled for another target (fingerprint abc" in str(refused.value)
+    assert f"add --on {tiny_run}" in str(refused.value)
+    result, _ = compare_command(options(tiny_run, other, on=tiny_run))
+    assert result["differences"][0]["tau"]["gain"] == 0.0, "the same weights, judged as a stranger"
+    (other / "target.json").unlink()
+    result, _ = compare_command(options(tiny_run, other))
+    assert result["on"] == str(tiny_run), "the responses tell whose they are"
+
+
+def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="at least two drafts"):
+        compare_command(options(tiny_run))
+    with pytest.raises(UserError, match="is a run with held-out responses to judge on: give one with --on RUN"):
+        compare_command(options(worse, worse))
+    with pytest.raises(UserError, match="--rule best: one of sample"):
+        compare_command(options(tiny_run, worse, rule="best"))
+    with pytest.raises(UserError, match="--gamma 17: give 1 to 16"):
+        compare_command(options(tiny_run, worse, gamma=17))
+    with pytest.raises(UserError, match=r"--plot .*compare\.pdf: its name must end in \.svg or \.png"):
+        compare_command(options(tiny_run, worse, plot=tmp_path / "compare.pdf"))
+    with pytest.raises(UserError, match="is there and is not an ordinary file"):
+        compare_command(options(tiny_run, worse, out=tmp_path))
+    write_target(tmp_path / "stranger")
+    with pytest.raises(UserError, match=f"{tmp_path}/stranger: draft and target do not share a vocabulary"):
+        compare_command(options(tiny_run, tmp_path / "stranger"))
+    with pytest.raises(UserError, match=r"none'?: no config\.json there"):
+        compare_command(options(tiny_run, tmp_path / "none"))
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(tiny_run / "config.yaml", unfinished)
+    with pytest.raises(UserError, match="unfinished: this run has no best checkpoint yet"):
+        compare_command(options(tiny_run, unfinished))
+    monkeypatch.setattr(compare, "positions_of", lambda model: 20)
+    with pytest.raises(UserError, match=f"{worse}: reads 20 tokens and the text of"):
+        compare_command(options(worse, tiny_run))
+
+
+def test_a_target_on_a_server_cannot_be_timed(tiny_run, worse):
+    asked = options(tiny_run, worse)
+    text = load_text(asked)
+    target = text.config.target.model_copy(update={"endpoint": object()})
+    text = replace(text, config=text.config.model_copy(update={"target": target}))
+    with pytest.raises(UserError, match="on a server, so nothing can be timed here; add --no-timing"):
+        read_drafts(text, asked.drafts, 3, timing=True)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "greedy-draft", "block"])
+def test_every_rule_with_text_is_compared(tiny_run, worse, rule):
+    result, _ = compare_command(options(tiny_run, worse, rule=rule))
+    assert result["rule"] == rule
+    assert (result["sampling"]["temperature"] == 0) == (rule == "greedy")
+    assert np.isfinite([row["tau"] for row in result["drafts"]]).all()

@@ -1,0 +1,248 @@
+"""`understudy generate` as a new user types it: text, numbers, files, and how it says no."""
+
+import errno
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from distill import cli
+from distill.commands.generate import generate as program
+from distill.commands.generate.prompt_files import read_datastore, read_prompts
+from distill.commands.generate.response_file import ResponseFile
+from distill.models.load import load_model, load_tokenizer
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.engine.models import end_token_ids
+from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY
+
+PROMPT = "def add(a, b):"
+
+
+def run(*arguments: str, text: str | None = None) -> str:
+    result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False, input=text)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_run: Path) -> str:
+    return str(tiny_run / "best" / "student")
+
+
+@pytest.fixture(scope="module")
+def plain_text(tiny_target: Path) -> str:
+    """What the target says alone, by the decoder directly."""
+    target, tokenizer = load_model("target", str(tiny_target)), load_tokenizer(str(tiny_target))
+    settings = DecodeSettings(GREEDY, 0, "greedy", 20, end_token_ids(target))
+    responses, _ = decode(target, None, [("x", tokenizer(PROMPT).input_ids)], settings, tokenizer=tokenizer)
+    assert responses[0].text
+    return responses[0].text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--draft", "DRAFT"],
+        ["--draft", "DRAFT", "--gamma", "3"],
+        ["--draft", "DRAFT", "--gamma", "auto", "--stop-below", "0.1"],
+        ["--draft", "DRAFT", "--tree", "3,2"],
+        ["--drafter", "lookup"],
+        ["--drafter", "early-exit", "--exit-layers", "2"],
+        ["--drafter", "jacobi"],
+        ["--draft", "DRAFT", "--drafter", "cascade", "--gamma", "auto"],
+        ["--drafter", "none"],
+    ],
+)
+def test_greedy_text_on_standard_output_is_the_targets_whoever_proposes(
+    tiny_target: Path, draft: str, plain_text: str, options: list[str]
+) -> None:
+    given = [draft if option == "DRAFT" else option for option in options]
+    assert run(str(tiny_target), "--prompt", PROMPT, "--max-tokens", "20", *given) == plain_text + "\n"
+
+
+def test_numbers_go_to_standard_error_with_replays_prediction_beside_live_tau(
+    tiny_target: Path, draft: str, tmp_path: Path
+) -> None:
+    arguments = [str(tiny_target), "--prompt", PROMPT, "--draft", draft, "--gamma", "3", "--max-tokens", "30"]
+    arguments += ["--temperature", "1", "--numbers", str(tmp_path / "n.json"), "--log", str(tmp_path / "log.parquet")]
+    result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False)
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    assert f"draft, gamma 3: tau {numbers['tau']:.2f}" in result.stderr
+    check = numbers["replay_check"]
+    assert f"; replay {30 / check['predicted_blocks']:.2f}, z {check['z']:+.1f}" in result.stderr
+    assert set(numbers["seconds"]) == {"prefill", "draft", "verify", "accept", "recording", "host", "total"}
+    assert set(numbers["latency"]["first_token"]) == {"p50", "p90", "p99"}
+    assert numbers["tokens"] == 30
+    assert numbers["peak_bytes"] > 0
+    assert pq.read_table(tmp_path / "log.parquet").num_rows == 3 * numbers["blocks"]
+
+
+def test_many_prompts_become_json_lines_in_their_order_and_a_datastore_for_retrieval(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    texts = [PROMPT, "class A:", "import os", "x = 1", PROMPT + "\n    return"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    shared = [str(tiny_target), "--prompts", str(prompts), "--max-tokens", "12", "--batch-size", "2"]
+    assert run(*shared, "--out", str(out)) == ""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["key"] for row in rows] == [f"prompts.jsonl:{number}" for number in range(1, 6)]
+    assert all(row["text"] is not None and row["finish_reason"] in ("length", "end") for row in rows)
+    again, numbers = tmp_path / "again.jsonl", tmp_path / "n.json"
+    run(*shared, "--out", str(again), "--drafter", "retrieval", "--datastore", str(out), "--numbers", str(numbers))
+    for row, same in zip(rows, (json.loads(line) for line in again.read_text().splitlines()), strict=True):
+        assert row["response_ids"] == same["response_ids"]
+    assert json.loads(numbers.read_text())["tau"] > 2  # it has seen these very answers
+    assert run(str(tiny_target), "--max-tokens", "3", text=PROMPT)  # a prompt on standard input
+
+
+def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft: str, plain_text: str) -> None:
+    stop = plain_text[4:7]
+    text = run(str(tiny_target), "--prompt", PROMPT, "--draft", draft, "--max-tokens", "20", "--stop", stop)
+    assert text == plain_text[: plain_text.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gamma", "0", "--drafter", "lookup"], "--gamma 0: a number of at least 1, or auto"),
+        (["--gamma", "500", "--drafter", "lookup"], "--gamma 500: more than 64"),
+        (["--gamma", "3"], "--gamma without anything that drafts"),
+        (["--tree", "3,x", "--drafter", "early-exit"], "--tree 3,x"),
+        (["--tree", "3,0", "--drafter", "early-exit"], "one positive number of candidates"),
+        (["--tree", "3,2"], "--tree needs a draft model"),
+        (["--tree", "3,2", "--gamma", "2", "--drafter", "early-exit"], "--tree sets gamma"),
+        (["--draft", "D", "--drafter", "lookup"], "--draft is not used by --drafter lookup"),
+        (["--exit-layers", "2"], "--exit-layers is not used"),
+        (["--system", "be nice"], "add --chat"),
+        (["--log", "x.parquet"], "nothing drafts"),
+        (["--drafter", "magic"], "--drafter magic: one of draft, lookup"),
+        (["--drafter", "cascade"], "--drafter cascade needs --draft DIR"),
+        (["--drafter", "retrieval"], "needs --datastore FILE"),
+        (["--drafter", "retrieval", "--datastore", "nowhere.jsonl"], "--datastore nowhere.jsonl: no such file"),
+        (["--drafter", "early-exit", "--exit-layers", "9"], r"the target has 3, give 1..2"),
+        (["--rule", "block"], "use rule 'greedy'"),
+        (["--temperature", "1", "--rule", "greedy"], "use rule 'greedy-draft'"),
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--max-tokens", "4000"], "exceeds the context of 128 of the target"),
+        (["--min-tokens", "300"], "min_tokens = 300"),
+        (["--chat"], "no chat template"),
+        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
+        (["--draft", "nowhere"], "nowhere"),
+        (["--device", "abacus"], "--device abacus: cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--dtype", "int4"], "--dtype int4"),
+        (["--stop", ""], "at least one character"),
+        (["--out", "/proc/nowhere/x.jsonl"], "cannot be written"),
+        (["--out", "/dev/null"], "is not an ordinary file"),
+        (["--out", "/"], "is not an ordinary file"),
+        (["--numbers", "/dev/null"], "is not an ordinary file"),
+        (["--prompts", "x.json"], "give JSON lines"),
+        (["--runner", "fast"], "runner = 'fast'"),
+        (["--max-tokens", "0"], "max_tokens = 0"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    tiny_target: Path,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["understudy", "generate", str(tiny_target), "--prompt", PROMPT, *options])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_files_of_other_systems_and_odd_lines_are_read_or_refused_plainly(tiny_target: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_target))
+
+    def read(name: str, raw: bytes) -> list[tuple[str, Any]]:
+        (tmp_path / name).write_bytes(raw)
+        return read_prompts([], tmp_path / name, tokenizer, False, "")
+
+    assert [key for key, _ in read("a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\x0cstill two\r\n")] == ["a.txt:1", "a.txt:3"]
+    ids = dict(read("b.jsonl", '\ufeff{"prompt": "a\u2028b"}\n'.encode()))["b.jsonl:1"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a\u2028b"
+    for name, raw, message in (
+        ("c.txt", b"\xff\xfe\x00", "c.txt: not UTF-8 text"),
+        ("d.jsonl", b'{"prompt": "\\ud800 lone"}', "d.jsonl:1: the prompt is not valid Unicode"),
+        ("e.jsonl", b'{"prompt": ""}', "e.jsonl:1: the prompt is empty"),
+        ("f.jsonl", b'{"text": "x"}', "f.jsonl:1: each line must be a JSON object"),
+        ("g.txt", b"\n\n", "no prompt in it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(name, raw)
+    (tmp_path / "h.jsonl").write_text('{"prompt_ids": ["a"], "response_ids": [5]}')
+    with pytest.raises(UserError, match=r"h.jsonl:1: not a line of"):
+        read_datastore(tmp_path / "h.jsonl", load_model("target", str(tiny_target)))
+
+
+def interrupted_after(monkeypatch: pytest.MonkeyPatch, responses: int, error: BaseException) -> None:
+    """Let a run go on until so many responses have ended."""
+    original = program.generate
+
+    def cut(*arguments: Any, **options: Any) -> Iterator[Any]:
+        ended = 0
+        for event in original(*arguments, **options):
+            if ended == responses:
+                raise error
+            yield event
+            ended += event.finish_reason is not None
+
+    monkeypatch.setattr(program, "generate", cut)
+
+
+@pytest.mark.parametrize("responses", [0, 1])
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (UserError("the draft returned NaN"), 2)])
+def test_what_had_ended_is_kept_and_a_former_file_too(
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    responses: int,
+    error: BaseException,
+    status: int,
+) -> None:
+    interrupted_after(monkeypatch, responses, error)
+    out = tmp_path / "out.jsonl"
+    out.write_text("a former result\n")
+    arguments = ["generate", str(tiny_target), "--prompt", PROMPT, "--prompt", "x", "--max-tokens", "5"]
+    monkeypatch.setattr(sys, "argv", ["understudy", *arguments, "--batch-size", "1", "--out", str(out)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == status
+    assert out.read_text() == "a former result\n"
+    said = capsys.readouterr().err
+    if responses:
+        rows = [json.loads(line) for line in (tmp_path / "out.partial.jsonl").read_text().splitlines()]
+        assert [len(row["response_ids"]) for row in rows] == [5]
+        assert "1 finished responses are in" in said
+    else:
+        assert "no response had ended; nothing was written" in said
+        assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_full_disk_names_the_file_and_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ResponseFile(tmp_path / "out.jsonl")
+    file.add(0, Response("a", [1], response_ids=[2]))
+
+    def full(self: Path, *arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        with pytest.raises(UserError, match=r"out.jsonl: cannot be written \(No space left on device\); 2 responses"):
+            file.add(1, Response("b", [1], response_ids=[3]))
+    assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1

@@ -1,0 +1,284 @@
+"""`understudy probe` on tiny models: what it says, what it refuses in one line, and that its words follow from its numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_training import tiny_tokenizer
+
+from distill.commands.probe import probe as program
+from distill.commands.probe.probe import ProbeOptions, probe, read_plan
+from distill.commands.probe.screen import Stages, busy_machine, draft_sentence, print_probe, probe_lines
+from distill.models.carving import carve
+from distill.models.load import load_model, load_tokenizer
+from speculative.errors import UserError
+from speculative.measure.cost import StepCosts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """carved: two layers of the target; broken, huge: with NaN, too large weights; foreign: other tokens; short: less context."""
+    place = tmp_path_factory.mktemp("probe")
+    target, tokenizer = load_model("target", str(tiny_target)), load_tokenizer(str(tiny_target))
+    for name in ("carved", "broken", "huge", "foreign", "short"):
+        draft = carve(target, [0, -1])
+        if name == "broken":
+            with torch.no_grad():
+                draft.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+        if name == "huge":
+            with torch.no_grad():
+                draft.model.norm.weight[:] = 3e38  # finite, but not what it makes of anything over 1.1
+        if name == "short":
+            draft.config.max_position_embeddings = 16
+        draft.save_pretrained(str(place / name))
+        (tiny_tokenizer() if name == "foreign" else tokenizer).save_pretrained(str(place / name))
+    lines = [f"def f{index}(a{', b' * (index % 3)}):" for index in range(20)]
+    (place / "prompts.txt").write_text("\n".join([*lines, lines[0]]), encoding="utf-8")
+    (place / "long.jsonl").write_text(json.dumps({"prompt": "word " * 300}) + "\n", encoding="utf-8")
+    (place / "empty.txt").write_text("\n", encoding="utf-8")
+    return place
+
+
+@pytest.fixture(scope="module")
+def given(folder: Path, tiny_target: Path) -> ProbeOptions:
+    """Times given, so that nothing is timed: c = .12."""
+    return ProbeOptions(
+        str(tiny_target), [str(folder / "carved")], str(folder / "prompts.txt"), count=6, max_tokens=12,
+        t_target="25ms", t_draft="3ms", device="cpu",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, tiny_target: Path) -> dict[str, Any]:
+    """A whole probe with a draft that can be used and one that cannot."""
+    drafts = [str(folder / "carved"), str(folder / "foreign")]
+    options = ProbeOptions(
+        str(tiny_target), drafts, str(folder / "prompts.txt"), count=4, max_tokens=8, gammas="1,2", batch_sizes="1,2",
+        out=folder / "out" / "probe.json", device="cpu",
+    )  # fmt: skip
+    return probe(options)
+
+
+def text_of(result: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_probe(console, result)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_result_is_whole_and_written(measured, folder):
+    assert json.loads((folder / "out" / "probe.json").read_text()) == measured
+    (carved, foreign) = measured["drafts"]
+    assert [(cell["temperature"], cell["rule"]) for cell in carved["cells"]] == [
+        (0.0, "greedy"), (1.0, "sample"), (1.0, "greedy-draft"), (1.0, "block"),
+    ]  # fmt: skip
+    # Every rule at the first batch size, the leading one first; that one at the others too.
+    assert [(facts["rule"], facts["batch_size"]) for facts in carved["costs"]] == [
+        ("sample", 1), ("greedy", 1), ("greedy-draft", 1), ("block", 1), ("sample", 2),
+    ]  # fmt: skip
+    assert all(facts["draft_step_seconds"] > 0 and facts["target_step_seconds"] > 0 for facts in carved["costs"])
+    assert foreign["refused"].startswith("it does not share the target's vocabulary: token id ")
+    assert measured["checks"]["alpha_live"] == pytest.approx(1.0, abs=1e-3)
+    assert measured["settings"]["lead"] == {"temperature": 1.0, "rule": "sample"}
+    assert measured["best"] == carved["name"]
+    assert {text["temperature"] for text in measured["lookup"]} == {0.0, 1.0}
+    assert len(measured["greedy_ceilings"]) == 1
+
+
+def test_what_is_printed_has_the_numbers_of_the_result(measured):
+    printed = text_of(measured)
+    carved = measured["drafts"][0]
+    for number in (
+        f"{carved['lead']['alpha']:.3f}",
+        f"{carved['costs'][0]['cost_ratio']:.2f}",
+        "refused",
+        "4 prompts are too few to be certain; give at least 6",
+    ):
+        assert number in printed
+    assert probe_lines(measured)[-1] == f"Verdict: {measured['sentence']}"
+    assert carved["sentence"] in measured["sentence"]
+
+
+def test_given_times_are_used_and_nothing_is_timed(given, monkeypatch):
+    def never(*args: Any, **options: Any) -> StepCosts:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(program, "measure_costs", never)
+    result = probe(given)
+    (facts, *_) = result["drafts"][0]["costs"]
+    assert facts["cost_ratio"] == pytest.approx(0.12)
+    assert result["settings"]["batch_sizes"] == [1]
+    assert "v = 1" in " ".join(result["costs"]["assumptions"])
+    lead = result["drafts"][0]["lead"]
+    cell = next(one for one in result["drafts"][0]["cells"] if one["rule"] == "sample")
+    assert lead["alpha"] == cell["curve"]["alpha"]
+    for gamma, speed_up in cell["speed_up_by_gamma"].items():
+        assert speed_up == pytest.approx(cell["curve"]["tau"][int(gamma)] / (0.12 * int(gamma) + 1))
+
+
+@pytest.mark.parametrize(("prompts", "seen"), [(5, None), (6, 0.08), (6, None)])
+def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
+    record = measured["drafts"][0] | {"detectable_alpha": seen}
+    told = probe_lines({**measured, "drafts": [record], "settings": {**measured["settings"], "prompts": prompts}})
+    text = "\n".join(told)
+    assert ("5 prompts are too few to be certain; give at least 6" in text) == (prompts == 5)
+    assert ("a gain of 0.080 in alpha would be seen in 4 of 5 cases (80 % power)" in text) == (seen is not None)
+    assert "surely" not in text
+
+
+def test_it_is_the_same_twice(given):
+    one, other = probe(given), probe(given)
+    assert {**one, "seconds": None} == {**other, "seconds": None}
+
+
+def test_a_dear_draft_is_hopeless_in_words_and_for_machines(given):
+    result = probe(replace(given, t_draft="15.5ms", temperatures="1"))
+    assert (result["decision"], result["go"]) == ("hopeless", False)
+    assert (
+        "at c = 0.62 even a draft that is always accepted would give 1.56x: take a shallower draft."
+        in result["sentence"]
+    )
+    dear_calls = probe(replace(given, t_draft="1ms", t_verify="250ms", temperatures="1"))
+    assert dear_calls["decision"] == "hopeless"
+    assert "a shallower draft cannot help" in dear_calls["sentence"]
+    assert probe(replace(given, drafts=[], t_draft="15.5ms", temperatures="1"))["decision"] == "hopeless"
+
+
+def test_the_target_as_its_own_draft_is_allowed_and_named(given):
+    result = probe(replace(given, drafts=[given.target], temperatures="1"))
+    (record,) = result["drafts"]
+    assert record["lead"]["alpha"] == pytest.approx(1.0, abs=1e-4)
+    assert record["decision"] == "no_headroom"
+    assert any("it is the target itself" in line for line in probe_lines(result))
+
+
+def test_without_a_draft_lookup_is_what_there_is(given, folder):
+    result = probe(replace(given, drafts=[], t_target="", t_draft="", gammas="1,2", batch_sizes="1", temperatures="0"))
+    assert (result["decision"], result["go"], result["drafts"], result["best"]) == ("no_draft", False, [], None)
+    assert result["sentence"].startswith("No draft was given. Prompt lookup ")
+    assert result["costs"]["target"][0]["verify_seconds"].keys() == {"1", "2"}
+    assert "measured times" in text_of(result)
+    planned = probe(replace(given, drafts=[], temperatures="0"))
+    assert "c = 0.12, a perfect draft gives 5.82x; alpha must be over 0.38 at gamma 5" in planned["sentence"]
+
+
+def test_the_embedded_prompts_that_do_not_fit_are_left_out(given):
+    result = probe(replace(given, prompts="stdlib", count=3, max_tokens=40, temperatures="0"))
+    assert result["settings"]["prompts"] == 3
+
+
+def test_a_repeated_prompt_counts_once(given):
+    result = probe(replace(given, count=32, max_tokens=2, temperatures="0"))
+    assert result["settings"]["prompts"] == 20
+    assert "20 distinct prompts, not the 32 asked for" in result["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"t_draft": ""}, "--t-target and --t-draft go together"),
+        ({"t_target": "", "t_draft": "", "t_verify": "3ms"}, "--t-verify needs --t-target and --t-draft"),
+        ({"t_verify": "3ms"}, "--t-verify 3ms is less than --t-target 25ms"),
+        ({"t_target": "fast"}, "--t-target fast: give a time"),
+        ({"temperatures": "warm"}, "--temperatures warm: give numbers from 0"),
+        ({"temperatures": "-1"}, "--temperatures -1: "),
+        ({"gammas": "1,17"}, "--gammas 1,17: give numbers from 1 to 16"),
+        ({"batch_sizes": "0"}, "--batch-sizes 0: "),
+        ({"batch_sizes": "1.5"}, "--batch-sizes 1.5: "),
+        ({"count": 0}, "--count 0: "),
+        ({"dtype": "int8"}, "--dtype int8: auto, float32"),
+        ({"device": "tpu0"}, "--device tpu0: "),
+        ({"target": "./nowhere"}, "target './nowhere': no config.json there"),
+        ({"drafts": ["./nowhere"]}, "draft './nowhere': no config.json there"),
+        ({"chat": True}, "--chat: the target's tokenizer has no chat template"),
+        ({"max_tokens": 125}, "that exceeds the target's context of 128"),
+        ({"max_tokens": 1000, "prompts": "stdlib"}, "leaves no room for a prompt in the target's context of 128"),
+        ({"prompts": "long.jsonl"}, "prompt long.jsonl:1 has "),
+        ({"prompts": "empty.txt"}, "no prompt in it"),
+        ({"prompts": "missing.txt"}, "--prompts missing.txt: no such file"),
+        ({"drafts": ["foreign"]}, "it does not share the target's vocabulary"),
+        ({"drafts": ["short"]}, "its context of 16 tokens is too short"),
+        ({"drafts": ["huge"]}, "the draft returned NaN or infinite logits"),
+        ({"drafts": ["broken"]}, "down_proj.weight is not finite in float32: the file is damaged"),
+        ({"drafts": ["foreign", "broken"]}, "no draft can be used: "),
+        ({"out": "prompts.txt/probe.json"}, "--out "),
+    ],
+)
+def test_a_mistake_is_one_line(given, folder, changes, message):
+    def placed(value: Any) -> Any:
+        names = {path.name for path in folder.iterdir()}
+        return str(folder / value) if isinstance(value, str) and value.split("/")[0] in names else value
+
+    changes = {
+        key: [placed(name) for name in value] if key == "drafts" else placed(value) for key, value in changes.items()
+    }
+    if "out" in changes:
+        changes["out"] = Path(changes["out"])
+    with pytest.raises(UserError) as caught:
+        probe(replace(given, **changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_that_breaks_does_not_stop_the_others(given, folder):
+    result = probe(replace(given, drafts=[str(folder / name) for name in ("huge", "carved", "short")]))
+    assert [record["refused"] is None for record in result["drafts"]] == [False, True, False]
+    assert result["best"] == str(folder / "carved")
+    assert text_of(result).count("refused") == 2
+
+
+def test_the_lead_is_the_first_temperature_that_samples():
+    options = ProbeOptions("x", temperatures="0,0.7,1")
+    assert read_plan(options).lead == (0.7, "sample")
+    assert read_plan(replace(options, temperatures="0")).lead == (0.0, "greedy")
+
+
+def record_of(decision: str, **changes: Any) -> dict[str, Any]:
+    now = {"alpha": 0.8, "gamma": 4, "tau": 3.0, "speed_up": 1.5}
+    lead = {
+        "alpha": 0.8,
+        "now": now,
+        "reachable": {**now, "alpha": 0.9, "speed_up": 1.8},
+        "ceiling": {**now, "alpha": 0.97, "speed_up": 2.5},
+    }
+    costs = {"hopeless_words": "at c = 0.70 even a draft that is always accepted would give no speed-up"}
+    return {"name": "d", "decision": decision, "lead": {**lead, **changes}, "costs": [costs]}
+
+
+@pytest.mark.parametrize(
+    ("decision", "rival", "words"),
+    [
+        ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give no speed-up."),
+        ("no_headroom", 1.0, "It already accepts 0.800 of a ceiling of 0.970"),
+        ("no_headroom", 1.9, "prompt lookup gives 1.90x"),
+        ("already_pays", 1.0, "go. It pays as it is (alpha 0.800, 1.50x at gamma 4)"),
+        ("needs_distillation", 1.7, "prompt lookup gives 1.70x for free"),
+        ("out_of_reach", 2.0, "under prompt lookup's 2.00x"),
+        ("out_of_reach", 1.0, "under 1.1x"),
+    ],
+)
+def test_each_decision_has_its_sentence(decision, rival, words):
+    sentence = draft_sentence(record_of(decision), rival)
+    assert words in sentence
+    assert sentence.startswith("d: ")
+    assert ("go" in sentence.split()[1]) == (decision in ("already_pays", "needs_distillation"))
+
+
+def test_a_busy_machine_is_named():
+    assert busy_machine([]) == busy_machine([0.010, 0.011]) == []
+    assert "between 10.0 and 20.0 ms" in busy_machine([0.010, 0.020])[0]
+
+
+def test_stages_are_named_while_they_run_and_timed():
+    console = Console(file=io.StringIO(), width=80)
+    stages = Stages(console)
+    with stages("loading"):
+        assert console.file.getvalue() == "loading ... "  # type: ignore[attr-defined]
+    assert stages.seconds["loading"] >= 0
+    assert console.file.getvalue().endswith(" s\n")  # type: ignore[attr-defined]

@@ -1,0 +1,336 @@
+"""`understudy respond --signal`: a store that training takes without a target, resumed, repaired, shared, refused by name."""
+
+import json
+import os
+import random
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_training import (
+    FORK,
+    examples_of,
+    forget_accelerators,
+    fresh_accelerator,
+    run_and_kill,
+    write_prompts,
+    write_target,
+)
+
+from data.responses.store import Store
+from data.signals.signal import TopKSignal
+from data.signals.store import ENTRY, INDEX, SignalStore
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.models.target import ServedTarget, TargetFacts
+from distill.respond import main, run
+from distill.training import signal as signal_module
+from distill.training.capture import CapturingTeacher
+from distill.training.signal import open_signal_store, signal_line
+from speculative.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of a tiny target and 12 prompts; `output` is to be overridden."""
+    folder = tmp_path_factory.mktemp("respond")
+    write_target(folder / "target")
+    write_prompts(folder / "prompts.jsonl", 15)
+    path = folder / "tiny.yaml"
+    path.write_text(
+        f"""
+name: tiny
+output: {folder}/runs
+target: {{path: {folder}/target}}
+data:
+  train: [{{path: {folder}/prompts.jsonl, prompt_column: prompt}}]
+  heldout_count: 4
+  template: {{mode: plain}}
+serving: {{max_tokens: 10, shard_size: 8, batch_size: 8}}
+loss: {{name: forward_kl, temperature: 1.25}}
+signal: {{k: 9, samples: 12}}
+train: {{micro_batch_size: 4, batch_size: 4}}
+judge: {{prompts: 4}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def respond(config_path: Path, folder: Path, *overrides: str, signal: str | None = "topk") -> dict[str, Any] | None:
+    forget_accelerators()
+    return run(config_path, [f"output={folder}", *overrides], signal)
+
+
+def stored(
+    config_path: Path, folder: Path, *overrides: str, kind: str = "topk", repair: bool = False
+) -> tuple[SignalStore, RunConfig]:
+    """The store as training with `signal.source: store` opens it."""
+    asked = [f"output={folder}", "signal.source=store", f"signal.kind={kind}", *overrides]
+    config = load_config(config_path, asked)
+    assert config.target is not None
+    facts = ServedTarget(config.target, torch.device("cpu"), config.folder).facts
+    examples = [row.example() for row in Store(config.folder / "responses" / "train").read()]
+    return open_signal_store(config, examples, facts, fresh_accelerator(folder), repair=repair), config
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(value, getattr(right, name)) for name, value in vars(left).items())
+
+
+@pytest.fixture(scope="module")
+def topk_run(config_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("topk")
+    respond(config_path, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["topk", "sampled"])
+def test_a_store_is_made_and_told(
+    config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    facts = respond(config_path, tmp_path, signal=kind)
+    assert facts is not None
+    store, config = stored(config_path, tmp_path, kind=kind)
+    assert facts == store.facts()
+    assert (facts["kind"], facts["examples"]) == (kind, 12)
+    said = capsys.readouterr().out.splitlines()
+    line = next(line for line in said if line.startswith("signal:"))
+    assert line == signal_line(config, facts)
+    if kind == "topk":
+        assert f"topk k 9, {facts['bytes_per_token']:.0f} bytes a token" in line
+        assert f"tail mass mean {facts['tail_mean']:.4f}" in line
+        assert 0 < facts["tail_mean"] < facts["tail_max"] < 1
+    else:
+        assert f"{facts['distinct_mean']:.1f} distinct ids" in line
+    assert {path.name for path in (config.folder / "responses").iterdir()} == {"train", "heldout", "heldout-greedy"}
+    assert (config.folder / "config.yaml").exists()
+
+
+def test_training_knows_the_target_without_its_weights(
+    config_path: Path, topk_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.models.load.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    store, _ = stored(config_path, topk_run)
+    assert store.missing() == []
+    store.read(range(12))
+
+
+@pytest.mark.parametrize("signal", [None, "none"])
+def test_without_a_signal_only_responses_are_made(config_path: Path, tmp_path: Path, signal: str | None) -> None:
+    assert respond(config_path, tmp_path, signal=signal) is None
+    assert (tmp_path / "tiny" / "responses" / "train").exists()
+    assert not (tmp_path / "tiny" / "signal").exists()
+    text = refused(lambda: stored(config_path, tmp_path))
+    assert f"understudy respond {tmp_path}/tiny/config.yaml --signal topk" in text
+    assert not (tmp_path / "tiny" / "signal").exists(), "asking creates nothing"
+
+
+def test_the_configs_own_signal_is_made_unasked(config_path: Path, tmp_path: Path) -> None:
+    facts = respond(config_path, tmp_path, "signal.source=store", "signal.kind=sampled", signal=None)
+    assert facts is not None
+    assert facts["kind"] == "sampled"
+
+
+def test_a_second_time_nothing_is_computed(config_path: Path, topk_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = stored(config_path, topk_run)[0].read(range(12))
+    monkeypatch.setattr("distill.training.capture.CapturingTeacher.fill", lambda *_: pytest.fail("computed again"))
+    respond(config_path, topk_run)
+    assert same(stored(config_path, topk_run)[0].read(range(12)), before)
+
+
+def test_what_is_damaged_is_made_again(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    respond(config_path, tmp_path)
+    store, config = stored(config_path, tmp_path)
+    whole = store.read(range(12))
+    path = next(store.folder.glob("shard-*"))
+    content = bytearray(path.read_bytes())
+    content[5] ^= 16
+    path.write_bytes(bytes(content))
+    assert path.name in refused(lambda: stored(config_path, tmp_path)[0].read(range(12)))
+    capsys.readouterr()
+    respond(config_path, tmp_path)
+    assert path.name in capsys.readouterr().err
+    read = stored(config_path, tmp_path)[0].read(range(12))
+    assert torch.equal(read.ids_RK, whole.ids_RK)  # type: ignore[union-attr]
+    # Alone in its micro-batch the row's forward may sum in another order and move a code by one.
+    torch.testing.assert_close(read.log_probs_RK, whole.log_probs_RK, rtol=0, atol=5e-4)  # type: ignore[union-attr]
+    assert config.signal.kind == "topk"
+
+
+def test_an_incomplete_store_is_refused_with_the_command(config_path: Path, tmp_path: Path) -> None:
+    respond(config_path, tmp_path)
+    index = tmp_path / "tiny" / "signal" / INDEX
+    content = index.read_bytes()
+    index.write_bytes(bytes(2 * ENTRY.itemsize) + content[2 * ENTRY.itemsize :])
+    text = refused(lambda: stored(config_path, tmp_path))
+    assert "2 of 12 examples" in text
+    assert f"understudy respond {tmp_path}/tiny/config.yaml --signal topk" in text
+    assert stored(config_path, tmp_path, repair=True)[0].missing() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("signal.k=8", "k"), ("loss.temperature=1", "temperature"), ("signal.kind=sampled", "k")]
+)
+def test_a_store_of_other_settings_is_refused(config_path: Path, topk_run: Path, override: str, key: str) -> None:
+    assert f"made with another {key} (" in refused(lambda: stored(config_path, topk_run, override))
+
+
+def test_a_store_of_another_target_is_refused(config_path: Path, topk_run: Path) -> None:
+    config = load_config(config_path, [f"output={topk_run}", "signal.source=store"])
+    facts = TargetFacts("x", None, "0123", "float32", "float32", (2,), 256, 300, 1)
+    examples = [row.example() for row in Store(config.folder / "responses" / "train").read()]
+    accelerator = fresh_accelerator(topk_run)
+    assert "another target (" in refused(lambda: open_signal_store(config, examples, facts, accelerator, repair=False))
+    others = examples_of([9] * 12)
+    assert "another " in refused(lambda: open_signal_store(config, others, facts, accelerator, repair=True))
+
+
+def test_a_k_above_the_vocabulary_is_refused(config_path: Path, tmp_path: Path) -> None:
+    assert "signal.k = 500: the target's vocabulary has 300" in refused(
+        lambda: respond(config_path, tmp_path, "signal.k=500")
+    )
+
+
+def test_an_objective_that_the_signal_cannot_serve_is_told_before_the_work(config_path: Path, tmp_path: Path) -> None:
+    text = refused(lambda: respond(config_path, tmp_path, "loss.name=lk_hybrid", signal="sampled"))
+    assert "sampled" in text
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_config_without_a_target_has_nobody_to_answer(config_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="target"):
+        respond(config_path, tmp_path, "target=null", "loss.name=ce", "train.window=16", "student.init=config",
+                'student.architecture={model_type: llama}')  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{config}", "--signal", "all"], "--signal all: one of topk, sampled, none"),
+        (["{config}", "--signal"], "--signal: one of"),
+        (["--signal=topk"], "which config?"),
+        (["{config}", "signal.kk=3"], "unknown key `signal.kk`"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(
+    config_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main([argument.format(config=config_path) for argument in arguments]) == 2
+    text = capsys.readouterr().err
+    assert said in text
+    assert text.count("\n") == 1
+
+
+def test_the_program(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forget_accelerators()
+    assert main([str(config_path), "--signal=topk", f"output={tmp_path}"]) == 0
+    assert "signal: topk k 9" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "usage" in capsys.readouterr().out
+
+
+# --- stopped at any moment, and shared ---------------------------------------------------------------------------------
+
+
+def _in_child(config_path: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    write = SignalStore.write
+
+    def slowly(store: SignalStore, index: int, signal: TopKSignal) -> None:
+        time.sleep(0.05)  # else it is done before anybody can kill it
+        write(store, index, signal)
+
+    SignalStore.write = slowly  # type: ignore[method-assign, assignment]
+    respond(config_path, folder, "train.micro_batch_size=1")
+
+
+def test_kill_minus_nine_and_the_same_command_again(config_path: Path, tmp_path: Path) -> None:
+    respond(config_path, tmp_path / "whole", "train.micro_batch_size=1")
+    whole = stored(config_path, tmp_path / "whole")[0].read(range(12))
+    index, generator, kills = tmp_path / "killed" / "tiny" / "signal" / INDEX, random.Random(3), 0
+
+    def written() -> int:
+        return int(np.fromfile(index, ENTRY)["tokens"].astype(bool).sum()) if index.exists() else 0
+
+    arguments = (config_path, tmp_path / "killed")
+    while run_and_kill(_in_child, *arguments, progress=written, generator=generator, most=4) != 0:
+        kills += 1
+        assert kills < 30
+    assert kills >= 1
+    # Micro-batches of one: a row's forward does not depend on which examples were left.
+    assert same(stored(config_path, tmp_path / "killed")[0].read(range(12)), whole)
+
+
+def _rank(rank: int, port: int, config_path: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    taken: list[int] = []
+    missing, make = SignalStore.missing, CapturingTeacher.fill
+
+    def late(store: SignalStore) -> list[int]:
+        time.sleep(0.5 * rank)  # the other rank must wait with its first record
+        return missing(store)
+
+    def noted(teacher: CapturingTeacher, batch: Any) -> int:
+        taken.extend(batch.indices)
+        return make(teacher, batch)
+
+    SignalStore.missing, CapturingTeacher.fill = late, noted  # type: ignore[method-assign]
+    facts = respond(config_path, folder, "train.micro_batch_size=2")
+    assert facts is not None
+    assert facts["examples"] == 12
+    (folder / f"rank{rank}.json").write_text(json.dumps(taken))
+
+
+def test_two_ranks_share_the_work(config_path: Path, tmp_path: Path, topk_run: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [FORK.Process(target=_rank, args=(rank, port, config_path, tmp_path)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        if child.is_alive():
+            child.kill()
+    assert [child.exitcode for child in children] == [0, 0]
+    store, _ = stored(config_path, tmp_path)
+    assert {path.name[:9] for path in store.folder.glob("shard-*")} == {"shard-000", "shard-001"}
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert (len(first), len(second), len({*first, *second})) == (6, 6, 12)
+    alone, shared = stored(config_path, topk_run)[0].read(range(12)), store.read(range(12))
+    assert torch.equal(shared.ids_RK, alone.ids_RK)  # type: ignore[union-attr]
+    # Other micro-batches: another order of sums may move a code by one.
+    torch.testing.assert_close(shared.log_probs_RK, alone.log_probs_RK, rtol=0, atol=5e-4)  # type: ignore[union-attr]
+
+
+def test_the_longest_come_first(config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out at once or never."""
+    widths: list[int] = []
+    collate = signal_module.collate
+
+    def noted(examples: Any, *rest: Any) -> Any:
+        widths.append(max(len(example.input_ids) for example in examples))
+        return collate(examples, *rest)
+
+    monkeypatch.setattr(signal_module, "collate", noted)
+    respond(config_path, tmp_path)
+    assert len(widths) == 3
+    assert widths == sorted(widths, reverse=True)

@@ -1,0 +1,519 @@
+"""Sweeps: what a file says, which runs it means, that they survive kills and failures, and the table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from scipy import stats
+from tiny_training import FORK
+
+from distill.commands.sweep.plan import finished, load_sweep, plan
+from distill.commands.sweep.sweep import error_line, run_sweep, share_stores
+from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table, t_interval
+from distill.config.load import dump_config, load_config
+from distill.faults import Interrupted
+from speculative.errors import UserError
+
+pytest.importorskip("optuna")
+
+BASE = """
+name: base
+output: {folder}/runs
+target: {{path: nowhere}}
+data: {{train: [{{path: prompts.jsonl}}]}}
+tracking: {{trackers: []}}
+"""
+# Stands for `python -m distill.train`: takes the same arguments, leaves the same files, imports nothing heavy. The config that a
+# run resolves to is put beside it by `lab`.
+TRAINER = """
+import json, os, shutil, signal, sys, time
+from pathlib import Path
+
+module, base, *overrides = sys.argv[2:]
+values = dict(item.split("=", 1) for item in overrides)
+name, seed = values["name"], int(values.get("seed", 0))
+control = Path(__file__).parent
+folder = control / "runs" / name
+folder.mkdir(parents=True, exist_ok=True)
+with (control / "calls.txt").open("a") as calls:
+    calls.write(f"{name} {module} {os.environ.get('WANDB_RUN_GROUP')}\\n")
+shutil.copyfile(control / "resolved" / f"{name}.yaml", folder / "config.yaml")
+store = folder / "responses" / "train"
+if not store.exists():
+    store.mkdir(parents=True)
+    (store / "manifest.json").write_text("{}")
+    (store / "shard-00000.parquet").write_text(f"seed {seed}")
+    (control / f"decoded-{name}").touch()
+if (control / f"fail-{name}").exists():
+    print("some line", file=sys.stderr)
+    print("understudy: optim.lr is silly; lower it", file=sys.stderr)
+    print("a line of the launcher", file=sys.stderr)
+    sys.exit(2)
+def stop(*_):
+    (folder / "stopped").touch()
+    sys.exit(130)
+signal.signal(signal.SIGINT, stop)
+(folder / "started").touch()
+while (control / f"hang-{name}").exists():
+    time.sleep(0.01)
+alpha = {"tv": 0.8, "forward_kl": 0.6, "jsd": 0.79}[json.loads(values["loss.name"])] + 0.01 * seed
+best = {"alpha": alpha, "alpha_ci": [alpha - 0.02, alpha + 0.02], "tau": 4 * alpha, "tau_ci": [4 * alpha - 0.1, 4 * alpha + 0.1]}
+(folder / "verdict.json").write_text(json.dumps({"best": best, "speed_up": {"best": 2 * alpha}, "speed_up_ci": {"best": [2 * alpha - 0.3, 2 * alpha + 0.3]}}))
+"""
+
+
+def lab(tmp_path: Path, **sections: Any) -> tuple[Path, str]:
+    """(a sweep file, the launcher that stands for training)."""
+    if not (tmp_path / "base.yaml").exists():
+        (tmp_path / "base.yaml").write_text(BASE.format(folder=tmp_path), encoding="utf-8")
+    (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
+    tree = {
+        "base": str(tmp_path / "base.yaml"),
+        "name": "s",
+        "grid": {"loss.name": ["tv", "forward_kl"], "seed": [0, 1]},
+    }
+    path = tmp_path / "sweep.yaml"
+    path.write_text(json.dumps({key: value for key, value in (tree | sections).items() if value is not None}))
+    resolved = tmp_path / "resolved"
+    resolved.mkdir(exist_ok=True)
+    with contextlib.suppress(UserError):
+        for trial in plan(load_sweep(path)):
+            (resolved / f"{trial.config.name}.yaml").write_text(dump_config(trial.config), encoding="utf-8")
+    return path, f"{sys.executable} -S -E {tmp_path / 'trainer.py'}"
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def calls(tmp_path: Path) -> list[str]:
+    path = tmp_path / "calls.txt"
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_every_combination_is_trained_seeds_outermost(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    console = quiet()
+    result = run_sweep(path, launcher, console=console)
+    names = ["s-tv-seed0", "s-forward_kl-seed0", "s-tv-seed1", "s-forward_kl-seed1"]
+    assert calls(tmp_path) == names == [trial["run"] for trial in result["trials"]]
+    assert all((tmp_path / "runs" / name / "verdict.json").exists() for name in names)
+    assert "4 runs, 0 finished, by best.tau" in said(console)
+    best, other = result["rows"]
+    assert best["values"] == {"loss.name": "tv"}
+    assert (best["note"], best["seeds"], best["interval"]) == ("best", 2, "t over seeds")
+    assert best["alpha"]["mean"] == pytest.approx(0.805)
+    assert best["speed_up"]["mean"] == pytest.approx(1.61)
+    assert other["alpha"]["mean"] == pytest.approx(0.605)
+    written = json.loads((tmp_path / "runs" / "s" / "sweep.json").read_text())
+    assert written == json.loads(json.dumps(result))
+    lines = list(csv.DictReader((tmp_path / "runs" / "s" / "sweep.csv").read_text().splitlines()))
+    assert [line["loss.name"] for line in lines] == ["tv", "forward_kl"]
+    assert float(lines[0]["tau"]) == pytest.approx(4 * 0.805)
+    assert float(lines[0]["tau_low"]) == pytest.approx(best["tau"]["ci"][0])
+
+
+def test_a_second_start_trains_nothing_and_says_the_same(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    first = run_sweep(path, launcher, console=quiet())
+    assert run_sweep(path, launcher, console=quiet()) == first
+    assert len(calls(tmp_path)) == 4
+
+
+def test_a_longer_grid_trains_only_what_is_new(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    run_sweep(path, launcher, console=quiet())
+    path, launcher = lab(tmp_path, grid={"loss.name": ["tv", "forward_kl", "jsd"], "seed": [0, 1]})
+    result = run_sweep(path, launcher, console=quiet())
+    assert calls(tmp_path)[4:] == ["s-jsd-seed0", "s-jsd-seed1"]
+    assert [row["note"] for row in result["rows"]] == ["best", "within noise of the best", ""] or len(
+        result["rows"]
+    ) == 3
+
+
+def test_another_base_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    run_sweep(path, launcher, console=quiet())
+    base = tmp_path / "base.yaml"
+    base.write_text(base.read_text() + "train: {steps: 7}\n")
+    with pytest.raises(UserError, match="finished with another config"):
+        run_sweep(path, launcher, console=quiet())
+    assert len(calls(tmp_path)) == 4
+
+
+def test_a_failed_run_is_noted_and_tried_again_the_next_time(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    (tmp_path / "fail-s-tv-seed0").touch()
+    console = quiet()
+    result = run_sweep(path, launcher, console=console)
+    assert len(calls(tmp_path)) == 4
+    failed = result["trials"][0]
+    assert failed["error"] == "optim.lr is silly; lower it"
+    assert "failed: s-tv-seed0: optim.lr is silly; lower it" in said(console)
+    row = next(row for row in result["rows"] if row["values"]["loss.name"] == "tv")
+    assert (row["seeds"], row["missing"], row["interval"]) == (1, 1, "judged")
+    assert "1 of 2" in said(console)
+    (tmp_path / "fail-s-tv-seed0").unlink()
+    again = run_sweep(path, launcher, console=quiet())
+    assert calls(tmp_path)[4:] == ["s-tv-seed0"]
+    assert again["trials"][0]["error"] is None
+    assert again["rows"][0]["seeds"] == 2
+
+
+def sweep_process(path: Path, launcher: str) -> Any:
+    def work() -> None:
+        try:
+            run_sweep(path, launcher, console=quiet())
+        except Interrupted:
+            os._exit(130)
+
+    process = FORK.Process(target=work)
+    process.start()
+    return process
+
+
+def test_a_killed_sweep_goes_on_and_never_trains_twice_at_once(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    hang = tmp_path / "hang-s-forward_kl-seed0"
+    hang.touch()
+    process = sweep_process(path, launcher)
+    until((tmp_path / "runs" / "s-forward_kl-seed0" / "started").exists)
+    process.kill()
+    process.join()
+    assert calls(tmp_path) == ["s-tv-seed0", "s-forward_kl-seed0"]
+    number = json.loads((tmp_path / "runs" / "s" / "logs" / "s-forward_kl-seed0.pid").read_text())[0]
+    with pytest.raises(UserError, match=f"still trained by process {number}"):
+        run_sweep(path, launcher, console=quiet())
+    psutil.Process(number).kill()
+    until(lambda: not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
+    hang.unlink()
+    result = run_sweep(path, launcher, console=quiet())
+    assert calls(tmp_path)[2:] == ["s-forward_kl-seed0", "s-tv-seed1", "s-forward_kl-seed1"]
+    assert [row["seeds"] for row in result["rows"]] == [2, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_the_run_and_then_the_sweep(tmp_path: Path, number: int) -> None:
+    path, launcher = lab(tmp_path)
+    hang = tmp_path / "hang-s-tv-seed0"
+    hang.touch()
+    process = sweep_process(path, launcher)
+    folder = tmp_path / "runs" / "s-tv-seed0"
+    until((folder / "started").exists)
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode == 130
+    assert (folder / "stopped").exists()
+    assert list((tmp_path / "runs" / "s" / "logs").glob("*.pid")) == []
+    hang.unlink()
+    assert len(run_sweep(path, launcher, console=quiet())["rows"]) == 2
+    assert calls(tmp_path)[:2] == ["s-tv-seed0", "s-tv-seed0"]
+
+
+def test_responses_are_made_once_per_seed_and_shared_as_files(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path)
+    console = quiet()
+    run_sweep(path, launcher, console=console)
+    assert sorted(file.name for file in tmp_path.glob("decoded-*")) == ["decoded-s-tv-seed0", "decoded-s-tv-seed1"]
+    assert said(console).count("with the responses of an earlier run") == 2
+    one, other = (tmp_path / "runs" / f"s-{loss}-seed0/responses/train" for loss in ("tv", "forward_kl"))
+    assert (one / "shard-00000.parquet").stat()[stat.ST_INO] == (other / "shard-00000.parquet").stat()[stat.ST_INO]
+    assert (one / "manifest.json").stat()[stat.ST_INO] != (other / "manifest.json").stat()[stat.ST_INO]
+
+
+def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
+    (tmp_path / "base.yaml").write_text(BASE.format(folder=tmp_path), encoding="utf-8")
+    return load_config(tmp_path / "base.yaml", [f"name={name}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "shared"),
+    [
+        ("loss.name=tv", ["responses", "signal"]),
+        ("loss.temperature=2.0", ["responses"]),
+        ("signal={source: capture, k: 8}", ["responses"]),
+        ("data.mix={target: 0.5, student: 0.5}", ["responses", "signal"]),
+        ("train.steps=7", ["responses", "signal"]),
+        ("seed=1", []),
+        ("serving.temperature=0.7", []),
+        ("serving.shard_size=128", []),
+        ("judge.prompts=8", []),
+        ("target.dtype=bfloat16", []),
+        ("data.template={mode: plain}", []),
+    ],
+)
+def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, shared: list[str]) -> None:
+    donor, taker = config_with(tmp_path, "donor"), config_with(tmp_path, "taker", override)
+    for store in ("responses/train", "responses/heldout", "signal"):
+        (donor.folder / store).mkdir(parents=True)
+        for file in ("manifest.json", "index.bin", "shard-000-000.bin", ".half.tmp"):
+            (donor.folder / store / file).write_text(file)
+    assert share_stores(taker, [taker, donor]) == shared
+    found = sorted(path.relative_to(taker.folder).as_posix() for path in taker.folder.rglob("shard-*"))
+    wanted = {"responses": ["responses/heldout", "responses/train"], "signal": ["signal"]}
+    assert found == [f"{store}/shard-000-000.bin" for part in shared for store in wanted[part]]
+    assert not list(taker.folder.rglob(".half.tmp"))
+    if "signal" in shared:
+        (taker.folder / "signal" / "index.bin").write_text("changed in place")
+        assert (donor.folder / "signal" / "index.bin").read_text() == "index.bin"
+    assert share_stores(taker, [donor]) == [], "what is there stays"
+
+
+def test_a_store_without_its_manifest_is_not_shared(tmp_path: Path) -> None:
+    donor, taker = config_with(tmp_path, "donor"), config_with(tmp_path, "taker")
+    (donor.folder / "responses" / "train").mkdir(parents=True)
+    assert share_stores(taker, [donor]) == []
+    assert not taker.folder.exists()
+
+
+def test_a_stored_signal_is_made_before_training_unless_it_was_shared(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path, overrides={"signal.source": "store"}, grid={"loss.name": ["tv", "jsd"]})
+    run_sweep(path, launcher, console=quiet())
+    modules = [line.split()[1] for line in (tmp_path / "calls.txt").read_text().splitlines()]
+    assert modules == ["distill.respond", "distill.train"] * 2
+
+
+def test_the_runs_of_a_sweep_are_a_group_in_wandb(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path, grid={"loss.name": ["tv"]})
+    run_sweep(path, launcher, console=quiet())
+    assert (tmp_path / "calls.txt").read_text().split()[2] == "s"
+
+
+def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path, overrides={"train.steps": 5})
+    console = quiet()
+    run_sweep(path, launcher, dry_run=True, console=console)
+    assert "4 runs, 0 finished" in said(console)
+    assert 'to do     s-tv-seed0  train.steps=5 seed=0 loss.name="tv"' in said(console)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"grid": {"loss.nmae": ["tv"]}}, r"unknown key `loss\.nmae`: did you mean `name`"),
+        ({"grid": {"loss.name": ["tvv"]}}, "loss.name"),
+        ({"overrides": {"train.stesp": 1}}, "did you mean `steps`"),
+        ({"gird": {"loss.name": ["tv"]}}, "unknown key `gird`: did you mean `grid`"),
+        ({"grid": None}, "`grid` is missing"),
+        ({"grid": {}}, "a list of values"),
+        ({"grid": {"loss.name": []}}, "at least one value"),
+        ({"grid": {"loss.name": "tv"}}, "a list"),
+        ({"grid": {"loss.name": ["tv", "tv"]}}, "stands there twice"),
+        ({"grid": {"name": ["a"]}}, "names its runs itself"),
+        ({"overrides": {"seed": 3}}, "both in grid and in overrides"),
+        ({"metric": "best.tua"}, "did you mean `tau`"),
+        ({"metric": "sped_up.best"}, "did you mean `speed_up`"),
+        ({"direction": "up"}, "maximize or minimize"),
+        ({"name": "a/b"}, "becomes a folder"),
+        ({"base": "nowhere.yaml"}, "cannot read the config"),
+        ({"grid": {"target": [None], "loss.name": ["ce"], "train.window": [8], "student.init": ["pretrained"],
+                   "student.path": ["x"]}}, "target: null"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_before_anything_runs(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
+    path, launcher = lab(tmp_path, **sections)
+    with pytest.raises(UserError, match=words) as error:
+        run_sweep(path, launcher, console=quiet())
+    assert "\n" not in str(error.value)
+    assert calls(tmp_path) == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_named_like_a_run_is_refused(tmp_path: Path) -> None:
+    path, _ = lab(tmp_path, name="base")
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    (tmp_path / "runs" / "base" / "config.yaml").touch()
+    with pytest.raises(UserError, match="holds a training run"):
+        plan(load_sweep(path))
+
+
+def test_names_are_readable_and_distinct(tmp_path: Path) -> None:
+    grid = {
+        "loss.temperature": [1.0, 0.5], "data.mix": [{"target": 1.0}, {"target": 0.5, "student": 0.5}],
+        "optim.lr": [1e-4], "student.layers": [[0, -1], [0, 5, -1]],
+    }  # fmt: skip
+    path, _ = lab(tmp_path, grid=grid)
+    names = [trial.config.name for trial in plan(load_sweep(path))]
+    assert names[0] == "s-temperature1-target1-layers0--1"
+    assert "s-temperature0.5-target0.5-student0.5-layers0-5--1" in names
+    assert len(set(names)) == 8
+    path, _ = lab(tmp_path, grid={"data.train.0.path": ["a/x.jsonl", "b/x.jsonl", "y" * 300]})
+    names = [trial.config.name for trial in plan(load_sweep(path))]
+    assert len(set(names)) == 3
+    assert all(len(name) < 120 for name in names)
+
+
+def test_values_reach_the_config_as_they_stand_in_the_file(tmp_path: Path) -> None:
+    grid = {"optim.lr": [1e-5], "loss.mix": [{"tv": 0.5, "forward_kl": 1.0}], "student.path": [None]}
+    path, _ = lab(tmp_path, grid=grid)
+    config = plan(load_sweep(path))[0].config
+    assert (config.optim.lr, config.loss.mix, config.student.path) == (1e-5, {"tv": 0.5, "forward_kl": 1.0}, None)
+
+
+def test_the_shipped_example_is_a_sweep() -> None:
+    root = Path(__file__).resolve().parents[3]
+    sweep = load_sweep(root / "configs" / "sweeps" / "objectives.yaml")
+    assert len(plan(sweep.__class__(**{**vars(sweep), "base": str(root / sweep.base)}))) == 18
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
+def test_the_interval_over_seeds_is_students(values: list[float]) -> None:
+    low, high = t_interval(values) or [0.0, 0.0]
+    spread = np.std(values, ddof=1) / math.sqrt(len(values))
+    wanted = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=spread) if spread > 0 else (low, high)
+    assert (low, high) == pytest.approx(wanted, abs=1e-9)
+    assert low <= np.mean(values) + 1e-9
+    assert t_interval(values[:1]) is None
+
+
+def rows_from(tmp_path: Path, taus: dict[str, list[float]], **sections: Any) -> tuple[Any, list[dict[str, Any]]]:
+    seeds = list(range(max(map(len, taus.values()))))
+    path, _ = lab(tmp_path, grid={"loss.name": list(taus), "seed": seeds}, **sections)
+    sweep = load_sweep(path)
+    trials = plan(sweep)
+    found = {}
+    for trial in trials:
+        values = taus[trial.values["loss.name"]]
+        if trial.values["seed"] < len(values):
+            tau = values[trial.values["seed"]]
+            measured = {"alpha": 0.5, "tau": tau, "speed_up": 1.0, "metric": tau}
+            found[trial.config.name] = measured | {
+                "intervals": {"tau": [tau - 0.1, tau + 0.1], "metric": [tau - 0.1, tau + 0.1]}
+            }
+    return sweep, summarise(sweep, trials, found)
+
+
+def test_what_cannot_be_told_from_the_best_is_marked(tmp_path: Path) -> None:
+    taus = {"tv": [2.0, 2.1, 2.2], "jsd": [2.05, 2.1, 2.0], "forward_kl": [1.0, 1.05, 1.1], "ce": []}
+    sweep, rows = rows_from(tmp_path, taus)
+    notes = {row["values"]["loss.name"]: row["note"] for row in rows}
+    assert notes == {"tv": "best", "jsd": "within noise of the best", "forward_kl": "", "ce": ""}
+    assert [row["values"]["loss.name"] for row in rows] == ["tv", "jsd", "forward_kl", "ce"]
+    console = quiet()
+    console.print(sweep_table(sweep, rows))
+    assert "within noise of the best" in said(console)
+    assert "over seeds (Student's t)" in said(console)
+    assert "0 of 3" in said(console)
+    assert len(as_csv(sweep, rows).splitlines()) == 5
+
+
+def test_one_seed_has_the_judges_interval_and_says_so(tmp_path: Path) -> None:
+    sweep, rows = rows_from(tmp_path, {"tv": [2.0], "jsd": [1.85], "forward_kl": [1.0]}, metric="best.tau")
+    assert [row["note"] for row in rows] == ["best", "within noise of the best", ""]
+    assert rows[0]["tau"]["ci"] == [1.9, 2.1]
+    assert rows[0]["speed_up"]["ci"] is None
+    console = quiet()
+    console.print(sweep_table(sweep, rows))
+    assert "as judged" in said(console)
+
+
+def test_the_best_of_many_is_told_as_such(tmp_path: Path) -> None:
+    for taus, told in (({"tv": [2.0], "jsd": [1.85], "forward_kl": [1.0], "ce": []}, 3), ({"tv": [2.0]}, None)):
+        sweep, rows = rows_from(tmp_path, taus)
+        caption = sweep_table(sweep, rows).caption
+        picked = f"The best is picked out of {told} combinations; its interval is not widened for that."
+        assert (picked in caption) == (told is not None)
+        assert ("picked out of" in caption) == (told is not None)
+
+
+@pytest.mark.parametrize("metric", ["best.tau", "speed_up.best", "effects.tau.gain"])
+def test_the_judged_interval_stands_where_the_verdict_has_it(tmp_path: Path, metric: str) -> None:
+    path, _ = lab(tmp_path, grid={"loss.name": ["tv"], "seed": [0]}, metric=metric)
+    sweep = load_sweep(path)
+    (trial,) = plan(sweep)
+    verdict = {
+        "best": {"alpha": 0.7, "alpha_ci": [0.6, 0.8], "tau": 2.5, "tau_ci": [2.4, 2.6]},
+        "speed_up": {"best": 1.4},
+        "speed_up_ci": {"best": [1.3, 1.5]},
+        "effects": {"tau": {"gain": 0.4, "ci": [0.3, 0.5]}},
+    }
+    trial.config.folder.mkdir(parents=True)
+    (trial.config.folder / "verdict.json").write_text(json.dumps(verdict))
+    found = measures(sweep, trial)
+    expected = {"best.tau": [2.4, 2.6], "speed_up.best": [1.3, 1.5], "effects.tau.gain": [0.3, 0.5]}[metric]
+    assert found["intervals"] == {"alpha": [0.6, 0.8], "tau": [2.4, 2.6], "speed_up": [1.3, 1.5], "metric": expected}
+    # Too few prompts were timed: no interval.
+    verdict["speed_up_ci"] = {"best": None}
+    (trial.config.folder / "verdict.json").write_text(json.dumps(verdict))
+    assert "speed_up" not in measures(sweep, trial)["intervals"]
+
+
+def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:
+    _, rows = rows_from(tmp_path, {"tv": [2.0], "jsd": [1.0]}, direction="minimize")
+    assert rows[0]["values"]["loss.name"] == "jsd"
+
+
+def test_the_error_line_is_ours_where_there_is_one() -> None:
+    assert error_line("a\nunderstudy: mend it\nTraceback\n", 2) == "mend it"
+    assert error_line("a\nValueError: x\n\n", 1) == "ValueError: x"
+    assert error_line("", 1) == "exit status 1"
+    assert error_line("working\n", -9) == "killed by signal 9 (working)"
+
+
+def test_the_study_can_be_read_by_optuna(tmp_path: Path) -> None:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    path, launcher = lab(tmp_path)
+    (tmp_path / "fail-s-tv-seed1").touch()
+    run_sweep(path, launcher, console=quiet())
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "runs" / "s" / "study.journal")))
+    (summary,) = optuna.get_all_study_summaries(storage)
+    study = optuna.load_study(study_name=summary.study_name, storage=storage)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+    assert study.best_trial.user_attrs["run"] == "s-tv-seed0"
+    assert study.best_trial.params == {"loss.name": '"tv"', "seed": "0"}
+    assert study.trials[2].user_attrs["error"] == "optim.lr is silly; lower it"
+
+
+@pytest.mark.slow
+def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    overrides = {"output": str(tmp_path), "train.steps": 2, "judge.every": 2}
+    tree = {
+        "base": str(tiny_config),
+        "name": "real",
+        "grid": {"loss.name": ["tv", "forward_kl"]},
+        "overrides": overrides,
+    }
+    path.write_text(json.dumps(tree))
+    result = run_sweep(path, console=quiet())
+    assert [trial["error"] for trial in result["trials"]] == [None, None]
+    assert all(finished(trial) for trial in plan(load_sweep(path)))
+    shards = [sorted((tmp_path / f"real-{loss}/responses").rglob("shard-*.parquet")) for loss in ("tv", "forward_kl")]
+    assert len(shards[0]) == len(shards[1]) > 1
+    for one, other in zip(*shards, strict=True):
+        assert one.samefile(other)
+    assert result["rows"][0]["interval"] == "judged"

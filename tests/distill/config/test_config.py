@@ -1,0 +1,335 @@
+"""The configuration: read, overridden, refused with a line that helps, written back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from distill.config.load import dump_config, load_config, parse_config
+from distill.config.run import RunConfig
+from distill.config.sections import SourceConfig
+from speculative.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SHIPPED = sorted(path for path in CONFIGS.glob("*.yaml"))
+MINIMAL = "name: x\ndata:\n  train:\n    - {path: stdlib}\n"
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text, text
+    return text
+
+
+def tree_of(**sections: Any) -> dict[str, Any]:
+    return {"name": "x", "data": {"train": [{"path": "stdlib"}]}, **sections}
+
+
+# --- shipped files -----------------------------------------------------------------------------------------------------
+
+
+def test_configs_are_shipped() -> None:
+    assert {"demo.yaml", "target.yaml"} <= {path.name for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_config_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.name
+    assert load_config(path, ["optim.lr=3e-4", "loss.name=ce"]).optim.lr == 3e-4
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("3E-4", 3e-4), ("1e4", 1e4), ("5e+3", 5e3), ("1.5e-3", 1.5e-3), (".5", 0.5), ("2", 2.0)],
+)
+def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
+    assert load_config(write(tmp_path, MINIMAL + f"optim: {{lr: {text}}}\n")).optim.lr == value
+    assert load_config(write(tmp_path, MINIMAL), [f"optim.lr={text}"]).optim.lr == value
+
+
+@pytest.mark.parametrize("quoted", ['"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "[1]", ".inf", ".nan", "-1e-4", "0"])
+def test_a_learning_rate_that_is_no_positive_number_is_refused(tmp_path: Path, quoted: str) -> None:
+    text = refused(lambda: load_config(write(tmp_path, MINIMAL + f"optim: {{lr: {quoted}}}\n")))
+    assert "config.yaml" in text
+    assert "`optim.lr`" in text
+    assert "number" in text or "greater than 0" in text
+
+
+def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> None:
+    assert "`name`" in refused(lambda: load_config(write(tmp_path, MINIMAL), ["name=1e5"]))
+    assert load_config(write(tmp_path, MINIMAL), ['name="1e5"']).name == "1e5"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a: [1", "not YAML"),
+        (b"name: x\n\tlr: 3\n", "line 2"),
+        (b"name: !!python/object:os.system 1\n", "not YAML"),
+        (b"name: \x00\n", "not YAML"),
+        (b"name: \xff\xfe\n", "UTF-8"),
+        (b"", "key: value"),
+        (b"- 1\n- 2\n", "list"),
+        (b"just words\n", "str"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: bytes, said: str) -> None:
+    message = refused(lambda: load_config(write(tmp_path, text)))
+    assert said in message
+    assert "config.yaml" in message
+
+
+def test_a_missing_file_names_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    text = refused(lambda: load_config("configs/dmo.yaml"))
+    assert "configs/dmo.yaml" in text
+    assert "configs/demo.yaml" in text
+    assert "none here" in refused(lambda: (monkeypatch.chdir(tmp_path), load_config("x.yaml"))[1])
+    assert "cannot read" in refused(lambda: load_config(tmp_path))
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "near"),
+    [
+        ({"optm": {}}, "optm", "optim"),
+        ({"optim": {"learning_rate": 1.0}}, "optim.learning_rate", None),
+        ({"optim": {"warmup": 0.1}}, "optim.warmup", "warmup_ratio"),
+        ({"loss": {"tempreature": 1.0}}, "loss.tempreature", "temperature"),
+        ({"student": {"lora": {"rnk": 4}}}, "student.lora.rnk", "rank"),
+        ({"target": {"pth": "x"}}, "target.pth", "path"),
+        (
+            {"data": {"train": [{"path": "x"}, {"path": "y", "prompt_colum": "q"}]}},
+            "data.train.1.prompt_colum",
+            "prompt_column",
+        ),
+        ({"data": {"train": [{"path": "x"}], "template": {"mod": "chat"}}}, "data.template.mod", "mode"),
+        ({"judge": {"gama": 3}}, "judge.gama", "gamma"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: str | None) -> None:
+    text = refused(lambda: parse_config(tree_of() | section, "file.yaml"))
+    assert text.startswith(f"file.yaml: unknown key `{key}`")
+    assert (f"did you mean `{near}`" if near else "known here: betas") in text
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"train": {"steps": "10"}}, '`train.steps` = "10"'),
+        ({"train": {"steps": 10.0}}, "integer"),
+        ({"train": {"steps": 0}}, "greater than or equal to 1"),
+        ({"train": {"steps": True}}, "integer"),
+        ({"optim": None}, "`optim` = null"),
+        ({"optim": "adamw"}, "key: value"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "less than 1"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas.1"),
+        ({"student": {"layers": 3}}, "list"),
+        ({"student": {"layers": [0, "last"]}}, "`student.layers.1`"),
+        ({"student": {"init": "carvd"}}, "'carved'"),
+        ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
+        ({"loss": {"name": "kl"}}, "'forward_kl'"),
+        ({"loss": {"mix": {"kl": 1.0}}}, "'forward_kl'"),
+        ({"loss": {"beta": 1.0}}, "less than 1"),
+        ({"serving": {"top_p": 0}}, "greater than 0"),
+        ({"judge": {"gamma": 17}}, "less than or equal to 16"),
+        ({"seed": -1}, "`seed` = -1"),
+        ({"name": 5}, "string"),
+        ({"data": {"train": {"path": "x"}}}, "`data.train`"),
+        ({"data": {"train": ["x"]}}, "`data.train.0`"),
+        ({3: 4}, "keys should be strings"),
+    ],
+)
+def test_wrong_values_name_key_and_value(section: dict[Any, Any], said: str) -> None:
+    text = refused(lambda: parse_config(tree_of() | section, "file.yaml"))
+    assert text.startswith("file.yaml: ")
+    assert said in text
+    assert "tuple" not in text, "a word of Python, not of YAML"
+
+
+@pytest.mark.parametrize("missing", ["name", "data"])
+def test_a_missing_key_is_named(missing: str) -> None:
+    tree = tree_of()
+    del tree[missing]
+    assert refused(lambda: parse_config(tree, "file.yaml")) == f"file.yaml: `{missing}` is missing"
+
+
+def test_a_source_without_a_path_is_named() -> None:
+    assert "`data.train.0.path` is missing" in refused(lambda: parse_config(tree_of(data={"train": [{}]}), "file.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"name": "../x"}, "it becomes a folder"),
+        ({"name": ".x"}, "it becomes a folder"),
+        ({"name": ""}, "it becomes a folder"),
+        ({"data": {"train": []}}, "data.train"),
+        ({"student": {"init": "pretrained"}}, "student.path"),
+        ({"student": {"path": "x"}}, "student.path"),
+        ({"student": {"init": "config"}}, "student.architecture"),
+        ({"student": {"architecture": {"model_type": "llama"}}}, "student.architecture"),
+        ({"train": {"batch_size": 10, "micro_batch_size": 4}}, "multiple of train.micro_batch_size"),
+        ({"target": None}, "target: null needs"),
+        ({"target": None, "loss": {"name": "ce"}, "train": {"window": 64}}, "not carved"),
+        ({"train": {"window": 64}}, "train.window"),
+        ({"student": {"tokenizer": "x"}}, "student.tokenizer"),
+        ({"loss": {"mix": {}}}, "loss.mix"),
+        ({"loss": {"mix": {"tv": 0}}}, "loss.mix"),
+        ({"loss": {"mix": {"tv": -1.0, "ce": 1.0}}}, "loss.mix"),
+        ({"judge": {"rule": "greedy"}}, "serving.temperature"),
+        ({"serving": {"temperature": 0}, "judge": {"rule": "sample"}}, "judge.rule"),
+        ({"serving": {"temperature": 0.5, "rule": "greedy"}}, "judge.rule"),
+        ({"serving": {"temperature": 0, "samples_per_prompt": 2}, "judge": {"rule": "greedy"}}, "samples_per_prompt"),
+    ],
+)
+def test_impossible_pairs(section: dict[str, Any], said: str) -> None:
+    assert said in refused(lambda: parse_config(tree_of() | section, "file.yaml"))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"judge": {"rule": "greedy"}, "serving": {"temperature": 0}},
+        {"judge": {"rule": "greedy-draft"}},
+        {"student": {"init": "pretrained", "path": "x"}},
+        {"student": {"init": "config", "architecture": {"model_type": "llama"}}},
+        {
+            "target": None,
+            "loss": {"name": "ce"},
+            "train": {"window": 64},
+            "student": {"init": "pretrained", "path": "x"},
+        },
+        {"loss": {"mix": {"tv": 1, "ce": 0.5}}},
+    ],
+)
+def test_possible_pairs(section: dict[str, Any]) -> None:
+    assert parse_config(tree_of() | section, "file.yaml").name == "x"
+
+
+# --- overrides ---------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_every_depth_and_win(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "optim: {lr: 0.5}\nloss: {mix: {tv: 1}}\n")
+    config = load_config(
+        path,
+        [
+            "optim.lr=3e-4", "data.train.0.limit=3", "student.lora.rank=4", "loss.mix={forward_kl: 1, ce: 0.5}",
+            "student.layers=[0, 2]", "tracking.trackers=[wandb]", "name=y", "optim.lr=1e-4", "target.revision=a=b",
+        ],
+    )  # fmt: skip
+    assert config.optim.lr == 1e-4
+    assert config.data.train[0].limit == 3
+    assert config.student.lora is not None
+    assert config.student.lora.rank == 4
+    assert config.loss_weights() == {"forward_kl": 1, "ce": 0.5}
+    assert (config.student.layers, config.tracking.trackers, config.name) == ((0, 2), ("wandb",), "y")
+    assert config.target is not None
+    assert config.target.revision == "a=b"
+
+
+def test_an_override_replaces_a_list_item_or_the_whole_list(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert load_config(path, ["data.train.0={path: a.jsonl}"]).data.train == (SourceConfig(path="a.jsonl"),)
+    assert len(load_config(path, ["data.train=[{path: a}, {path: b}]"]).data.train) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.lr", "key=value"),
+        ("=3", "key=value"),
+        ("--optim.lr=3", "unknown key"),
+        ("optim.lrr=3", "did you mean `lr`"),
+        ("optim.lr=[1", "not YAML"),
+        ("train.steps=", "null"),
+        ("optim.lr.deep=3", "optim.lr"),
+        ("name.deep=3", "no keys below"),
+        ("data.train.5.limit=3", "data.train"),
+        ("data.train.-1.limit=3", "data.train"),
+        ("data.train.7=3", "data.train"),
+    ],
+)
+def test_overrides_that_cannot_be_meant(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refused(lambda: load_config(write(tmp_path, MINIMAL), [override]))
+
+
+# --- a frozen value that can be written back ---------------------------------------------------------------------------
+
+
+def test_it_is_frozen(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL))
+    with pytest.raises(ValidationError):
+        config.optim.lr = 3.0  # type: ignore[misc]
+
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
+trees = st.fixed_dictionaries(
+    {
+        "name": names,
+        "output": texts,
+        "seed": st.integers(0, 2**31 - 1),
+        "optim": st.fixed_dictionaries({"lr": st.floats(1e-12, 1e6), "betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))}),
+        "student": st.fixed_dictionaries(
+            {
+                "layers": st.lists(st.integers(-9, 9), min_size=1, max_size=4),
+                "lora": st.none() | st.fixed_dictionaries({"target_modules": st.just("all-linear") | st.lists(texts, min_size=1)}),
+            }
+        ),
+        "data": st.fixed_dictionaries(
+            {
+                "train": st.lists(
+                    st.fixed_dictionaries({"path": texts, "domain": st.none() | texts, "system": st.none() | texts}),
+                    min_size=1, max_size=3,
+                ),
+                "template": st.fixed_dictionaries(
+                    {"chat_template_kwargs": st.dictionaries(texts, st.booleans() | st.integers() | texts, max_size=2)}
+                ),
+            }
+        ),
+        "loss": st.fixed_dictionaries({"mix": st.none() | st.just({"tv": 1, "forward_kl": 0.25})}),
+    }
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@example(tree_of(name="1e5", target={"revision": "0E0"}, output="1_0.e3"))
+@given(trees)
+def test_what_is_dumped_loads_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
+    config = parse_config(_lists(tree), "test")
+    path = write(tmp_path_factory.getbasetemp(), dump_config(config))
+    assert load_config(path) == config
+    assert dump_config(load_config(path)) == dump_config(config)
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_dump_is_plain_yaml_with_every_key(tmp_path: Path) -> None:
+    tree = yaml.safe_load(dump_config(load_config(write(tmp_path, MINIMAL))))
+    assert list(tree) == list(RunConfig.model_fields)
+    assert tree["optim"]["lr"] is None  # by the draft's size

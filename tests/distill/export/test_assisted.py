@@ -1,0 +1,68 @@
+"""The outside check: transformers' own assisted decoding, its calls counted, its settings really in force."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distill.export.check import _difference, check_with_transformers, counted_calls
+
+PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44], [10], [0, 9]]  # the last starts with the pad id, as bos often is
+
+
+def make_llama(seed, layers=2, eos=None):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("eos", [None, 63])
+def test_the_target_as_its_own_draft_is_fully_accepted(tmp_path, eos):
+    target = make_llama(0, eos=eos)
+    target.save_pretrained(tmp_path)
+    result = check_with_transformers(target, tmp_path, PROMPTS, 20, 4)
+    # 20 tokens are 4 blocks of 4 accepted tokens and one bonus token: the gate is off and gamma stays 4.
+    assert result["tau"] == 5.0
+    assert result["accepted_per_drafted"] == 1.0
+    assert [row["target_calls"] for row in result["per_prompt"]] == [4, 4, 4, 4]
+    assert [row["drafted"] for row in result["per_prompt"]] == [16, 16, 16, 16]
+    assert not target._forward_hooks
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_another_draft_gives_the_same_text_and_consistent_counts(tmp_path, gamma):
+    target = make_llama(0, eos=3)
+    make_llama(1, layers=1, eos=3).save_pretrained(tmp_path)
+    result = check_with_transformers(target, tmp_path, PROMPTS, 16, gamma)
+    assert (result["equal"], result["same_tokens"], result["first_difference"]) == (4, True, None)
+    assert result["accepted"] + result["target_calls"] == result["tokens"]
+    assert result["tokens"] == sum(row["tokens"] for row in result["per_prompt"])
+    assert result["drafted"] <= gamma * result["target_calls"]
+    assert 1.0 <= result["tau"] <= gamma + 1
+
+
+def test_a_difference_is_located_with_its_gap():
+    target = make_llama(0)
+    prompt_ids, plain_ids = [5, 6, 7], [11, 12, 13]
+    found = _difference(target, prompt_ids, plain_ids, [11, 20])
+    with torch.no_grad():
+        logits_V = target(input_ids=torch.tensor([[5, 6, 7, 11]])).logits[0, -1]
+    assert (found["position"], found["plain"], found["assisted"]) == (1, 12, 20)
+    assert found["gap"] == pytest.approx(float(logits_V[12] - logits_V[20]), abs=1e-5)
+    assert _difference(target, prompt_ids, plain_ids, plain_ids[:2])["position"] == 2
+
+
+def test_hooks_are_removed_after_an_error():
+    target = make_llama(0)
+    with pytest.raises(RuntimeError), counted_calls(target):
+        raise RuntimeError
+    assert not target._forward_hooks

@@ -1,0 +1,369 @@
+"""Export: an ordinary directory, whole or not at all, that gives the student's logits and the target's text."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from distill.export import export as export_module
+from distill.export.check import check_with_transformers
+from distill.export.export import export_draft, serving_gamma
+from distill.models.vocabulary import repair_rows
+from speculative.errors import UserError
+
+TEXT = ["def main():", "    return value", "for name in names:", "the draft proposes, the target decides"]
+TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+PADDED_ROWS = 16
+PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44], [100]]
+
+
+def make_tokenizer(swap=False):
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = ["<|end|>", "<|pad|>", "<|user|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(TEXT, trainer)
+    if swap:
+        state = json.loads(core.to_str())
+        vocab = state["model"]["vocab"]
+        vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+        core = Tokenizer.from_str(json.dumps(state))
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_llama(rows, layers=1, tied=True, seed=0, width=32, context=256, spread=0.2):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory, tokenizer):
+    """A bfloat16 target with padded rows."""
+    directory = tmp_path_factory.mktemp("models") / "target"
+    make_llama(len(tokenizer) + PADDED_ROWS, layers=2, tied=False, seed=1).to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def student_dir(tmp_path_factory, tokenizer):
+    directory = tmp_path_factory.mktemp("runs") / "checkpoint-10"
+    make_llama(len(tokenizer) + PADDED_ROWS).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_verdict(**changes):
+    row = {"alpha": 0.5, "alpha_ci": [0.48, 0.52], "tau": 1.9, "tau_ci": [1.8, 2.0], "survival": [0.5, 0.3]}
+    row |= {"accepted_per_drafted": 0.3, "tokens_per_second": 900.0}
+    verdict = {"rule": "sample", "gamma": 5, "prompts": 20, "tokens": 1234}
+    verdict |= {"baseline": {"step": 0, **row}, "best": {"step": 30, **row, "alpha": 0.75, "tau": 3.25}}
+    verdict |= {"target_tokens_per_second": 600.0, "paired": {"alpha_gain": 0.25, "ci": [0.2, 0.3]}}
+    verdict |= {"replay": {"1": 1.7, "3": 2.8}, "best_gamma": 3, "checkpoints": [], "self_checks": {}, "seconds": {}}
+    return verdict | changes
+
+
+def export(student_dir, target_dir, to, **options):
+    return export_draft(student_dir=student_dir, target=str(target_dir), to=to, **options)
+
+
+def logits_of(model, ids=PROMPTS[1]):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits
+
+
+@pytest.fixture(scope="module")
+def exported(student_dir, target_dir, tmp_path_factory):
+    provenance = {"base": "org/base", "data": ["gsm8k"], "license": "apache-2.0", "command": "accelerate launch x"}
+    provenance |= {"sampling": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}, "seed": 3}
+    to = tmp_path_factory.mktemp("out") / "my draft's"
+    return export(student_dir, target_dir, to, verdict=make_verdict(), provenance=provenance)
+
+
+def test_the_directory_is_the_student_in_the_targets_dtype(exported, student_dir, target_dir, tokenizer):
+    draft = AutoModelForCausalLM.from_pretrained(exported.path, dtype="auto")
+    same = AutoModelForCausalLM.from_pretrained(student_dir, dtype=torch.bfloat16)
+    assert draft.dtype == torch.bfloat16
+    assert exported.dtype == "bfloat16"
+    assert torch.equal(logits_of(draft), logits_of(same))
+    loaded = AutoTokenizer.from_pretrained(exported.path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.chat_template == TEMPLATE
+    assert (draft.config.eos_token_id, draft.config.pad_token_id) == (0, 1)
+    assert any("exported directory checked" in check for check in exported.checks)
+    assert sorted(entry.name for entry in exported.path.iterdir()) == exported.files
+    assert [entry.name for entry in exported.path.parent.iterdir()] == [exported.path.name]
+    assert exported.path.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_generation_config_serves_as_measured(exported):
+    generation = json.loads((exported.path / "generation_config.json").read_text())
+    generation.pop("transformers_version")
+    assert generation == {
+        "assistant_confidence_threshold": 0.0,
+        "do_sample": True,
+        "eos_token_id": 0,
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+        "pad_token_id": 1,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+    }
+
+
+def test_serving_json(exported, target_dir, tokenizer):
+    serving = json.loads((exported.path / "serving.json").read_text())
+    rows = len(tokenizer) + PADDED_ROWS
+    assert (serving["format"], serving["version"]) == ("understudy-serving", 1)
+    assert serving["target"] == {"name": str(target_dir), "rows": rows, "dtype": "bfloat16", "quantised": False}
+    assert (serving["draft"]["path"], serving["draft"]["rows"]) == (str(exported.path), rows)
+    assert serving["vocabulary"]["verdict"] == "agree"
+    assert (serving["gamma"], serving["gain"], serving["gamma_source"]) == (3, True, "the best measured gamma")
+    assert (serving["measured"]["rule"], serving["measured"]["tau"]) == ("sample", 3.25)
+    assert list(serving["engines"]) == ["vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"]
+    for engine in serving["engines"].values():
+        assert engine["ok"], engine["reasons"]
+        assert engine["rule_at_temperature"] in engine["rule_note"]
+        if engine["language"] == "bash":
+            # Each path is one word to the shell, quotes and spaces in it included.
+            assert any(str(exported.path) in word for word in shlex.split(engine["command"]))
+    assert serving["files"] == exported.files
+    assert yaml.safe_load((exported.path / "tensorrt_llm.yaml").read_text())["speculative_config"]["max_draft_len"] == 3
+
+
+def test_the_pages_name_what_counts(exported, target_dir):
+    card = (exported.path / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert (front["base_model"], front["target_model"]) == ("org/base", str(target_dir))
+    assert (front["datasets"], front["license"]) == (["gsm8k"], "apache-2.0")
+    for needle in ("0.750 [0.480, 0.520]", "3.250 [1.800, 2.000]", "+0.250 [0.200, 0.300]", "Best measured gamma: 3"):
+        assert needle in card
+    assert "accelerate launch x" in card
+    page = (exported.path / "SERVING.md").read_text()
+    for engine in exported.engines:
+        assert f"## {engine.engine}: takes this pair" in page
+        assert engine.command in page
+
+
+def test_the_transformers_code_runs(exported, capsys):
+    (snippet,) = (engine.command for engine in exported.engines if engine.engine == "transformers")
+    exec(compile(snippet, "snippet", "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gamma", "max_new_tokens"), [(1, 12), (3, 17), (5, 24)])
+def test_transformers_assisted_text_is_the_targets(exported, target_dir, gamma, max_new_tokens):
+    target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    result = check_with_transformers(target, exported.path, PROMPTS, max_new_tokens, gamma)
+    assert (result["equal"], result["same_tokens"], result["first_difference"]) == (3, True, None)
+    assert result["tokens"] == sum(row["tokens"] for row in result["per_prompt"])
+    assert result["accepted"] + result["target_calls"] == result["tokens"]
+    assert 1.0 <= result["tau"] <= gamma + 1
+    assert result["drafted"] <= gamma * result["target_calls"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows_beyond_target", [-PADDED_ROWS, 0, 24])
+def test_padded_rows_are_repaired(tmp_path, target_dir, tokenizer, tied, rows_beyond_target):
+    target_rows = len(tokenizer) + PADDED_ROWS
+    student = make_llama(target_rows + rows_beyond_target, tied=tied)
+    student.save_pretrained(tmp_path / "student")
+    report = export(tmp_path / "student", target_dir, tmp_path / "out", dtype="float32")
+    assert report.vocabulary.verdict == ("agree" if rows_beyond_target == 0 else "repair")
+    draft = AutoModelForCausalLM.from_pretrained(report.path)
+    assert draft.config.vocab_size == draft.get_input_embeddings().weight.shape[0] == target_rows
+    assert draft.config.tie_word_embeddings == tied
+    tokens = len(tokenizer)
+    torch.testing.assert_close(logits_of(draft)[..., :tokens], logits_of(student)[..., :tokens])
+    assert all(engine.ok for engine in report.engines)
+    assert "no tokenizer beside the student" in report.warnings[0]
+
+
+@pytest.mark.parametrize("base_rows", [0, PADDED_ROWS])
+def test_an_adapter_is_merged(tmp_path, target_dir, tokenizer, base_rows):
+    base_dir, adapter_dir = tmp_path / "base", tmp_path / "adapter"
+    base = make_llama(len(tokenizer) + base_rows)
+    base.save_pretrained(base_dir)
+    loaded = AutoModelForCausalLM.from_pretrained(base_dir)
+    repair_rows(loaded, len(tokenizer) + PADDED_ROWS)
+    torch.manual_seed(5)
+    adapted = get_peft_model(loaded, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    adapted.save_pretrained(adapter_dir)
+    report = export(adapter_dir, target_dir, tmp_path / "out", dtype="float32")
+    draft = AutoModelForCausalLM.from_pretrained(report.path)
+    # float32: W + BA once against Wx + B(Ax)
+    torch.testing.assert_close(logits_of(draft), logits_of(adapted), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits_of(draft)[..., : len(tokenizer)], logits_of(base)[..., : len(tokenizer)], atol=0.1)
+    assert report.merge_error < 1e-3
+    assert not (report.path / "adapter_config.json").exists()
+    with pytest.raises(UserError, match="overlaps"):
+        export(adapter_dir, target_dir, base_dir / "inside")
+
+
+def test_an_adapter_without_its_base_is_refused(tmp_path, target_dir):
+    (tmp_path / "adapter").mkdir()
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": None}))
+    with pytest.raises(UserError, match="base_model_name_or_path is empty"):
+        export(tmp_path / "adapter", target_dir, tmp_path / "out")
+    config.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(UserError, match=r"base of the adapter .* does not load"):
+        export(tmp_path / "adapter", target_dir, tmp_path / "out")
+
+
+def test_without_a_verdict_it_says_not_measured(tmp_path, student_dir, target_dir):
+    report = export(student_dir, target_dir, tmp_path / "out")
+    assert (report.gain, report.gamma) == (None, 4)
+    assert "Not measured" in (report.path / "README.md").read_text()
+    assert "not measured" in (report.path / "SERVING.md").read_text()
+    assert json.loads((report.path / "serving.json").read_text())["measured"] is None
+
+
+def test_a_long_diff_does_not_bury_the_card(tmp_path, student_dir, target_dir):
+    provenance = {"argv": ["train.py", "a b"], "uncommitted_changes": "+" * 5000, "commit": "abc"}
+    card = (export(student_dir, target_dir, tmp_path / "out", provenance=provenance).path / "README.md").read_text()
+    assert "train.py 'a b'" in card
+    assert "+++" not in card
+    assert "+++" in (tmp_path / "out" / "provenance.json").read_text()
+
+
+def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
+    report = export(
+        student_dir, target_dir, tmp_path / "out", verdict=make_verdict(best_gamma=0, sentence="It cost time.")
+    )
+    assert (report.gain, report.gamma) == (False, 5)
+    for page in ("README.md", "SERVING.md"):
+        assert "No gain" in (report.path / page).read_text()
+    assert "num_assistant_tokens = 5" in (report.path / "SERVING.md").read_text()
+    assert "It cost time." in (report.path / "README.md").read_text()
+
+
+def test_gamma_of_the_commands():
+    assert serving_gamma(make_verdict(best_gamma=7))[::2] == (7, True)
+    assert serving_gamma(make_verdict(best_gamma=None))[::2] == (5, None)
+    assert serving_gamma(make_verdict(best_gamma=0, gamma=0))[::2] == (4, False)
+    assert serving_gamma(make_verdict(best_gamma=7, pays_off=False))[::2] == (7, False)
+
+
+def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):
+    make_llama(len(tokenizer) + PADDED_ROWS, context=64).save_pretrained(tmp_path / "student")
+    sampling = {"temperature": 0.0, "top_k": 5, "top_p": 0.9}
+    report = export(tmp_path / "student", target_dir, tmp_path / "out", sampling=sampling)
+    generation = json.loads((report.path / "generation_config.json").read_text())
+    assert generation["do_sample"] is False
+    assert "temperature" not in generation
+    assert any("context is 64 tokens and the target's 256" in warning for warning in report.warnings)
+
+
+def refused(match, **call):
+    with pytest.raises(UserError, match=match) as caught:
+        export_draft(**call)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_inputs_are_refused_and_leave_nothing(tmp_path, student_dir, target_dir, tokenizer, monkeypatch):
+    call = {"student_dir": student_dir, "target": str(target_dir), "to": tmp_path / "out" / "x"}
+    refused("no such directory", **call | {"student_dir": tmp_path / "missing"})
+    (tmp_path / "empty").mkdir()
+    refused("does not load", **call | {"student_dir": tmp_path / "empty"})
+    refused("target .* cannot be read", **call | {"target": str(tmp_path / "empty")})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("local directory", **call | {"target": "nobody/nothing"})
+    refused("dtype 'int8' is unknown", **call | {"dtype": "int8"})
+    other = tmp_path / "other"
+    shutil.copytree(student_dir, other)
+    make_tokenizer(swap=True).save_pretrained(other)
+    swapped = tokenizer.convert_tokens_to_ids("A")
+    refused(f"id {swapped} is 'A' in the target and 'B' in the draft", **call | {"student_dir": other})
+    few = tmp_path / "few"
+    make_llama(len(tokenizer) - 3).save_pretrained(few)
+    refused(f"the draft has only {len(tokenizer) - 3} rows", **call | {"student_dir": few})
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_and_overflowing_weights_are_refused(tmp_path, target_dir, tokenizer):
+    from safetensors.torch import load_file, save_file
+
+    model = make_llama(len(tokenizer) + PADDED_ROWS)
+    model.save_pretrained(tmp_path / "student")
+    weights = load_file(tmp_path / "student" / "model.safetensors")
+    call = {"student_dir": tmp_path / "student", "target": str(target_dir), "to": tmp_path / "out"}
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 1e30)
+    save_file(weights, tmp_path / "student" / "model.safetensors", metadata={"format": "pt"})
+    refused("model.norm.weight is not finite in float16", **call | {"dtype": "float16"})
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "student" / "model.safetensors", metadata={"format": "pt"})
+    refused("model.norm.weight is missing", **call)
+
+
+def test_only_an_earlier_export_is_overwritten(tmp_path, student_dir, target_dir, tokenizer):
+    report = export(student_dir, target_dir, tmp_path / "out")
+    refused("--overwrite", student_dir=student_dir, target=str(target_dir), to=report.path)
+    make_llama(len(tokenizer) + PADDED_ROWS, seed=9).save_pretrained(tmp_path / "newer")
+    export(tmp_path / "newer", target_dir, report.path, overwrite=True)
+    draft = AutoModelForCausalLM.from_pretrained(report.path)
+    newer = AutoModelForCausalLM.from_pretrained(tmp_path / "newer", dtype=torch.bfloat16)
+    assert torch.equal(logits_of(draft), logits_of(newer))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["newer", "out"]
+    (report.path / "notes.txt").write_text("mine")
+    call = {"student_dir": student_dir, "target": str(target_dir), "to": report.path, "overwrite": True}
+    refused("'notes.txt' in it was not exported by us", **call)
+    assert (report.path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_an_interruption_leaves_no_half_directory(tmp_path, student_dir, target_dir, monkeypatch, error, earlier):
+    to = tmp_path / "out"
+    if earlier:
+        export(student_dir, target_dir, to)
+    before = {entry.name: entry.read_bytes() for entry in to.iterdir()} if earlier else {}
+
+    def fail(working: Path, *_):
+        assert (working / "model.safetensors").exists()
+        raise error
+
+    monkeypatch.setattr(export_module, "_write_pages", fail)
+    with pytest.raises(UserError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
+        export(student_dir, target_dir, to, overwrite=True)
+    if isinstance(error, OSError):
+        assert "No space left" in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if earlier else [])
+    assert before == ({entry.name: entry.read_bytes() for entry in to.iterdir()} if earlier else {})
+
+
+def test_a_parent_that_is_a_file_is_refused(tmp_path, student_dir, target_dir):
+    (tmp_path / "file").write_text("x")
+    refused("cannot write", student_dir=student_dir, target=str(target_dir), to=tmp_path / "file" / "out")

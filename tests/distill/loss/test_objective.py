@@ -1,0 +1,567 @@
+"""The chunked loss against its eager twin: value and gradient.
+
+Legend: R rows (response tokens), C rows of a chunk, D hidden width, V vocabulary.
+"""
+
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stored_signals import sampled_of, topk_of
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from data.batches.collate import Batch, Example, collate
+from data.signals.signal import DenseSignal, Signal
+from distill.loss import definitions as losses
+from distill.loss import gradients
+from distill.loss.objective import Objective, Sums, chunk_rows, chunked_loss, eager_loss
+from distill.models.heads import OutputHead
+from distill.models.student import add_lora
+from distill.training.module import DraftModule
+from distill.training.teacher import Teacher
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS, WIDTH, TARGET_WIDTH, VOCAB = 11, 6, 9, 19
+MIXES = {name: {name: 1.0} for name in losses.NAMES} | {"mix": {"forward_kl": 0.5, "tv": 2.0, "ce": 0.1}}
+SERVED = {"topk": list(MIXES), "sampled": ["forward_kl", "ce"], "dense": list(MIXES), "none": ["ce"]}
+CASES = [(kind, mix) for kind, mixes in SERVED.items() for mix in mixes]
+
+
+class Wrapped(nn.Linear):
+    """Not what its weights say: a head that must be asked."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 1.5 * super().forward(hidden)
+
+
+class Setting:
+    """Hidden states and heads of both models, of different widths, in float64."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        bias: bool = True,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        plain: bool = True,
+        dtype: torch.dtype = torch.float64,
+        rows: int = ROWS,
+    ) -> None:
+        torch.manual_seed(seed)
+        layer = (nn.Linear if plain else Wrapped)(WIDTH, VOCAB, bias=bias, dtype=torch.float64)
+        target_layer = nn.Linear(TARGET_WIDTH, VOCAB, dtype=torch.float64)
+        self.student_hidden_RD = (2 * torch.randn(rows, WIDTH, dtype=torch.float64)).to(dtype).requires_grad_()
+        target_hidden_RD = 2 * torch.randn(rows, TARGET_WIDTH, dtype=torch.float64)
+        self.labels_R = torch.randint(0, VOCAB, (rows,))
+        self.weights_R = torch.rand(rows, dtype=torch.float64)
+        self.student_head = OutputHead(layer.to(dtype), scale, softcap)
+        target_layer.requires_grad_(False)
+        self.dense = DenseSignal(target_hidden_RD.to(dtype), target_layer.to(dtype))
+        self.reference = DenseSignal(
+            torch.randn(rows, 4).to(dtype), nn.Linear(4, VOCAB).to(dtype).requires_grad_(False)
+        )
+
+    def signal(self, kind: str, temperature: float = 1.0) -> Signal | None:
+        if kind == "dense":
+            return self.dense
+        logits_RV = self.dense.head(self.dense.hidden_RD)
+        if kind == "topk":
+            return topk_of(logits_RV, 5, temperature)
+        return sampled_of(logits_RV, 7, temperature=temperature) if kind == "sampled" else None
+
+    def loss(self, function: Callable[..., Sums], objective: Objective, kind: str = "dense", **options: Any) -> Sums:
+        signal = self.signal(kind, objective.temperature)
+        return function(objective, self.student_hidden_RD, self.student_head, signal, self.labels_R, **options)
+
+    def gradients(self, sums: Sums) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(sums.loss * 0.37, [self.student_hidden_RD, *self.student_head.parameters()])
+
+
+def assert_twins(setting: Setting, objective: Objective, kind: str, **options: Any) -> None:
+    chunked, eager = (setting.loss(one, objective, kind, **options) for one in (chunked_loss, eager_loss))
+    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # float64; sums in another order
+    close(chunked.loss, eager.loss)
+    close(chunked.overlap, eager.overlap)
+    close(chunked.overlap_slack, eager.overlap_slack)
+    assert chunked.tokens == eager.tokens == setting.labels_R.numel()
+    pairs = list(zip(setting.gradients(chunked), setting.gradients(eager), strict=True))
+    assert len(pairs) == 1 + len(setting.student_head.parameters())
+    for mine, theirs in pairs:
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, ROWS, None])
+@pytest.mark.parametrize(("kind", "mix"), CASES)
+def test_chunked_is_eager(kind: str, mix: str, chunk_tokens: int | None) -> None:
+    assert_twins(Setting(), Objective(MIXES[mix], beta=0.3, chunk_tokens=chunk_tokens), kind)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": False}, {"scale": 0.25}, {"softcap": 2.0}, {"scale": 3.0, "softcap": 1.5, "bias": False}],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "mix"), CASES)
+def test_chunked_is_eager_for_every_head(kind: str, mix: str, options: dict[str, Any], plain: bool) -> None:
+    setting = Setting(plain=plain, **options)
+    objective = Objective(MIXES[mix], temperature=1.3, beta=0.3, chunk_tokens=4, serving_temperature=0.8)
+    assert_twins(setting, objective, kind, weights_R=setting.weights_R)
+
+
+@pytest.mark.parametrize("weighting", ["entropy", "selected"])
+@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("keep", [0.3, 1.0])
+def test_chunked_is_eager_for_every_weighting(kind: str, weighting: Any, keep: float) -> None:
+    setting = Setting()
+    objective = Objective({"forward_kl": 1.0, "ce": 0.2}, chunk_tokens=4, weighting=weighting, keep=keep)
+    assert_twins(setting, objective, kind, weights_R=setting.weights_R, reference=setting.reference)
+
+
+def test_selection_trains_the_rows_where_the_draft_is_furthest_behind_the_reference() -> None:
+    setting, objective = Setting(), Objective(MIXES["tv"], chunk_tokens=4, weighting="selected", keep=0.4)
+    sums = setting.loss(chunked_loss, objective, reference=setting.reference)
+    target_RV = setting.dense.head(setting.dense.hidden_RD).log_softmax(-1)
+    ours_R, theirs_R = (
+        losses.forward_kl(target_RV, logits.log_softmax(-1))
+        for logits in (
+            setting.student_head(setting.student_hidden_RD),
+            setting.reference.head(setting.reference.hidden_RD),
+        )
+    )
+    kept = set((ours_R - theirs_R).argsort(descending=True)[:5].tolist())  # ceil(0.4 x 11)
+    learns_R = setting.gradients(sums)[0].abs().sum(-1) > 0
+    assert set(learns_R.nonzero().flatten().tolist()) == kept
+    assert sums.tokens == ROWS, "the denominator counts all response tokens"
+    everything = setting.loss(chunked_loss, Objective(MIXES["tv"], chunk_tokens=4))
+    torch.testing.assert_close(sums.overlap, everything.overlap, rtol=1e-12, atol=0)  # order of sums
+
+
+def test_weights_multiply_loss_and_gradient_and_not_the_overlap() -> None:
+    setting, objective = Setting(), Objective(MIXES["lk_hybrid"], chunk_tokens=4)
+    plain, double = (
+        setting.loss(chunked_loss, objective, weights_R=weights) for weights in (None, torch.full((ROWS,), 2.0))
+    )
+    torch.testing.assert_close(double.loss, 2 * plain.loss, rtol=1e-12, atol=0)  # order of sums
+    torch.testing.assert_close(double.overlap, plain.overlap, rtol=0, atol=0)
+    for mine, theirs in zip(setting.gradients(double), setting.gradients(plain), strict=True):
+        torch.testing.assert_close(mine, 2 * theirs, rtol=1e-12, atol=1e-15)  # order of products
+
+
+def test_gradient_by_finite_differences() -> None:
+    setting = Setting(scale=0.5, softcap=3.0)
+    layer = setting.student_head.projection
+    # Autograd's checker goes backward several times through one graph, and ours hands its gradients out once.
+    inputs = (setting.student_hidden_RD, layer.weight, layer.bias)
+    for name in ("forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "ce"):
+        objective = Objective(MIXES[name], chunk_tokens=4)
+        found = torch.autograd.grad(setting.loss(chunked_loss, objective).loss, inputs)
+        for value, gradient in zip(inputs, found, strict=True):
+            direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            ends = []
+            for step in (1e-6, -2e-6):
+                value.data.add_(direction, alpha=step)
+                with torch.no_grad():
+                    ends.append(setting.loss(chunked_loss, objective).loss)
+            value.data.add_(direction, alpha=1e-6)
+            slope = (ends[0] - ends[1]) / 2e-6
+            torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-7)  # central difference
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+def test_two_calls_before_a_step_add_up(plain: bool) -> None:
+    setting, objective = Setting(plain=plain), Objective(MIXES["jsd"], chunk_tokens=4)
+    weight = setting.student_head.projection.weight
+    (expected,) = torch.autograd.grad(setting.loss(eager_loss, objective).loss, weight)
+    both = [setting.loss(chunked_loss, objective).loss for _ in range(2)]
+    for loss in both:
+        (loss * 0.5).backward()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-10, atol=1e-12)  # order of sums
+    (setting.loss(chunked_loss, objective).loss + setting.loss(chunked_loss, objective).loss).backward()
+    torch.testing.assert_close(weight.grad, 3 * expected, rtol=1e-10, atol=1e-12)  # order of sums
+    with pytest.raises(RuntimeError, match="once"):
+        both[0].backward()
+
+
+def test_autograd_takes_the_heads_gradient_over_without_a_copy() -> None:
+    setting = Setting(bias=False)
+    loss = setting.loss(chunked_loss, Objective(MIXES["forward_kl"], chunk_tokens=4)).loss
+    buffer = loss.grad_fn.gradients[1].data_ptr()  # type: ignore[union-attr]
+    loss.backward()
+    gradient = setting.student_head.projection.weight.grad
+    assert isinstance(gradient, Tensor)
+    assert gradient.data_ptr() == buffer
+
+
+def test_chunk_size_changes_nothing_but_rounding_of_the_weights_sum() -> None:
+    setting = Setting()
+    one, *others = (
+        setting.loss(chunked_loss, Objective(MIXES["jsd"], chunk_tokens=chunk)) for chunk in (1, 2, 5, 11, 100, None)
+    )
+    for other in others:
+        torch.testing.assert_close(other.loss, one.loss, rtol=1e-13, atol=0)  # a product's rounding by its shape
+        torch.testing.assert_close(other.overlap, one.overlap, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+def test_no_tensor_of_rows_times_vocabulary_lives_in_a_chunked_step(plain: bool) -> None:
+    for kind in ("dense", "topk"):
+        setting, objective = Setting(plain=plain), Objective(MIXES["forward_kl"], chunk_tokens=2)
+        signal = setting.signal(kind)
+        arguments = (setting.student_hidden_RD, setting.student_head, signal, setting.labels_R)
+        with _LargestTensor() as largest:
+            setting.gradients(chunked_loss(objective, *arguments))
+        assert largest.elements < ROWS * VOCAB
+        with _LargestTensor() as largest:
+            setting.gradients(eager_loss(objective, *arguments))
+        assert largest.elements >= ROWS * VOCAB, "the instrument sees what the eager twin makes"
+
+
+class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns, and every operation's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        self.names.append(function.overloadpacket.__name__)
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "products"), [("dense", False, 4), ("topk", False, 3), ("dense", True, 3), ("topk", True, 2)]
+)
+def test_products_of_a_step(kind: str, frozen: bool, products: int) -> None:
+    setting = Setting(bias=False)
+    setting.student_head.projection.requires_grad_(not frozen)
+    signal = setting.signal(kind)
+    with _LargestTensor() as seen:
+        sums = chunked_loss(
+            Objective(MIXES["jsd"]), setting.student_hidden_RD, setting.student_head, signal, setting.labels_R
+        )
+        setting.gradients(sums)
+    assert sum(name in ("mm", "addmm", "addmm_", "matmul") for name in seen.names) == products
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+def test_without_gradient_the_value_is_the_same_and_nothing_is_differentiated(plain: bool) -> None:
+    setting, objective = Setting(bias=False, plain=plain), Objective(MIXES["jsd"], chunk_tokens=3)
+    expected = setting.loss(chunked_loss, objective).loss
+    with torch.no_grad(), _LargestTensor() as seen:
+        sums = setting.loss(chunked_loss, objective)
+    assert not sums.loss.requires_grad
+    products = sum(name in ("mm", "addmm", "addmm_") for name in seen.names)
+    assert products == 2 * 4, "a judgement must not pay for gradients nobody reads"
+    torch.testing.assert_close(sums.loss, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+def test_a_frozen_head_passes_the_gradient_of_the_hidden_states_only(plain: bool) -> None:
+    setting, objective = Setting(plain=plain), Objective(MIXES["forward_kl"], chunk_tokens=3)
+    expected, *_ = setting.gradients(setting.loss(eager_loss, objective))
+    setting.student_head.projection.requires_grad_(False)
+    (gradient,) = setting.gradients(setting.loss(chunked_loss, objective))
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)  # order of sums
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+@pytest.mark.parametrize("learns", ["weight", "bias"])
+def test_a_head_that_learns_in_part_over_hidden_states_that_do_not(learns: str, plain: bool) -> None:
+    setting, objective = Setting(plain=plain), Objective(MIXES["forward_kl"], chunk_tokens=3)
+    setting.student_hidden_RD.requires_grad_(False)
+    setting.student_head.projection.requires_grad_(False)
+    parameter = getattr(setting.student_head.projection, learns).requires_grad_(True)
+    (expected,), (found,) = (
+        torch.autograd.grad(setting.loss(one, objective).loss, parameter) for one in (eager_loss, chunked_loss)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)  # order of sums
+
+
+def test_hooks_of_the_head_are_called() -> None:
+    setting = Setting()
+    calls: list[int] = []
+    setting.student_head.projection.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    setting.loss(chunked_loss, Objective(MIXES["forward_kl"], chunk_tokens=4))
+    assert calls == [4, 4, 3]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("weighting", ["none", "entropy", "selected"])
+def test_no_rows_no_loss(weighting: Any, kind: str, plain: bool) -> None:
+    setting = Setting(rows=0, plain=plain)
+    objective = Objective({"forward_kl": 1.0}, chunk_tokens=3, weighting=weighting)
+    sums = setting.loss(chunked_loss, objective, kind, reference=setting.reference)
+    sums.loss.backward()
+    assert (float(sums.loss.detach()), float(sums.overlap), sums.tokens) == (0.0, 0.0, 0)
+    for value in (setting.student_hidden_RD, *setting.student_head.parameters()):
+        assert value.grad is not None, "every rank has a gradient to reduce"
+        assert value.grad.shape == value.shape
+        assert not value.grad.any()
+
+
+def test_equal_student_and_target_have_no_loss_and_no_gradient() -> None:
+    setting = Setting(bias=False)
+    setting.dense = DenseSignal(setting.student_hidden_RD.detach().clone(), copy.deepcopy(setting.student_head))
+    for name in losses.NAMES:
+        if name != "ce":
+            sums = setting.loss(chunked_loss, Objective(MIXES[name], chunk_tokens=4))
+            assert abs(float(sums.loss.detach())) < 1e-12
+            assert float(sums.overlap) == pytest.approx(ROWS, abs=1e-12)
+            assert all(float(gradient.abs().max()) < 1e-12 for gradient in setting.gradients(sums)), name
+
+
+def test_temperature_softens_the_loss_and_not_the_overlap() -> None:
+    setting = Setting()
+    hot, cold = (setting.loss(chunked_loss, Objective(MIXES["forward_kl"], temperature=t)) for t in (3.0, 1.0))
+    target_NV = (setting.dense.head(setting.dense.hidden_RD) / 3.0).log_softmax(-1)
+    student_NV = (setting.student_head(setting.student_hidden_RD) / 3.0).log_softmax(-1)
+    expected = losses.forward_kl(target_NV, student_NV).sum()
+    torch.testing.assert_close(hot.loss, expected, rtol=1e-10, atol=0)  # order of sums
+    torch.testing.assert_close(hot.overlap, cold.overlap, rtol=1e-12, atol=0)  # order of sums
+
+
+def test_overlap_is_taken_at_the_temperature_of_the_server() -> None:
+    setting = Setting()
+    for loss_temperature in (1.0, 0.6, 2.0):
+        objective = Objective(MIXES["tv"], temperature=loss_temperature, serving_temperature=0.6, chunk_tokens=4)
+        target_NV = (setting.dense.head(setting.dense.hidden_RD) / 0.6).softmax(-1)
+        student_NV = (setting.student_head(setting.student_hidden_RD) / 0.6).softmax(-1)
+        expected = torch.minimum(target_NV, student_NV).sum().detach()
+        torch.testing.assert_close(setting.loss(chunked_loss, objective).overlap, expected, rtol=1e-10, atol=0)
+
+
+def test_without_a_target_the_overlap_is_zero() -> None:
+    setting = Setting()
+    sums = setting.loss(chunked_loss, Objective(MIXES["ce"]), "none")
+    logits_RV = setting.student_head(setting.student_hidden_RD)
+    expected = nn.functional.cross_entropy(logits_RV, setting.labels_R, reduction="sum")
+    torch.testing.assert_close(sums.loss, expected, rtol=1e-10, atol=0)  # order of sums
+    assert float(sums.overlap) == 0.0
+
+
+@pytest.mark.parametrize("function", [chunked_loss, eager_loss])
+@pytest.mark.parametrize(
+    ("objective", "kind", "says"),
+    [
+        (Objective({"tv": 1.0}), "none", "tv compares with a target"),
+        (Objective({"ce": 1.0, "jsd": 1.0}), "sampled", "jsd is not linear"),
+        (Objective({"kl": 1.0}), "dense", "no objective is called kl"),
+        (Objective({"ce": 1.0}, weighting="entropy"), "none", "entropy looks at the target"),
+        (Objective({"tv": 1.0}, weighting="selected"), "dense", "compares with a reference"),
+    ],
+)
+def test_what_a_signal_cannot_serve_is_refused(
+    function: Callable[..., Sums], objective: Objective, kind: str, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        Setting().loss(function, objective, kind)
+
+
+def test_a_target_of_another_vocabulary_is_refused() -> None:
+    setting = Setting()
+    setting.dense = DenseSignal(setting.dense.hidden_RD, nn.Linear(TARGET_WIDTH, VOCAB + 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="20"):
+        setting.loss(chunked_loss, Objective(MIXES["tv"]))
+
+
+def test_the_compiled_loss_is_the_loss() -> None:
+    setting, objective = Setting(), Objective(MIXES["mix"], chunk_tokens=4)
+    plain, compiled = (setting.loss(chunked_loss, one) for one in (objective, replace(objective, compile=True)))
+    torch.testing.assert_close(compiled.loss, plain.loss, rtol=1e-10, atol=0)  # fused sums
+    for mine, theirs in zip(setting.gradients(compiled), setting.gradients(plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # fused sums
+
+
+def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            raise torch._dynamo.exc.TorchDynamoException("no compiler here")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    gradients._compiled.cache_clear()
+    setting, objective = Setting(), Objective(MIXES["mix"], chunk_tokens=4)
+    with pytest.warns(UserWarning, match="no compiler here") as seen:
+        compiled = setting.loss(chunked_loss, replace(objective, compile=True))
+    gradients._compiled.cache_clear()
+    assert len(seen) == 1
+    torch.testing.assert_close(compiled.loss, setting.loss(chunked_loss, objective).loss, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5, "softcap": 2.0}], ids=["linear", "capped"])
+def test_bf16_products_point_the_same_way(kind: str, dtype: torch.dtype, options: dict[str, Any], plain: bool) -> None:
+    """Autocast of float32 weights, and weights that are bf16 themselves, against float64."""
+    exact = Setting(plain=plain, **options)
+    expected = exact.loss(chunked_loss, Objective(MIXES["forward_kl"], chunk_tokens=4), kind)
+    setting = Setting(dtype=dtype, plain=plain, **options)
+    signal = exact.signal(kind)
+    if isinstance(signal, DenseSignal):
+        signal = setting.dense
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        objective = Objective(MIXES["forward_kl"], chunk_tokens=4)
+        sums = chunked_loss(objective, setting.student_hidden_RD, setting.student_head, signal, setting.labels_R)
+    assert sums.loss.dtype == torch.float32
+    torch.testing.assert_close(sums.loss.double(), expected.loss, rtol=3e-2, atol=0)  # 8 bits of mantissa
+    inputs = [setting.student_hidden_RD, *setting.student_head.parameters()]
+    for value, mine, theirs in zip(inputs, setting.gradients(sums), exact.gradients(expected), strict=True):
+        assert mine.dtype == value.dtype
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.05  # 8 bits of mantissa
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    setting, objective = Setting(), Objective(MIXES["forward_kl"], chunk_tokens=4)
+    expected = setting.loss(chunked_loss, objective)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = setting.loss(chunked_loss, objective)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
+    for mine, theirs in zip(setting.gradients(found), setting.gradients(expected), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_a_selecting_pass_does_not_spoil_autocasts_kept_weights() -> None:
+    setting = Setting(dtype=torch.float32, plain=False)
+    objective = Objective(MIXES["forward_kl"], chunk_tokens=4, weighting="selected", keep=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = setting.loss(chunked_loss, objective, reference=setting.reference)
+    assert all(gradient.any() for gradient in setting.gradients(sums))
+
+
+def test_automatic_chunks() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert chunk_rows(4_096, torch.float32, cpu) * 4_096 * 4 <= 8 << 20
+    assert chunk_rows(151_936, torch.float32, cpu) >= 128, "a head's weights are read once a chunk"
+    assert 200 << 20 < chunk_rows(151_936, torch.bfloat16, gpu) * 151_936 * 2 <= 256 << 20
+    assert chunk_rows(1 << 40, torch.float32, gpu) == 1
+
+
+def test_the_bench_measures_every_case() -> None:
+    specification = importlib.util.spec_from_file_location("bench_loss", ROOT / "bench" / "loss.py")
+    assert specification is not None
+    assert specification.loader is not None
+    bench = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(bench)
+    shared = {"vocabulary": 300, "device": "cpu", "dtype": "float32", "threads": 1, "repeats": 1, "chunk_tokens": None}
+    planned = bench.cases([16, 32], ["forward_kl", "jsd"], compiled=False)
+    cells = bench.with_ratios([bench.run_case({**shared, **one, "width": 8}) for one in planned])
+    assert [(cell["what"], cell["objective"], cell["signal"], cell["rows"]) for cell in cells] == [
+        ("naive", "forward_kl", "dense", 16), ("ours", "forward_kl", "dense", 16), ("ours", "jsd", "dense", 16),
+        ("ours", "forward_kl", "topk", 16), ("ours", "forward_kl", "dense", 32), ("ours", "forward_kl", "topk", 32),
+    ]  # fmt: skip
+    assert cells[0]["vs_naive"] == 1.0
+    assert all(cell["seconds"] > 0 for cell in cells)
+
+
+def batch_of(lengths: list[int], vocab: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    examples = []
+    for length in lengths:
+        ids = torch.randint(1, vocab, (length,), generator=generator).numpy()
+        mask = torch.arange(length).numpy() >= length // 3
+        examples.append(Example(ids, mask))
+    return collate(examples, 0)
+
+
+def eager_of_model(module: DraftModule, batch: Batch, teacher: Teacher) -> Tensor:
+    """The loss from the models' own full logits."""
+    logits_BTV = module.student(input_ids=batch.input_ids_BT).logits
+    target_BTV = teacher.split.model(input_ids=batch.input_ids_BT).logits
+    rows_RV, target_RV = (logits.reshape(-1, logits.shape[-1])[batch.rows_R] for logits in (logits_BTV, target_BTV))
+    return module.objective.per_token(target_RV, rows_RV, batch.labels_R)[0].sum()
+
+
+def both_gradients(module: DraftModule, autocast: bool = False) -> Iterator[tuple[str, Tensor, Tensor]]:
+    teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7, 9], 50)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch))
+    loss.backward()
+    chunked = {name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad}
+    module.zero_grad()
+    expected = eager_of_model(module, batch, teacher)
+    expected.backward()
+    torch.testing.assert_close(
+        loss, expected, rtol=3e-2 if autocast else 1e-5, atol=0
+    )  # bf16 has 8 bits; float32 order of sums
+    for name, weight in module.named_parameters():
+        if weight.requires_grad:
+            assert chunked[name] is not None, name
+            assert weight.grad is not None, name
+            yield name, chunked[name], weight.grad
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mix", ["lk_hybrid", "mix"])
+def test_gradient_of_a_whole_model(mix: str, tied: bool) -> None:
+    student = tiny_model(seed=0, tie_word_embeddings=tied)
+    assert (student.lm_head.weight is student.model.embed_tokens.weight) == tied
+    names = []
+    for name, mine, theirs in both_gradients(DraftModule(student, Objective(MIXES[mix], chunk_tokens=4))):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )  # float32 sums
+        names.append(name)
+    assert len(names) == len(dict(student.named_parameters()))
+
+
+def test_gradient_under_bf16_autocast_points_the_same_way() -> None:
+    module = DraftModule(tiny_model(seed=0, tie_word_embeddings=True), Objective(MIXES["forward_kl"], chunk_tokens=4))
+    for name, mine, theirs in both_gradients(module, autocast=True):
+        assert mine.dtype == torch.float32
+        cosine = nn.functional.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0)
+        assert cosine > 0.98, name  # 8 bits of mantissa through two layers
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ("q_proj", "lm_head")])
+def test_gradient_of_adapters_with_everything_else_frozen(modules: str | tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    student = add_lora(tiny_model(seed=0), rank=4, alpha=8.0, dropout=0.0, target_modules=modules)
+    # Adapters start with B = 0, where half of the gradients vanish: move away from there.
+    with torch.no_grad():
+        for name, weight in student.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    names = []
+    for name, mine, theirs in both_gradients(DraftModule(student, Objective(MIXES["lk_hybrid"], chunk_tokens=4))):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+        names.append(name)
+    assert names
+    assert all("lora" in name for name in names)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(lora: bool) -> None:
+    def gradients(checkpointing: bool) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        student = tiny_model(seed=0)
+        if checkpointing:
+            student.gradient_checkpointing_enable()
+        wrapped = add_lora(student, 4, 8.0, 0.0, "all-linear") if lora else student
+        module = DraftModule(wrapped, Objective(MIXES["forward_kl"], chunk_tokens=4)).train()
+        teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7], 50)
+        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch))
+        loss.backward()
+        return {name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    for name, expected in plain.items():
+        found = checkpointed[name]
+        assert expected is not None
+        assert found is not None, f"{name} does not learn under gradient checkpointing"
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the same operations, run twice

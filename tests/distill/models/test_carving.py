@@ -1,0 +1,315 @@
+"""Which layers and which MLP channels a carved draft keeps: fast measurements against slow ones, and trimming exactly."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import prompts_of, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from data.prompts.stdlib import functions, modules
+from distill.models import carving
+from distill.models.carving import (
+    LayerScorer,
+    carve,
+    channel_scores,
+    choose_layers,
+    kept_channels,
+    layers_only,
+    sample_sequences,
+    trim_mlps,
+)
+from distill.models.layers import layer_list
+from distill.models.load import load_model, load_tokenizer
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
+
+TEXTS = [ids for _, ids in prompts_of([9, 3, 14, 6, 11], seed=3)]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_hidden_layers": 4}),
+    "gpt2": ("gpt2", {"n_layer": 4}),
+    "gpt_neox": ("gpt_neox", {"num_hidden_layers": 4}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 4, "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}  # fmt: skip
+# What only the MLP's shape matters for.
+MLPS: dict[str, dict[str, Any]] = {
+    "llama": {}, "gpt2": {"n_inner": 64}, "gpt_neox": {}, "gemma3_text": {}, "falcon": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "qwen3": {}, "starcoder2": {"use_bias": True},
+}  # fmt: skip
+
+
+def made(kind: str) -> PreTrainedModel:
+    name, options = KINDS[kind]
+    return tiny_model(name, **options)
+
+
+def with_mlp(kind: str) -> PreTrainedModel:
+    return tiny_model(kind, **MLPS[kind])
+
+
+def logits(model: Any, ids: list[int] | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids or list(range(1, 13))]), use_cache=False).logits
+
+
+def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [(0, 3), (1,), (3, 0, 2), (0, 1, 2, 3)])
+def test_the_target_with_some_layers_is_the_carved_draft(kind: str, kept: tuple[int, ...]) -> None:
+    target = made(kind)
+    before, state = logits(target), json.dumps(target.config.to_dict(), default=str)
+    with layers_only(target, kept):
+        inside = logits(target)
+    torch.testing.assert_close(inside, logits(carve(target, kept)), rtol=0, atol=0)
+    assert json.dumps(target.config.to_dict(), default=str) == state
+    torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
+
+
+def test_the_target_is_whole_again_after_an_error() -> None:
+    target = made("gpt2")
+    before = logits(target)
+    with layers_only(target, (2, 1)):
+        assert [block.attn.layer_idx for block in target.transformer.h] == [0, 1]
+    with pytest.raises(RuntimeError, match="inside"), layers_only(target, (2, 1)):
+        raise RuntimeError("inside")
+    torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
+    assert [block.attn.layer_idx for block in target.transformer.h] == [0, 1, 2, 3]
+    assert len(layer_list(target)[1]) == 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_alpha_is_that_of_the_carved_draft(kind: str, temperature: float) -> None:
+    """Padded batches and chunks of rows, against one sequence at a time and all its logits."""
+    target, serving = made(kind), SamplingSettings(temperature=temperature)
+    candidates = [(0, 3), (2,), (0, 1, 2, 3), (1, 2, 3)]
+    found = LayerScorer(target, TEXTS, serving, chunk=5).alphas(candidates)
+    for kept, alpha in zip(candidates, found, strict=True):
+        draft = carve(target, kept)
+        overlaps = [
+            torch.minimum(logits_to_probs(logits(target, ids), serving), logits_to_probs(logits(draft, ids), serving)).sum(-1)
+            for ids in TEXTS
+        ]  # fmt: skip
+        expected = torch.cat([overlap.flatten() for overlap in overlaps]).double().mean()
+        assert alpha == pytest.approx(float(expected), abs=1e-6)  # float32 sums in another order
+    assert found[2] == pytest.approx(1.0, abs=1e-6)
+
+
+def silence(target: PreTrainedModel, layers: list[int]) -> None:
+    """Makes layers add nothing to the residual stream."""
+    with torch.no_grad():
+        for layer in layers:
+            target.model.layers[layer].self_attn.o_proj.weight.zero_()
+            target.model.layers[layer].mlp.down_proj.weight.zero_()
+
+
+def test_layers_that_do_something_are_kept() -> None:
+    target = tiny_model(num_hidden_layers=5)
+    silence(target, [0, 2, 3])
+    choice = choose_layers(target, 2, TEXTS)
+    assert choice.layers == (1, 4)
+    assert choice.alpha == pytest.approx(1.0, abs=1e-6)
+    assert [round(alpha, 5) == 1.0 for alpha in choice.drop_one] == [True, False, True, True, False]
+    assert {layer for layer, _ in choice.path} == {0, 2, 3}
+    assert choice.exchanges == ()
+    assert choice.tokens == sum(map(len, TEXTS))
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 1000), depth=st.integers(1, 4))
+def test_no_single_exchange_is_better(seed: int, depth: int) -> None:
+    target = tiny_model(seed=seed, num_hidden_layers=4)
+    choice = choose_layers(target, depth, TEXTS)
+    assert len(choice.layers) == depth == len(set(choice.layers))
+    assert list(choice.layers) == sorted(choice.layers)
+    assert len(choice.path) == 4 - depth
+    scorer = LayerScorer(target, TEXTS)
+    assert scorer.alphas([choice.layers]) == [choice.alpha]
+    near = [kept for kept in itertools.combinations(range(4), depth) if len({*kept} - {*choice.layers}) == 1]
+    assert all(alpha < choice.alpha + 1e-4 for alpha in scorer.alphas(near))
+    reached = [alpha for *_, alpha in choice.exchanges]
+    assert reached == sorted(reached)
+    assert choice == choose_layers(target, depth, TEXTS)
+
+
+def test_an_exchange_mends_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers 0 and 3 are only good together; taken one at a time, 3 goes first."""
+    table = {(1, 2, 3): 0.5, (0, 2, 3): 0.5, (0, 1, 3): 0.5, (0, 1, 2): 0.7, (0, 1): 0.3, (0, 2): 0.4, (1, 2): 0.2}
+
+    class Table:
+        tokens = 1
+
+        def __init__(self, *arguments: Any) -> None:
+            pass
+
+        def alphas(self, candidates: list[tuple[int, ...]]) -> list[float]:
+            return [table.get(kept, 0.6 if kept == (0, 3) else 0.1) for kept in candidates]
+
+    monkeypatch.setattr(carving, "LayerScorer", Table)
+    choice = choose_layers(tiny_model(num_hidden_layers=4), 2, TEXTS)
+    assert choice.path == ((3, 0.7), (1, 0.4))
+    assert choice.exchanges == ((2, 3, 0.6),)
+    assert (choice.layers, choice.alpha) == ((0, 3), 0.6)
+
+
+def test_a_choice_is_plain_values() -> None:
+    choice = choose_layers(tiny_model(num_hidden_layers=3), 1, TEXTS)
+    plain = json.loads(json.dumps(choice.as_dict()))
+    assert plain["layers"] == list(choice.layers)
+    assert len(plain["drop_one"]) == 3
+    assert set(plain) == {"layers", "alpha", "drop_one", "path", "exchanges", "tokens"}
+
+
+def test_impossible_choices_are_refused() -> None:
+    target = tiny_model(num_hidden_layers=3)
+    with pytest.raises(UserError, match=r"student\.depth = 4.*3 layers") as error:
+        choose_layers(target, 4, TEXTS)
+    one_line(error)
+    for texts in ([], [[1]]):
+        with pytest.raises(ValueError, match="text"):
+            choose_layers(target, 1, texts)
+    target.config.num_hidden_layers = 7
+    with pytest.raises(UserError, match="no list of 7 layers") as error:
+        layer_list(target)
+    one_line(error)
+
+
+def test_text_is_taken_from_everywhere() -> None:
+    texts = [[index] * (5 + index % 3) for index in range(100)]
+    chosen = sample_sequences(texts, 60, 6)
+    assert 50 <= sum(map(len, chosen)) <= 70
+    assert max(map(len, sample_sequences(texts, 600, 6))) == 6
+    assert chosen[0][0] < 20
+    assert chosen[-1][0] > 80
+    assert len({sequence[0] for sequence in chosen}) == len(chosen)
+    assert sample_sequences(texts[:2], 1000, 100) == texts[:2]
+
+
+def test_chosen_layers_beat_the_usual_ones_on_other_text() -> None:
+    """The embedded target, measured on training modules, judged on held-out ones."""
+    target, tokenizer = load_model("target", "embedded"), load_tokenizer("embedded")
+
+    def texts(heldout: bool, count: int) -> list[list[int]]:
+        wholes = (whole for _, source in modules(heldout) for _, whole in functions(source))
+        return [tokenizer(whole)["input_ids"][:96] for whole in itertools.islice(wholes, 0, 12 * count, 12)]
+
+    choice = choose_layers(target, 2, texts(False, 16), tokens=128)
+    scorer = LayerScorer(target, texts(True, 8))
+    chosen, first_last, first_two = scorer.alphas([choice.layers, (0, 11), (0, 1)])
+    assert chosen > first_last + 0.02
+    assert chosen >= first_two
+
+
+def down_projection(layer: Any) -> Any:
+    names = ("down_proj", "dense_4h_to_h", "fc2")
+    return next(
+        module
+        for name, module in layer.named_modules()
+        if name.endswith(names) or (name == "mlp.c_proj" and isinstance(module, Conv1D | torch.nn.Linear))
+    )
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_keeping_every_channel_changes_nothing(kind: str) -> None:
+    model = with_mlp(kind)
+    trimmed = trim_mlps(model, 64, channel_scores(model, TEXTS))
+    torch.testing.assert_close(logits(trimmed), logits(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_a_trimmed_model_is_the_model_with_the_other_channels_at_zero(kind: str, tmp_path: Path) -> None:
+    model = with_mlp(kind)
+    scores = channel_scores(model, TEXTS)
+    trimmed = trim_mlps(model, 20, scores)
+    hooks = []
+    for layer, scores_F in zip(layer_list(model)[1], scores, strict=True):
+        mask_F = torch.zeros(64)
+        mask_F[scores_F.argsort(descending=True)[:20]] = 1.0
+        hooks.append(
+            down_projection(layer).register_forward_pre_hook(lambda module, inputs, mask_F=mask_F: inputs[0] * mask_F)
+        )
+    masked = logits(model)
+    for hook in hooks:
+        hook.remove()
+    assert (masked - logits(model)).abs().max() > 1e-3, "the channels did something"
+    # Sums over 64 and over 20 channels round differently; the weights are ten times the usual.
+    torch.testing.assert_close(logits(trimmed), masked, rtol=1e-4, atol=1e-4)
+    trimmed.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(trimmed), rtol=0, atol=0)
+    assert sum(weight.numel() for weight in loaded.parameters()) < sum(weight.numel() for weight in model.parameters())
+
+
+def test_a_width_that_the_config_leaves_open() -> None:
+    model = tiny_model("gpt2")
+    assert model.config.n_inner is None
+    trimmed = trim_mlps(model, 100, channel_scores(model, TEXTS))
+    assert trimmed.config.n_inner == 100
+    assert trimmed.transformer.h[0].mlp.c_fc.weight.shape == (32, 100)
+
+
+def test_scores_are_what_a_channel_writes() -> None:
+    model = tiny_model()
+    found = channel_scores(model, TEXTS)
+    for index, layer in enumerate(model.model.layers):
+        activity: list[Tensor] = []
+        hook = layer.mlp.register_forward_hook(
+            lambda mlp, inputs, output, activity=activity: activity.append(
+                (mlp.act_fn(mlp.gate_proj(inputs[0])) * mlp.up_proj(inputs[0])).abs().flatten(0, 1)
+            )
+        )
+        for ids in TEXTS:
+            logits(model, ids)
+        hook.remove()
+        expected = torch.cat(activity).double().mean(0) * layer.mlp.down_proj.weight.double().norm(dim=0)
+        torch.testing.assert_close(found[index], expected, rtol=1e-5, atol=0)  # float32 activations of another batch
+
+
+def test_equal_scores_keep_the_first_channels() -> None:
+    assert kept_channels(torch.tensor([1.0, 3.0, 1.0, 4.0, 2.0]), 4).tolist() == [0, 1, 3, 4]
+    assert kept_channels(torch.ones(5), 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mixtral", {"num_local_experts": 2}), ("phi3", {"pad_token_id": 0}), ("bloom", {"n_layer": 2, "n_head": 4})],
+)
+def test_an_mlp_that_cannot_be_trimmed_is_refused_by_name(kind: str, options: dict[str, Any]) -> None:
+    model = tiny_model(kind, **options)
+    with pytest.raises(UserError, match=rf"student\.intermediate_size.*{type(model).__name__}") as error:
+        trim_mlps(model, 20, channel_scores(model, TEXTS))
+    one_line(error)
+
+
+def test_a_norm_over_the_channels_is_refused() -> None:
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp.inner_norm = torch.nn.LayerNorm(64)
+    with pytest.raises(UserError, match="no plain or gated MLP"):
+        channel_scores(model, TEXTS)
+
+
+def test_more_channels_than_there_are() -> None:
+    model = tiny_model()
+    with pytest.raises(UserError, match=r"intermediate_size = 65.*64 channels") as error:
+        trim_mlps(model, 65, channel_scores(model, TEXTS))
+    one_line(error)

@@ -1,0 +1,104 @@
+"""Body then head gives the model's own logits, whatever the architecture does after its last layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distill.models.heads import SplitModel
+from speculative.errors import UserError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16},
+    "gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "mistral": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_of_hidden_is_the_models_logits(kind: str) -> None:
+    model = tiny_model(kind, **KINDS[kind])
+    ids_BT = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    split = SplitModel(model)
+    with torch.no_grad():
+        expected, mine = model(input_ids=ids_BT).logits, split.head(split.hidden(ids_BT))
+    assert expected.std() > 0.05, "logits that are all alike would prove nothing"
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)  # the same operations
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"), [("gemma2", {"softcap": None}), ("cohere", {"scale": 1.0}), ("granite", {"scale": 1.0})]
+)
+def test_the_tail_matters_in_these_models(kind: str, plain: dict[str, Any]) -> None:
+    split = SplitModel(tiny_model(kind, **KINDS[kind]))
+    ids_BT = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        right = split.head(split.hidden(ids_BT))
+        for name, value in plain.items():
+            setattr(split.head, name, value)
+        without = split.head(split.hidden(ids_BT))
+    assert (right - without).abs().max() > 0.1
+
+
+class ScaledLlama(LlamaForCausalLM):
+    """An architecture with a last step that nobody told us about."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+
+def tiny_config(spread: float) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=50,
+        initializer_range=spread,
+    )
+
+
+@pytest.mark.parametrize("spread", [0.2, 0.02])
+def test_an_unknown_tail_is_refused(spread: float) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match=r"ScaledLlama.*final step") as caught:
+        SplitModel(ScaledLlama(tiny_config(spread)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(UserError, match="no separate output head"):
+        SplitModel(tiny_model().model)
+
+
+def test_a_half_precision_target_is_accepted() -> None:
+    SplitModel(tiny_model(dtype=torch.bfloat16))
+
+
+def test_training_mode_survives_the_check() -> None:
+    model = tiny_model("gpt2").train()  # with dropout, so that a check in training mode would fail
+    SplitModel(model)
+    assert model.training
+
+
+def test_frozen_parameters_are_not_trainable_ones() -> None:
+    model = tiny_model()
+    assert SplitModel(model).head.parameters() == [model.lm_head.weight]
+    model.requires_grad_(False)
+    assert SplitModel(model).head.parameters() == []
+
+
+def test_it_is_not_a_module_and_registers_nothing() -> None:
+    assert not isinstance(SplitModel(tiny_model()), nn.Module)

@@ -1,0 +1,186 @@
+"""The draft before training, from a config: every way to start, and pairs of keys that cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import prompts_of, tiny_model
+from tiny_training import TOKENS, run_config, tiny_tokenizer, write_target
+from torch import Tensor, nn
+
+from data.tokenizer import train_tokenizer
+from distill.models.carving import LayerScorer, carve, choose_layers
+from distill.models.student import from_architecture, make_student
+from distill.models.vocabulary import require_agreement, vocabulary_rows
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+
+TEXTS = [ids for _, ids in prompts_of([12, 20, 7, 16], vocab_size=TOKENS)]
+ARCHITECTURE = {
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def target_of(**options: Any) -> Any:
+    return tiny_model(**{"num_hidden_layers": 4, "vocab_size": TOKENS, **options})
+
+
+def student_of(folder: Path, student: dict[str, Any], target: Any = None, **options: Any) -> Any:
+    config = run_config(folder, student=student)
+    return make_student(config, target_of() if target is None else target, tiny_tokenizer(), **options)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 13).unsqueeze(0), use_cache=False).logits
+
+
+def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> None:
+    expected = other.state_dict()
+    assert one.state_dict().keys() == expected.keys()
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_named_layers_need_no_text(tmp_path: Path) -> None:
+    same_weights(student_of(tmp_path, {"layers": [0, -1]}), carve(target_of(), (0, -1)))
+
+
+def test_layers_chosen_on_text(tmp_path: Path) -> None:
+    notes: dict[str, Any] = {}
+    target = target_of()
+    before = logits(target)
+    student = student_of(tmp_path, {"layers": "auto", "depth": 2}, target, calibration=TEXTS, notes=notes)
+    expected = choose_layers(target_of(), 2, TEXTS)
+    assert json.loads(json.dumps(notes))["layers"] == json.loads(json.dumps(expected.as_dict()))
+    same_weights(student, carve(target_of(), expected.layers))
+    torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
+    # A resumed run, or another rank, is told and does not measure.
+    again = student_of(tmp_path, {"layers": "auto", "depth": 2}, layers=notes["layers"]["layers"])
+    same_weights(again, student)
+
+
+@pytest.mark.parametrize(("served", "measured"), [(0.5, 0.5), (0.0, 1.0)])
+def test_layers_are_chosen_at_the_servers_temperature(tmp_path: Path, served: float, measured: float) -> None:
+    notes: dict[str, Any] = {}
+    config = run_config(tmp_path, student={"layers": "auto", "depth": 1}, serving={"temperature": served})
+    make_student(config, target_of(), tiny_tokenizer(), TEXTS, notes=notes)
+    scorer = LayerScorer(target_of(), TEXTS, SamplingSettings(temperature=measured))
+    assert notes["layers"]["alpha"] == scorer.alphas([notes["layers"]["layers"]])[0]
+
+
+def test_a_narrow_mlp_keeps_the_channels_that_work(tmp_path: Path) -> None:
+    target = target_of()
+    active = [3, 17, 40]
+    with torch.no_grad():
+        silent = torch.ones(64, dtype=torch.bool)
+        silent[active] = False
+        target.model.layers[3].mlp.up_proj.weight[silent] = 0.0
+        target.model.layers[0].mlp.down_proj.weight[:, silent] = 0.0
+    notes: dict[str, Any] = {}
+    student = student_of(tmp_path, {"layers": [0, -1], "intermediate_size": 3}, target, calibration=TEXTS, notes=notes)
+    assert student.config.intermediate_size == 3
+    torch.testing.assert_close(
+        student.model.layers[1].mlp.gate_proj.weight, target.model.layers[3].mlp.gate_proj.weight[active]
+    )
+    # Sums over 3 channels instead of 64; weights ten times the usual.
+    torch.testing.assert_close(logits(student), logits(carve(target, (0, -1))), rtol=1e-4, atol=1e-4)
+    assert notes["intermediate_size"]["activity_kept"] == pytest.approx([1.0, 1.0])
+    assert (notes["intermediate_size"]["channels"], notes["intermediate_size"]["of"]) == (3, 64)
+    json.dumps(notes)
+
+
+@pytest.mark.parametrize("student", [{"layers": "auto"}, {"layers": [0, -1], "intermediate_size": 8}])
+def test_measuring_needs_text(tmp_path: Path, student: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="pass calibration"):
+        student_of(tmp_path, student)
+
+
+def test_random_and_fitted_embeddings(tmp_path: Path) -> None:
+    plain = student_of(tmp_path, {"init": "config", "architecture": ARCHITECTURE})
+    same_weights(plain, from_architecture(ARCHITECTURE, tiny_tokenizer(), TOKENS, seed=0))
+    notes: dict[str, Any] = {}
+    options = {"init": "config", "architecture": ARCHITECTURE, "embeddings": "target"}
+    fitted = student_of(tmp_path, options, notes=notes)
+    assert not torch.equal(fitted.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    assert 0 < notes["embeddings"]["variance_kept"] < 1
+    json.dumps(notes)
+    same_weights(student_of(tmp_path, options), fitted)
+
+
+def donor(folder: Path) -> Any:
+    """A donor of another tokenizer family, on disk."""
+    tokenizer = train_tokenizer(["The quick brown fox.\n" * 9, "three hundred answers" * 5], 320, max_length=256)
+    model = tiny_model(vocab_size=len(tokenizer), seed=7)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_a_donor_of_another_family(tmp_path: Path) -> None:
+    donor(tmp_path / "donor")
+    options = {"init": "pretrained", "path": str(tmp_path / "donor"), "layers": [0, -1]}
+    with pytest.raises(UserError, match="do not share a vocabulary") as error:
+        student_of(tmp_path, options)
+    one_line(error)
+    notes: dict[str, Any] = {}
+    student = student_of(tmp_path, {**options, "vocabulary": "transplant"}, notes=notes)
+    assert require_agreement(tiny_tokenizer(), TOKENS, tiny_tokenizer(), vocabulary_rows(student.config))
+    assert student.get_input_embeddings().weight.shape[0] == TOKENS
+    assert notes["vocabulary"]["exact"] > 256
+    assert notes["vocabulary"]["averaged"] > 0
+    json.dumps(notes)
+
+
+def test_a_donor_of_the_same_family_is_left_as_it_is(tmp_path: Path) -> None:
+    model = write_target(tmp_path / "same")
+    options = {"init": "pretrained", "path": str(tmp_path / "same"), "vocabulary": "transplant"}
+    same_weights(student_of(tmp_path, options), model)
+
+
+@pytest.mark.parametrize(
+    ("student", "said"),
+    [
+        ({"init": "config", "architecture": ARCHITECTURE, "layers": "auto"}, "layers: auto goes with student.init: carved"),
+        ({"init": "pretrained", "path": "x", "intermediate_size": 9}, "intermediate_size: 9 goes with student.init: carved"),
+        ({"embeddings": "target"}, "embeddings: target goes with student.init: config"),
+        ({"vocabulary": "transplant"}, "vocabulary: transplant goes with student.init: pretrained"),
+    ],
+)  # fmt: skip
+def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, student: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        student_of(tmp_path, student, calibration=TEXTS)
+    one_line(error)
+
+
+def test_adapters_by_default_are_on_every_linear_layer_but_the_head(tmp_path: Path) -> None:
+    adapted = student_of(tmp_path, {"layers": [0, -1], "lora": {}})
+    lora = adapted.peft_config["default"]
+    assert (lora.r, lora.lora_alpha) == (64, 128)
+    linear = {name for name, module in carve(target_of(), (0, -1)).named_modules() if isinstance(module, nn.Linear)} - {
+        "lm_head"
+    }
+    found = {
+        name.removeprefix("base_model.model.") for name, module in adapted.named_modules() if hasattr(module, "lora_A")
+    }
+    assert found == linear
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_adapters_on_a_trimmed_student(tmp_path: Path) -> None:
+    options = {"layers": "auto", "intermediate_size": 16, "lora": {"rank": 4}, "gradient_checkpointing": True}
+    adapted = student_of(tmp_path, options, calibration=TEXTS)
+    merged = adapted.merge_and_unload()
+    assert merged.config.intermediate_size == 16
+    assert logits(merged).isfinite().all()

@@ -1,0 +1,232 @@
+"""Where a draft's first weights come from: carved, random, ready-made; adapters and what is exported of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_training import tiny_tokenizer
+from torch import Tensor
+
+from distill.loss.objective import Objective
+from distill.models.carving import carve
+from distill.models.load import dtype_of, load_model, load_tokenizer, saved_dtype
+from distill.models.student import add_lora, from_architecture
+from distill.training.module import DraftModule
+from speculative.errors import UserError
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 13).unsqueeze(0)).logits
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("model.layers", {"num_hidden_layers": 4}),
+    "gpt2": ("transformer.h", {"n_layer": 4}),
+    "gpt_neox": ("gpt_neox.layers", {"num_hidden_layers": 4}),
+    "qwen2": (
+        "model.layers",
+        {
+            "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", [[0, -1], [2], [3, 1, 0]])
+def test_carved_layers_are_the_targets_bit_for_bit(kind: str, layers: list[int]) -> None:
+    prefix, options = KINDS[kind]
+    target = tiny_model(kind, **options)
+    draft = carve(target, layers)
+    source, found = target.state_dict(), draft.state_dict()
+    chosen = [layer % 4 for layer in layers]
+    assert draft.config.num_hidden_layers == len(layers)
+    for name, value in found.items():
+        origin = name
+        if name.startswith(prefix + "."):
+            index, _, rest = name.removeprefix(prefix + ".").partition(".")
+            origin = f"{prefix}.{chosen[int(index)]}.{rest}"
+        torch.testing.assert_close(value, source[origin].float(), rtol=0, atol=0, msg=name)
+    expected = {f"{prefix}.{layer}." for layer in range(4) if layer not in chosen}
+    assert len(found) == len([name for name in source if not name.startswith(tuple(expected))])
+    if "layer_types" in options:
+        assert list(draft.config.layer_types) == [options["layer_types"][layer] for layer in chosen]
+    assert logits(draft).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_carving_every_layer_is_the_target(kind: str) -> None:
+    target = tiny_model(kind, **KINDS[kind][1])
+    torch.testing.assert_close(logits(carve(target, range(4))), logits(target), rtol=0, atol=0)
+
+
+def test_carving_shares_no_memory_with_the_target_and_leaves_it_alone() -> None:
+    target = tiny_model(num_hidden_layers=3)
+    before, depth = logits(target), target.config.num_hidden_layers
+    draft = carve(target, [0])
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.zero_()
+    torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
+    assert target.config.num_hidden_layers == depth
+
+
+def test_carving_keeps_a_tied_head_tied() -> None:
+    draft = carve(tiny_model(num_hidden_layers=3, tie_word_embeddings=True), [0, 2])
+    assert draft.lm_head.weight is draft.model.embed_tokens.weight
+
+
+def test_a_half_precision_target_gives_a_float32_draft() -> None:
+    target = tiny_model(num_hidden_layers=3, dtype=torch.bfloat16)
+    draft = carve(target, [1])
+    assert {weight.dtype for weight in draft.parameters()} == {torch.float32}
+    kept = target.model.layers[1].mlp.up_proj.weight.float()
+    torch.testing.assert_close(draft.model.layers[0].mlp.up_proj.weight.data, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"), [([0, 3], "0 to 2"), ([-4], "-3"), ([], "0 to 2"), ([0, -3], "twice"), ([1, 1], "twice")]
+)
+def test_impossible_layers_are_refused(layers: list[int], said: str) -> None:
+    with pytest.raises(UserError, match=r"student\.layers") as error:
+        carve(tiny_model(num_hidden_layers=3), layers)
+    assert said in one_line(error)
+
+
+def test_random_weights_follow_the_seed_alone() -> None:
+    tokenizer = tiny_tokenizer()
+    first = from_architecture(ARCHITECTURE, tokenizer, 320, seed=5)
+    torch.manual_seed(99)
+    again, other = (from_architecture(ARCHITECTURE, tokenizer, 320, seed=seed) for seed in (5, 6))
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert first.config.vocab_size == 320
+    assert first.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_making_random_weights_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    from_architecture(ARCHITECTURE, tiny_tokenizer(), 320, seed=5)
+    torch.testing.assert_close(torch.rand(4), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "lama"},
+        {"model_type": None},
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 3, "hidden_size": 16, "head_dim": None},
+    ],
+)
+def test_impossible_architectures_are_refused_in_one_line(change: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"student\.architecture") as error:
+        from_architecture(ARCHITECTURE | change, tiny_tokenizer(), 320, seed=0)
+    assert len(one_line(error)) > len("student.architecture: ") + 20, "says why"
+
+
+def test_unknown_adapter_module_is_refused() -> None:
+    with pytest.raises(UserError, match=r"target_modules.*q_prj") as error:
+        add_lora(tiny_model(), 4, 8.0, 0.0, ["q_prj"])
+    one_line(error)
+
+
+def test_export_of_adapters_is_the_adapted_model() -> None:
+    torch.manual_seed(0)
+    adapted = add_lora(tiny_model(), 4, 8.0, 0.0, "all-linear")
+    plain = logits(adapted)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.2)
+    module = DraftModule(adapted, Objective({"ce": 1.0}))
+    exported = module.exported()
+    assert (logits(adapted) - plain).abs().max() > 0.1, "the adapters do something"
+    torch.testing.assert_close(
+        logits(exported), logits(adapted), rtol=1e-4, atol=1e-4
+    )  # merged weights: one product, not two
+    assert not any("lora" in name for name, _ in exported.named_parameters())
+    assert any("lora" in name for name, _ in module.named_parameters()), (
+        "a copy was merged, the module goes on training"
+    )
+
+
+def test_export_of_a_plain_student_is_itself() -> None:
+    student = tiny_model()
+    assert DraftModule(student, Objective({"ce": 1.0})).exported() is student
+
+
+def test_module_has_each_parameter_once() -> None:
+    student = tiny_model()
+    module = DraftModule(student, Objective({"ce": 1.0}))
+    assert [name for name, _ in module.named_parameters()] == [
+        f"student.{name}" for name, _ in student.named_parameters()
+    ]
+
+
+@pytest.mark.parametrize("load", [lambda path: load_model("target.path", path), load_tokenizer])
+@pytest.mark.parametrize("path", ["./nowhere", "{tmp}/nowhere", "nobody/no-such-model", "no-such-model", "a/b/c/d"])
+def test_models_that_are_not_there(load: Any, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    path = path.format(tmp=tmp_path)
+    with pytest.raises(UserError) as error:
+        load(path)
+    text = one_line(error)
+    assert repr(path) in text
+    if path.startswith("no"):
+        assert "hf download" in text
+
+
+def test_a_folder_without_a_model_and_one_with_broken_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config.json") as error:
+        load_model("target.path", str(tmp_path))
+    one_line(error)
+    tiny_model().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load_model("target.path", str(tmp_path))
+    one_line(error)
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load_model("target.path", str(tmp_path))
+    one_line(error)
+
+
+def test_saved_dtype_is_that_of_the_files(tmp_path: Path) -> None:
+    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model("target.path", str(tmp_path), dtype=dtype_of("auto", torch.device("cpu")))
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert saved_dtype(str(tmp_path), model) == torch.bfloat16
+    assert dtype_of("auto", torch.device("cuda")) == "auto"
+    assert dtype_of("bfloat16", torch.device("cpu")) == torch.bfloat16
+
+
+def test_a_misspelt_architecture_field_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="hiden_size: llama has no such field: did you mean hidden_size"):
+        from_architecture({"model_type": "llama", "hiden_size": 32}, tiny_tokenizer(), 300, seed=0)

@@ -1,0 +1,314 @@
+"""A run's folder: claimed once, written whole or not at all, pruned, pointed at."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import fresh_accelerator, make_loop, run_config, tiny_tokenizer
+
+from distill.config.load import dump_config, load_config
+from distill.config.run import RunConfig
+from distill.run import checkpoint
+from distill.run.folder import PROGRESS, claim_folder, list_steps, step_folder
+from speculative.errors import UserError
+
+
+def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """Every writer really fails when a file grows past this size, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# --- claiming ----------------------------------------------------------------------------------------------------------
+
+
+def test_claim_writes_the_resolved_config(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    claim_folder(config)
+    assert load_config(config.folder / "config.yaml") == config
+    assert [path.name for path in config.folder.iterdir()] == ["config.yaml"]
+
+
+PRODUCTS = ("checkpoints",)
+
+
+def claim_and_produce(folder: Path, product: str = "checkpoints") -> None:
+    """A run's folder as a run leaves it that got somewhere."""
+    config = run_config(folder)
+    claim_folder(config)
+    (config.folder / product).mkdir()
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_claim_again_with_the_same_config_is_a_resume(tmp_path: Path, product: str) -> None:
+    claim_and_produce(tmp_path, product)
+    claim_folder(run_config(tmp_path))
+    with pytest.raises(UserError, match="resume is never") as error:
+        claim_folder(run_config(tmp_path, resume="never"))
+    one_line(error)
+
+
+def test_what_does_not_reach_the_training_may_change(tmp_path: Path) -> None:
+    claim_and_produce(tmp_path, "checkpoints")
+    claim_folder(run_config(tmp_path, tracking={"trackers": ["wandb"]}, judge={"batch_size": 2}))
+    chosen = {"weighting": {"name": "selected", "reference": "x"}}
+    claim_folder(run_config(tmp_path, train={"micro_batch_size": 1}))
+    with pytest.raises(UserError, match="another config"):
+        claim_folder(run_config(tmp_path, train={"micro_batch_size": 1}, loss=chosen))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optim": {"lr": 5e-4}}, ["lr", "0.01", "0.0005"]),
+        ({"seed": 7}, ["seed", "0", "7"]),
+        ({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}, ["unused.jsonl", "a.jsonl"]),
+        ({"serving": {"temperature": 0.5}}, ["temperature", "1.0", "0.5"]),
+        ({"target": None, "loss": {"name": "ce"}, "train": {"window": 8}, "student": {"init": "pretrained", "path": "x"}}, ["target"]),
+    ],
+)  # fmt: skip
+def test_claim_with_another_config_names_the_difference(
+    tmp_path: Path, change: dict[str, Any], said: list[str], product: str
+) -> None:
+    claim_and_produce(tmp_path, product)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(UserError, match="another config") as error:
+        claim_folder(run_config(tmp_path, **change))
+    text = one_line(error)
+    assert all(part in text for part in said), text
+    assert str(tmp_path / "run") in text
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_a_start_that_produced_nothing_may_be_mended(tmp_path: Path) -> None:
+    claim_folder(run_config(tmp_path))
+    mended = run_config(tmp_path, seed=7)
+    claim_folder(mended)
+    assert load_config(mended.folder / "config.yaml") == mended
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a folder should be")
+    with pytest.raises(UserError, match="cannot be written") as error:
+        claim_folder(run_config(blocked))
+    assert "output=" in one_line(error)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError, match="Permission denied") as error:
+        claim_folder(run_config(tmp_path))
+    one_line(error)
+
+
+# --- saving ------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A loop after its first checkpoint, and what to save at the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config: RunConfig = run_config(folder)
+        self.loop = make_loop(self.config)
+        self.loop._save()
+        self.loop.step(self.loop.micro_batches(0))
+        self.loop.progress.step = 1
+
+    def save(self) -> Path:
+        loop = self.loop
+        return checkpoint.save_checkpoint(
+            loop.run, loop.accelerator, {"student": loop.module.student}, loop.tokenizer, loop.progress, loop.provenance
+        )
+
+    def assert_only_the_first_is_there(self) -> None:
+        assert list_steps(self.config.folder) == [0]
+        assert checkpoint.last_resumable(self.config.folder) == 0
+        assert [
+            path.name for path in (self.config.folder / "checkpoints").iterdir() if not path.name.startswith(".")
+        ] == ["step-000000"]
+        again = make_loop(self.config)
+        assert again.progress.step == 0
+
+
+def test_a_checkpoint_has_everything(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    folder = run.save()
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {
+        "progress.json", "provenance.json", "student/config.json", "student/model.safetensors", "student/tokenizer.json",
+        "state/model.safetensors", "state/optimizer.bin", "state/random_states_0.pkl",
+    } <= found  # fmt: skip
+    assert list_steps(run.config.folder) == [0, 1]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    student = AutoModelForCausalLM.from_pretrained(folder / "student")
+    for name, value in run.loop.module.student.state_dict().items():
+        torch.testing.assert_close(student.state_dict()[name], value, rtol=0, atol=0)
+    assert AutoTokenizer.from_pretrained(folder / "student").get_vocab() == tiny_tokenizer().get_vocab()
+
+
+class Killed(BaseException):
+    """Nothing may catch it."""
+
+
+@pytest.mark.parametrize("where", ["save_state", "student", "tokenizer", "write_json", "rename"])
+def test_a_stop_in_the_middle_leaves_the_earlier_checkpoint_and_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    run = Run(tmp_path)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        if where == "save_state":
+            patched.setattr(run.loop.accelerator, "save_state", killed)
+        elif where == "student":
+            patched.setattr(type(run.loop.module.student), "save_pretrained", killed)
+        elif where == "tokenizer":
+            patched.setattr(type(run.loop.tokenizer), "save_pretrained", killed)
+        elif where == "write_json":
+            patched.setattr(checkpoint, "write_json", killed)
+        else:
+            patched.setattr(os, "replace", killed)
+        with pytest.raises(Killed):
+            run.save()
+    run.assert_only_the_first_is_there()
+    assert run.save().name == "step-000001", "what was left behind is in nobody's way"
+    assert list_steps(run.config.folder) == [0, 1]
+
+
+# Rust and C++ writers each have their own exception for a full disk.
+@pytest.mark.parametrize("writer", ["safetensors", "torch", "tokenizer", "json", "rename"])
+def test_a_full_disk_is_one_line_and_harms_no_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    run = Run(tmp_path)
+    state = step_folder(run.config.folder, 0) / "state"
+    weights = (state / "model.safetensors").stat().st_size
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_in_rust(*_: Any, **__: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    failures: dict[str, tuple[Any, str, Any]] = {
+        "tokenizer": (type(run.loop.tokenizer), "save_pretrained", full_in_rust),
+        "json": (Path, "write_bytes", full),
+        "rename": (os, "replace", full),
+    }
+    # The optimizer's file is larger than the weights: one limit stops the first writer, the other the second.
+    room = {"safetensors": weights // 2, "torch": weights + 4096}.get(writer, 1 << 40)
+    with monkeypatch.context() as patched, files_no_larger_than(room):
+        if writer in failures:
+            patched.setattr(*failures[writer])
+        with pytest.raises(UserError, match="cannot be written") as error:
+            run.save()
+    text = one_line(error)
+    assert "step-000001" in text
+    assert str(step_folder(run.config.folder, 0)) in text
+    assert not list((run.config.folder / "checkpoints").glob(".*")), "a full disk is not left fuller"
+    run.assert_only_the_first_is_there()
+
+
+def test_an_error_of_ours_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(run.loop.accelerator, "save_state", broken)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        run.save()
+
+
+# --- finding, pruning, pointing ----------------------------------------------------------------------------------------
+
+
+def fake_checkpoint(run: Path, step: int, *, state: bool = True) -> None:
+    folder = step_folder(run, step)
+    (folder / "student").mkdir(parents=True)
+    if state:
+        (folder / "state").mkdir()
+    (folder / PROGRESS).write_text("{}")
+
+
+def test_steps_are_found_in_order_of_number(tmp_path: Path) -> None:
+    for step in (1_500_000, 90, 100, 0):
+        fake_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / ".step-000200.tmp").mkdir()
+    (tmp_path / "checkpoints" / "step-000300").mkdir()  # no progress.json: not ours, or half deleted
+    assert list_steps(tmp_path) == [0, 90, 100, 1_500_000]
+    assert checkpoint.last_resumable(tmp_path) == 1_500_000
+    assert list_steps(tmp_path / "nothing") == []
+    assert checkpoint.last_resumable(tmp_path / "nothing") is None
+
+
+def test_a_checkpoint_without_state_cannot_be_resumed(tmp_path: Path) -> None:
+    fake_checkpoint(tmp_path, 10)
+    fake_checkpoint(tmp_path, 20, state=False)
+    assert checkpoint.last_resumable(tmp_path) == 10
+
+
+def test_pruning_takes_old_states_and_no_student(tmp_path: Path) -> None:
+    for step in (0, 10, 20, 30):
+        fake_checkpoint(tmp_path, step)
+    checkpoint.prune_states(tmp_path, keep=3)
+    checkpoint.prune_states(tmp_path, keep=2)
+    have = {step: (step_folder(tmp_path, step) / "state").exists() for step in (0, 10, 20, 30)}
+    assert have == {0: False, 10: False, 20: True, 30: True}
+    assert all((step_folder(tmp_path, step) / "student").exists() for step in have)
+
+
+def test_best_is_a_relative_link_that_moves(tmp_path: Path) -> None:
+    for step in (0, 10):
+        fake_checkpoint(tmp_path / "run", step)
+        checkpoint.point_best(tmp_path / "run", step)
+        assert (tmp_path / "run" / "best").resolve().name == f"step-{step:06d}"
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "best").resolve() == (tmp_path / "moved" / "checkpoints" / "step-000010").resolve()
+    (tmp_path / "moved" / ".best.tmp").symlink_to("left/by/a/kill")
+    checkpoint.point_best(tmp_path / "moved", 0)
+    assert (tmp_path / "moved" / "best").resolve().name == "step-000000"
+
+
+def test_the_config_of_a_run_reads_back_as_it_was(tmp_path: Path) -> None:
+    config = run_config(tmp_path, student={"lora": {"rank": 4, "target_modules": ["q_proj"]}})
+    fresh_accelerator(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+def test_before_the_first_checkpoint_a_start_may_be_mended(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    claim_folder(config)
+    (config.folder / "responses").mkdir()
+    (config.folder / "self_checks.json").write_text("{}")
+    claim_folder(config)
+    assert (config.folder / "self_checks.json").exists()
+    mended = run_config(tmp_path, optim={"lr": 0.5})
+    claim_folder(mended)
+    assert not (config.folder / "self_checks.json").exists()
+    assert (config.folder / "config.yaml").read_text() == dump_config(mended)

@@ -1,0 +1,388 @@
+"""From the mix to micro-batches: the same sequences for any ranks and micro-batches, packed or padded."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import prompts_of, tiny_model
+from tiny_training import (
+    FORK,
+    TOKENS,
+    ScriptedJudge,
+    examples_of,
+    final_weights,
+    fresh_accelerator,
+    make_loop,
+    metrics_of,
+    run_and_kill,
+    run_child,
+    run_config,
+    tiny_tokenizer,
+)
+
+from data.batches.collate import Batch, Example, collate
+from data.batches.packing import batches_per_epoch, micro_batches, plan_epoch
+from data.responses.respond import RenderedPrompt
+from distill.config.run import RunConfig
+from distill.loss.objective import Objective
+from distill.models.carving import carve
+from distill.run.checkpoint import resume_point
+from distill.run.folder import list_steps
+from distill.training.batches import BatchSource, position_weighted
+from distill.training.loop import Loop
+from distill.training.module import DraftModule
+from distill.training.rollouts import Rollouts
+from distill.training.teacher import Teacher
+from speculative.errors import UserError
+
+LENGTHS = [9, 12, 7, 15, 10, 8, 11, 14, 6, 13, 5, 16, 9, 10, 12, 7, 8]
+EVERY = 3
+
+
+class FakeRollouts:
+    """Sequences whose ids tell kind and generation; notes what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, object]] = []
+
+    def _made(self, kind: str, generation: int, draft: object) -> list[Example]:
+        self.asked.append((kind, generation, draft))
+        first = {"student": 100, "speculative": 200}[kind] + generation
+        made = examples_of([4 + (index + generation) % 7 for index in range(9)], seed=generation)
+        for example in made:
+            example.input_ids[0] = first
+        if kind == "student":
+            return made
+        return [Example(e.input_ids, e.loss_mask, np.full(len(e.input_ids), 2.0, dtype=np.float32)) for e in made]
+
+    def student(self, generation: int, draft: object) -> list[Example]:
+        return self._made("student", generation, draft)
+
+    def speculative(self, generation: int, draft: object) -> list[Example]:
+        return self._made("speculative", generation, draft)
+
+
+def windows(count: int = 11, width: int = 8) -> list[Example]:
+    mask = np.arange(width) > 0
+    return [Example(np.full(width, 290, dtype=np.int32) + index % 5, mask) for index in range(count)]
+
+
+def config_of(folder: Path, mix: dict[str, float] | None = None, weighting: Any = None, **train: Any) -> RunConfig:
+    mix = mix or {"target": 1.0}
+    text: Any = [{"path": "unused.txt"}] if mix.get("text") else []
+    return run_config(
+        folder,
+        data={"train": [{"path": "unused"}], "mix": mix, "text": text, "rollouts": {"every": EVERY}},
+        loss={"name": "forward_kl", "weighting": weighting or {"name": "none"}},
+        train={"steps": 6, "batch_size": 8, "micro_batch_size": 2, **train},
+    )
+
+
+MIX = {"target": 0.4, "student": 0.3, "speculative": 0.2, "text": 0.1}
+
+
+def source_of(config: RunConfig, rank: int = 0, ranks: int = 1, rollouts: FakeRollouts | None = None) -> BatchSource:
+    made: Any = rollouts or FakeRollouts()
+    return BatchSource(config, examples_of(LENGTHS), 0, rank, ranks, made, windows())
+
+
+def sequences(batch: Batch) -> list[tuple[int, ...]]:
+    """The sequences of a batch by position ids, padding behind them left out where it is id 0."""
+    found: list[list[int]] = []
+    positions = batch.position_ids_BT
+    for row, ids in enumerate(batch.input_ids_BT.tolist()):
+        for place, token in enumerate(ids):
+            if place == 0 or (positions is not None and positions[row, place] == 0):
+                found.append([])
+            found[-1].append(token)
+    kept = [sequence for sequence in found if any(sequence)]
+    return [tuple(sequence[: max(i for i, token in enumerate(sequence) if token) + 1]) for sequence in kept]
+
+
+def equal(found: Batch, expected: Batch) -> bool:
+    pairs = [
+        (getattr(found, name), getattr(expected, name))
+        for name in vars(expected)
+        if name not in ("indices", "positions")
+    ]
+    return found.positions == expected.positions and all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_responses_of_the_target_alone_come_as_the_plan_says(tmp_path: Path, ranks: int) -> None:
+    examples = examples_of(LENGTHS)
+    config = config_of(tmp_path)
+    for rank in range(ranks):
+        source = BatchSource(config, examples, 0, rank, ranks)
+        for step in (0, 1, 2, 5, 0):
+            epoch, index = divmod(step, batches_per_epoch(len(LENGTHS), 8))
+            shares = micro_batches(plan_epoch(LENGTHS, 8, 0, epoch)[index], 2, rank, ranks)
+            found = source.micro_batches(step)
+            assert len(found) == len(shares)
+            for batch, share in zip(found, shares, strict=True):
+                assert equal(batch, collate([examples[i] for i in share], 0))
+                assert batch.indices == tuple(share.tolist())
+                assert batch.weights_R is None
+                assert batch.position_ids_BT is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    step=st.integers(0, 12),
+    shape=st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 2), (8, 1), (2, 4)]),
+    packing=st.sampled_from([None, 16, 40]),
+)
+def test_a_step_has_the_same_sequences_for_any_ranks_micro_batches_and_packing(
+    tmp_path_factory: pytest.TempPathFactory, step: int, shape: tuple[int, int], packing: int | None
+) -> None:
+    folder, (ranks, micro_batch_size) = tmp_path_factory.getbasetemp(), shape
+    whole = source_of(config_of(folder, MIX, micro_batch_size=8)).micro_batches(step, "draft")  # type: ignore[arg-type]
+    assert len(whole) == 1
+    config = config_of(folder, MIX, micro_batch_size=micro_batch_size, packing=packing)
+    shares = [source_of(config, rank, ranks).micro_batches(step, "draft") for rank in range(ranks)]  # type: ignore[arg-type]
+    assert len({len(share) for share in shares}) == 1, "every rank makes the same number of forwards"
+    found = [batch for share in shares for batch in share]
+    assert sorted(s for batch in found for s in sequences(batch)) == sorted(sequences(whole[0]))
+    assert sorted(torch.cat([batch.labels_R for batch in found]).tolist()) == sorted(whole[0].labels_R.tolist())
+    assert sorted(i for batch in found for i in batch.indices) == sorted(whole[0].indices)
+    if packing is None:
+        assert all(len(batch.input_ids_BT) == micro_batch_size for batch in found)
+    else:
+        assert all(batch.input_ids_BT.numel() <= micro_batch_size * packing for batch in found)
+
+
+def test_shares_and_generations_show_in_the_sequences(tmp_path: Path) -> None:
+    rollouts = FakeRollouts()
+    source = source_of(config_of(tmp_path, MIX, micro_batch_size=8), rollouts=rollouts)
+    counts = {"target": 0, "student": 0, "speculative": 0, "text": 0}
+    for step in range(30):
+        (batch,) = source.micro_batches(step, "draft")  # type: ignore[arg-type]
+        first_ids = [sequence[0] for sequence in sequences(batch)]
+        assert len(first_ids) == 8
+        assert (np.diff([len(sequence) for sequence in sequences(batch)]) <= 0).all(), "falling length over all pools"
+        for index, first in zip(batch.indices, first_ids, strict=True):
+            # The rollouts' marks may also be the first id of a response of the target, whose number tells it.
+            if index >= 0:
+                counts["target"] += 1
+            elif first >= 290:
+                counts["text"] += 1
+            else:
+                kind, mark = ("speculative", 200) if first >= 200 else ("student", 100)
+                counts[kind] += 1
+                assert first - mark == step // EVERY, "of the generation that serves this step"
+    for name, share in MIX.items():
+        assert abs(counts[name] - 30 * 8 * share) < 1
+    assert [(kind, generation) for kind, generation, _ in rollouts.asked if kind == "student"] == [
+        ("student", generation) for generation in range(10)
+    ], "each generation is asked for once"
+    assert {draft for *_, draft in rollouts.asked} == {"draft"}
+
+
+def test_a_resumed_source_gives_the_same_step(tmp_path: Path) -> None:
+    config = config_of(tmp_path, MIX)
+    source = source_of(config)
+    for step in range(8):
+        resumed = source_of(config).micro_batches(step, "draft")  # type: ignore[arg-type]
+        for found, expected in zip(source.micro_batches(step, "draft"), resumed, strict=True):  # type: ignore[arg-type]
+            assert equal(found, expected)
+            assert found.indices == expected.indices
+
+
+def test_weights_of_rejected_positions_reach_the_batch(tmp_path: Path) -> None:
+    (batch,) = source_of(config_of(tmp_path, {"target": 0.0, "speculative": 1.0}, micro_batch_size=8)).micro_batches(
+        0, "draft"
+    )  # type: ignore[arg-type]
+    assert batch.weights_R is not None
+    assert batch.weights_R.tolist() == [2.0] * batch.labels_R.numel()
+
+
+def test_position_weights_by_hand() -> None:
+    example = Example(np.arange(6), np.array([False, False, True, True, False, True]))
+    weights = position_weighted(example, half_life=2.0).weights
+    assert weights is not None
+    np.testing.assert_allclose(weights, [1, 1, 1, 0.5**0.5, 1, 0.5], rtol=1e-6)
+    doubled = Example(example.input_ids, example.loss_mask, np.full(6, 2.0, dtype=np.float32))
+    np.testing.assert_allclose(position_weighted(doubled, 2.0).weights, 2 * weights, rtol=1e-6)  # type: ignore[arg-type]
+    assert example.weights is None
+
+
+@pytest.mark.parametrize("packing", [None, 40])
+def test_position_weights_multiply_those_of_rejections_and_spare_general_text(
+    tmp_path: Path, packing: int | None
+) -> None:
+    weighting = {"name": "position", "half_life": 3.0}
+    mix = {"target": 1.0, "speculative": 1.0, "text": 2.0}
+    source = source_of(config_of(tmp_path, mix, weighting, micro_batch_size=8, packing=packing))
+    seen: set[float] = set()
+    for batch in source.micro_batches(0, "draft"):  # type: ignore[arg-type]
+        assert batch.weights_R is not None
+        seen |= {round(weight, 5) for weight in batch.weights_R.tolist()}
+        text = batch.labels_R >= 290
+        assert (batch.weights_R[text] == 1.0).sum() >= 7
+    assert {1.0, 2.0, round(0.5 ** (1 / 3), 5), round(2 * 0.5 ** (1 / 3), 5)} <= seen
+
+
+def test_an_empty_micro_batch_is_still_a_forward(tmp_path: Path) -> None:
+    # 8 sequences of 8 tokens: 3 rows of 24, dealt to 2 ranks one at a time.
+    config = config_of(tmp_path, {"target": 0.0, "text": 1.0}, micro_batch_size=1, packing=24)
+    shares = [source_of(config, rank, 2).micro_batches(0) for rank in range(2)]
+    assert [[batch.labels_R.numel() for batch in share] for share in shares] == [[21, 14], [21, 0]]
+    empty = shares[1][1]
+    assert empty.input_ids_BT.numel() > 0
+    assert empty.indices == ()
+
+
+@pytest.mark.parametrize(
+    ("mix", "train", "message"),
+    [
+        ({"target": 1.0}, {"packing": 12}, r"train\.packing = 12: a sequence of data\.mix\.target has 16 tokens"),
+        ({"target": 0.0, "text": 1.0}, {}, r"data\.mix\.text: no sequences"),
+    ],
+)
+def test_impossible_sets_are_refused(
+    tmp_path: Path, mix: dict[str, float], train: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        BatchSource(config_of(tmp_path, mix, **train), examples_of(LENGTHS), 0, 0, 1)
+
+
+def test_rollouts_need_someone_to_make_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"target": 0.0, "student": 1.0})
+    with pytest.raises(ValueError, match="rollouts and a draft"):
+        BatchSource(config, [], 0, 0, 1).micro_batches(0)
+    with pytest.raises(ValueError, match="rollouts and a draft"):
+        source_of(config).micro_batches(0)
+
+
+def rollout_loop(config: RunConfig) -> Loop:
+    """A loop on all four pools, rollouts made by the draft that trains; resumes where the run stands."""
+    torch.set_num_threads(1)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    accelerator, tokenizer, target = fresh_accelerator(config.folder), tiny_tokenizer(), tiny_model(vocab_size=TOKENS)
+    progress, _ = resume_point(config)
+    module = DraftModule(carve(target, [0]), Objective(config.loss_weights(), chunk_tokens=5))
+    prompts = [RenderedPrompt(key, "any", tuple(ids)) for key, ids in prompts_of([3, 5, 2, 4, 6, 3], vocab_size=TOKENS)]
+    rollouts = Rollouts(config, accelerator, target, tokenizer, prompts, config.folder)
+    examples = examples_of(LENGTHS)
+    batches = BatchSource(config, examples, 0, 0, 1, rollouts, windows())
+    teacher, judge = Teacher(target), ScriptedJudge()
+    return Loop(config, accelerator, module, teacher, examples, tokenizer, judge, progress, {"seed": 0}, batches)
+
+
+def rollout_config(folder: Path, packing: int | None) -> RunConfig:
+    return run_config(
+        folder,
+        data={
+            "train": [{"path": "unused"}], "mix": MIX, "text": [{"path": "unused.txt"}],
+            "rollouts": {"every": 2, "prompts": 4, "max_tokens": 6, "gamma": 2},
+        },
+        serving={"shard_size": 2, "batch_size": 2},
+        train={"steps": 11, "batch_size": 4, "micro_batch_size": 2, "packing": packing},
+        judge={"every": 5},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", [None, 32])
+def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packing: int | None) -> None:
+    whole, killed = (rollout_config(tmp_path / name, packing) for name in ("whole", "killed"))
+
+    def fit(config: RunConfig) -> None:
+        rollout_loop(config).fit()
+
+    def fit_to_9(config: RunConfig) -> None:
+        loop = rollout_loop(config)
+        make = loop.batches.micro_batches
+        loop.batches.micro_batches = lambda step, draft: os._exit(9) if step == 9 else make(step, draft)  # type: ignore[method-assign]
+        loop.fit()
+
+    fit(whole)
+    # Resumes at 5, in a generation that the draft of step 4 made; two have been made since.
+    assert run_child(fit_to_9, killed) == 9
+    generator, deaths = random.Random(1), 0
+
+    def lines() -> int:
+        path = killed.folder / "metrics.jsonl"
+        return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+
+    for _ in range(4):
+        deaths += run_and_kill(fit, killed, progress=lines, generator=generator, most=2) != 0
+    assert deaths >= 1
+    assert run_child(fit, killed) == 0
+    assert list_steps(killed.folder) == [0, 5, 10, 11]
+    for name, weight in final_weights(whole).items():
+        assert torch.equal(final_weights(killed)[name], weight), name
+    facts = [[(line.get("loss"), line.get("tokens")) for line in metrics_of(config)] for config in (whole, killed)]
+    assert facts[0] == facts[1]
+
+
+def packed_config(folder: Path, micro_batch_size: int) -> RunConfig:
+    return run_config(
+        folder,
+        train={"batch_size": 8, "micro_batch_size": micro_batch_size, "steps": 20, "packing": 50},
+        optim={"max_grad_norm": 1e6, "warmup_ratio": 0.0},
+    )
+
+
+def one_step(config: RunConfig) -> dict[str, Any]:
+    """The gradient of the first step, its result, and the response tokens of its micro-batches."""
+    loop = make_loop(config, examples=examples_of([20, 19, 18, 17, 16, 15, 14, 13]))
+    gradients: dict[str, torch.Tensor] = {}
+    clip = loop.accelerator.clip_grad_norm_
+
+    def recording_clip(*arguments: Any) -> Any:
+        gradients.update({name: weight.grad.clone() for name, weight in loop.module.named_parameters()})
+        return clip(*arguments)
+
+    loop.accelerator.clip_grad_norm_ = recording_clip  # type: ignore[method-assign]
+    window = loop.micro_batches(0)
+    result = loop.step(window)
+    rows = [batch.labels_R.numel() for batch in window]
+    return {"gradients": gradients, "loss": result.loss, "tokens": result.tokens, "rows": rows}
+
+
+def _rank(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    torch.save(one_step(packed_config(folder, 1)), folder / f"rank{rank}.pt")
+
+
+def test_packed_ranks_of_which_one_has_nothing_left_make_the_whole_gradient(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [FORK.Process(target=_rank, args=(rank, port, tmp_path)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        if child.is_alive():
+            child.kill()
+    assert [child.exitcode for child in children] == [0, 0]
+    shared = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    # Three rows for two ranks: two micro-batches each, one of them without a response token.
+    assert [len(one["rows"]) for one in shared] == [2, 2]
+    assert [one["rows"][1] == 0 for one in shared] == [False, True]
+    for whole in (one_step(packed_config(tmp_path / "packed", 8)), padded_step(tmp_path)):
+        assert shared[0]["tokens"] == whole["tokens"] == sum(sum(one["rows"]) for one in shared)
+        assert shared[0]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        for name, gradient in whole["gradients"].items():
+            for one in shared:
+                # float32 sums taken in another order
+                torch.testing.assert_close(one["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def padded_step(folder: Path) -> dict[str, Any]:
+    return one_step(run_config(folder / "padded", train={"batch_size": 8, "micro_batch_size": 8, "steps": 20},
+                               optim={"max_grad_norm": 1e6, "warmup_ratio": 0.0}))  # fmt: skip

@@ -1,0 +1,386 @@
+"""The teacher paid once: signals against their dense definition, unbiased draws, and capture = store, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import perturbed, tiny_model
+from tiny_training import TOKENS, examples_of
+from torch import Tensor
+
+from data.batches.collate import Batch, collate
+from data.batches.packed import collate_packed
+from data.signals.codec import RELATIVE_ERROR
+from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
+from data.signals.store import SignalStore, signal_manifest
+from distill.config.sections import SignalConfig
+from distill.training import capture
+from distill.training.capture import CapturingTeacher, StoredTeacher, draw_uniforms, sampled_signal, topk_signal
+from distill.training.teacher import Teacher
+from speculative.errors import UserError
+
+LENGTHS = [9, 12, 7, 15, 10, 8, 11, 14]
+EXAMPLES = examples_of(LENGTHS)
+
+
+def logits_of(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def itself(hidden_CD: Tensor) -> Tensor:
+    return hidden_CD
+
+
+# --- top-k -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 40), st.integers(0, 99), st.sampled_from([None, 1, 2, 5]),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)  # fmt: skip
+def test_topk_is_the_dense_distribution_cut(rows: int, k: int, seed: int, chunk: Any, temperature: float) -> None:
+    logits_RV = logits_of(rows, 40, seed)
+    signal = topk_signal(itself, logits_RV, k, temperature, chunk)
+    probs_RV = (logits_RV.double() / temperature).softmax(-1)
+    ordered_RV, ids_RV = probs_RV.sort(-1, descending=True)
+    assert torch.equal(signal.ids_RK, ids_RV[:, :k])
+    # Both are float32 logarithms of what float64 says.
+    torch.testing.assert_close(signal.log_probs_RK.exp().double(), ordered_RV[:, :k], rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(signal.log_tail_R.exp().double(), ordered_RV[:, k:].sum(-1), rtol=1e-5, atol=1e-12)
+
+
+def test_a_small_tail_keeps_its_digits() -> None:
+    logits_RV = torch.tensor([[60.0, 30.0, 1.0, 0.0, -5.0]])
+    tail = topk_signal(itself, logits_RV, 2).log_tail_R
+    exact = logits_RV.double().log_softmax(-1)[0, 2:].logsumexp(0)
+    assert float(tail.double()) == pytest.approx(float(exact), rel=1e-6)  # 1 - sum in float32 would be exactly 0
+
+
+def test_k_of_the_whole_vocabulary_has_no_tail() -> None:
+    signal = topk_signal(itself, logits_of(3, 20), 20)
+    assert signal.log_tail_R.tolist() == [-torch.inf] * 3
+    torch.testing.assert_close(signal.log_probs_RK.exp().sum(-1), torch.ones(3))
+    with pytest.raises(ValueError, match="k = 21"):
+        topk_signal(itself, logits_of(3, 20), 21)
+
+
+def test_excluded_tokens_stay_impossible() -> None:
+    logits_RV = torch.tensor([[1.0, -torch.inf, 0.0, -torch.inf]])
+    signal = topk_signal(itself, logits_RV, 3)
+    assert signal.log_probs_RK[0, 2] == -torch.inf
+    assert signal.log_tail_R[0] == -torch.inf
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert topk_signal(itself, torch.zeros(0, 8), 3).ids_RK.shape == (0, 3)
+    assert len(sampled_signal(itself, torch.zeros(0, 8), 3, torch.zeros(0)).entropy_R) == 0
+
+
+def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def head(hidden_CD: Tensor) -> Tensor:
+        seen.append(len(hidden_CD))
+        return hidden_CD
+
+    logits_RV = logits_of(100, 50)
+    monkeypatch.setattr(capture, "CHUNK_BYTES", 20 * 50 * 4)
+    signal = topk_signal(head, logits_RV, 5)
+    assert sum(seen) == 100
+    assert max(seen) <= 20
+    whole = topk_signal(head, logits_RV, 5, chunk=100)
+    for name, value in vars(whole).items():
+        assert torch.equal(value, getattr(signal, name)), "rows do not see each other"
+
+
+def test_a_half_precision_head_is_read_in_float32() -> None:
+    hidden_RD = logits_of(4, 30).bfloat16()
+    signal = topk_signal(itself, hidden_RD, 30)
+    exact = hidden_RD.double().log_softmax(-1).gather(-1, signal.ids_RK)
+    torch.testing.assert_close(signal.log_probs_RK.double(), exact, rtol=1e-5, atol=1e-6)  # float32 rounding
+
+
+# --- samples -----------------------------------------------------------------------------------------------------------
+
+
+def dense_weights(signal: SampledSignal, vocab: int) -> Tensor:
+    return torch.zeros(len(signal.ids_RS), vocab).scatter_add_(-1, signal.ids_RS, signal.weights_RS)
+
+
+def test_draws_are_unbiased() -> None:
+    """Mean weight over 4,000 seeds against the probability: no z-score beyond what 240 normal numbers reach."""
+    vocab, samples, trials = 40, 10, 4000
+    logits_RV = logits_of(6, vocab, spread=2.0)
+    probs_RV = logits_RV.double().softmax(-1)
+    total_RV = torch.zeros(6, vocab, dtype=torch.float64)
+    squares_RV = torch.zeros_like(total_RV)
+    for seed in range(trials):
+        uniforms_R = draw_uniforms(seed, 3, 6)
+        weights_RV = dense_weights(sampled_signal(itself, logits_RV, samples, uniforms_R), vocab).double()
+        total_RV += weights_RV
+        squares_RV += weights_RV**2
+    mean_RV = total_RV / trials
+    share_RV = (probs_RV * samples).frac()
+    exact_variance_RV = share_RV * (1 - share_RV) / samples**2
+    z_RV = (mean_RV - probs_RV) / (exact_variance_RV / trials).sqrt()
+    assert z_RV.abs().max() < 4.0
+    # The variance is the one that the docstring claims, below that of independent draws.
+    variance_RV = squares_RV / trials - mean_RV**2
+    torch.testing.assert_close(variance_RV.sum(), exact_variance_RV.sum(), rtol=0.05, atol=0)  # 4,000 trials
+    assert variance_RV.sum() < 0.7 * (probs_RV * (1 - probs_RV) / samples).sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 60), st.integers(0, 99), st.sampled_from([None, 1, 2, 4]))
+def test_draws_are_what_they_say(rows: int, samples: int, seed: int, chunk: Any) -> None:
+    logits_RV = logits_of(rows, 25, seed)
+    probs_RV = logits_RV.double().softmax(-1)
+    signal = sampled_signal(itself, logits_RV, samples, draw_uniforms(seed, 0, rows), chunk=chunk)
+    torch.testing.assert_close(signal.weights_RS.sum(-1), torch.ones(rows))
+    counts_RV = dense_weights(signal, 25) * samples
+    torch.testing.assert_close(counts_RV, counts_RV.round(), rtol=0, atol=1e-4)  # float32 shares
+    # floor or ceil, apart from where float32 probabilities of many tokens have summed up to another border.
+    assert (counts_RV.double() - probs_RV * samples).abs().max() < 1 + 1e-3
+    drawn_RS = signal.weights_RS > 0
+    for row in range(rows):
+        ids = signal.ids_RS[row][drawn_RS[row]].tolist()
+        assert ids == sorted(set(ids))
+    torch.testing.assert_close(
+        signal.log_probs_RS[drawn_RS].exp().double(), probs_RV.gather(-1, signal.ids_RS)[drawn_RS], rtol=1e-5, atol=0
+    )
+    assert (signal.log_probs_RS[~drawn_RS] == -torch.inf).all()
+    entropy_R = torch.distributions.Categorical(probs=probs_RV).entropy()
+    torch.testing.assert_close(signal.entropy_R.double(), entropy_R, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits_RV = torch.full((1, 9), -torch.inf)
+    logits_RV[0, [2, 6]] = 0.0
+    for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
+        signal = sampled_signal(itself, logits_RV, 8, torch.tensor([uniform], dtype=torch.float64))
+        assert signal.ids_RS.tolist() == [[2, 6]]
+        # A point of the outer uniforms falls on the border itself, to the last bit of float64.
+        assert signal.weights_RS.tolist() == [[0.5, 0.5]] or uniform != 0.5
+        assert float(signal.entropy_R) == pytest.approx(np.log(2))
+
+
+def test_uniforms_depend_on_seed_example_and_place_alone() -> None:
+    uniforms = draw_uniforms(0, 5, 10)
+    assert torch.equal(draw_uniforms(0, 5, 4), uniforms[:4])
+    assert not torch.equal(draw_uniforms(1, 5, 10), uniforms)
+    assert not torch.equal(draw_uniforms(0, 6, 10), uniforms)
+
+
+# --- teachers ----------------------------------------------------------------------------------------------------------
+
+
+def open_store(folder: Path, config: SignalConfig, rank: int = 0) -> SignalStore:
+    store = SignalStore(folder / "signal")
+    manifest = signal_manifest(
+        config.kind, config.k if config.kind == "topk" else config.samples, EXAMPLES, temperature=1.5, vocab_rows=TOKENS,
+        target="abc", target_dtype="float32", seed=7,
+    )  # fmt: skip
+    store.open(manifest, [example.response_tokens for example in EXAMPLES], rank=rank, repair=True)
+    return store
+
+
+class Counting:
+    """A teacher that notes what it was asked."""
+
+    def __init__(self, teacher: Any) -> None:
+        self.teacher, self.asked = teacher, []
+
+    def signal(self, batch: Batch) -> Any:
+        self.asked.append(batch.indices)
+        return self.teacher.signal(batch)
+
+
+def batch_of(*indices: int) -> Batch:
+    return collate([EXAMPLES[index] for index in indices], 0, indices)
+
+
+def capturing(folder: Path, config: SignalConfig, rank: int = 0) -> tuple[CapturingTeacher, Counting]:
+    online = Counting(Teacher(tiny_model(vocab_size=TOKENS)))
+    return CapturingTeacher(online, open_store(folder, config, rank), config, 1.5, 7), online
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(value, getattr(right, name)) for name, value in vars(left).items())
+
+
+CONFIGS = [SignalConfig(kind="topk", k=12), SignalConfig(kind="sampled", samples=20)]
+KINDS = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+
+
+@KINDS
+def test_captured_now_read_later_and_read_from_the_store_are_bit_equal(tmp_path: Path, config: SignalConfig) -> None:
+    teacher, online = capturing(tmp_path, config)
+    batch = batch_of(3, 0, 5)
+    first = teacher.signal(batch)
+    assert len(online.asked) == 1
+    assert same(teacher.signal(batch), first)
+    assert same(StoredTeacher(open_store(tmp_path, config)).signal(batch), first)
+    assert len(online.asked) == 1, "paid once"
+    assert len(first.rows(slice(None)).to(torch.device("cpu")).__dict__) == len(vars(first))
+
+
+@KINDS
+def test_only_what_is_missing_is_asked_and_kept(tmp_path: Path, config: SignalConfig) -> None:
+    teacher, online = capturing(tmp_path, config)
+    first = teacher.signal(batch_of(1, 2))
+    mixed = teacher.signal(batch_of(2, 4, 1))
+    assert online.asked == [(1, 2), (2, 4, 1)], "the whole micro-batch, so that the result depends on it alone"
+    assert teacher.store.missing() == [0, 3, 5, 6, 7]
+    again = teacher.store.read([1, 2])
+    assert same(again, first), "what was kept is not made anew"
+    rows = EXAMPLES[2].response_tokens + EXAMPLES[4].response_tokens
+    tail = teacher.store.read([2, 4, 1]).rows(slice(rows, None))
+    assert same(mixed.rows(slice(rows, None)), tail)
+
+
+@KINDS
+def test_a_repeated_example_of_a_micro_batch(tmp_path: Path, config: SignalConfig) -> None:
+    teacher, _ = capturing(tmp_path, config)
+    signal = teacher.signal(batch_of(2, 2))
+    rows = EXAMPLES[2].response_tokens
+    assert same(signal.rows(slice(rows)), signal.rows(slice(rows, None)))
+
+
+def test_captured_topk_is_the_targets_own(tmp_path: Path) -> None:
+    teacher, online = capturing(tmp_path, CONFIGS[0])
+    batch = batch_of(0, 1, 2, 3)
+    dense = online.teacher.signal(batch)
+    probs_RV = (dense.head(dense.hidden_RD).double() / 1.5).softmax(-1)
+    signal = teacher.signal(batch)
+    assert isinstance(signal, TopKSignal)
+    torch.testing.assert_close(
+        signal.log_probs_RK.exp().double(), probs_RV.gather(-1, signal.ids_RK), rtol=RELATIVE_ERROR + 1e-5, atol=1e-13
+    )
+    torch.testing.assert_close(
+        signal.log_tail_R.exp().double(), 1 - probs_RV.topk(12).values.sum(-1), rtol=1e-4, atol=1e-12
+    )  # 1 - sum has lost digits, here in float64
+
+
+def packed(*rows: tuple[int, ...]) -> Batch:
+    """The examples of each tuple behind each other in one row."""
+    return collate_packed(
+        [[EXAMPLES[index] for index in row] for row in rows], 0, 40, [index for row in rows for index in row]
+    )
+
+
+@KINDS
+def test_packed_micro_batches(tmp_path: Path, config: SignalConfig) -> None:
+    row_wise, _ = capturing(tmp_path / "rows", config)
+    one_row, online = capturing(tmp_path / "packed", config)
+    expected, found = row_wise.signal(batch_of(4, 1, 6)), one_row.signal(packed((4, 1), (6,)))
+    assert same(one_row.signal(packed((4, 1), (6,))), found)
+    assert len(online.asked) == 1
+    if isinstance(found, TopKSignal):
+        assert torch.equal(found.ids_RK, expected.ids_RK)
+        # Another order of sums in the forward may move a code by one.
+        torch.testing.assert_close(found.log_probs_RK, expected.log_probs_RK, rtol=0, atol=5e-4)
+    else:
+        assert torch.equal(found.ids_RS, expected.ids_RS)
+        assert torch.equal(found.weights_RS, expected.weights_RS)
+
+
+@KINDS
+def test_a_packed_micro_batch_of_nothing(tmp_path: Path, config: SignalConfig) -> None:
+    teacher, online = capturing(tmp_path, config)
+    for source in (teacher, StoredTeacher(teacher.store)):
+        signal = source.signal(packed(()))
+        assert all(len(value) == 0 for value in vars(signal).values())
+    assert online.asked == []
+
+
+def test_the_same_draws_whatever_the_batch(tmp_path: Path) -> None:
+    left, _ = capturing(tmp_path / "left", CONFIGS[1])
+    right, _ = capturing(tmp_path / "right", CONFIGS[1], rank=1)
+    for indices in ((0, 1, 2, 3), (4, 5, 6, 7)):
+        left.signal(batch_of(*indices))
+    for indices in ((7, 0), (5, 2), (3,), (6, 1, 4)):
+        right.signal(batch_of(*indices))
+    for index in range(8):
+        first, second = left.store.read([index]), right.store.read([index])
+        assert isinstance(first, SampledSignal)
+        assert isinstance(second, SampledSignal)
+        assert torch.equal(first.ids_RS, second.ids_RS)
+        assert torch.equal(first.weights_RS, second.weights_RS)
+
+
+@KINDS
+def test_a_killed_and_resumed_capture_stores_the_same_bits(tmp_path: Path, config: SignalConfig) -> None:
+    """The first of the micro-batch's examples was written before the kill: the others come out as if all had been."""
+    whole, _ = capturing(tmp_path / "whole", config)
+    expected = whole.signal(batch_of(3, 0, 5, 1))
+    killed, _ = capturing(tmp_path / "killed", config)
+    killed.store.write(3, expected.rows(slice(EXAMPLES[3].response_tokens)))
+    assert same(killed.signal(batch_of(3, 0, 5, 1)), expected)
+
+
+def test_what_is_kept_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, _ = capturing(tmp_path, CONFIGS[0])
+    written: list[int] = []
+    write = teacher.store.write
+    monkeypatch.setattr(teacher.store, "write", lambda index, rows: (written.append(index), write(index, rows)))
+    for indices in ((1, 2), (2, 4, 4), (4, 1)):
+        teacher.signal(batch_of(*indices))
+    assert written == [1, 2, 4], "an example that comes twice is written once"
+
+
+def test_a_damaged_record_is_captured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher, online = capturing(tmp_path, CONFIGS[0])
+    expected = teacher.signal(batch_of(0, 1))
+    path = next(teacher.store.folder.glob("shard-*"))
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(bytes(content))
+    assert same(teacher.signal(batch_of(0, 1)), expected)
+    assert len(online.asked) == 2
+    assert "example 0" in capsys.readouterr().err
+
+
+def test_rows_that_do_not_belong_to_the_examples_are_a_fault_of_ours(tmp_path: Path) -> None:
+    teacher, _ = capturing(tmp_path, CONFIGS[0])
+    with pytest.raises(ValueError, match="response tokens"):
+        teacher.signal(collate([EXAMPLES[0]], 0, [3]))
+
+
+@KINDS
+def test_a_broken_target_is_told(tmp_path: Path, config: SignalConfig) -> None:
+    teacher, online = capturing(tmp_path, config)
+    dense = online.teacher.signal(batch_of(2))
+    dense.hidden_RD[-1] = torch.nan
+    online.teacher.signal = lambda batch: DenseSignal(dense.hidden_RD, dense.head)
+    with pytest.raises(UserError, match="example 2: the target's logits are not finite"):
+        teacher.signal(batch_of(2))
+    assert teacher.store.missing() == list(range(8))
+
+
+@pytest.mark.parametrize("k", [1, 4, 12, 64, TOKENS])
+def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) -> None:
+    """alpha of a real pair from the store: never above the dense one, and low by at most min(target tail, draft tail)."""
+    config = SignalConfig(kind="topk", k=k)
+    target = tiny_model(vocab_size=TOKENS)
+    online, draft = Teacher(target), Teacher(perturbed(target, scale=0.1))
+    teacher = CapturingTeacher(online, open_store(tmp_path, config), config, 1.5, 7)
+    batch = batch_of(*range(8))
+    signal, dense, drafted = teacher.signal(batch), online.signal(batch), draft.signal(batch)
+    assert isinstance(signal, TopKSignal)
+    target_RV = (dense.head(dense.hidden_RD).double() / 1.5).softmax(-1)
+    draft_RV = (drafted.head(drafted.hidden_RD).double() / 1.5).softmax(-1)
+    alpha_R = torch.minimum(target_RV, draft_RV).sum(-1)
+    stored_R = torch.minimum(signal.log_probs_RK.exp(), draft_RV.gather(-1, signal.ids_RK)).sum(-1)
+    lost_R, tail_R = alpha_R - stored_R, signal.log_tail_R.exp()
+    assert (lost_R <= tail_R + RELATIVE_ERROR).all()
+    assert (lost_R >= -RELATIVE_ERROR).all()
+    facts = teacher.store.facts()
+    assert abs(float(lost_R.mean())) <= facts["tail_mean"] + RELATIVE_ERROR
+    assert facts["tail_mean"] == pytest.approx(float(tail_R.double().mean()), rel=1e-6)
+    if k == TOKENS:
+        assert facts["tail_mean"] == 0.0

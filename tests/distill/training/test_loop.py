@@ -1,0 +1,632 @@
+"""The training step and the loop around it: one denominator, exact resume, judgements, early stop, interrupts."""
+
+import json
+import math
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_training import (
+    FORK,
+    ScriptedJudge,
+    final_weights,
+    forget_accelerators,
+    fresh_accelerator,
+    make_loop,
+    metrics_of,
+    run_and_kill,
+    run_child,
+    run_config,
+    write_prompts,
+    write_target,
+)  # fmt: skip
+
+from data.batches.collate import Example, collate
+from data.responses.store import Store
+from distill import train
+from distill.config.run import RunConfig
+from distill.loss.objective import eager_loss
+from distill.run import checkpoint
+from distill.run.folder import JUDGEMENT, PROGRESS, list_steps, step_folder
+from distill.training.loop import Interrupted, Loop, NotFinite
+from speculative.errors import UserError
+
+# Response tokens per sequence: unequal between sequences, micro-batches and ranks.
+RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5)
+
+
+class Killed(BaseException):
+    """Stands for kill -9 inside one process: nothing in our code may catch it."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Forked children must not touch the parent's thread pool, and both sides must add in the same order.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def uneven_examples() -> list[Example]:
+    generator = np.random.default_rng(7)
+    examples = []
+    for index, count in enumerate(RESPONSE_TOKENS):
+        length = count + 2 + index % 3
+        examples.append(
+            Example(generator.integers(3, 300, length).astype(np.int32), np.arange(length) >= length - count)
+        )
+    return examples
+
+
+def step_config(folder: Path, micro_batch_size: int) -> RunConfig:
+    sections = {"batch_size": 8, "micro_batch_size": micro_batch_size, "steps": 20}
+    return run_config(folder, train=sections, optim={"lr": 1e-2, "max_grad_norm": 1e6, "warmup_ratio": 0.0})
+
+
+def one_step(config: RunConfig) -> dict[str, Any]:
+    """Gradients, weights after the update, and what is logged of the first step."""
+    loop = make_loop(config, examples=uneven_examples())
+    gradients: dict[str, torch.Tensor] = {}
+    clip = loop.accelerator.clip_grad_norm_
+
+    def recording_clip(*arguments: Any) -> Any:
+        gradients.update(
+            {name: weight.grad.clone() for name, weight in loop.module.named_parameters() if weight.grad is not None}
+        )
+        return clip(*arguments)
+
+    loop.accelerator.clip_grad_norm_ = recording_clip  # type: ignore[method-assign]
+    result = loop.step(loop.micro_batches(0))
+    weights = {name: weight.detach().clone() for name, weight in loop.module.named_parameters()}
+    return {"gradients": gradients, "weights": weights, "result": vars(result)}
+
+
+def _rank(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    config = step_config(folder, 2)
+    outcome = one_step(config)
+    loop = make_loop(
+        run_config(folder / "fit", train={"steps": 3}, judge={"every": 2}), accelerator=fresh_accelerator(folder)
+    )
+    assert loop.accelerator.num_processes == 2
+    loop.fit()
+    outcome["judged"] = loop.validator.steps  # type: ignore[attr-defined]
+    torch.save(outcome, folder / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The same first step made in one piece, in four micro-batches, and by two ranks with two micro-batches each."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [FORK.Process(target=_rank, args=(rank, port, folder)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        if child.is_alive():
+            child.kill()
+    assert [child.exitcode for child in children] == [0, 0]
+    return {
+        "1x1": one_step(step_config(tmp_path_factory.mktemp("whole"), 8)),
+        "1x4": one_step(step_config(tmp_path_factory.mktemp("micro"), 2)),
+        "2x2": torch.load(folder / "rank0.pt"),
+        "2x2 rank 1": torch.load(folder / "rank1.pt"),
+    }
+
+
+@pytest.mark.parametrize("arrangement", ["1x4", "2x2", "2x2 rank 1"])
+def test_step_is_the_same_however_the_batch_is_shared(steps: dict[str, dict[str, Any]], arrangement: str) -> None:
+    whole, shared = steps["1x1"], steps[arrangement]
+    assert whole["gradients"].keys() == {name.removeprefix("module.") for name in shared["gradients"]}
+    for name, gradient in whole["gradients"].items():
+        # float32 sums over 47 tokens taken in another order
+        torch.testing.assert_close(
+            shared["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
+        )
+    for key in ("loss", "alpha", "grad_norm"):
+        assert shared["result"][key] == pytest.approx(whole["result"][key], rel=1e-5), key
+    assert shared["result"]["tokens"] == whole["result"]["tokens"] == sum(RESPONSE_TOKENS)
+    changed = 0.0
+    for name, weight in whole["weights"].items():
+        # Adam divides a gradient by its own size: where that is nearly zero, rounding decides the sign of a step of lr = 1e-2.
+        torch.testing.assert_close(shared["weights"][name], weight, rtol=0, atol=2.1e-2)
+        changed += float((shared["weights"][name] - weight).abs().mean())
+    assert changed / len(whole["weights"]) < 1e-4
+
+
+def test_two_ranks_hold_the_same_weights_and_judge_the_same_checkpoints(steps: dict[str, dict[str, Any]]) -> None:
+    first, second = steps["2x2"], steps["2x2 rank 1"]
+    for name, weight in first["weights"].items():
+        torch.testing.assert_close(second["weights"][name], weight, rtol=0, atol=0)
+    assert first["judged"] == second["judged"] == [0, 2, 3]
+
+
+def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    loop = make_loop(step_config(tmp_path, 8), examples=uneven_examples())
+    batch = collate(uneven_examples(), 0)
+    split, teacher = loop.module._split[0], loop.teacher
+    assert teacher is not None
+    hidden_BTD = split.hidden(batch.input_ids_BT)
+    sums = eager_loss(
+        loop.module.objective, hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head, teacher.signal(batch),
+        batch.labels_R,
+    )  # fmt: skip
+    (sums.loss / sum(RESPONSE_TOKENS)).backward()
+    result = steps["1x1"]["result"]
+    assert result["loss"] == pytest.approx(float(sums.loss.detach()) / sum(RESPONSE_TOKENS), rel=1e-5)
+    assert result["alpha"] == pytest.approx(float(sums.overlap) / sum(RESPONSE_TOKENS), rel=1e-5)
+    squares = 0.0
+    for name, weight in loop.module.named_parameters():
+        assert weight.grad is not None
+        torch.testing.assert_close(
+            steps["1x1"]["gradients"][name], weight.grad, rtol=1e-4, atol=1e-6
+        )  # chunks: order of sums
+        squares += float(weight.grad.double().square().sum())
+    assert result["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
+
+
+def test_mean_of_means_would_be_another_number() -> None:
+    counts = np.array(RESPONSE_TOKENS).reshape(4, 2).sum(1)
+    assert counts.max() > 2 * counts.min(), "the micro-batches differ enough for the silent bug to show"
+
+
+def test_gradient_is_clipped_to_the_norm(tmp_path: Path) -> None:
+    config = run_config(tmp_path, optim={"lr": 1e-2, "max_grad_norm": 1e-3})
+    loop = make_loop(config)
+    seen = []
+    update = loop.optimizers[0].step
+    loop.optimizers[0].step = lambda: (
+        seen.append(
+            float(torch.nn.utils.get_total_norm([w.grad for w in loop.module.parameters() if w.grad is not None]))
+        ),
+        update(),
+    )[1]
+    result = loop.step(loop.micro_batches(0))
+    assert result.grad_norm > 0.01, "what is logged is the norm before clipping"
+    assert seen[0] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_learning_rate_warms_up_and_decays_to_its_floor(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        train={"steps": 20},
+        optim={"lr": 1e-2, "warmup_ratio": 0.2, "final_lr_ratio": 0.1},
+        judge={"every": 100},
+    )
+    loop = make_loop(config)
+    loop.fit()
+    rates = [line["lr"] for line in metrics_of(config) if "lr" in line]
+    assert rates[:5] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01])
+    assert all(later < earlier for earlier, later in pairwise(rates[4:]))
+    assert loop.schedulers[0].get_last_lr()[0] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("poison", ["weights", "gradient"])
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poison: str) -> None:
+    config = run_config(tmp_path, train={"steps": 6})
+    loop = make_loop(config)
+    step = loop.step
+
+    def poisoned(window: Any) -> Any:
+        if loop.progress.step == 3:
+            parameter = loop.module.student.model.norm.weight
+            if poison == "weights":
+                parameter.data[0] = math.nan
+            else:
+                parameter.register_hook(lambda gradient: gradient * math.inf)
+            loop.before = {name: weight.clone() for name, weight in loop.module.state_dict().items()}  # type: ignore[attr-defined]
+            loop.moments = json.dumps(str(loop.optimizers[0].state_dict()["state"]))  # type: ignore[attr-defined]
+        return step(window)
+
+    loop.step = poisoned  # type: ignore[method-assign]
+    with pytest.raises(NotFinite, match="step 4") as caught:
+        loop.fit()
+    text = str(caught.value)
+    assert isinstance(caught.value, UserError)
+    assert "\n" not in text
+    assert str(step_folder(config.folder, 2)) in text
+    assert "optim.lr" in text
+    for name, weight in loop.module.state_dict().items():
+        torch.testing.assert_close(weight, loop.before[name], rtol=0, atol=0, equal_nan=True)  # type: ignore[attr-defined]
+    assert json.dumps(str(loop.optimizers[0].state_dict()["state"])) == loop.moments  # type: ignore[attr-defined]
+    assert list_steps(config.folder) == [0, 2]
+    assert [line["step"] for line in metrics_of(config) if "loss" in line] == [1, 2, 3]
+
+
+def test_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"batch_size": 6, "micro_batch_size": 2})
+    accelerator = fresh_accelerator(tmp_path)
+    accelerator.state._shared_state["num_processes"] = 2
+    try:
+        with pytest.raises(UserError, match="multiple of micro_batch_size x ranks"):
+            make_loop(config, accelerator=accelerator)
+    finally:
+        accelerator.state._shared_state["num_processes"] = 1
+
+
+def test_training_lowers_the_loss_and_raises_alpha(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path, train={"steps": 40}, judge={"every": 40}, loss={"name": "forward_kl", "chunk_tokens": 64}
+    )
+    make_loop(config).fit()
+    lines = [line for line in metrics_of(config) if "loss" in line]
+    first, last = lines[:5], lines[-5:]
+    assert sum(line["loss"] for line in last) < 0.5 * sum(line["loss"] for line in first)
+    assert sum(line["alpha_train"] for line in last) > 1.2 * sum(line["alpha_train"] for line in first)
+    assert lines[-1]["tokens_seen"] == sum(line["tokens"] for line in lines)
+
+
+# --- resume ------------------------------------------------------------------------------------------------------------
+
+
+def finish(config: RunConfig, kind: str = "llama", score: Callable[[int], float] = float) -> Loop:
+    loop = make_loop(config, ScriptedJudge(score), kind=kind)
+    loop.fit()
+    return loop
+
+
+def assert_same_run(config: RunConfig, expected: RunConfig) -> None:
+    """Metrics, judgements, best and the final weights are those of the uninterrupted run, bit for bit."""
+    assert metrics_of(config) == metrics_of(expected)
+    assert list_steps(config.folder) == list_steps(expected.folder)
+    for step in list_steps(expected.folder):
+        mine, theirs = (step_folder(c.folder, step) for c in (config, expected))
+        assert (mine / JUDGEMENT).read_text() == (theirs / JUDGEMENT).read_text()
+        progress = [json.loads((folder / PROGRESS).read_text()) for folder in (mine, theirs)]
+        for record in progress:
+            del record["seconds"]
+        assert progress[0] == progress[1], f"progress at step {step}"
+    assert (config.folder / "best").readlink() == (expected.folder / "best").readlink()
+    weights, wanted = final_weights(config), final_weights(expected)
+    assert weights.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+
+
+# gpt2 has dropout: its masks must come out of the stored random state.
+@pytest.mark.parametrize(("kind", "optim"), [("llama", "adamw"), ("gpt2", "adamw"), ("llama", "muon")])
+def test_a_run_stopped_after_any_step_goes_on_exactly(tmp_path: Path, kind: str, optim: str) -> None:
+    def config(name: str) -> RunConfig:
+        return run_config(tmp_path / name, train={"steps": 5}, optim={"name": optim})
+
+    finish(config("whole"), kind)
+    losses = [line["loss"] for line in metrics_of(config("whole")) if "loss" in line]
+    assert len(set(losses)) == 5
+    for stop in range(5):
+        loop = make_loop(config(f"stopped{stop}"), kind=kind)
+        step = loop.step
+
+        def stopping(window: Any, loop: Loop = loop, step: Any = step, stop: int = stop) -> Any:
+            result = step(window)
+            if loop.progress.step == stop:
+                raise Killed
+            return result
+
+        loop.step = stopping  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            loop.fit()
+        torch.manual_seed(1234)  # a new process has another random state
+        finish(config(f"stopped{stop}"), kind)
+        assert_same_run(config(f"stopped{stop}"), config("whole"))
+
+
+def test_a_judge_that_draws_random_numbers_does_not_change_a_resumed_run(tmp_path: Path) -> None:
+    """The judgement of a checkpoint is not repeated after a resume, so training must not depend on what it drew."""
+
+    class DrawingJudge(ScriptedJudge):
+        def __call__(self, step: int, module: Any) -> dict[str, Any]:
+            torch.rand(7)
+            return super().__call__(step, module)
+
+    whole, stopped = (run_config(tmp_path / name, train={"steps": 4}) for name in ("whole", "stopped"))
+    make_loop(whole, DrawingJudge(), kind="gpt2").fit()
+    loop = make_loop(stopped, DrawingJudge(), kind="gpt2")
+    step = loop.step
+    loop.step = lambda window: _raise(Killed) if loop.progress.step == 3 else step(window)  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        loop.fit()
+    make_loop(stopped, DrawingJudge(), kind="gpt2").fit()
+    assert_same_run(stopped, whole)
+
+
+def _raise(error: type[BaseException]) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(("before", "scores"), [(True, [3, 2, 1, 4]), (False, [1, 5, 3, 3])])
+def test_a_run_killed_at_any_rename_goes_on_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, scores: list[int]
+) -> None:
+    """Everything that counts reaches the disk by a rename: stop right before and right after each of them."""
+
+    def config(name: str) -> RunConfig:
+        return run_config(tmp_path / name, train={"steps": 3}, judge={"every": 1}, loss={"name": "forward_kl"})
+
+    def score(step: int) -> float:
+        return float(scores[step])
+
+    finish(config("whole"), score=score)
+    replace, calls = os.replace, [0]
+    for deadly in range(1, 100):
+        calls[0] = 0
+
+        def deadly_replace(source: Any, destination: Any, deadly: int = deadly) -> None:
+            calls[0] += 1
+            if calls[0] == deadly and before:
+                raise Killed
+            replace(source, destination)
+            if calls[0] == deadly:
+                raise Killed
+
+        name = f"killed{deadly}"
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", deadly_replace)
+            try:
+                finish(config(name), score=score)
+                break
+            except Killed:
+                pass
+        finish(config(name), score=score)
+        assert_same_run(config(name), config("whole"))
+    assert deadly >= 16, "four checkpoints of at least four renames each"
+
+
+def test_judgement_is_not_repeated_after_a_resume(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"steps": 4})
+    first = finish(config)
+    again = finish(config)
+    assert first.validator.steps == [0, 2, 4]  # type: ignore[attr-defined]
+    assert again.validator.steps == []  # type: ignore[attr-defined]
+    assert again.progress.step == 4
+
+
+def test_best_is_the_highest_score_and_the_first_of_equals(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"steps": 8})
+    loop = finish(config, score=lambda step: {0: 1.0, 2: 3.0, 4: 2.0, 6: 3.0, 8: 0.5}[step])
+    assert (loop.progress.best_step, loop.progress.best_score) == (2, 3.0)
+    assert (config.folder / "best").resolve() == step_folder(config.folder, 2).resolve()
+    assert (config.folder / "best" / "student" / "model.safetensors").exists()
+
+
+def test_patience_counts_checkpoints_without_gain_also_over_a_resume(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"steps": 20}, judge={"every": 2, "patience": 3})
+    scores = {0: 1.0, 2: 5.0, 4: 3.0, 6: 5.0, 8: 4.0}
+    loop = finish(config, score=lambda step: scores[step])
+    assert loop.progress.step == 8, "4, 6 and 8 brought nothing over 2"
+    again = finish(config, score=lambda step: scores[step])
+    assert again.progress.step == 8
+    assert again.validator.steps == []  # type: ignore[attr-defined]
+
+
+def test_pruning_keeps_every_student_and_the_newest_states(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"steps": 8, "keep_states": 2})
+    finish(config)
+    assert list_steps(config.folder) == [0, 2, 4, 6, 8]
+    for step in (0, 2, 4, 6, 8):
+        folder = step_folder(config.folder, step)
+        assert (folder / "student" / "model.safetensors").exists()
+        assert (folder / "student" / "tokenizer.json").exists()
+        assert (folder / "state").exists() == (step >= 6)
+
+
+# --- interrupts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_an_interrupt_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, number: int, at: int) -> None:
+    whole, stopped = (run_config(tmp_path / name, train={"steps": 5}) for name in ("whole", "stopped"))
+    finish(whole)
+    loop = make_loop(stopped)
+    step = loop.step
+    previous = signal.getsignal(number)
+
+    def interrupted(window: Any) -> Any:
+        if loop.progress.step == at:
+            os.kill(os.getpid(), number)
+        return step(window)
+
+    loop.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted) as caught:
+        loop.fit()
+    assert str(step_folder(stopped.folder, at + 1)) in str(caught.value)
+    assert checkpoint.last_resumable(stopped.folder) == at + 1
+    assert signal.getsignal(number) is previous, "handlers are put back"
+    finish(stopped)
+    losses = [[line["loss"] for line in metrics_of(c) if "loss" in line] for c in (stopped, whole)]
+    assert losses[0] == losses[1]
+    for name, value in final_weights(whole).items():
+        torch.testing.assert_close(final_weights(stopped)[name], value, rtol=0, atol=0)
+
+
+def test_an_interrupt_during_a_judged_step_keeps_the_judgement(tmp_path: Path) -> None:
+    whole, stopped = (run_config(tmp_path / name, train={"steps": 4}) for name in ("whole", "stopped"))
+    finish(whole)
+
+    class InterruptedJudge(ScriptedJudge):
+        def __call__(self, step: int, module: Any) -> dict[str, Any]:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().__call__(step, module)
+
+    with pytest.raises(Interrupted):
+        make_loop(stopped, InterruptedJudge()).fit()
+    assert (step_folder(stopped.folder, 2) / JUDGEMENT).exists(), "the judgement of step 2 was paid for"
+    assert finish(stopped).validator.steps == [4]  # type: ignore[attr-defined]
+    assert_same_run(stopped, whole)
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    config = run_config(tmp_path, train={"steps": 5})
+    loop = make_loop(config)
+
+    def twice(window: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    loop.step = twice  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loop.fit()
+    assert not isinstance(caught.value, Interrupted)
+    assert list_steps(config.folder) == [0]
+
+
+def test_an_interrupted_step_between_judgements_is_not_judged(tmp_path: Path) -> None:
+    """Else when Ctrl-C comes decides which checkpoints compete, and how fast patience runs out."""
+    config = run_config(tmp_path, train={"steps": 5})
+    loop = make_loop(config)
+    step = loop.step
+
+    def interrupted(window: Any) -> Any:
+        if loop.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(window)
+
+    loop.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        loop.fit()
+    assert finish(config).validator.steps == [4, 5]  # type: ignore[attr-defined]
+
+
+# --- a real process, a real kill ----------------------------------------------------------------------------------------
+
+
+def _fit_in_child(config: RunConfig, pause: float) -> None:
+    torch.set_num_threads(1)
+    loop = make_loop(config, kind="gpt2")
+    step = loop.step
+
+    def slowed(window: Any) -> Any:
+        time.sleep(pause)
+        return step(window)
+
+    loop.step = slowed  # type: ignore[method-assign]
+    loop.fit()
+
+
+def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
+    whole, killed = (
+        run_config(tmp_path / name, train={"steps": 12}, judge={"every": 3}) for name in ("whole", "killed")
+    )
+    assert run_child(_fit_in_child, whole, 0.0) == 0
+    generator = random.Random(0)
+
+    def lines() -> int:
+        path = killed.folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    kills = 0
+    for _ in range(5):
+        code = run_and_kill(_fit_in_child, killed, 0.02, progress=lines, generator=generator, most=5)
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+    assert kills >= 2
+    assert run_child(_fit_in_child, killed, 0.0) == 0
+    assert_same_run(killed, whole)
+
+
+YAML = """
+name: run
+output: {folder}
+target: {{path: {target}}}
+student: {{layers: [0, 2]}}
+data: {{train: [{{path: {prompts}, prompt_column: prompt, domain_column: kind}}], heldout_count: 6, template: {{mode: plain}}}}
+serving: {{temperature: 0.9, max_tokens: 12, batch_size: 4, shard_size: 4}}
+train: {{steps: 6, batch_size: 4, micro_batch_size: 2}}
+judge: {{every: 2, prompts: 6, gamma: 2, speed_prompts: 2}}
+"""
+
+
+def write_run(folder: Path, name: str) -> Path:
+    target, prompts = folder / "target", folder / "prompts.jsonl"
+    if not prompts.exists():
+        write_target(target)
+        write_prompts(prompts, 24)
+    path = folder / f"{name}.yaml"
+    path.write_text(YAML.format(folder=folder / name, target=target, prompts=prompts), encoding="utf-8")
+    return path
+
+
+def _train(path: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    forget_accelerators()
+    # The verdict and its plot are made from what is on disk, after everything that this file looks at.
+    train._conclude = lambda *_: None
+    os._exit(train.main([str(path)]))
+
+
+def test_the_whole_program_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    paths = {name: write_run(tmp_path, name) for name in ("whole", "killed")}
+    assert run_child(_train, paths["whole"]) == 0
+    generator = random.Random(1)
+
+    def files() -> int:
+        return sum(len(names) for _, _, names in os.walk(tmp_path / "killed"))  # forgiving of folders that vanish
+
+    kills = 0
+    for _ in range(3):
+        code = run_and_kill(_train, paths["killed"], progress=files, generator=generator, most=12)
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+    assert kills >= 2
+    assert run_child(_train, paths["killed"]) == 0
+    whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+    for store in ("train", "heldout", "heldout-greedy"):
+        assert Store(killed / "responses" / store).read() == Store(whole / "responses" / store).read()
+    losses = []
+    for folder in (whole, killed):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line])
+    assert losses[0] == losses[1]
+    assert (whole / "best").readlink() == (killed / "best").readlink()
+
+    weights = [
+        load_file(folder / "checkpoints" / "step-000006" / "student" / "model.safetensors")
+        for folder in (whole, killed)
+    ]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=0)
+
+
+def test_ctrl_c_on_the_whole_program_writes_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "stopped")
+    path.write_text(
+        path.read_text().replace("steps: 6", "steps: 100000").replace("every: 2", "every: 1000"), encoding="utf-8"
+    )
+    metrics = tmp_path / "stopped" / "run" / "metrics.jsonl"
+    child = FORK.Process(target=_train, args=(path,))
+    child.start()
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not (metrics.exists() and '"loss"' in metrics.read_text()):
+        time.sleep(0.05)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGINT)
+    child.join(30)
+    alive = child.is_alive()
+    child.kill()
+    assert not alive
+    assert child.exitcode == 130
+    steps = list_steps(metrics.parent)
+    assert steps[-1] > 0
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert lines[-1]["step"] == steps[-1], "nothing was trained after the checkpoint"

@@ -1,0 +1,169 @@
+"""Optimizers: who is in which group, default learning rates, the spike guard, the averaged weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+
+from distill.config.sections import OptimConfig
+from distill.models.student import add_lora
+from distill.training.optim import DEFAULT_LR, SpikeGuard, default_lr, make_optimizers, make_schedules, weight_average
+
+
+def groups_of(optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
+    """Parameter -> weight decay over all optimizers; each parameter may be there once."""
+    found: dict[int, float] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert id(parameter) not in found
+                found[id(parameter)] = group["weight_decay"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw8bit"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_tables_and_vectors_decay_each_by_their_own(name: str, tied: bool) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    model = tiny_model(tie_word_embeddings=tied)
+    optim = OptimConfig(name=name, lr=1e-3, weight_decay=0.1, embedding_weight_decay=0.02)
+    decay = groups_of(make_optimizers(model, optim))
+    assert len(decay) == len(list(model.parameters()))
+    assert decay[id(model.lm_head.weight)] == 0.02
+    assert decay[id(model.model.embed_tokens.weight)] == 0.02
+    assert decay[id(model.model.layers[0].mlp.up_proj.weight)] == 0.1
+    assert decay[id(model.model.norm.weight)] == 0.0
+
+
+def test_embedding_decay_follows_the_matrices_unless_given() -> None:
+    model = tiny_model()
+    decay = groups_of(make_optimizers(model, OptimConfig(lr=1e-3, weight_decay=0.1)))
+    assert decay[id(model.lm_head.weight)] == 0.1
+
+
+def test_default_learning_rate_falls_with_size_and_adapters_take_their_own() -> None:
+    rates = [row[1] for row in DEFAULT_LR]
+    assert rates == sorted(rates, reverse=True)
+    assert [row[0] for row in DEFAULT_LR] == sorted(row[0] for row in DEFAULT_LR)
+    with torch.device("meta"):
+        middle = nn.Linear(10_000, 10_000)  # 100 M
+    assert default_lr(middle) == 3e-4
+    middle.bias.requires_grad_(False)
+    assert default_lr(middle) == 5e-4
+    small = tiny_model()
+    assert default_lr(small) == DEFAULT_LR[0][1]
+    (optimizer,) = make_optimizers(small, OptimConfig())
+    assert optimizer.param_groups[0]["lr"] == DEFAULT_LR[0][1]
+    assert default_lr(add_lora(tiny_model(), 2, 4, 0.0, "all-linear")) == DEFAULT_LR[0][2]
+
+
+def test_adamw_is_fused_and_updates_as_the_plain_one() -> None:
+    def updated(fused: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 5)
+        (optimizer,) = make_optimizers(layer, OptimConfig(lr=1e-2, weight_decay=0.1))
+        assert optimizer.defaults["fused"]
+        if not fused:
+            optimizer = torch.optim.AdamW(
+                [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias], "weight_decay": 0.0}],
+                lr=1e-2, betas=(0.9, 0.95), foreach=False, fused=False,
+            )  # fmt: skip
+        for step in range(5):
+            layer(torch.full((2, 6), float(step + 1))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer.weight.detach()
+
+    # Fused arithmetic rounds in another order.
+    torch.testing.assert_close(updated(True), updated(False), rtol=1e-5, atol=1e-6)
+
+
+def test_eight_bit_moments_learn_as_full_ones_do() -> None:
+    pytest.importorskip("torchao")
+
+    def final_loss(name: str) -> float:
+        torch.manual_seed(0)
+        layer, inputs = nn.Linear(128, 64), torch.randn(256, 128)
+        wanted = inputs @ torch.randn(128, 64)
+        optimizers = make_optimizers(layer, OptimConfig(name=name, lr=3e-2))
+        for _ in range(150):
+            loss = (layer(inputs) - wanted).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(loss.detach())
+
+    start = 128.0  # the variance of the wanted outputs
+    assert final_loss("adamw") < 1e-3 * start
+    assert final_loss("adamw8bit") < 1e-3 * start
+
+
+def test_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from speculative.errors import UserError
+
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UserError, match="pip install torchao"):
+        make_optimizers(tiny_model(), OptimConfig(name="adamw8bit"))
+
+
+def test_schedule_reaches_peak_and_floor() -> None:
+    layer = nn.Linear(2, 2)
+    optimizers = make_optimizers(layer, OptimConfig(lr=1e-2))
+    (schedule,) = make_schedules(optimizers, OptimConfig(lr=1e-2, warmup_ratio=0.1, final_lr_ratio=0.1), 100)
+    rates = []
+    for _ in range(101):
+        rates.append(schedule.get_last_lr()[0])
+        optimizers[0].step()
+        schedule.step()
+    assert max(rates) == rates[10] == 1e-2
+    assert rates[100] == pytest.approx(1e-3)
+    assert rates[55] == pytest.approx(1e-2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 45 / 90))))
+
+
+class TestSpikeGuard:
+    def test_a_spike_is_many_times_the_median_and_is_not_remembered(self) -> None:
+        guard = SpikeGuard(10.0)
+        assert not any(guard.is_spike(1.0 + 0.1 * (index % 3)) for index in range(30))
+        assert guard.is_spike(50.0)
+        assert guard.is_spike(50.0)
+        assert guard.skipped_in_a_row == 2
+        assert not guard.is_spike(2.0)
+        assert guard.skipped_in_a_row == 0
+        assert max(guard.norms) == 2.0
+
+    def test_the_first_norms_are_never_spikes(self) -> None:
+        guard = SpikeGuard(10.0)
+        assert not any(guard.is_spike(10.0**index) for index in range(16))
+
+    def test_zero_switches_it_off(self) -> None:
+        guard = SpikeGuard(0.0)
+        assert not any(guard.is_spike(value) for value in [1.0] * 40 + [1e9])
+
+    def test_memory_survives_a_checkpoint(self) -> None:
+        first, second = SpikeGuard(10.0), SpikeGuard(10.0)
+        for _ in range(20):
+            first.is_spike(1.0)
+        second.load_state_dict(first.state_dict())
+        assert second.is_spike(11.0)
+        assert first.is_spike(11.0)
+
+
+def test_averaged_weights_follow_the_definition() -> None:
+    layer = nn.Linear(3, 2)
+    average = weight_average(layer, 0.9)
+    wanted, seen = None, []
+    for step in range(6):
+        with torch.no_grad():
+            layer.weight.fill_(float(step))
+        average.update_parameters(layer)
+        seen.append(float(layer.weight.detach()[0, 0]))
+        wanted = seen[0] if wanted is None else 0.9 * wanted + 0.1 * seen[-1]
+    assert float(average.module.weight[0, 0]) == pytest.approx(wanted, rel=1e-6)

@@ -1,0 +1,147 @@
+"""The profiler's files, peak memory, and the arithmetic of MFU."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from distill.training.profiling import (
+    Profile,
+    mfu,
+    peak_flops,
+    peak_memory_mib,
+    training_flops,
+    training_flops_per_token,
+)
+
+CPU = torch.device("cpu")
+
+
+def train(folder: Path, steps: int, *, traced: int, main: bool = True) -> None:
+    with Profile(folder, traced, CPU, main) as profile:
+        for _ in range(steps):
+            with torch.profiler.record_function("one_step"):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+            profile.step()
+
+
+def recorded_steps(folder: Path) -> int:
+    with gzip.open(folder / "profile" / "trace.json.gz", "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    return sum(event.get("name") == "one_step" for event in events)
+
+
+def test_so_many_steps_are_traced_behind_the_warm_ones(tmp_path: Path) -> None:
+    train(tmp_path, 8, traced=3)
+    assert recorded_steps(tmp_path) == 3
+    table = (tmp_path / "profile" / "operations.txt").read_text(encoding="utf-8")
+    assert "aten::mm" in table
+    assert not list((tmp_path / "profile").glob(".*"))
+
+
+def test_training_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
+    train(tmp_path, 4, traced=10)
+    assert recorded_steps(tmp_path) == 2
+
+
+def test_training_that_fails_is_not_hidden(tmp_path: Path) -> None:
+    def failing() -> None:
+        with Profile(tmp_path, 3, CPU, True) as profile:
+            for _ in range(3):
+                profile.step()
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        failing()
+    assert (tmp_path / "profile" / "trace.json.gz").exists()
+
+
+@pytest.mark.parametrize(("traced", "main"), [(0, True), (3, False)])
+def test_off_or_another_rank_writes_nothing(tmp_path: Path, traced: int, main: bool) -> None:
+    train(tmp_path, 8, traced=traced, main=main)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_memory_of_a_cpu_process_rises_with_what_it_holds() -> None:
+    before = peak_memory_mib(CPU)
+    held = torch.ones(64 * 2**20 // 4)
+    after = peak_memory_mib(CPU)
+    assert held.numel()
+    assert 20 < before <= after < 2**20
+    # An earlier peak of this process may have been higher; then nothing rises.
+    assert after >= 64
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 125.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L40", 181.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+    ],
+)
+def test_the_peak_of_a_device_name(name: str, tflops: float) -> None:
+    assert peak_flops(name, torch.bfloat16) == peak_flops(name, "bf16") == pytest.approx(tflops * 1e12)
+    assert peak_flops(name, "no") is None
+    assert peak_flops(name, torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["Someone's New GPU", "NVIDIA RTX A4000", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"]
+)
+def test_a_name_that_only_resembles_is_unknown(name: str) -> None:
+    assert peak_flops(name, torch.bfloat16) is None
+
+
+def test_a_cpu_has_no_mfu() -> None:
+    assert mfu(1e4, 1e9, CPU, torch.bfloat16) is None
+
+
+def test_mfu_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA A100-SXM4-40GB")
+    one = mfu(100_000, 1e9, torch.device("cuda", 0), torch.bfloat16)
+    assert one == pytest.approx(100_000 * 1e9 / 312e12)
+    assert mfu(100_000, 1e9, torch.device("cuda", 0), torch.bfloat16, ranks=4) == pytest.approx(one / 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_count_matrices_by_what_is_done_with_them(tied: bool) -> None:
+    student = tiny_model(tie_word_embeddings=tied)
+    head = student.lm_head.weight.numel()
+    body = sum(p.numel() for p in student.model.layers.parameters() if p.dim() == 2)
+    assert training_flops_per_token(student) == 6 * (body + head)
+    assert training_flops_per_token(student, sequence_tokens_per_token=1.5) == 6 * (1.5 * body + head)
+    assert training_flops(student).of(30, 20) == 6 * (30 * body + 20 * head)
+    teacher = tiny_model(num_hidden_layers=4, tie_word_embeddings=tied)
+    taught = sum(p.numel() for p in teacher.model.layers.parameters() if p.dim() == 2) + teacher.lm_head.weight.numel()
+    assert training_flops_per_token(student, teacher) == 6 * (body + head) + 2 * taught
+    student.model.layers[0].requires_grad_(False)
+    frozen = sum(p.numel() for p in student.model.layers[0].parameters() if p.dim() == 2)
+    assert training_flops_per_token(student) == 6 * (body - frozen + head) + 4 * frozen
+
+
+def test_flops_agree_with_what_torch_counts() -> None:
+    """torch's own counter sees every matrix product; attention's are what we say is left out."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = tiny_model("llama", vocab_size=512)
+    ids = torch.randint(1, 50, (4, 8))
+    with FlopCounterMode(display=False) as counter:
+        model(ids).logits.sum().backward()
+    counted = counter.get_total_flops() / ids.numel()
+    # The first layer's input is an embedding: its gradient is computed too, so only attention lies between: 8 tokens against
+    # width 32, at most a few per cent.
+    assert training_flops_per_token(model) == pytest.approx(counted, rel=0.1)
+    assert training_flops_per_token(model) <= counted

@@ -1,0 +1,419 @@
+"""Sequences made while training: whose text they are, which positions were rejected, and that a resumed run reads the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import perturbed, prompts_of, tiny_model
+from tiny_training import TOKENS, run_and_kill, run_child, run_config, tiny_tokenizer
+from transformers import PreTrainedModel
+
+from data.batches.collate import Example
+from data.responses.respond import RenderedPrompt
+from distill.config.run import RunConfig
+from distill.config.sections import SourceConfig
+from distill.loss.objective import Objective
+from distill.models.student import add_lora
+from distill.run import checkpoint
+from distill.training.module import DraftModule
+from distill.training.rollouts import (
+    Rollouts,
+    chosen_prompts,
+    read_rejected,
+    rejected_path,
+    rejected_positions,
+    text_examples,
+)
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+
+END = 2
+
+
+@dataclass
+class Rank:
+    """What rollouts ask of an Accelerator; one process plays several ranks, one after another."""
+
+    process_index: int = 0
+    num_processes: int = 1
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    def wait_for_everyone(self) -> None:
+        pass
+
+
+class Draft:
+    """A draft that counts how often it is asked for."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.asked = model, 0
+
+    def exported(self) -> PreTrainedModel:
+        self.asked += 1
+        return self.model
+
+
+def target_model(**options: Any) -> PreTrainedModel:
+    return tiny_model(vocab_size=TOKENS, eos_token_id=END, **options)
+
+
+def draft_model(**options: Any) -> PreTrainedModel:
+    return perturbed(target_model(**options), 0.03).train()
+
+
+def rendered(count: int) -> list[RenderedPrompt]:
+    keyed = prompts_of([2 + index % 5 for index in range(count)], vocab_size=TOKENS)
+    return [RenderedPrompt(key, "any", tuple(ids)) for key, ids in keyed]
+
+
+def config_of(
+    folder: Path, temperature: float = 1.0, rollouts: dict[str, Any] | None = None, rule: str | None = None
+) -> RunConfig:
+    return run_config(
+        folder,
+        data={
+            "mix": {"student": 1.0, "speculative": 1.0},
+            "rollouts": {"every": 10, "prompts": 6, "gamma": 3, "rejected_weight": 2.5, **(rollouts or {})},
+        },
+        serving={"temperature": temperature, "max_tokens": 14, "batch_size": 2, "shard_size": 2, "rule": rule},
+    )
+
+
+def rollouts_of(config: RunConfig, rank: Rank | None = None, target: PreTrainedModel | None = None) -> Rollouts:
+    accelerator: Any = rank or Rank()
+    return Rollouts(config, accelerator, target or target_model(), tiny_tokenizer(), rendered(16), config.folder)
+
+
+def same(found: list[Example], expected: list[Example]) -> bool:
+    assert len(found) == len(expected)
+    return all(
+        np.array_equal(one.input_ids, other.input_ids)
+        and np.array_equal(one.loss_mask, other.loss_mask)
+        and (one.weights is other.weights is None or np.array_equal(one.weights, other.weights))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def made(rollouts: Rollouts, kind: str, generation: int, draft: Any) -> list[Example]:
+    return rollouts.student(generation, draft) if kind == "student" else rollouts.speculative(generation, draft)
+
+
+def response_of(example: Example) -> list[int]:
+    return example.input_ids[example.loss_mask].tolist()
+
+
+def prompt_of(example: Example) -> tuple[int, ...]:
+    return tuple(example.input_ids[~example.loss_mask].tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_student_rollouts_are_the_drafts_own_words(tmp_path: Path, temperature: float) -> None:
+    rollouts = rollouts_of(config_of(tmp_path, rollouts={"temperature": temperature, "max_tokens": 9}))
+    draft = draft_model()
+    examples = rollouts.student(2, Draft(draft))
+    asked = {prompt.prompt_ids: prompt.prompt_id for prompt in chosen_prompts(rendered(16), 6, 0, 2)}
+    assert {prompt_of(example) for example in examples} == set(asked)
+    settings = DecodeSettings(
+        SamplingSettings(temperature), max_tokens=9, eos_ids=(END,), seed=2**32 * 5,
+        rule="greedy" if temperature == 0 else "sample",
+    )  # fmt: skip
+    for example in examples:
+        prompt = prompt_of(example)
+        alone, _ = decode(draft, None, [(f"{asked[prompt]}:0", prompt)], settings)
+        assert response_of(example) == alone[0].response_ids
+        assert example.weights is None
+
+
+def greedy_text(target: PreTrainedModel, prompt: tuple[int, ...], most: int) -> list[int]:
+    """Plain decoding with transformers' own forward, no cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] != END):
+            ids.append(int(target(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def replayed_rejections(draft: PreTrainedModel, prompt: tuple[int, ...], text: list[int], gamma: int) -> list[int]:
+    """By hand: behind an accepted prefix the draft has read the text itself, so one forward tells what it drafted."""
+    with torch.no_grad():
+        drafted = draft.eval()(torch.tensor([[*prompt, *text]])).logits[0].argmax(-1)[len(prompt) - 1 :].tolist()
+    rejected, start = [], 0
+    while start < len(text):
+        block = range(start, min(start + gamma, len(text)))
+        wrong = next((place for place in block if drafted[place] != text[place]), None)
+        if wrong is None:
+            start += gamma + 1  # all accepted, and the bonus token
+        else:
+            rejected.append(wrong)
+            start = wrong + 1
+    return rejected
+
+
+def test_speculative_rollouts_at_temperature_0_are_the_targets_greedy_text_with_its_corrections_marked(
+    tmp_path: Path,
+) -> None:
+    rollouts, draft = rollouts_of(config_of(tmp_path, temperature=0.0)), draft_model()
+    examples = rollouts.speculative(0, Draft(draft))
+    marked = accepted = 0
+    for example in examples:
+        text = response_of(example)
+        assert text == greedy_text(rollouts.target, prompt_of(example), 14)
+        assert example.weights is not None
+        weights = example.weights[example.loss_mask]
+        rejected = replayed_rejections(draft, prompt_of(example), text, gamma=3)
+        assert np.flatnonzero(weights == 2.5).tolist() == rejected
+        assert np.count_nonzero(weights == 1.0) == len(text) - len(rejected)
+        assert (example.weights[~example.loss_mask] == 1.0).all()
+        marked, accepted = marked + len(rejected), accepted + len(text) - len(rejected)
+    assert marked > 5
+    assert accepted > 5, "both kinds of position occur"
+
+
+def test_a_draft_like_the_target_has_no_rejections_and_another_has_some(tmp_path: Path) -> None:
+    config, target = config_of(tmp_path), target_model()
+    same_model = rollouts_of(config, target=target).speculative(0, Draft(target_model()))
+    assert all((example.weights == 1.0).all() for example in same_model)  # type: ignore[union-attr]
+    other = rollouts_of(config, target=target).speculative(1, Draft(tiny_model(vocab_size=TOKENS, seed=9)))
+    assert any((example.weights == 2.5).any() for example in other)  # type: ignore[union-attr]
+
+
+def test_rejections_of_blocks_by_hand() -> None:
+    def rejections(tokens: int, drafted: list[int], accepted: list[int]) -> list[int]:
+        return rejected_positions(
+            Response("key", [1], response_ids=list(range(tokens)), drafted_counts=drafted, accepted_counts=accepted)
+        )
+
+    # 0 1 | 2 corrects, 3 4 5 | 6 is a bonus, 7 corrects, 8 is plain decoding
+    assert rejections(9, [3, 3, 3, 0], [2, 3, 0, 0]) == [2, 7]
+    assert rejections(3, [3], [3]) == [], "cut by the budget before the bonus"
+    assert rejections(2, [3], [2]) == [], "an end token among the accepted: the correction was cut away"
+    assert rejections(4, [2, 2], [1, 1]) == [1, 3]
+
+
+def test_the_rule_is_the_servers(tmp_path: Path) -> None:
+    by_rule = {
+        rule: rollouts_of(config_of(tmp_path / rule, rule=rule))._settings("speculative", 0)
+        for rule in ("sample", "greedy-draft")
+    }
+    assert {rule: settings.rule for rule, settings in by_rule.items()} == {
+        "sample": "sample",
+        "greedy-draft": "greedy-draft",
+    }
+
+
+def test_generations_go_through_all_prompts_before_one_comes_again() -> None:
+    prompts = rendered(10)
+    asked = [chosen_prompts(prompts, 4, 7, generation) for generation in range(5)]
+    assert all(len({prompt.prompt_id for prompt in some}) == 4 for some in asked)
+    flat = [prompt.prompt_id for some in asked for prompt in some]
+    assert sorted(flat[:10]) == sorted(flat[10:]) == sorted(prompt.prompt_id for prompt in prompts)
+    assert flat[:10] != sorted(flat[:10]), "shuffled"
+    assert chosen_prompts(prompts, 99, 7, 3) != chosen_prompts(prompts, 99, 8, 3)
+    assert len(chosen_prompts(prompts, 99, 7, 3)) == 10
+
+
+def test_another_generation_samples_another_text_of_the_same_prompts(tmp_path: Path) -> None:
+    rollouts, draft = rollouts_of(config_of(tmp_path, rollouts={"prompts": 16})), Draft(draft_model())
+    texts = [{prompt_of(example): response_of(example) for example in rollouts.student(g, draft)} for g in (0, 1)]
+    assert texts[0].keys() == texts[1].keys()
+    assert sum(texts[0][prompt] == texts[1][prompt] for prompt in texts[0]) < 4
+
+
+def test_what_is_on_disk_is_read_and_not_made_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first, other = Draft(draft_model()), Draft(tiny_model(vocab_size=TOKENS, seed=5))
+    for kind in ("student", "speculative"):
+        written = made(rollouts_of(config), kind, 3, first)
+        assert same(made(rollouts_of(config), kind, 3, other), written)
+    assert (first.asked, other.asked) == (2, 0)
+    assert rollouts_of(config).seconds == 0.0
+
+
+@pytest.mark.parametrize("kind", ["student", "speculative"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: int) -> None:
+    expected = made(rollouts_of(config_of(tmp_path / "one")), kind, 1, Draft(draft_model()))
+    config = config_of(tmp_path / "many")
+    shards = set()
+    for rank in range(ranks):
+        rollouts = rollouts_of(config, Rank(rank, ranks))
+        if rank < min(ranks, 3) - 1:
+            with pytest.raises(UserError, match="are missing"):  # in earnest, the barrier waits for the other ranks
+                made(rollouts, kind, 1, Draft(draft_model()))
+        else:
+            found = made(rollouts, kind, 1, Draft(draft_model()))
+        there = {path.name for path in (config.folder / "rollouts").rglob("shard-*.parquet")}
+        if rank < 3:
+            assert len(there - shards) == len(range(rank, 3, ranks)), "each rank makes its share"
+        shards = there
+    assert same(found, expected)
+
+
+def test_a_killed_run_reads_the_same_rollouts_as_one_that_was_not(tmp_path: Path) -> None:
+    target, draft = target_model(), draft_model()
+
+    def make(config: RunConfig) -> None:
+        for kind in ("student", "speculative"):
+            made(rollouts_of(config, target=target), kind, 0, Draft(draft))
+
+    plain, killed = config_of(tmp_path / "plain"), config_of(tmp_path / "killed")
+    make(plain)
+    generator = random.Random(3)
+    deaths = 0
+    for _ in range(4):
+        deaths += run_and_kill(
+            make, killed, progress=lambda: len(list((killed.folder / "rollouts").rglob("*.parquet"))),
+            generator=generator, most=2,
+        ) != 0  # fmt: skip
+    assert deaths > 0
+    assert run_child(make, killed) == 0
+    other = Draft(tiny_model(vocab_size=TOKENS, seed=5))
+    for kind in ("student", "speculative"):
+        pair = [made(rollouts_of(config, target=target), kind, 0, other) for config in (plain, killed)]
+        assert same(*pair)
+    assert other.asked == 0
+
+
+def test_a_generation_goes_when_no_resume_can_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, draft = config_of(tmp_path, rollouts={"prompts": 2, "max_tokens": 2}), Draft(draft_model())
+    resumable: list[int | None] = [None]
+    monkeypatch.setattr(checkpoint, "last_resumable", lambda run: resumable[0])
+    rollouts = rollouts_of(config)
+
+    def left() -> list[int]:
+        return sorted(int(path.name[-5:]) for path in (config.folder / "rollouts").glob("student-g*"))
+
+    for generation in range(3):
+        rollouts.student(generation, draft)
+    assert left() == [1, 2], "the one before is kept"
+    resumable[0] = 25  # every = 10: it reads generation 2
+    for generation in (3, 4, 5):
+        rollouts.student(generation, draft)
+    assert left() == [2, 3, 4, 5]
+    resumable[0] = 50
+    rollouts.student(6, draft)
+    assert left() == [5, 6]
+    rollouts.speculative(9, draft)
+    assert left() == [5, 6], "each kind deletes its own"
+
+
+def test_the_draft_trains_on_as_it_did_before(tmp_path: Path) -> None:
+    rollouts, model = rollouts_of(config_of(tmp_path)), draft_model()
+    model.model.layers[0].eval()  # a frozen part stays as it was
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    generator_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    for kind in ("student", "speculative"):
+        made(rollouts, kind, 0, Draft(model))
+    assert torch.equal(torch.get_rng_state(), generator_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert torch.is_grad_enabled()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+def test_dropout_is_off_while_decoding(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    target = tiny_model("gpt2", vocab_size=TOKENS, eos_token_id=END)
+    calm = rollouts_of(config, target=target).student(0, Draft(perturbed(target).eval()))
+    restless = rollouts_of(config_of(tmp_path / "train"), target=target).student(0, Draft(perturbed(target).train()))
+    assert same(restless, calm)
+
+
+def test_an_adapter_is_part_of_the_draft(tmp_path: Path) -> None:
+    module = DraftModule(add_lora(draft_model(), 4, 8, 0.0, "all-linear"), Objective({"forward_kl": 1.0}))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    merged = rollouts_of(config_of(tmp_path / "lora")).student(0, module)
+    plain = rollouts_of(config_of(tmp_path / "plain")).student(0, Draft(draft_model()))
+    again = rollouts_of(config_of(tmp_path / "again")).student(0, Draft(module.exported()))
+    assert same(merged, again)
+    assert not same(merged, plain)
+    assert any("lora_" in name for name, _ in module.named_parameters()), "the adapter is still there"
+
+
+def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> None:
+    rollouts = rollouts_of(config_of(tmp_path), target=target_model(dtype=torch.bfloat16))
+    draft = draft_model()
+    served = rollouts._as_served(draft)
+    assert served.dtype == torch.bfloat16
+    assert draft.dtype == torch.float32
+    assert all(parameter.requires_grad for parameter in draft.parameters())
+    assert len(rollouts.speculative(0, Draft(draft))) == 6
+    assert rollouts_of(config_of(tmp_path / "same"))._as_served(draft) is draft
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "gone"])
+def test_a_damaged_companion_is_refused_by_name(tmp_path: Path, harm: str) -> None:
+    config, draft = config_of(tmp_path), Draft(draft_model())
+    rollouts_of(config).speculative(0, draft)
+    shard = config.folder / "rollouts" / "speculative-g00000" / "shard-00001.parquet"
+    path = rejected_path(shard)
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:40] if harm == "cut" else b"")
+    with pytest.raises(UserError, match=r"shard-00001\.rejected\.npz: missing or damaged"):
+        rollouts_of(config).speculative(0, draft)
+    # The way out that the message names.
+    path.unlink(missing_ok=True)
+    shard.unlink()
+    rollouts_of(config).speculative(0, draft)
+    assert len(read_rejected(shard)) == 2
+
+
+def test_companions_of_other_shards_are_refused(tmp_path: Path) -> None:
+    config, draft = config_of(tmp_path), Draft(draft_model())
+    rollouts_of(config).speculative(0, draft)
+    folder = config.folder / "rollouts" / "speculative-g00000"
+    masks = read_rejected(folder / "shard-00000.parquet")
+    np.savez(rejected_path(folder / "shard-00000.parquet"), lengths=[1], rejected=masks[0][:1])
+    with pytest.raises(UserError, match="do not agree"):
+        rollouts_of(config).speculative(0, draft)
+
+
+def test_rollouts_of_other_settings_are_refused(tmp_path: Path) -> None:
+    rollouts_of(config_of(tmp_path)).speculative(0, Draft(draft_model()))
+    changed = config_of(tmp_path, rollouts={"gamma": 2})
+    with pytest.raises(UserError, match="another gamma"):
+        rollouts_of(changed).speculative(0, Draft(draft_model()))
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    config = config_of(tmp_path)
+    with pytest.raises(UserError, match="No space left"):
+        rollouts_of(config).speculative(0, Draft(draft_model()))
+    assert not list((config.folder / "rollouts").rglob("*.tmp"))
+    assert not list((config.folder / "rollouts").rglob("*.parquet"))
+
+
+def test_general_text_comes_in_windows(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("def add(first, second):\n    return first + second\n" * 40, encoding="utf-8")
+    examples = text_examples((SourceConfig(path=str(path)),), tiny_tokenizer(), 16)
+    assert len(examples) > 5
+    for example in examples:
+        assert len(example.input_ids) == 16
+        assert example.loss_mask.tolist() == [False] + [True] * 15
+    with pytest.raises(UserError, match="less than one window"):
+        text_examples((SourceConfig(path=str(path)),), tiny_tokenizer(), 10**6)

@@ -1,0 +1,341 @@
+"""Two ranks: the same training plain or sharded, resumed by another number of ranks, and after the death of one."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import FullyShardedDataParallelPlugin
+from scale_worker import STEPS, STOP, new_accelerator, new_loop, steps_config, trained
+from tiny_models import tiny_model
+from tiny_training import (
+    ScriptedJudge,
+    examples_of,
+    final_weights,
+    forget_accelerators,
+    make_loop,
+    metrics_of,
+    run_config,
+)
+
+from distill.config.load import dump_config
+from distill.config.run import RunConfig
+from distill.models.layers import layer_list
+from distill.run import checkpoint
+from distill.run.folder import step_folder
+from distill.training import sharding
+from speculative.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support"
+# In float64 only the order of sums differs between arrangements: 1e-16 of each number, 1e-14 after AdamW's divisions.
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher() -> Iterator[None]:
+    yield
+    for name in list(os.environ):
+        if name.startswith(("FSDP_", "ACCELERATE_", "DS_")):
+            del os.environ[name]
+    forget_accelerators()
+
+
+def torchrun(*arguments: str) -> subprocess.Popen[str]:
+    """Two CPU ranks of the worker, in a process group of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1",
+            "--master_port", str(port), str(SUPPORT / "scale_worker.py"), *arguments,
+        ],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], limit: float) -> str:
+    """What it printed; kills it and all of its ranks when it takes longer than ``limit`` seconds."""
+    try:
+        return process.communicate(timeout=limit)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"ranks still running after {limit:g} s:\n{process.communicate()[0][-3000:]}") from None
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The worker's cases as the main process saw them; `folder` has the runs, `rank 1` what the other one saw."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("scale")
+    trained(steps_config(folder / "one-stopped", 2), until=STOP)
+    process = torchrun("cases", str(folder))
+    printed = finish(process, 150)
+    assert process.returncode == 0, printed[-3000:]
+    return torch.load(folder / "rank0.pt") | {"folder": folder, "rank 1": torch.load(folder / "rank1.pt")}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The same training by one process, the batch in one piece; `1x4` in four micro-batches."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        "1x4": trained(steps_config(folder / "1x4", 2)),
+        "": trained(steps_config(folder / "plain", 8)),
+        "tied": trained(steps_config(folder / "tied", 8), "tied"),
+        "lora": trained(steps_config(folder / "lora", 8), "lora"),
+    }
+
+
+def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert expected
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+ARRANGEMENTS = [("ddp", ""), ("fsdp", ""), ("fsdp tied recomputed", "tied"), ("fsdp lora", "lora")]
+
+
+@pytest.mark.parametrize(("case", "variant"), [("1x4", ""), *ARRANGEMENTS])
+def test_gradients_losses_and_weights_do_not_depend_on_the_arrangement(
+    ranks: dict[str, Any], alone: dict[str, dict[str, Any]], case: str, variant: str
+) -> None:
+    shared, whole = (alone if case == "1x4" else ranks)[case], alone[variant]
+    assert shared["kind"] == {"1x4": "NO", "ddp": "MULTI_CPU"}.get(case, "FSDP")
+    assert_same_tensors(shared["gradients"], whole["gradients"])
+    assert_same_tensors(shared["weights"], whole["weights"])  # what is exported, after all steps
+    for step, expected in zip(shared["logged"], whole["logged"], strict=True):
+        assert step["tokens"] == expected["tokens"]
+        # A micro-batch's loss is handed on in float32.
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        for key in ("alpha", "grad_norm"):
+            assert step[key] == pytest.approx(expected[key], rel=1e-9)
+
+
+def test_the_whole_model_is_put_together_on_the_main_process_only(ranks: dict[str, Any]) -> None:
+    assert_same_tensors(ranks["fsdp"]["weights"], ranks["ddp"]["weights"])
+    assert ranks["rank 1"]["fsdp"]["weights"] == {}
+    assert any(step["grad_norm"] > 0.5 for step in ranks["fsdp"]["logged"]), "clipping was tried"
+
+
+def test_a_sharded_run_goes_on_where_it_stood(ranks: dict[str, Any]) -> None:
+    resumed = ranks["fsdp resumed"]
+    assert len(resumed["logged"]) == STEPS - STOP
+    for name, value in ranks["fsdp"]["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stopped", ["ddp-stopped", "fsdp-stopped"])
+def test_one_rank_goes_on_from_what_two_wrote(
+    ranks: dict[str, Any], alone: dict[str, dict[str, Any]], stopped: str
+) -> None:
+    config = steps_config(ranks["folder"] / stopped, 2)
+    state = step_folder(config.folder, STOP) / "state"
+    assert (state / sharding.SHARDED_STATE).exists() == stopped.startswith("fsdp")
+    resumed = trained(config)
+    assert resumed["kind"] == "NO"
+    assert len(resumed["logged"]) == STEPS - STOP
+    for step, expected in zip(resumed["logged"], alone[""]["logged"][STOP:], strict=True):
+        assert step["tokens"] == expected["tokens"], "another global batch"
+        assert step["lr"] == expected["lr"]
+    assert_same_tensors(resumed["weights"], alone[""]["weights"])
+
+
+def test_two_ranks_go_on_from_what_one_wrote(ranks: dict[str, Any], alone: dict[str, dict[str, Any]]) -> None:
+    grown = ranks["ddp grown"]
+    assert len(grown["logged"]) == STEPS - STOP
+    assert [step["tokens"] for step in grown["logged"]] == [step["tokens"] for step in alone[""]["logged"][STOP:]]
+    assert_same_tensors(grown["weights"], alone[""]["weights"])
+
+
+def test_a_sharded_teacher_says_the_same_and_keeps_half(ranks: dict[str, Any]) -> None:
+    for seen in (ranks["teacher"], ranks["rank 1"]["teacher"]):
+        kept, whole = seen.pop("kept").tolist()
+        layers = whole - sum(
+            weight.numel() for name, weight in tiny_model(vocab_size=300).named_parameters() if ".layers." not in name
+        )
+        assert whole - kept == layers / 2
+        for name, hidden_RD in seen.items():
+            torch.testing.assert_close(
+                hidden_RD, seen["whole"], rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    assert "alone" in ranks["rank 1"]["teacher"], "one rank called the gathered target by itself"
+
+
+def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp_path: Path) -> None:
+    def config(name: str) -> RunConfig:
+        return run_config(tmp_path / name, train={"steps": 12}, judge={"every": 3})
+
+    killed, whole = config("killed"), config("whole")
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(killed), encoding="utf-8")
+    process = torchrun("train", str(path))
+    metrics, pid = killed.folder / "metrics.jsonl", killed.folder / "rank1.pid"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and '"step": 4' in metrics.read_text(encoding="utf-8")):
+        time.sleep(0.02)
+    os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGKILL)
+    printed = finish(process, 40)
+    assert process.returncode != 0
+    good = checkpoint.last_resumable(killed.folder)
+    assert good in (3, 6)
+    assert "understudy: another rank died" in printed
+    assert "the same command" in printed
+
+    def fit(one: RunConfig) -> None:
+        forget_accelerators()
+        make_loop(one, ScriptedJudge(), examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])).fit()
+
+    fit(killed)
+    fit(whole)
+    losses = [[(line["step"], line["loss"]) for line in metrics_of(one) if "loss" in line] for one in (killed, whole)]
+    assert [step for step, _ in losses[0]] == list(range(1, 13)), "each step once"
+    assert [loss for _, loss in losses[0]] == pytest.approx([loss for _, loss in losses[1]], rel=1e-4)
+    for name, value in final_weights(whole).items():
+        # float32: where a gradient is nearly zero, rounding decides the sign of AdamW's step of 1e-2
+        assert float((final_weights(killed)[name] - value).abs().mean()) < 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("engine", ["ZERO2", "ZERO3"])
+def test_deepspeed_trains_as_one_process_does(tmp_path: Path, engine: str) -> None:
+    process = torchrun(engine, str(tmp_path))
+    printed = finish(process, 150)
+    assert process.returncode == 0, printed[-3000:]
+    results = torch.load(tmp_path / "rank0.pt")
+    for variant in ("float32", "float32 tied", "float32 lora recomputed"):
+        shared, whole = results[variant], trained(steps_config(tmp_path / f"alone {variant}", 8), variant)
+        assert shared["kind"] == "DEEPSPEED"
+        assert shared["gradients"].keys() == whole["gradients"].keys()
+        for name, gradient in whole["gradients"].items():
+            # float32 sums in another order
+            torch.testing.assert_close(shared["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+        for step, expected in zip(shared["logged"], whole["logged"], strict=True):
+            for key in ("loss", "grad_norm"):
+                assert step[key] == pytest.approx(expected[key], rel=1e-4), key
+        for name, value in whole["weights"].items():
+            # Rounding decides the sign of AdamW's step of 1e-2 where a gradient is nearly zero: few weights, not their mean.
+            assert float((shared["weights"][name] - value).abs().mean()) < 1e-5, name
+    for name, value in results["float32"]["weights"].items():
+        torch.testing.assert_close(results["resumed"]["weights"][name], value, rtol=0, atol=0)
+
+
+def launched(kind: str = "MULTI_CPU", ranks: int = 2, **state: Any) -> Any:
+    """Stands for the accelerator of one of two ranks."""
+    kind = sharding.DistributedType[kind]
+    return SimpleNamespace(distributed_type=kind, num_processes=ranks, state=SimpleNamespace(**state), is_fsdp2=False)
+
+
+FSDP, DEEPSPEED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "optim", "words"),
+    [
+        (FSDP | {"FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
+        (FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "fsdp_cpu_ram_efficient_loading"),
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "student.gradient_checkpointing: true"),
+        (FSDP, {"name": "muon"}, "optim.name: muon"),
+        (FSDP, {"ema": 0.99}, "optim.ema"),
+        (DEEPSPEED, {"name": "adamw8bit"}, "optim.name: adamw8bit"),
+        (DEEPSPEED, {"ema": 0.9}, "optim.ema"),
+    ],
+)
+def test_settings_that_would_train_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], optim: dict[str, Any], words: str
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        sharding.settle_launcher(launched(), run_config(tmp_path, optim=optim))
+
+
+@pytest.mark.parametrize(
+    ("stage", "optim", "zero", "words"),
+    [
+        (1, {"spike_factor": 0.0}, {}, "zero_stage: 1"),
+        (2, {}, {}, "optim.spike_factor"),
+        (3, {"spike_factor": 0.0}, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer_device"),
+    ],
+)
+def test_deepspeed_settings_that_are_not_supported_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, optim: dict[str, Any], zero: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage, **zero}})
+    with pytest.raises(UserError, match=words):
+        sharding.settle_launcher(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path, optim=optim))
+
+
+def test_other_launchers_and_a_missing_deepspeed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="MEGATRON_LM"):
+        sharding.settle_launcher(launched("MEGATRON_LM"), run_config(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install deepspeed"):
+        sharding.require_deepspeed()
+
+
+def test_a_state_of_another_launcher_is_refused(tmp_path: Path) -> None:
+    zero = {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})}
+    with pytest.raises(UserError, match="without DeepSpeed"):
+        sharding.load_state(launched("DEEPSPEED", **zero), None, [], tmp_path)
+    (tmp_path / sharding.ZERO_STATE).mkdir()
+    (tmp_path / "random_states_0.pkl").touch()
+    with pytest.raises(UserError, match="of 1 ranks"):
+        sharding.load_state(launched("DEEPSPEED", **zero), None, [], tmp_path)
+    with pytest.raises(UserError, match="written under DeepSpeed"):
+        sharding.load_state(launched(), None, [], tmp_path)
+
+
+def test_one_process_under_fsdp_settings_trains_plainly(tmp_path: Path) -> None:
+    assert new_accelerator(steps_config(tmp_path, 8), "FSDP").distributed_type.value == "NO"
+
+
+def test_a_whole_state_is_not_read_by_sharded_ranks(tmp_path: Path) -> None:
+    loop = new_loop(steps_config(tmp_path, 8))
+    loop.step(loop.micro_batches(0))
+    loop._save()
+    loop.accelerator.state.distributed_type = sharding.DistributedType.FSDP
+    loop.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(UserError, match="written by a run without FSDP2"):
+        sharding.load_state(loop.accelerator, loop.wrapped, loop.optimizers, step_folder(loop.run, 0) / "state")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "falcon"])
+def test_layers_are_found_in_every_family(kind: str) -> None:
+    model = tiny_model(kind)
+    layers = layer_list(model)[1]
+    assert len(layers) == 2
+    assert sum(weight.numel() for layer in layers for weight in layer.parameters()) > 0
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs" / "accelerate").glob("*.yaml")))
+def test_shipped_launcher_files_are_read_by_accelerate(name: str) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    path = ROOT / "configs" / "accelerate" / name
+    config = ClusterConfig.from_yaml_file(str(path))
+    assert config.distributed_type in ("MULTI_GPU", "FSDP", "DEEPSPEED")
+    assert config.mixed_precision == "no", "train.mixed_precision is the one place"
+    text = path.read_text(encoding="utf-8")
+    assert "Tested" in text, "says what was tested where"
+    settings = yaml.safe_load(text)
+    if config.distributed_type == "FSDP":
+        assert settings["fsdp_config"]["fsdp_version"] == 2
+        assert settings["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False

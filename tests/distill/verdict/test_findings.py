@@ -1,0 +1,235 @@
+"""result.json of a real run: every number in it can be traced to the log of proposals, the judgements or the frozen text."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from distill import train
+from distill.verdict import conclusion
+from distill.verdict.findings import steps_of
+from distill.verdict.token_view import spread_over, writers
+from speculative.decoder.responses import Response
+
+
+@pytest.fixture(scope="module")
+def result(tiny_run: Path) -> dict:
+    return json.loads((tiny_run / "result.json").read_text(encoding="utf-8"))
+
+
+def test_the_contestants_are_those_of_the_verdict(result: dict) -> None:
+    assert result["kind"] == "run"
+    assert [row["name"] for row in result["contestants"]] == ["baseline", "best"]
+    best = result["contestants"][-1]
+    assert {key: best[key] for key in ("alpha", "tau", "survival")} == {
+        key: result["verdict"]["best"][key] for key in ("alpha", "tau", "survival")
+    }
+
+
+def test_tau_is_the_sum_of_the_live_prompts_and_of_the_proposal_log(result: dict, tiny_run: Path) -> None:
+    prompts, verdict = result["live_prompts"], result["verdict"]
+    tokens, blocks = (sum(row[key] for row in prompts) for key in ("tokens", "blocks"))
+    assert tokens / blocks == pytest.approx(verdict["best"]["tau"], rel=1e-12)
+    drafted, accepted = (sum(row[key] for row in prompts) for key in ("drafted", "accepted"))
+    assert accepted / drafted == pytest.approx(verdict["best"]["accepted_per_drafted"], rel=1e-12)
+
+    log = pq.read_table(tiny_run / result["files"]["proposals"]).to_pandas()
+    for row in prompts:
+        own = log[log["prompt"] == row["key"]]
+        assert (len(own), int(own["accepted"].sum())) == (row["drafted"], row["accepted"])
+        # A block that drafted nothing (no room left) leaves no row.
+        assert own["block"].nunique() <= row["blocks"]
+    kept = log[log["accepted"]].groupby(["prompt", "block"]).size()
+    blocks_logged = log.groupby(["prompt", "block"]).ngroups
+    for j, share in enumerate(verdict["best"]["survival"], start=1):
+        reached = (log.groupby(["prompt", "block"]).size() >= j).sum()
+        assert (kept >= j).sum() / reached == pytest.approx(share, rel=1e-12)
+    assert blocks_logged <= blocks
+
+
+def test_the_token_view_tells_who_wrote_every_token_of_the_logged_run(result: dict, tiny_run: Path) -> None:
+    view, prompts = result["token_view"], {row["key"]: row for row in result["live_prompts"]}
+    log = pq.read_table(tiny_run / "proposals.parquet").to_pandas()
+    assert len(view["responses"]) == min(8, len(prompts))
+    for response in view["responses"]:
+        row, tokens = prompts[response["key"]], response["tokens"]
+        assert response["tokens_count"] == len(tokens) == row["tokens"]
+        assert (response["blocks"], response["drafted"], response["accepted"]) == (
+            row["blocks"], row["drafted"], row["accepted"]
+        )  # fmt: skip
+        assert len({token["block"] for token in tokens}) == row["blocks"]
+        kept = log[(log["prompt"] == response["key"]) & log["accepted"]]
+        for entry in kept.itertuples():
+            if entry.position < len(tokens):  # else the end token cut the block
+                token = tokens[entry.position]
+                assert (token["id"], token["by"], token["block"]) == (entry.drafted, "draft", entry.block)
+        by_draft = sum(token["by"] == "draft" for token in tokens)
+        assert by_draft == (kept["position"] < len(tokens)).sum()
+        for token in tokens:
+            assert len(token["target_top"]) == len(token["draft_top"]) == 5
+            for name in ("target", "draft"):
+                probs = [prob for _, prob in token[f"{name}_top"]]
+                assert probs == sorted(probs, reverse=True)
+                assert -1e-6 <= token[f"{name}_prob"] <= probs[0] + 1e-5
+
+
+def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
+    verdict, first = result["verdict"], result["curves"]["rules"][0]
+    assert first["rule"] == verdict["rule"] == "sample"
+    assert [entry["rule"] for entry in result["curves"]["rules"]] == ["sample", "greedy-draft", "block", "greedy"]
+    assert result["curves"]["refused"] == []
+    of = first["contestants"]["best"]
+    assert of["gammas"] == list(range(33))
+    np.testing.assert_allclose(of["tau"], [verdict["replay"][str(gamma)] for gamma in range(33)], rtol=1e-9)
+    costs = verdict["costs"]
+    # gamma 3 was measured itself.
+    predicted = of["tau"][3] / (3 * costs["cost_ratio_at"]["3"] + costs["verify_ratio"]["3"])
+    assert of["speed_up"][3] == pytest.approx(predicted, rel=1e-9)
+    assert of["speed_up"][0] == of["tau"][0] == 1.0
+    measured = max(map(int, costs["verify_ratio"]))
+    assert [value is None for value in of["speed_up"]] == [gamma > measured for gamma in range(33)]
+
+
+def test_the_speed_up_is_the_median_of_the_timed_prompts(result: dict) -> None:
+    rates = [row["tokens_per_second"] for row in result["timed_prompts"]]
+    assert len(rates) == 2  # judge.speed_prompts
+    for name in ("baseline", "best"):
+        ratios = [own[name] / own["target"] for own in rates]
+        assert result["verdict"]["speed_up"][name] == pytest.approx(float(np.median(ratios)))
+        assert result["verdict"]["speed_up_ci"][name] is None  # of two prompts
+
+
+def test_block_verification_never_accepts_less_than_token_verification(result: dict) -> None:
+    curves = {entry["rule"]: entry["contestants"]["best"]["tau"] for entry in result["curves"]["rules"]}
+    assert all(block >= token - 1e-9 for block, token in zip(curves["block"], curves["sample"], strict=True))
+
+
+def test_slices_partition_the_frozen_text(result: dict) -> None:
+    verdict = result["verdict"]
+    assert {table["dimension"] for table in result["slices"]} == {
+        "domain", "prompt length", "position", "first tokens", "token class", "target entropy"
+    }  # fmt: skip
+    for table in result["slices"]:
+        rows = table["rows"]
+        assert sum(row["tokens"] for row in rows) == verdict["tokens"], table["dimension"]
+        assert sum(row["lost_share"] for row in rows) == pytest.approx(1.0)
+        mean = sum(row["tokens"] * row["alpha"]["best"] for row in rows) / verdict["tokens"]
+        assert mean == pytest.approx(verdict["best"]["alpha"], abs=1e-9)
+
+
+def test_steps_pair_every_checkpoint_with_the_first(result: dict) -> None:
+    best = next(row for row in result["steps"] if row["step"] == result["verdict"]["best"]["step"])
+    assert result["steps"][0]["gain"] is None
+    assert best["gain"]["alpha_gain"] == pytest.approx(result["verdict"]["effects"]["alpha"]["gain"], abs=1e-6)
+
+
+def test_steps_of_text_that_differs_are_not_paired() -> None:
+    first = {"step": 0, "alpha": 0.5, "per_response": {"accept_sums": [1.0, 2.0], "tokens": [2, 4]}}
+    other = {"step": 1, "alpha": 0.6, "per_response": {"accept_sums": [1.0, 3.0], "tokens": [2, 5]}}
+    same = {"step": 2, "alpha": 0.6, "per_response": {"accept_sums": [1.5, 2.5], "tokens": [2, 4]}}
+    rows = steps_of([first, other, same], ["a", "b"])
+    assert [row["gain"] is None for row in rows] == [True, True, False]
+    assert rows[2]["gain"]["alpha_gain"] == pytest.approx(1.0 / 6.0)
+
+
+def test_writers_of_a_block_that_was_accepted_whole_cut_and_empty() -> None:
+    response = Response("key", [1], response_ids=[5] * 7, drafted_counts=[3, 2, 0, 3], accepted_counts=[1, 2, 0, 3])
+    assert [who for who, _ in writers(response)] == ["draft", "target", "draft", "draft", "bonus", "bonus", "draft"]
+    assert [block for _, block in writers(response)] == [0, 0, 1, 1, 1, 2, 3]
+
+
+def test_shown_responses_take_the_domains_in_turn() -> None:
+    responses = [Response(str(index), [1], response_ids=[1] * (index != 1)) for index in range(6)]
+    assert spread_over(responses, ["a", "a", "a", "a", "b", "b"], 4) == [0, 4, 2, 5]
+
+
+@pytest.fixture(scope="module")
+def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rule block, a served draft beside, a domain that was not trained on, and the dial read at every step."""
+    folder = tmp_path_factory.mktemp("other")
+    old = folder / "old.jsonl"
+    old.write_text("".join(json.dumps({"prompt": f"What is {i} + {i}?"}) + "\n" for i in range(6)), encoding="utf-8")
+    tree = yaml.safe_load(tiny_config.read_text(encoding="utf-8"))
+    tree |= {"name": "other", "output": str(folder)}
+    tree["data"]["heldout"] = [
+        {"path": "stdlib", "split": "heldout", "limit": 6},
+        {"path": str(old), "prompt_column": "prompt", "domain": "old"},
+    ]
+    tree["train"] |= {"steps": 4}
+    tree["judge"] |= {"rule": "block", "dial_every": 1, "served": str(tiny_run), "live": "end"}
+    (folder / "other.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert train.main([str(folder / "other.yaml")]) == 0
+    return folder / "other"
+
+
+def test_the_served_draft_stands_between_baseline_and_best(other_run: Path, tiny_run: Path) -> None:
+    result = json.loads((other_run / "result.json").read_text())
+    assert [row["name"] for row in result["contestants"]] == ["baseline", "served", "best"]
+    served_alone = json.loads((tiny_run / "verdict.json").read_text())["best"]["alpha"]
+    assert 0 < served_alone < 1
+    against = result["verdict"]["against_served"]["alpha"]
+    alphas = {row["name"]: row["alpha"] for row in result["contestants"]}
+    assert against["gain"] == pytest.approx(alphas["best"] - alphas["served"], abs=1e-6)
+
+
+def test_a_domain_that_was_not_trained_on_is_watched(other_run: Path, result: dict) -> None:
+    rows = json.loads((other_run / "result.json").read_text())["forgetting"]
+    assert {row["domain"]: row["trained_on"] for row in rows} == {"old": False, "stdlib": True}
+    for row in rows:
+        assert set(row["alpha"]) == {"baseline", "served", "best"}
+        assert row["change"]["gain"] == pytest.approx(row["alpha"]["best"] - row["alpha"]["baseline"], abs=1e-9)
+    assert result["forgetting"] == []  # all of its domains were trained on
+
+
+def test_block_verification_is_replayed_against_live_decoding(other_run: Path) -> None:
+    verdict = json.loads((other_run / "verdict.json").read_text())
+    assert verdict["rule"] == "block"
+    assert verdict["warnings"] == []
+    assert [record["live"] for record in verdict["checkpoints"]] == [False, False]
+
+
+def test_the_dial_is_read_between_checkpoints(other_run: Path) -> None:
+    lines = [json.loads(line) for line in (other_run / "metrics.jsonl").read_text().splitlines()]
+    dialled = {line["step"]: line for line in lines if "dial/alpha" in line}
+    assert sorted(dialled) == [1, 2, 3]  # 4 is a checkpoint
+    first = next(line for line in lines if line["step"] == 0 and "judge/alpha" in line)
+    assert all(0 < line["dial/alpha"] < 1 and line["dial/tau"] >= 1 for line in dialled.values())
+    assert dialled[1]["dial/alpha"] != first["judge/alpha"]
+
+
+def test_a_pair_without_headroom_ends_in_no_measurable_gain(tiny_config: Path, tmp_path: Path) -> None:
+    tree = yaml.safe_load(tiny_config.read_text(encoding="utf-8"))
+    tree |= {"name": "same", "output": str(tmp_path)}
+    tree["student"] = {"init": "pretrained", "path": tree["target"]["path"]}  # the draft is the target already
+    tree["train"] |= {"steps": 2}
+    tree["judge"] |= {"every": 2, "speed_prompts": 1, "prompts": 6}
+    (tmp_path / "same.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert train.main([str(tmp_path / "same.yaml")]) == 0
+    verdict = json.loads((tmp_path / "same" / "verdict.json").read_text())
+    assert verdict["outcome"] in ("no_measurable_gain", "loss")
+    assert verdict["baseline"]["alpha"] > 0.999
+    assert verdict["sentence"].startswith(("No measurable gain: ", "It got worse: "))
+
+
+def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(tiny_config), f"output={tmp_path}", "judge.served=nowhere/draft"]
+    assert train.main(command) == 2
+    assert "nowhere/draft" in capsys.readouterr().err
+    assert not (tmp_path / "tiny" / "responses").exists()
+
+
+def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(*_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conclusion, "report_command", full)
+    result = json.loads((tiny_run / "result.json").read_text())
+    with pytest.raises(OSError, match="No space"):
+        conclusion.write_conclusion(tmp_path, result)
+    assert (tmp_path / "result.json").exists()
+    assert not (tmp_path / "verdict.json").exists()

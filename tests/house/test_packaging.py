@@ -1,0 +1,82 @@
+"""The wheel holds what the tree holds, and the installed packages are ours."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from distill.faults import check_imports
+from speculative.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("distill", "speculative", "data")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # A copy, because setuptools leaves a build folder behind.
+    for name in filter(None, tracked.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(folder / "dist"),
+        str(source),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return next((folder / "dist").glob("*.whl"))
+
+
+def test_the_wheel_holds_every_file_of_the_three_packages_and_no_other(wheel: Path) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == {name for name in tracked if (ROOT / name).exists()}
+
+
+def test_the_wheel_names_the_console_script_and_the_users_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+        metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
+    assert "understudy = distill.cli:main" in entry_points
+    for package in ("torch", "transformers", "datasets", "accelerate", "peft", "wandb"):
+        assert f"Requires-Dist: {package}" in metadata
+
+
+def test_every_dependency_says_why_it_is_there() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    start = lines.index("dependencies = [")
+    listed = lines[start + 1 : lines.index("]", start)]
+    assert len(listed) >= 6
+    assert all("#" in line for line in listed)
+
+
+def test_a_foreign_data_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_imports()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "data")
+    with pytest.raises(UserError, match="not ours"):
+        check_imports()
+
+
+def test_make_alone_explains_itself() -> None:
+    text = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("setup", "demo", "target", "check", "test", "bench", "clean"):
+        assert any(line.startswith(target) and len(line) > len(target) + 10 for line in text.splitlines()), target

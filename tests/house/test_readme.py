@@ -1,0 +1,66 @@
+"""What README says is so: the config table, the tree, the commands."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from distill.cli import app
+from distill.config.load import load_config
+from distill.config.table import config_table
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_config_table_is_the_configs_own() -> None:
+    between = README.split("<!-- config table -->")[1].split("<!-- end of config table -->")[0]
+    assert between.strip() == config_table().strip(), "paste the output of `understudy config` between the marks"
+
+
+def test_the_tree_names_every_module() -> None:
+    for package in ("distill", "speculative", "data"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name != "__init__.py":
+                assert re.search(rf"\b{re.escape(path.name)}\b", README), (
+                    f"{package}/{path.name} is not in README's tree"
+                )
+
+
+def test_every_understudy_command_of_the_readme_exists() -> None:
+    help_text = CliRunner().invoke(app, ["--help"]).output
+    for command in set(re.findall(r"understudy ([a-z][a-z-]+)", README)):
+        assert command in help_text, command
+
+
+def test_every_config_the_readme_names_loads() -> None:
+    named = set(re.findall(r"configs/[a-z0-9_]+\.yaml", README))
+    assert "configs/demo.yaml" in named
+    for name in named:
+        load_config(ROOT / name)
+
+
+def test_the_test_command_is_the_one_ci_runs() -> None:
+    assert "make test" in README
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=False).returncode == 0
+
+
+def test_nothing_is_left_to_fill_in_and_every_picture_is_there() -> None:
+    assert "@@" not in README
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_decoders_page_shows_code_that_runs(tiny_run: Path, tiny_target: Path) -> None:
+    page = (ROOT / "docs" / "decoder.md").read_text(encoding="utf-8")
+    code = page.split("```python")[1].split("```")[0]
+    assert "runs/demo/export" in code
+    code = code.replace("distill/embedded", str(tiny_target)).replace("max_tokens=128", "max_tokens=8")
+    names: dict[str, Any] = {}
+    exec(code.replace("runs/demo/export", str(tiny_run / "best" / "student")), names)
+    assert [len(response.response_ids) for response in names["responses"]]
+    assert names["event"].finish_reason is not None
+    assert "@@" not in page

@@ -1,0 +1,269 @@
+"""Every rule through the whole decoder: the target's text, whoever proposes, however rows come and go.
+
+Two-layer random models in float32 on one CPU thread: near-ties do not occur with these seeds, so equality is exact.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
+from transformers import GenerationConfig
+
+from speculative.decode import decode
+from speculative.decoder import block_loop
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import EarlyExit, first_layers
+from speculative.drafters.gamma import FixedGamma
+from speculative.errors import UserError
+from speculative.measure.replay import replay_agreement
+from speculative.measure.token_scores import score_responses
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.tree import TokenTree
+
+TARGET = tiny_model()
+DRAFT = perturbed(TARGET)
+RAGGED = [9, 1, 23, 4, 70, 2, 15, 6]
+TREE = TokenTree.from_branching((3, 2, 1))
+SAMPLED = SamplingSettings(0.9, top_k=20, top_p=0.95)
+# Name -> settings of everything that verifies differently.
+WAYS = {
+    "sample": DecodeSettings(SAMPLED, 3, "sample"),
+    "greedy-draft": DecodeSettings(SAMPLED, 3, "greedy-draft"),
+    "block": DecodeSettings(SAMPLED, 3, "block"),
+    "tree, drawn": DecodeSettings(SAMPLED, 3, "sample", tree=TREE),
+    "tree, fixed": DecodeSettings(SAMPLED, 3, "greedy-draft", tree=TREE),
+    "greedy": DecodeSettings(GREEDY, 3, "greedy"),
+    "tree, greedy": DecodeSettings(GREEDY, 3, "greedy", tree=TREE),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_a_tree_decodes_greedily_what_transformers_generates(batch_size):
+    prompts = prompts_of(RAGGED)
+    settings = dataclasses.replace(WAYS["tree, greedy"], max_tokens=24)
+    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size)
+    assert texts(responses) == generated(TARGET, prompts, 24)
+    counts = [count for response in responses for count in response.accepted_counts]
+    assert set(counts) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_every_end_token_and_budget_cuts_a_block_where_it_stands(way):
+    """Whatever a block holds, the text is a prefix of the text without that end token or budget."""
+    prompts = prompts_of(RAGGED[:4])
+    settings = dataclasses.replace(WAYS[way], max_tokens=14)
+    full, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
+    for length in range(1, 14):
+        cut, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, dataclasses.replace(settings, max_tokens=length))
+        assert texts(cut) == [text[:length] for text in texts(full)]
+        assert {response.finish_reason for response in cut} == {"length"}
+        end = full[0].response_ids[length]
+        ended, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, dataclasses.replace(settings, eos_ids=(end,)))
+        for response, text in zip(ended, texts(full), strict=True):
+            place = text.index(end) + 1 if end in text else len(text)
+            assert response.response_ids == text[:place]
+            assert response.finish_reason == ("end" if end in text else "length")
+            assert len(response.proposed_mask) == len(response.log_target_probs) == place
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "greedy" not in way.replace("greedy-draft", "")])
+def test_the_same_seed_and_prompt_give_the_same_tokens_at_every_batch_size(way):
+    prompts = prompts_of(RAGGED)
+    settings = dataclasses.replace(WAYS[way], max_tokens=20, eos_ids=(3, 17), seed=5)
+    together, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=8)
+    for batch_size in (1, 3):
+        apart, _ = decode(TARGET, ModelDrafter(DRAFT), prompts[::-1], settings, batch_size=batch_size)
+        assert texts(apart[::-1]) == texts(together)
+    other, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, dataclasses.replace(settings, seed=6))
+    assert texts(other) != texts(together)
+
+
+def target_pairs(target, prompt, sampling):
+    """Probability (V, V) of the first two tokens after a prompt, from fresh float64 forwards."""
+    vocab = target.config.vocab_size
+    with torch.no_grad():
+        logits = target(torch.tensor([[*prompt, first] for first in range(vocab)])).logits[:, -2:].double()
+    probs = logits_to_probs(logits, sampling)
+    return probs[0, 0].unsqueeze(1) * probs[:, 1]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "greedy" not in way.replace("greedy-draft", "")])
+def test_sampled_text_of_recycled_rows_has_the_targets_distribution(way):
+    vocab, count = 8, 6000
+    sampling = SamplingSettings(1.0, top_k=5)
+    target = tiny_model(vocab_size=vocab)
+    prompts = [(str(row), [1, 2, 3] if row % 2 else [4, 5, 6, 7, 1]) for row in range(count)]
+    settings = dataclasses.replace(WAYS[way], sampling=sampling, max_tokens=3)
+    responses, _ = decode(target, ModelDrafter(perturbed(target, 0.1)), prompts, settings, batch_size=1500)
+    for parity, prompt in ((1, [1, 2, 3]), (0, [4, 5, 6, 7, 1])):
+        expected = target_pairs(target, prompt, sampling) * (count / 2)
+        counts = torch.zeros(vocab, vocab, dtype=torch.float64)
+        for response in responses[parity::2]:
+            counts[response.response_ids[0], response.response_ids[1]] += 1
+        assert not bool(counts[expected == 0].any())
+        frequent = expected >= 5
+        observed = torch.cat([counts[frequent], counts[~frequent].sum()[None]])
+        wanted = torch.cat([expected[frequent], expected[~frequent].sum()[None]])
+        observed, wanted = observed[wanted > 0].numpy(), wanted[wanted > 0].numpy()
+        assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+
+
+def test_block_verification_and_trees_emit_more_per_call_than_token_wise_sampling():
+    prompts = [(str(number), ids) for number, (_, ids) in enumerate(prompts_of([5] * 48))]
+    taus = {}
+    for way in ("sample", "block", "tree, drawn"):
+        settings = dataclasses.replace(WAYS[way], sampling=SamplingSettings(1.0), max_tokens=40)
+        responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
+        taus[way] = sum(map(len, texts(responses))) / sum(response.blocks for response in responses)
+    assert taus["block"] > 0.99 * taus["sample"]  # never less in expectation; one run has noise
+    assert taus["tree, drawn"] > 1.05 * taus["sample"]
+
+
+class RandomGamma(FixedGamma):
+    """Another gamma for every block, plain decoding among them."""
+
+    def __init__(self, largest, seed=0):
+        super().__init__(largest)
+        self._random = np.random.default_rng(seed)
+
+    def choose(self, active_R):
+        return int(self._random.integers(0, self.max_gamma + 1))
+
+
+@pytest.mark.parametrize("rule", ["greedy", "sample", "block"])
+def test_a_target_as_its_own_draft_is_always_accepted_whatever_gamma_does(rule):
+    """Draft positions or cache off by one only lower acceptance, never the text: so acceptance is what is checked."""
+    prompts = prompts_of(RAGGED)
+    sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0)
+    settings = DecodeSettings(sampling, 5, rule, max_tokens=40)
+    for batch_size in (1, 3):
+        responses, _ = decode(
+            TARGET, ModelDrafter(TARGET), prompts, settings, batch_size=batch_size, policy=RandomGamma(5)
+        )
+        assert all(response.accepted_counts == response.drafted_counts for response in responses)
+        assert {count for response in responses for count in response.drafted_counts} == {0, 1, 2, 3, 4, 5}
+
+
+def test_replay_predicts_the_blocks_of_the_text_that_recycled_rows_produced():
+    prompts = [(str(number), ids) for number, (_, ids) in enumerate(prompts_of([9, 2, 17, 5] * 16))]
+    for way in ("sample", "greedy-draft", "greedy"):
+        settings = dataclasses.replace(WAYS[way], max_tokens=30, eos_ids=(3,))
+        responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=12)
+        scored = score_responses(DRAFT, responses, settings.sampling, settings.rule)
+        check = replay_agreement(scored, [response.blocks for response in responses], settings.gamma)
+        assert check["agrees"], (way, check)
+        assert way == "sample" or check["live_blocks"] == pytest.approx(check["predicted_blocks"])
+
+
+RULES = {
+    "repetition penalty": LogitsRules(repetition_penalty=1.7),
+    "bias": LogitsRules(bias=((4, 3.0), (9, -2.0))),
+    "allowed tokens": LogitsRules(allowed_ids=tuple(range(5, 30))),
+    "banned tokens": LogitsRules(banned_ids=(3, 11, 12)),
+    "min tokens": LogitsRules(min_tokens=12, eos_ids=tuple(range(0, 50, 5))),
+    "all of them": LogitsRules(1.3, ((4, 1.0),), tuple(range(2, 45)), (6, 7), 5, (9, 10)),
+}
+
+
+@pytest.mark.parametrize("rule", ["greedy", "sample", "block"])
+@pytest.mark.parametrize("name", list(RULES))
+def test_logits_rules_reach_both_models_alike(name, rule):
+    sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0, min_p=0.02)
+    settings = DecodeSettings(sampling, 4, rule, max_tokens=20, rules=RULES[name])
+    prompts = prompts_of(RAGGED)
+    itself, _ = decode(TARGET, ModelDrafter(TARGET), prompts, settings, batch_size=3)
+    assert all(response.accepted_counts == response.drafted_counts for response in itself)
+    if rule == "greedy":
+        drafted, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=3)
+        plain, _ = decode(TARGET, None, prompts, dataclasses.replace(settings, gamma=0))
+        assert texts(drafted) == texts(plain)
+        without, _ = decode(TARGET, None, prompts, dataclasses.replace(settings, gamma=0, rules=None))
+        assert texts(plain) != texts(without)
+
+
+def test_repetition_penalty_and_min_tokens_generate_what_transformers_generates():
+    prompts, eos_ids = prompts_of(RAGGED), (7, 21, 33)
+    settings = DecodeSettings(GREEDY, 4, "greedy", 24, eos_ids, min_tokens=9, rules=LogitsRules(repetition_penalty=1.4))
+    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=3)
+    config = GenerationConfig(
+        max_new_tokens=24,
+        min_new_tokens=9,
+        repetition_penalty=1.4,
+        eos_token_id=list(eos_ids),
+        pad_token_id=0,
+        do_sample=False,
+    )
+    for response, (_, ids) in zip(responses, prompts, strict=True):
+        out = TARGET.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config)
+        assert response.response_ids == out[0, len(ids) :].tolist()
+        assert len(response.response_ids) >= 9
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "gpt_neox", "opt"])
+def test_early_exit_shares_the_targets_cache_and_weights(kind):
+    overrides = {"n_layer" if kind == "gpt2" else "num_hidden_layers": 4}
+    overrides |= {"opt": {"word_embed_proj_dim": 32, "ffn_dim": 64}, "gemma2": {"sliding_window": 6}}.get(kind, {})
+    target, prompts = tiny_model(kind, **overrides), prompts_of([5, 1, 12, 30, 8])
+    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    responses, _ = decode(target, EarlyExit(target, 3), prompts, settings, batch_size=3)
+    assert texts(responses) == generated(target, prompts, 24)
+    assert sum(response.accepted for response in responses) > 0
+    shorter = first_layers(target, 3)
+    assert {id(weight) for weight in shorter.parameters()} < {id(weight) for weight in target.parameters()}
+    assert target.config.num_hidden_layers == 4
+
+
+def test_early_exit_accepts_what_a_separate_draft_of_the_same_layers_accepts():
+    """A stale or misplaced entry of the shared cache would show here and nowhere else."""
+    target = tiny_model("llama", num_hidden_layers=4)
+    own_cache = ModelDrafter(first_layers(target, 3))
+    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=30)
+    both = [
+        decode(target, drafter, prompts_of(RAGGED), settings, batch_size=3)[0]
+        for drafter in (EarlyExit(target, 3), own_cache)
+    ]
+    assert texts(both[0]) == texts(both[1])
+    assert [text.accepted_counts for text in both[0]] == [text.accepted_counts for text in both[1]]
+
+
+def test_end_tokens_of_the_rules_and_of_the_settings_are_both_held_back():
+    rules = LogitsRules(min_tokens=5, eos_ids=(7,))
+    settings = DecodeSettings(GREEDY, 0, "greedy", 20, eos_ids=(3,), min_tokens=1, rules=rules)
+    assert settings.active_rules is not None
+    assert set(settings.active_rules.eos_ids) == {3, 7}
+    assert settings.active_rules.min_tokens == 5
+
+
+def test_impossible_combinations_are_refused_in_one_line():
+    greedy = DecodeSettings(GREEDY, 3, "greedy", tree=TREE)
+    for wrong, message in (
+        ({"gamma": 2}, "depth 3"),
+        ({"sampling": SAMPLED, "rule": "block"}, "verifies a chain"),
+        ({"rules": LogitsRules(repetition_penalty=2.0)}, "use a chain"),
+        ({"tree": None, "rule": "block"}, "temperature 0"),
+        ({"min_tokens": 500}, "min_tokens = 500"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            dataclasses.replace(greedy, **wrong)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match=r"give 1\.\.1"):
+        EarlyExit(TARGET, 2)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_one_packed_transfer_brings_what_separate_ones_bring(way, monkeypatch):
+    """What an accelerator does with the outcome of a block, on a CPU."""
+    settings = dataclasses.replace(WAYS[way], max_tokens=20)
+    apart, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of(RAGGED), settings, batch_size=3)
+    monkeypatch.setattr(block_loop, "_to_host", block_loop._in_one_transfer)
+    packed, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of(RAGGED), settings, batch_size=3)
+    for one, other in zip(packed, apart, strict=True):
+        assert one.response_ids == other.response_ids
+        assert one.accepted_counts == other.accepted_counts
+        assert one.log_target_probs == other.log_target_probs
+        assert one.overlap_sum == pytest.approx(other.overlap_sum)  # summed in float64 and in float32

@@ -1,0 +1,267 @@
+"""The log of drafted tokens: what a row says, and that a file is there whole or not at all."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.decoder.proposal_log import FLUSH_ROWS, ProposalLog
+from speculative.errors import UserError
+
+Block = tuple[str, int, int, np.ndarray, int, np.ndarray | None, np.ndarray | None, str]
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text, text
+    return text
+
+
+def block_of(prompt: str, block: int, position: int, gamma: int, accepted: int, source: str = "draft") -> Block:
+    ids, probs = np.arange(gamma) + 100 * block, np.linspace(0.25, 1, gamma)
+    return prompt, block, position, ids, accepted, probs, probs / 2, source
+
+
+def rows_of(block: Block) -> list[dict[str, Any]]:
+    """The slow twin: what the log must hold of one block."""
+    prompt, number, position, ids, accepted, target_probs, draft_probs, source = block
+    return [
+        {
+            "prompt": prompt,
+            "position": position + place,
+            "block": number,
+            "place": place,
+            "drafted": int(token),
+            "accepted": place < accepted,
+            "tested": place <= accepted,
+            "target_prob": None if target_probs is None else float(np.float32(target_probs[place])),
+            "draft_prob": None if draft_probs is None else float(np.float32(draft_probs[place])),
+            "source": source,
+        }
+        for place, token in enumerate(ids)
+    ]
+
+
+def written(path: Path, blocks: list[Block], **options: Any) -> pa.Table:
+    with ProposalLog(path, **options) as log:
+        for block in blocks:
+            log.add(*block)
+    return pq.read_table(path)
+
+
+def test_one_row_for_each_drafted_token(tmp_path):
+    table = written(tmp_path / "log.parquet", [block_of("one", 3, 20, 4, 2, "lookup"), block_of("two", 0, 0, 2, 2)])
+    columns = table.to_pydict()
+    assert columns["prompt"] == ["one"] * 4 + ["two"] * 2
+    assert columns["position"] == [20, 21, 22, 23, 0, 1]
+    assert columns["block"] == [3] * 4 + [0] * 2
+    assert columns["place"] == [0, 1, 2, 3, 0, 1]
+    assert columns["drafted"] == [300, 301, 302, 303, 0, 1]
+    assert columns["accepted"] == [True, True, False, False, True, True]
+    assert columns["tested"] == [True, True, True, False, True, True]
+    assert columns["target_prob"] == [0.25, 0.5, 0.75, 1.0, 0.25, 1.0]
+    assert columns["draft_prob"] == [0.125, 0.25, 0.375, 0.5, 0.125, 0.5]
+    assert columns["source"] == ["lookup"] * 4 + ["draft"] * 2
+
+
+def test_the_types_are_small_ones(tmp_path):
+    schema = written(tmp_path / "log.parquet", []).schema
+    assert {field.name: str(field.type) for field in schema} == {
+        "prompt": "string",
+        "position": "int32",
+        "block": "int32",
+        "place": "int8",
+        "drafted": "int32",
+        "accepted": "bool",
+        "tested": "bool",
+        "target_prob": "float",
+        "draft_prob": "float",
+        "source": "dictionary<values=string, indices=int32, ordered=0>",
+    }
+
+
+probabilities = st.one_of(st.none(), st.just(0.0), st.floats(0, 1, width=32))
+blocks_strategy = st.lists(
+    st.tuples(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+        st.integers(0, 2**31 - 1),
+        st.integers(0, 2**31 - 200),
+        st.lists(st.integers(0, 2**31 - 1), max_size=5),
+        st.floats(0, 1),
+        probabilities,
+        probabilities,
+        st.sampled_from(["draft", "lookup", "é"]),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(blocks_strategy, st.integers(1, 12))
+def test_what_is_read_is_what_was_added_whatever_the_row_groups(tmp_path_factory, drawn, flush_rows):
+    blocks: list[Block] = []
+    for prompt, number, position, ids, share, target_prob, draft_prob, source in drawn:
+        arrays = [None if one is None else np.full(len(ids), one) for one in (target_prob, draft_prob)]
+        accepted = round(share * len(ids))
+        blocks.append((prompt, number, position, np.array(ids, dtype=np.int64), accepted, *arrays, source))
+    table = written(tmp_path_factory.mktemp("log") / "log.parquet", blocks, flush_rows=flush_rows)
+    assert table.to_pylist() == [row for block in blocks for row in rows_of(block)]
+
+
+def test_arrays_may_be_used_again_by_the_caller(tmp_path):
+    ids, probs = np.array([5, 6]), np.array([0.5, 0.25], dtype=np.float32)
+    with ProposalLog(tmp_path / "log.parquet") as log:
+        log.add("one", 0, 0, ids.astype(np.int32), 1, probs, probs, "draft")
+        ids32 = np.array([7, 8], dtype=np.int32)
+        log.add("one", 1, 2, ids32, 1, probs, probs, "draft")
+        ids32[:] = probs[:] = 0
+    columns = pq.read_table(tmp_path / "log.parquet").to_pydict()
+    assert columns["drafted"] == [5, 6, 7, 8]
+    assert columns["target_prob"] == [0.5, 0.25, 0.5, 0.25]
+
+
+def test_memory_is_bounded_by_row_groups(tmp_path):
+    with ProposalLog(tmp_path / "log.parquet", flush_rows=10) as log:
+        for number in range(9):
+            log.add(*block_of("one", number, 4 * number, 4, 3))
+            assert log._rows < 10
+    file = pq.ParquetFile(tmp_path / "log.parquet")
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [12, 12, 12]
+    assert FLUSH_ROWS > 1000
+
+
+def test_nothing_has_the_final_name_before_the_end(tmp_path):
+    path = tmp_path / "new" / "folder" / "log.parquet"
+    with ProposalLog(path, flush_rows=1) as log:
+        log.add(*block_of("one", 0, 0, 2, 1))
+        assert not path.exists()
+    assert [one.name for one in path.parent.iterdir()] == ["log.parquet"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, UserError])
+def test_an_interrupted_run_leaves_what_was_added(tmp_path, kind):
+    blocks = [block_of("one", number, 3 * number, 3, 1) for number in range(5)]
+
+    def interrupted():
+        with ProposalLog(tmp_path / "log.parquet", flush_rows=6) as log:
+            for block in blocks:
+                log.add(*block)
+            raise kind("stopped")
+
+    with pytest.raises(kind, match="stopped"):
+        interrupted()
+    assert pq.read_table(tmp_path / "log.parquet").to_pylist() == [row for block in blocks for row in rows_of(block)]
+    assert [one.name for one in tmp_path.iterdir()] == ["log.parquet"]
+
+
+def test_a_killed_process_leaves_the_older_file_or_none(tmp_path):
+    program = (
+        "import os, sys, numpy as np\n"
+        "from speculative.decoder.proposal_log import ProposalLog\n"
+        "with ProposalLog(sys.argv[1], flush_rows=1) as log:\n"
+        "    log.add('one', 0, 0, np.arange(3), 1, None, None, 'draft')\n"
+        "    os._exit(7)\n"
+    )
+    older = tmp_path / "older.parquet"
+    written(older, [block_of("older", 0, 0, 2, 1)])
+    for path in (tmp_path / "none.parquet", older):
+        killed = subprocess.run([sys.executable, "-c", program, str(path)], cwd=Path(__file__).resolve().parents[3])
+        assert killed.returncode == 7
+    assert not (tmp_path / "none.parquet").exists()
+    assert pq.read_table(older).to_pydict()["prompt"] == ["older", "older"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_on_entering(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for path, message in (
+        (tmp_path / "file" / "log.parquet", "cannot be written"),
+        (tmp_path, "is a folder"),
+        (Path("/proc/log.parquet"), "cannot be written"),
+    ):
+        text = refused(lambda path=path: ProposalLog(path).__enter__())
+        assert message in text
+        assert str(path) in text
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("flush_rows", [10, 10**9])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_full_disk_is_one_line_and_leaves_the_older_file(tmp_path, flush_rows, interrupted):
+    """Met while decoding and at the end alike; what stopped the run before is not hidden by it."""
+    path = tmp_path / "log.parquet"
+    written(path, [block_of("older", 0, 0, 2, 1)])
+    generator = np.random.default_rng(0)
+
+    def run():
+        with ProposalLog(path, flush_rows=flush_rows) as log:
+            for number in range(300):
+                ids, probs = generator.integers(0, 2**31 - 1, 100), generator.random(100)
+                log.add(f"prompt {number}", number, 0, ids, 3, probs, probs, "draft")
+            if interrupted:
+                raise KeyboardInterrupt
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        if interrupted and flush_rows > 10:
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                run()
+            assert "cannot be written" in stopped.value.__notes__[0]
+        else:
+            assert "log cannot be written" in refused(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert pq.read_table(path).num_rows == 2
+    assert os.listdir(tmp_path) == ["log.parquet"]
+
+
+def test_a_flush_that_failed_in_part_is_not_finished_later(tmp_path, monkeypatch):
+    """A disk that has room again would otherwise give a file that looks whole."""
+    path = tmp_path / "log.parquet"
+
+    def run():
+        with ProposalLog(path, flush_rows=4) as log:
+            log.add(*block_of("one", 0, 0, 4, 1))
+
+            def full(table):
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(log._writer, "write_table", full)
+            log.add(*block_of("one", 1, 4, 4, 1))
+
+    assert "No space left on device" in refused(run)
+    assert os.listdir(tmp_path) == []
+
+
+def test_more_tokens_than_a_place_can_count_are_refused(tmp_path):
+    with ProposalLog(tmp_path / "log.parquet") as log:
+        log.add(*block_of("one", 0, 0, 128, 100))
+        assert "at most 128 drafted tokens a block, not 129" in refused(lambda: log.add(*block_of("one", 1, 0, 129, 0)))
+    assert pq.read_table(tmp_path / "log.parquet").to_pydict()["place"] == list(range(128))
+
+
+def test_our_own_mistakes_do_not_pass(tmp_path):
+    log = ProposalLog(tmp_path / "log.parquet")
+    with pytest.raises(AssertionError):
+        log.add(*block_of("one", 0, 0, 2, 1))
+    with log:
+        for wrong in (
+            ("one", 0, 0, np.arange(2), 3, None, None, "draft"),
+            ("one", 0, 0, np.arange(2), 1, np.ones(3), None, "draft"),
+            ("one", 0, 0, np.arange(2), 1, None, np.ones((2, 1)), "draft"),
+        ):
+            with pytest.raises(AssertionError):
+                log.add(*wrong)
+    with pytest.raises(AssertionError):
+        log.__enter__()

@@ -1,0 +1,321 @@
+"""The cascade: who proposes in which row, how the two answers are mixed, and what decoding makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from host_rows import (
+    SMALL_DRAFT,
+    SMALL_VOCAB,
+    TARGET,
+    HostRows,
+    assert_greedy_text_is_plain,
+    assert_sampled_text_ignores_the_batch,
+    repeating_prompts,
+    sampled_text_p_value,
+)
+from tiny_models import VOCAB, perturbed
+
+from speculative.decode import decode
+from speculative.decoder.block_loop import BlockLoop
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.jacobi import JacobiPool
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot
+from speculative.rules.tree import TokenTree
+
+DRAFT = perturbed(TARGET)
+
+
+class Scripted:
+    """A drafter that answers what it was given and notes what it was told."""
+
+    observes = False
+    model: Any = None
+
+    def __init__(self, name: str, proposal: Proposal, source_names: tuple[str, ...] = ()):
+        self.name, self.proposal, self.source_names = name, proposal, source_names or (name,)
+        self.told: list[tuple[Any, ...]] = []
+
+    def start(self, seats: Seats) -> None:
+        self.told.append(("start", seats.rows))
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        self.told.append(("admit", rows))
+
+    def propose(self, ask: Ask) -> Proposal:
+        self.told.append(("propose", ask.gamma, ask.lengths_R.tolist()))
+        rows = len(ask.lengths_R)
+        return self.proposal if ask.gamma else Proposal(torch.zeros((rows, 0), dtype=torch.int64))
+
+    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
+        self.told.append(("observe", fed_ids_RG1.tolist()))
+
+    def keep(self, rows: list[int]) -> None:
+        self.told.append(("keep", rows))
+
+
+def chains(*rows: list[int]) -> Proposal:
+    width = max(map(len, rows))
+    ids_RG = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return Proposal(ids_RG, counts_R=np.array([len(row) for row in rows]))
+
+
+def asked(cascade: Cascade, gamma: int, rows: int, active: tuple[int, ...] | None = None) -> Proposal:
+    told = HostRows(cascade, rows)
+    for row in range(rows) if active is None else active:
+        told.apply(("admit", (row, [1] * (row + 2))))
+    return cascade.propose(told.ask(gamma))
+
+
+def test_rows_take_the_first_drafter_where_it_found_enough():
+    first = Scripted("first", chains([1, 2], [3], [], [4, 5]), ("a", "b"))
+    first.proposal = first.proposal._replace(sources_R=np.array([0, 1, 0, 1]))
+    then = Scripted("then", Proposal(torch.arange(12).reshape(4, 3) + 20))
+    mixed = asked(Cascade(first, then, min_found=2), 3, 4)
+    assert mixed.ids_RG.tolist() == [[1, 2, 0], [23, 24, 25], [26, 27, 28], [4, 5, 0]]
+    assert mixed.counts_R.tolist() == [2, 3, 3, 2]
+    assert mixed.probs_RGV is None
+    assert mixed.sources_R.tolist() == [0, 2, 2, 1]
+    assert Cascade(first, then).source_names == ("a", "b", "then")
+
+
+@pytest.mark.parametrize("found", [[1, 2, 3], [1, 2]])
+def test_looked_up_rows_are_one_hot_beside_the_drafts_probabilities(found):
+    probs_RGV = torch.rand(3, 2, 6, dtype=torch.float64)
+    kept, peaks_RG = probs_RGV.clone(), torch.ones(3, 2)
+    first = Scripted("first", chains(found, [], [4]))
+    then = Scripted("then", Proposal(torch.tensor([[5, 5], [4, 3], [2, 1]]), probs_RGV, None, peaks_RG))
+    mixed = asked(Cascade(first, then), 3, 3)
+    width = len(found)
+    assert mixed.ids_RG.tolist() == [found, [4, 3, 0][:width], [4, 0, 0][:width]]
+    assert mixed.counts_R.tolist() == [width, 2, 1]
+    assert mixed.probs_RGV.dtype == torch.float64
+    assert torch.equal(mixed.probs_RGV[0], one_hot(torch.tensor(found), 6, torch.float64))
+    assert torch.equal(mixed.probs_RGV[1, :2], probs_RGV[1])
+    assert torch.equal(mixed.probs_RGV[2, :1], one_hot(torch.tensor([4]), 6, torch.float64))
+    assert torch.equal(probs_RGV, kept), "the draft's own rows are its own"
+    assert mixed.peaks_RG is peaks_RG
+
+
+def test_the_second_is_asked_only_when_an_active_row_needs_it_and_always_told():
+    first, then = Scripted("first", chains([1], [], [2])), Scripted("then", chains([7], [8], [9]))
+    mixed = asked(Cascade(first, then), 1, 3, active=(0, 2))
+    assert mixed.ids_RG.tolist() == [[1], [0], [2]]
+    assert mixed.sources_R.tolist() == [0, 0, 0]
+    assert then.told[-1] == ("propose", 0, [2, 1, 4])
+    assert asked(Cascade(first, then), 1, 3, active=(0, 1)).ids_RG.tolist() == [[1], [8], [9]]
+    assert then.told[-1] == ("propose", 1, [2, 3, 1])
+    assert asked(Cascade(first, then), 0, 3).ids_RG.shape == (3, 0)
+    assert then.told[-1][:2] == ("propose", 0)
+
+
+def test_all_rows_are_the_seconds_when_the_first_finds_nothing():
+    first, then = Scripted("first", chains([], []), ("a", "b")), Scripted("then", chains([7, 7], [8]))
+    proposal = asked(Cascade(first, then), 2, 2)
+    assert proposal.ids_RG is then.proposal.ids_RG
+    assert proposal.counts_R.tolist() == [2, 1]
+    assert proposal.sources_R.tolist() == [2, 2]
+
+
+def test_few_tokens_wanted_are_enough():
+    first, then = Scripted("first", chains([1, 2], [])), Scripted("then", chains([7, 7], [8, 8]))
+    assert asked(Cascade(first, then, min_found=3), 2, 2).ids_RG.tolist() == [[1, 2], [8, 8]]
+
+
+def test_a_draft_nobody_verified_is_called_back_once():
+    first, then = Scripted("first", chains([1], [])), Scripted("then", chains([7], [8]))
+    cascade = Cascade(first, then)
+    rows = HostRows(cascade, 2)
+    for row in (0, 1):
+        rows.apply(("admit", (row, [1, 2])))
+    cascade.propose(rows.ask(1))
+    rows.apply(("grow", (0, [5, 5])))
+    rows.apply(("grow", (1, [6])))
+    then.told.clear()
+    cascade.propose(rows.ask(1))
+    assert then.told == [("propose", 0, [2, 3]), ("propose", 1, [4, 3])]
+    rows.apply(("keep", [1, 0]))
+    rows.apply(("grow", (1, [5])))
+    then.told.clear()
+    cascade.propose(rows.ask(1))
+    assert then.told == [("propose", 0, [3, 4]), ("propose", 1, [3, 5])]
+    rows.apply(("admit", (0, [3])))
+    rows.apply(("admit", (1, [3])))
+    then.told.clear()
+    first.proposal = chains([1], [1])
+    cascade.propose(rows.ask(1))
+    assert then.told == [("propose", 0, [1, 1])]
+
+
+def test_both_hear_of_rows_and_only_watchers_observe():
+    first, then = Scripted("first", chains([1], [2])), Scripted("then", chains([1], [2]))
+    then.observes = True
+    cascade = Cascade(first, then)
+    assert cascade.observes
+    HostRows(cascade, 2)
+    cascade.admit([1], np.ones((2, 5), dtype=np.int64), np.ones(2, dtype=np.int64))
+    cascade.observe(np.ones((2, 2)), np.ones((2, 2)), np.zeros(2))
+    cascade.keep([1])
+    assert first.told == [("start", 2), ("admit", [1]), ("keep", [1])]
+    assert then.told == [("start", 2), ("admit", [1]), ("observe", [[1.0, 1.0], [1.0, 1.0]]), ("keep", [1])]
+    assert not Cascade(PromptLookup(), ModelDrafter(DRAFT)).observes
+    assert Cascade(PromptLookup(), ModelDrafter(DRAFT)).model is DRAFT
+
+
+def test_pairs_that_make_no_sense_are_refused():
+    for make, message in (
+        (lambda: Cascade(ModelDrafter(DRAFT), PromptLookup()), "never asks the second: swap them"),
+        (lambda: Cascade(PromptLookup(), JacobiPool(), min_found=0), "min_found = 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make()
+
+
+def test_a_token_tree_in_the_settings_gives_chains():
+    prompts, tree = repeating_prompts(3), TokenTree.from_branching((2, 2))
+    plain, _ = decode(TARGET, None, prompts, DecodeSettings(GREEDY, 0, "greedy", max_tokens=20))
+    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=20, tree=tree)
+    responses, _ = decode(TARGET, Cascade(PromptLookup(2, 2), ModelDrafter(DRAFT)), prompts, settings)
+    assert [one.response_ids for one in responses] == [one.response_ids for one in plain]
+    assert {count for one in responses for count in one.drafted_counts} == {2}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_watcher_may_not_decide_over_a_draft_that_draws(nested):
+    then: Any = Cascade(Retrieval(Datastore.build([[1, 2]], VOCAB)), ModelDrafter(DRAFT)) if nested else None
+    cascade = Cascade(JacobiPool(explore=False), then or ModelDrafter(DRAFT))
+    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=8)
+    with pytest.raises(UserError, match="jacobi pool watches what is drafted") as refused:
+        decode(TARGET, cascade, repeating_prompts(2), settings)
+    assert "\n" not in str(refused.value)
+    drawing = Scripted("drawing", Proposal(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, 4)))
+    with pytest.raises(UserError, match="drawing draws from a distribution"):
+        asked(Cascade(drawing, PromptLookup()), 2, 1)
+    for allowed in (Cascade(JacobiPool(), PromptLookup()), Cascade(PromptLookup(), JacobiPool())):
+        decode(TARGET, allowed, repeating_prompts(2), settings)
+
+
+def cascades() -> dict[str, Cascade]:
+    said = Datastore.build([ids for _, ids in repeating_prompts()], VOCAB, min_ngram=2)
+    return {
+        "lookup-draft": Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT)),
+        "lookup-retrieval-draft": Cascade(PromptLookup(3, 3), Cascade(Retrieval(said), ModelDrafter(DRAFT), 2)),
+        "pool-draft": Cascade(JacobiPool(explore=False), ModelDrafter(DRAFT)),
+        "lookup-exit": Cascade(PromptLookup(min_ngram=2), EarlyExit(TARGET, 1)),
+        "lookup-pool": Cascade(PromptLookup(min_ngram=2), JacobiPool()),
+    }
+
+
+@pytest.mark.parametrize("name", cascades())
+def test_greedy_text_is_plain_text(name):
+    responses = assert_greedy_text_is_plain(cascades()[name])
+    assert {count for one in responses for count in one.accepted_counts} >= {0, 1, 5}
+
+
+@pytest.mark.parametrize("name", [name for name in cascades() if name != "pool-draft"])
+def test_sampled_text_ignores_the_batch(name):
+    assert_sampled_text_ignores_the_batch(cascades()[name])
+
+
+class SecondBest(Scripted):
+    """Proposes, at every third length, the target's second most likely token and its favourites behind it.
+
+    Often accepted, seldom what another would have drawn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("second best", Proposal(torch.zeros(0, 0, dtype=torch.int64)))
+
+    def propose(self, ask: Ask) -> Proposal:
+        ids_RG = torch.zeros(len(ask.lengths_R), ask.gamma, dtype=torch.int64)
+        for row, length in enumerate(ask.lengths_R):
+            text = ask.tokens_RC[row, :length].tolist()
+            for place in range(ask.gamma):
+                text.append(int(TARGET(torch.tensor([text])).logits[0, -1].topk(2)[1][int(place == 0)]))
+            ids_RG[row] = torch.tensor(text[length:])
+        return Proposal(ids_RG, counts_R=(ask.lengths_R % 3 == 0) * ask.gamma)
+
+
+def accepted_of_the_draft(cascade: Cascade, gamma: int = 3) -> tuple[list[bool], set[int]]:
+    """Whether each token that the second drafter proposed was accepted, and who proposed in this run."""
+    prompts = repeating_prompts()
+    settings = DecodeSettings(SamplingSettings(2.0, top_k=2), gamma, max_tokens=60)
+    loop = BlockLoop(TARGET, cascade, len(prompts), 120, settings)
+    passed: list[bool] = []
+    sources: set[int] = set()
+    with torch.no_grad():
+        loop.admit(range(len(prompts)), prompts)
+        for block in range(12):
+            outcome = loop.run_block(0 if block == 7 else gamma)
+            sources |= set(outcome.sources_R.tolist())
+            for row in np.flatnonzero(outcome.sources_R == 1):
+                passed += [place < outcome.accepted_R[row] for place in range(outcome.drafted_counts_R[row])]
+            if block == 5:
+                loop.keep([7, 0, 1, 2, 5])
+    return passed, sources
+
+
+def test_the_second_drafter_never_believes_what_was_not_said(monkeypatch):
+    """The target as its own draft is always right, unless it remembers tokens that another drafter's replaced."""
+    cascade = Cascade(SecondBest(), ModelDrafter(TARGET))
+    passed, sources = accepted_of_the_draft(cascade)
+    assert all(passed)
+    assert len(passed) > 30
+    assert sources == {0, 1}
+    monkeypatch.setattr(Cascade, "_call_back_strayed", lambda self, ask: None)
+    assert not all(accepted_of_the_draft(cascade)[0]), "this test would not see what it is there to see"
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_sampled_text_has_the_targets_distribution(rule):
+    cascade = Cascade(PromptLookup(2, 2), ModelDrafter(SMALL_DRAFT))
+    assert sampled_text_p_value(cascade, rule) > 1e-3
+
+
+def test_a_sampled_row_beside_looked_up_rows_has_the_targets_distribution():
+    said = Datastore.build(
+        np.random.default_rng(0).integers(0, SMALL_VOCAB, (12, 6)).tolist(), SMALL_VOCAB, max_ngram=2
+    )
+    cascade = Cascade(PromptLookup(3, 3), Cascade(Retrieval(said), ModelDrafter(SMALL_DRAFT), min_found=2))
+    assert sampled_text_p_value(cascade) > 1e-3
+
+
+class Remembering(ModelDrafter):
+    """Keeps the tokens it drew last."""
+
+    drawn_RG = torch.zeros(0, 0, dtype=torch.int64)
+
+    def propose(self, ask: Ask) -> Proposal:
+        proposal = super().propose(ask)
+        if ask.gamma:
+            self.drawn_RG = proposal.ids_RG
+        return proposal
+
+
+class Peeking(Scripted):
+    """Decides by what the draft drew for later places: the fault that `Cascade` refuses watchers for."""
+
+    def __init__(self, draft: Remembering):
+        super().__init__("peeking", Proposal(torch.zeros(0, 0, dtype=torch.int64)))
+        self.draft = draft
+
+    def propose(self, ask: Ask) -> Proposal:
+        rows = len(ask.lengths_R)
+        counts_R = np.zeros(rows, dtype=np.int64)
+        if self.draft.drawn_RG.shape == (rows, ask.gamma):
+            counts_R[(self.draft.drawn_RG[:, 1] >= SMALL_VOCAB // 2).numpy()] = 1
+        return Proposal(torch.full((rows, 1), 3), counts_R=counts_R)
+
+
+def test_the_same_chi_square_sees_a_decision_that_peeks_at_discarded_tokens():
+    draft = Remembering(SMALL_DRAFT)
+    assert sampled_text_p_value(Cascade(Peeking(draft), draft)) < 1e-6

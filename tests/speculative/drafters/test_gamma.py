@@ -1,0 +1,170 @@
+"""Adaptive gamma: what it chooses from known acceptance and times, and that it never changes the text."""
+
+import numpy as np
+import pytest
+from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds, FixedGamma
+from speculative.errors import UserError
+from speculative.measure.token_scores import score_responses
+from speculative.rules.sampling import GREEDY, SamplingSettings
+
+TARGET = tiny_model()
+DRAFT = perturbed(TARGET)
+
+
+def simulate(policy, alphas, draft_step, blocks=400, verify_slope=0.05, seed=0):
+    """Run a policy against rows of known acceptance; a plain block costs 1. Returns (tokens, seconds, gammas)."""
+    random = np.random.default_rng(seed)
+    rows = len(alphas)
+    policy.start(rows)
+    active = np.ones(rows, dtype=bool)
+    tokens, seconds, gammas = 0, 0.0, []
+    for block in range(blocks):
+        gamma = policy.choose(active)
+        accepted = np.array([(random.random(gamma) < alpha).cumprod().sum() for alpha in alphas], dtype=np.int64)
+        spent = 1.0 + gamma * (draft_step + verify_slope)
+        # The first call of a width is slow, as on a real machine.
+        policy.record(gamma, active, np.full(rows, gamma), accepted, spent * (5 if gamma not in gammas else 1))
+        gammas.append(gamma)
+        tokens += int((accepted + 1).sum())
+        seconds += spent
+        if block % 40 == 39:
+            policy.admit(block // 40 % rows)
+    return tokens, seconds, gammas
+
+
+def best_fixed(alphas, draft_step, largest, verify_slope=0.05):
+    """Expected tokens per second of the best fixed gamma, 0 included."""
+    rates = []
+    for gamma in range(largest + 1):
+        tokens = sum(sum(alpha**place for place in range(gamma + 1)) for alpha in alphas)
+        rates.append(tokens / (1.0 + gamma * (draft_step + verify_slope)))
+    return max(rates), int(np.argmax(rates))
+
+
+@pytest.mark.parametrize("draft_step", [0.02, 0.1, 0.3, 0.8])
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.3, 0.5, 0.7, 0.85, 0.97])
+def test_adaptive_gamma_finds_the_gamma_that_pays(alpha, draft_step):
+    policy = AdaptiveGamma(8)
+    tokens, seconds, gammas = simulate(policy, [alpha], draft_step, blocks=600)
+    rate, gamma = best_fixed([alpha], draft_step, 8)
+    # The estimate of one row remembers some twenty tokens, so it wanders.
+    assert tokens / seconds > 0.93 * rate
+    assert tokens / seconds > 0.97  # plain decoding is 1
+    if gamma == 0 and alpha <= 0.1:
+        assert gammas[-200:].count(0) > 150
+    assert policy.chosen == {width: gammas.count(width) for width in set(gammas)}
+
+
+def test_rows_share_one_gamma_and_each_its_own_memory():
+    policy = AdaptiveGamma(8)
+    tokens, seconds, _ = simulate(policy, [0.9] * 7 + [0.0], 0.05)
+    assert tokens / seconds > 0.93 * best_fixed([0.9] * 7 + [0.0], 0.05, 8)[0]
+    every_row = policy.expected_tokens(np.ones(8, dtype=bool))
+    only_bad = policy.expected_tokens(np.arange(8) == 7)
+    assert every_row[0] == 8
+    # Its first token is judged by its own past, with some of the others' in it; what follows an accepted one by all.
+    assert only_bad[1] < 1.5 < every_row[1] / 8
+    assert only_bad[8] < 0.6 * every_row[8] / 8
+    policy.keep([7])
+    np.testing.assert_allclose(policy.expected_tokens(np.array([True])), only_bad)
+    policy.admit(0)
+    assert policy.expected_tokens(np.array([True]))[8] > 3  # a new request is judged by all, not by its predecessor
+
+
+def test_admissions_do_not_keep_plain_decoding_from_looking_again():
+    """Acceptance was hopeless and becomes perfect while rows are recycled: it has to be noticed."""
+    policy = AdaptiveGamma(8)
+    policy.start(8)
+    active, gammas = np.ones(8, dtype=bool), []
+    for block in range(1500):
+        gamma = policy.choose(active)
+        alpha = 0.0 if block < 300 else 1.0
+        accepted = np.full(8, int(alpha * gamma))
+        policy.record(gamma, active, np.full(8, gamma), accepted, 1.0 + 0.2 * gamma)
+        gammas.append(gamma)
+        if block % 10 == 9:
+            policy.admit(block // 10 % 8)
+    assert gammas[200:300].count(0) > 90
+    assert gammas[-200:].count(8) > 150
+
+
+def test_a_draft_that_always_stops_early_is_given_up_too():
+    """With a confidence stop the width that is asked for is never the one that is timed."""
+    policy = AdaptiveGamma(8, stop_below=0.9)
+    policy.start(1)
+    active, gammas = np.ones(1, dtype=bool), []
+    for _ in range(300):
+        gamma = policy.choose(active)
+        width = min(gamma, 1)
+        policy.record(width, active, np.full(1, width), np.zeros(1, dtype=np.int64), 1.0 + 0.5 * width)
+        gammas.append(gamma)
+    assert gammas[100:].count(0) > 180
+
+
+def test_seconds_are_medians_of_what_was_timed_and_a_line_between():
+    seconds = BlockSeconds()
+    assert seconds.estimates(4) is None
+    for width, values in ((0, [9, 1, 1, 7]), (4, [50, 3, 3, 3])):
+        for value in values:
+            seconds.add(width, value)
+    np.testing.assert_allclose(seconds.estimates(6), [1, 1.5, 2, 2.5, 3, 3.5, 4])
+    for value in (1.1, 1.1, 1.1):
+        seconds.add(1, value)
+    assert seconds.estimates(6)[1] == pytest.approx(1.1)
+
+
+def test_odd_policies_are_refused():
+    with pytest.raises(UserError, match="largest gamma is 0"):
+        AdaptiveGamma(0)
+    for wrong in (-0.1, 1.0, float("nan")):
+        with pytest.raises(UserError, match="stop_below"):
+            FixedGamma(3, stop_below=wrong)
+
+
+@pytest.mark.parametrize("stop_below", [0.0, 0.4])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_adaptive_gamma_and_the_confidence_stop_leave_greedy_text_as_it_is(batch_size, stop_below):
+    prompts = prompts_of([9, 1, 23, 4, 70, 2])
+    settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=40)
+    policy = AdaptiveGamma(6, stop_below=stop_below)
+    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size, policy=policy)
+    assert texts(responses) == generated(TARGET, prompts, 40)
+    drafted = [count for response in responses for count in response.drafted_counts]
+    assert len(set(drafted)) >= (2 if stop_below else 3)
+
+
+def test_the_confidence_stop_ends_a_block_behind_the_first_doubtful_token():
+    """Each drafted count is a function of the tokens that were verified: the bias the published decoders have is absent."""
+    prompts = prompts_of([9, 1, 23, 4, 70, 2])
+    settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=40)
+    results = {
+        threshold: decode(TARGET, ModelDrafter(DRAFT), prompts, settings, policy=FixedGamma(6, stop_below=threshold))[0]
+        for threshold in (0.0, 0.3, 0.6, 0.999)
+    }
+    shares = []
+    for threshold, responses in results.items():
+        assert texts(responses) == texts(results[0.0])
+        drafted, accepted = sum(r.drafted for r in responses), sum(r.accepted for r in responses)
+        assert all(count >= 1 for response in responses for count in response.drafted_counts)
+        assert threshold > 0 or drafted == 6 * sum(response.blocks for response in responses)
+        shares.append(accepted / drafted)
+    assert shares == sorted(shares)  # doubt is well placed: what is left is accepted more often
+
+
+def test_the_confidence_stop_keeps_sampled_text_unbiased():
+    """Mean acceptance on the text it wrote is what replay gives for that text: rows that stop early are not special."""
+    prompts = [(str(number), ids) for number, (_, ids) in enumerate(prompts_of([9, 2, 17, 5] * 30))]
+    settings = DecodeSettings(SamplingSettings(1.0), 4, "sample", max_tokens=24)
+    plain, _ = decode(TARGET, None, prompts, DecodeSettings(SamplingSettings(1.0), 0, max_tokens=24, seed=9))
+    gated, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, policy=FixedGamma(4, stop_below=0.5))
+    means = [
+        np.array([scores.mean() for scores in score_responses(DRAFT, responses, settings.sampling)])
+        for responses in (plain, gated)
+    ]
+    error = float(np.hypot(means[0].std(), means[1].std()) / np.sqrt(len(prompts)))
+    assert abs(means[0].mean() - means[1].mean()) < 4 * error

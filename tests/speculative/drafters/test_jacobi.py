@@ -1,0 +1,125 @@
+"""The pool of the target's own predictions: what it holds against its definition, and what decoding makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from host_rows import (
+    HostRows,
+    assert_greedy_text_is_plain,
+    assert_sampled_text_ignores_the_batch,
+    row_steps,
+    sampled_text_p_value,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.drafters.jacobi import JacobiPool
+from speculative.errors import UserError
+
+Block = tuple[list[int], list[int], int]  # fed, predicted, accepted
+
+
+def expected_chain(blocks: list[Block], text: list[int], ngram: int, gamma: int, explore: bool) -> list[int]:
+    """The definition: all blocks so far read again, the latest n-gram of each token."""
+    pool: dict[int, list[int]] = {}
+    for fed, predicted, _ in blocks:
+        for place in range(len(fed)):
+            run = [predicted[place]]
+            while len(run) < ngram - 1 and fed[place + len(run) : place + len(run) + 1] == run[-1:]:
+                run.append(predicted[place + len(run)])
+            pool[fed[place]] = run
+    guesses = blocks[-1][1][blocks[-1][2] + 1 :] if blocks else []
+    chain: list[int] = []
+    while len(chain) < gamma:
+        last = (text + chain)[-1]
+        if last in pool:
+            chain += pool[last]
+        elif explore:
+            chain.append(guesses[len(chain)] if len(chain) < len(guesses) else text[len(chain) % len(text)])
+        else:
+            break
+    return chain[:gamma]
+
+
+@settings(max_examples=150, deadline=None)
+@given(row_steps, st.integers(2, 5), st.integers(0, 6), st.booleans(), st.randoms(use_true_random=False))
+def test_proposals_are_those_of_the_definition(steps, ngram, gamma, explore, random):
+    rows = HostRows(JacobiPool(ngram, explore), rows=4)
+    history: list[list[Block]] = [[] for _ in range(4)]
+    for step in steps:
+        rows.apply(step)
+        what, value = step
+        if what == "keep":
+            history = [history[row] for row in dict.fromkeys(row % len(history) for row in value)]
+        elif what == "admit":
+            history[value[0] % len(history)] = []
+        expected = [
+            expected_chain(history[row], text, ngram, gamma, explore) if active else []
+            for row, (text, active) in enumerate(zip(rows.texts, rows.active, strict=True))
+        ]
+        assert rows.proposed(gamma) == expected
+        width = max(map(len, expected), default=0)
+        fed, predicted, accepted = [], [], []
+        for row, chain in enumerate(expected):
+            fed.append([rows.texts[row][-1], *chain, *[0] * (width - len(chain))])
+            # Often what was fed next, so that runs occur.
+            predicted.append(
+                [random.choice([*fed[-1][place + 1 : place + 2], random.randint(0, 3)]) for place in range(width + 1)]
+            )
+            accepted.append(random.randint(0, len(chain)))
+            if rows.active[row]:
+                history[row].append((fed[-1], predicted[-1], accepted[-1]))
+        rows.drafter.observe(np.array(fed), np.array(predicted), np.array(accepted))
+
+
+def pool_after(text: list[int], *blocks: Block, **options) -> HostRows:
+    rows = HostRows(JacobiPool(**options), rows=1)
+    rows.apply(("admit", (0, text)))
+    rows.proposed(4)
+    for fed, predicted, accepted in blocks:
+        rows.drafter.observe(np.array([fed]), np.array([predicted]), np.array([accepted]))
+    return rows
+
+
+def test_a_pair_behind_the_rejection_becomes_a_proposal():
+    """Fed 1, then 5 (rejected: the target says 2) and 6, after which it says 7: whenever 6 comes, 7 is proposed."""
+    rows = pool_after([3, 1], ([1, 5, 6], [2, 8, 7], 0))
+    rows.apply(("grow", (0, [2, 6])))
+    assert rows.proposed(1) == [[7]]
+
+
+def test_an_ngram_goes_on_only_where_the_prediction_was_fed():
+    agreed = pool_after([3, 1], ([1, 5, 6], [5, 6, 7], 2), explore=False)
+    assert agreed.proposed(3) == [[5, 6, 7]]
+    parted = pool_after([3, 1], ([1, 5, 6], [4, 6, 7], 0), explore=False)
+    assert parted.proposed(3) == [[4]]
+
+
+def test_an_unknown_token_explores_last_predictions_and_then_the_prompt():
+    rows = pool_after([30, 31, 32, 33], ([33, 5, 6], [40, 41, 42], 0))
+    rows.apply(("grow", (0, [50])))
+    assert rows.proposed(4) == [[41, 42, 32, 33]]
+    assert pool_after([30, 31, 32], explore=False).proposed(4) == [[]]
+
+
+def test_an_ngram_without_a_continuation_is_refused():
+    with pytest.raises(UserError, match=r"ngram = 1: must be at least 2"):
+        JacobiPool(1)
+
+
+@pytest.mark.parametrize("explore", [True, False])
+def test_greedy_text_is_plain_text(explore):
+    responses = assert_greedy_text_is_plain(JacobiPool(explore=explore))
+    assert {count for one in responses for count in one.accepted_counts} >= {0, 1, 5}
+    if explore:
+        assert {count for one in responses for count in one.drafted_counts} == {5}
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_sampled_text_has_the_targets_distribution(rule):
+    assert sampled_text_p_value(JacobiPool(), rule) > 1e-3
+
+
+def test_sampled_text_ignores_the_batch():
+    assert_sampled_text_ignores_the_batch(JacobiPool())

@@ -1,0 +1,109 @@
+"""Prompt lookup: what it proposes against a search by hand, and what decoding makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from host_rows import (
+    HostRows,
+    assert_greedy_text_is_plain,
+    assert_sampled_text_ignores_the_batch,
+    row_steps,
+    sampled_text_p_value,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.drafters.lookup import PromptLookup, one_hot_proposal, proposal_width
+from speculative.errors import UserError
+
+
+def searched(text: list[int], min_ngram: int, max_ngram: int, gamma: int) -> list[int]:
+    """The definition, by looking everywhere: longest n-gram first, its latest earlier occurrence, copied on and on."""
+    for size in range(max_ngram, min_ngram - 1, -1):
+        for start in range(len(text) - 1, size - 1, -1):
+            if text[start - size : start] == text[len(text) - size :]:
+                grown = list(text)
+                for place in range(gamma):
+                    grown.append(grown[start + place])
+                return grown[len(text) :]
+    return []
+
+
+@settings(max_examples=150, deadline=None)
+@given(row_steps, st.integers(1, 3), st.integers(0, 2), st.integers(0, 6))
+def test_proposals_are_those_of_a_search_by_hand(steps, min_ngram, more, gamma):
+    rows = HostRows(PromptLookup(min_ngram + more, min_ngram), rows=4)
+    for step in steps:
+        rows.apply(step)
+        expected = [
+            searched(text, min_ngram, min_ngram + more, gamma) if active else []
+            for text, active in zip(rows.texts, rows.active, strict=True)
+        ]
+        assert rows.proposed(gamma) == expected
+
+
+def proposed_after(text: list[int], gamma: int = 4, **sizes: int) -> list[int]:
+    rows = HostRows(PromptLookup(**sizes), rows=1)
+    rows.apply(("admit", (0, text)))
+    return rows.proposed(gamma)[0]
+
+
+def test_the_longest_match_wins_over_a_later_one_and_the_latest_among_equals():
+    assert proposed_after([1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3]) == [9, 2, 3, 8]
+    assert proposed_after([2, 3, 9, 2, 3, 8, 5, 2, 3]) == [8, 5, 2, 3]
+    assert proposed_after([2, 3, 9, 2, 3, 8, 5, 2, 3], max_ngram=1, min_ngram=1) == [8, 5, 2, 3]
+
+
+def test_a_continuation_that_reaches_the_end_repeats_its_period():
+    assert proposed_after([4, 4]) == [4, 4, 4, 4]
+    assert proposed_after([1, 2, 1, 2, 1], gamma=5) == [2, 1, 2, 1, 2]
+    assert proposed_after([7, 1, 2, 7], gamma=5) == [1, 2, 7, 1, 2]
+
+
+def test_nothing_is_found_in_a_text_without_repetition():
+    assert proposed_after([1, 2, 3, 4]) == []
+    assert proposed_after([5]) == []
+    assert proposed_after([1, 2, 3, 1, 2, 4, 3], min_ngram=2) == []
+
+
+def test_blocks_of_plain_decoding_in_between_are_caught_up_with():
+    rows = HostRows(PromptLookup(), rows=1)
+    rows.apply(("admit", (0, [1, 2])))
+    rows.apply(("grow", (0, [9, 9, 3])))
+    assert rows.proposed(0) == [[]]
+    rows.apply(("grow", (0, [4, 1, 2])))
+    assert rows.proposed(3) == [[9, 9, 3]]
+
+
+def test_an_accelerator_sees_two_widths_only():
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert [proposal_width(np.array(counts), 5, cpu) for counts in ([], [0, 0], [1, 3])] == [0, 0, 3]
+    assert [proposal_width(np.array(counts), 5, other) for counts in ([], [0, 0], [1, 3])] == [0, 0, 5]
+    proposal = one_hot_proposal([[3], [], [4, 5]], 5, cpu)
+    assert proposal.ids_RG.tolist() == [[3, 0], [0, 0], [4, 5]]
+    assert proposal.counts_R.tolist() == [1, 0, 2]
+    assert one_hot_proposal([[3], [], [4, 5]], 5, other).ids_RG.shape == (3, 5)
+
+
+def test_an_empty_range_of_ngrams_is_refused():
+    for sizes in ((0, 0), (2, 3), (3, 0)):
+        with pytest.raises(UserError, match="must be 1 <= min_ngram <= max_ngram"):
+            PromptLookup(*sizes)
+
+
+def test_greedy_text_is_plain_text():
+    responses = assert_greedy_text_is_plain(PromptLookup())
+    counts = [count for one in responses for count in one.accepted_counts]
+    assert set(counts) >= {0, 5}, "its tokens must be right and wrong for this test to mean anything"
+    assert {drafted for one in responses for drafted in one.drafted_counts} == {0, 5}
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_sampled_text_has_the_targets_distribution(rule):
+    assert sampled_text_p_value(PromptLookup(), rule) > 1e-3
+
+
+def test_sampled_text_ignores_the_batch():
+    assert_sampled_text_ignores_the_batch(PromptLookup())

@@ -1,0 +1,210 @@
+"""The datastore against counting by hand, its file, and what decoding makes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_rows import (
+    SMALL_VOCAB,
+    TARGET,
+    HostRows,
+    assert_greedy_text_is_plain,
+    assert_sampled_text_ignores_the_batch,
+    few_ids,
+    repeating_prompts,
+    row_steps,
+    sampled_text_p_value,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from tiny_models import VOCAB, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters import retrieval
+from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY
+
+FOUR = tiny_model(vocab_size=4)
+
+
+def counted(responses: list[list[int]], text: list[int], min_ngram: int, max_ngram: int, gamma: int) -> list[int]:
+    """The definition: the longest n-gram with a match, then by each next token the majority of who still agrees."""
+    for size in range(min(max_ngram, len(text)), min_ngram - 1, -1):
+        matches = [
+            response[place:]
+            for response in responses
+            for place in range(size, len(response))
+            if response[place - size : place] == text[-size:]
+        ]
+        if not matches:
+            continue
+        chain: list[int] = []
+        for step in range(gamma):
+            going_on = [match for match in matches if len(match) > step]
+            if step < retrieval.VOTED_TOKENS and going_on:
+                # Of equally frequent tokens Counter names the one it met first.
+                winner = Counter(match[step] for match in going_on).most_common(1)[0][0]
+                matches = [match for match in going_on if match[step] == winner]
+            if len(matches[0]) <= step:
+                break
+            chain.append(matches[0][step])
+        return chain
+    return []
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=14), min_size=1, max_size=6),
+    row_steps,
+    st.integers(1, 2),
+    st.integers(0, 4),
+    st.integers(0, 6),
+)
+def test_proposals_are_those_of_counting_by_hand(responses, steps, min_ngram, more, gamma):
+    sizes = {"min_ngram": min_ngram, "max_ngram": min_ngram + more}
+    if all(len(response) <= min_ngram for response in responses):
+        with pytest.raises(UserError, match=r"would be empty|longer than min_ngram"):
+            Datastore.build(responses, 4, **sizes)
+        return
+    rows = HostRows(Retrieval(Datastore.build(responses, 4, **sizes)), rows=4, model=FOUR)
+    for step in steps:
+        rows.apply(step)
+        expected = [
+            counted(responses, text, min_ngram, min_ngram + more, gamma) if active else []
+            for text, active in zip(rows.texts, rows.active, strict=True)
+        ]
+        assert rows.proposed(gamma) == expected
+
+
+def proposed_after(datastore: Datastore, text: list[int], gamma: int = 4) -> list[int]:
+    ids_RG, counts_R = datastore.continuations(np.array([[*text, 9, 9]]), np.array([len(text)]), gamma)
+    return ids_RG[0, : counts_R[0]].tolist()
+
+
+def test_the_majority_decides_token_by_token_and_the_first_among_equals():
+    said = [[1, 5, 6, 0], [1, 7, 8], [1, 7, 9, 3], [1, 5, 6, 4], [1, 7, 8, 2, 2]]
+    store = Datastore.build(said, 10)
+    assert proposed_after(store, [0, 1]) == [7, 8, 2, 2]
+    assert proposed_after(store, [1, 7]) == [8, 2, 2]
+    assert proposed_after(store, [1, 5]) == [6, 0]
+    assert proposed_after(store, [6]) == [0]
+    assert proposed_after(store, [8]) == [2, 2]
+    assert proposed_after(store, [4]) == []
+
+
+def test_a_continuation_longer_than_the_vote_follows_one_of_the_matches(monkeypatch):
+    monkeypatch.setattr(retrieval, "VOTED_TOKENS", 1)
+    store = Datastore.build([[1, 2, 3, 3], [1, 2, 4, 4], [1, 2, 4, 5]], 6)
+    assert proposed_after(store, [1]) == [2, 3, 3]
+    monkeypatch.undo()
+    assert proposed_after(Datastore.build([[1, 2, 3, 3], [1, 2, 4, 4], [1, 2, 4, 5]], 6), [1]) == [2, 4, 4]
+
+
+def test_only_the_tokens_prove_a_match_and_not_their_hash(monkeypatch):
+    """With all powers 1 the hash is a sum: 5 and 1 has that of 2 and 4, 3 and 3, 0 and 6."""
+    monkeypatch.setattr(retrieval, "MULTIPLIER", 1)
+    store = Datastore.build([[2, 4, 8]], 10, min_ngram=2, max_ngram=2)
+    assert proposed_after(store, [2, 4]) == [8]
+    assert proposed_after(store, [5, 1]) == []
+
+
+def test_longer_ngrams_are_kept_only_where_shorter_ones_are_ambiguous():
+    once = Datastore.build([[1, 2, 3, 4, 5, 6, 7, 8]], 10, max_ngram=8)
+    assert len(once.hashes_M) == 7
+    twice = Datastore.build([[1, 2, 3, 4], [5, 2, 3, 6]], 10, max_ngram=8)
+    # 1, 2, 3 and 5 alone; then 1 2 and 5 2 and 2 3, the second token being said twice; then 1 2 3 and 5 2 3.
+    assert len(twice.hashes_M) == 4 + 3 + 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(few_ids, min_size=1, max_size=5))
+def test_a_saved_datastore_comes_back(tmp_path_factory, responses):
+    if all(len(response) < 2 for response in responses):
+        return
+    path = tmp_path_factory.mktemp("datastore") / "deep" / "past.safetensors"
+    built = Datastore.build(responses, 4, max_ngram=3)
+    built.save(path)
+    loaded = Datastore.load(path)
+    for name in ("tokens_N", "hashes_M", "starts_M"):
+        assert np.array_equal(getattr(built, name), getattr(loaded, name))
+        assert getattr(built, name).dtype == getattr(loaded, name).dtype
+    assert (loaded.vocab_size, loaded.min_ngram, loaded.max_ngram) == (4, 1, 3)
+    assert [file.name for file in path.parent.iterdir()] == ["past.safetensors"]
+
+
+def test_files_that_are_no_datastore_are_refused(tmp_path: Path):
+    foreign, damaged, store = tmp_path / "weights.safetensors", tmp_path / "damaged", tmp_path / "store"
+    save_file({"tokens": np.zeros(3)}, foreign)
+    Datastore.build([[1, 2, 3]], 4).save(store)
+    damaged.write_bytes(store.read_bytes()[:-5])
+    for path, message in (
+        (tmp_path / "nowhere", r"datastore .*nowhere is not there: build it"),
+        (tmp_path, "is not there"),
+        (foreign, r"weights\.safetensors is not a datastore of this version"),
+        (damaged, r"damaged cannot be read"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            Datastore.load(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match=r"datastore .*file/store cannot be written"):
+        Datastore.build([[1, 2]], 4).save(tmp_path / "file" / "store")
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        Datastore.build([[1, 2]], 4).save(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
+
+
+def test_responses_that_cannot_be_stored_are_refused():
+    for responses, message in (
+        ([], "would be empty"),
+        ([[], []], "would be empty"),
+        ([[1, 2], [1, 4]], "token id 4 in the responses of the datastore, but vocab_size is 4"),
+        ([[1, -1, 2]], "token id -1"),
+        ([[1, -7, 2]], "token id -7"),
+        ([[1], [2]], r"no response .* longer than min_ngram = 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Datastore.build(responses, 4)
+    with pytest.raises(UserError, match="min_ngram <= max_ngram"):
+        Datastore.build([[1, 2]], 4, min_ngram=3, max_ngram=2)
+
+
+def test_another_vocabulary_is_refused():
+    drafter = Retrieval(Datastore.build([[1, 2, 3]], VOCAB - 1))
+    with pytest.raises(UserError, match=r"built for 49 token ids and the target scores 50"):
+        decode(TARGET, drafter, repeating_prompts(1), DecodeSettings(GREEDY, 2, "greedy", max_tokens=4))
+
+
+def test_greedy_text_is_plain_text():
+    plain, _ = decode(TARGET, None, repeating_prompts(), DecodeSettings(GREEDY, 0, "greedy", max_tokens=30))
+    # Every second token of the odd ones is spoiled, so that whole blocks are right and others soon wrong.
+    said = [one.response_ids for one in plain[::2]]
+    said += [[token if place % 3 else 11 for place, token in enumerate(one.response_ids)] for one in plain[1::2]]
+    responses = assert_greedy_text_is_plain(Retrieval(Datastore.build(said, VOCAB)))
+    assert {count for one in responses for count in one.accepted_counts} >= {0, 1, 5}
+
+
+def sampled_datastore() -> Datastore:
+    generator = np.random.default_rng(0)
+    return Datastore.build(generator.integers(0, SMALL_VOCAB, (40, 12)).tolist(), SMALL_VOCAB)
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft"])
+def test_sampled_text_has_the_targets_distribution(rule):
+    assert sampled_text_p_value(Retrieval(sampled_datastore()), rule) > 1e-3
+
+
+def test_sampled_text_ignores_the_batch():
+    said = [ids for _, ids in repeating_prompts()]
+    assert_sampled_text_ignores_the_batch(Retrieval(Datastore.build(said, VOCAB)))

@@ -1,0 +1,184 @@
+"""Which models can be decoded: the architecture matrix against transformers' own `generate`, and who is refused."""
+
+import pytest
+import torch
+from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
+from transformers import MambaConfig, MambaForCausalLM
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import first_layers
+from speculative.engine.memory import cache_bytes, cache_shapes, check_memory, free_bytes
+from speculative.engine.models import (
+    attention_windows,
+    check_decodable,
+    check_same_vocabulary,
+    evaluating,
+    max_positions,
+)
+from speculative.errors import UserError
+from speculative.measure.replay import replay_agreement
+from speculative.measure.token_scores import score_responses
+from speculative.rules.sampling import GREEDY
+
+MATRIX = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2 sliding": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "mistral": {},
+    "mistral sliding": {"sliding_window": 6},
+    "gemma": {},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {},
+    "phi3 sliding": {"sliding_window": 6},
+    "olmo2": {},
+    "gpt_neox": {},
+    "gpt2": {},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", list(MATRIX))
+def test_architectures_equal_transformers_generate(name, batch_size):
+    """Prompts and responses longer than the windows, ragged, more prompts than rows: recycled rows too."""
+    target = tiny_model(name.split()[0], **MATRIX[name])
+    prompts = prompts_of([5, 1, 12, 30, 8])
+    expected = generated(target, prompts, 24)
+    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    draft = perturbed(target)
+    responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size)
+    assert texts(responses) == expected
+    # The draft saw what it should have: positions or windows off by one would only lower its acceptance.
+    check = replay_agreement(
+        score_responses(draft, responses, GREEDY, "greedy"), [text.blocks for text in responses], 3
+    )
+    assert check["live_blocks"] == pytest.approx(check["predicted_blocks"])
+    assert "sliding" not in name or set(attention_windows(target)) - {None} == {6}
+
+
+def test_models_that_cannot_be_rolled_back_are_refused_by_name():
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(UserError, match=r"draft \(MambaForCausalLM\).*recurrent state"):
+        check_decodable(mamba, "draft")
+    linear = tiny_model("llama")
+    linear.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UserError, match=r"target: LlamaForCausalLM has LinearAttentionLayer layers"):
+        check_decodable(linear, "target")
+    bloom = tiny_model("bloom", n_head=4, n_layer=1)
+    with pytest.raises(UserError, match=r"BloomForCausalLM.*position ids"):
+        check_decodable(bloom, "target")
+    flash = tiny_model("llama")
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="attn_implementation='sdpa'"):
+        check_decodable(flash, "target")
+
+
+@pytest.mark.parametrize("kind", ["jamba", "falcon_h1", "bamba"])
+def test_hybrid_models_are_refused_by_name(kind):
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1}
+    sizes |= {"mamba_d_ssm": 64} if kind == "falcon_h1" else {"mamba_expand": 2}
+    own = {"jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}}
+    hybrid = tiny_model(kind, **own.get(kind, sizes))
+    with pytest.raises(UserError, match=type(hybrid).__name__):
+        decode(hybrid, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))
+
+
+def test_masks_of_their_own_are_refused_by_name():
+    neo = tiny_model("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8)
+    with pytest.raises(UserError, match="GPTNeoForCausalLM has local layers"):
+        check_decodable(neo, "target")
+    chunked = tiny_model("llama")
+    chunked.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(UserError, match="chunked_attention layers"):
+        check_decodable(chunked, "target")
+
+
+def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_change():
+    """LongRoPE picks its factors by the longest position of a call: a row would depend on its neighbours."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0, "rope_type": "longrope"}
+    target = tiny_model(
+        "phi3", original_max_position_embeddings=40, rope_parameters=factors | {"original_max_position_embeddings": 40}
+    )
+    assert max_positions(target) == 40
+    assert max_positions(tiny_model()) == 256
+    prompts, settings = prompts_of([5, 1, 16]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
+    assert texts(responses) == generated(target, prompts, 24)
+    with pytest.raises(UserError, match="exceeds the context of 40 of the target"):
+        decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=24))
+    dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    assert max_positions(dynamic) == 256
+
+
+def test_a_model_that_wants_a_mask_for_each_row_gets_one():
+    target = tiny_model("xglm", d_model=32, num_layers=2, attention_heads=4, ffn_dim=64)
+    prompts = prompts_of([6, 6, 6])
+    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=10)
+    responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
+    assert texts(responses) == generated(target, prompts, 10)
+
+
+def test_vocabularies_of_different_size_are_refused_with_both_numbers():
+    with pytest.raises(UserError, match=r"48 token ids and the target 50"):
+        check_same_vocabulary(tiny_model(vocab_size=50), tiny_model(vocab_size=48))
+
+
+def test_evaluating_restores_each_models_mode_and_keeps_gradients_off():
+    training, evaluated = tiny_model().train(), tiny_model()
+    with evaluating(training, None, evaluated):
+        assert not training.training
+        assert not torch.is_grad_enabled()
+    assert training.training
+    with pytest.raises(KeyError), evaluating(training):
+        raise KeyError
+    assert training.training
+    assert not evaluated.training
+    assert torch.is_grad_enabled()
+
+
+def test_a_frozen_part_stays_frozen_and_shared_layers_stay_in_eval_mode():
+    model = tiny_model("gpt2", n_layer=4).train()
+    model.transformer.h[0].eval()
+    shorter = first_layers(model, 2)  # made of modules in training mode
+    model.transformer.h[1].eval()
+    before = [module.training for module in model.modules()]
+    with evaluating(model, shorter):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before
+
+
+def test_cache_memory_is_computed_from_what_the_layers_really_store():
+    model = tiny_model("llama")  # two layers of two key/value heads of width 8, float32
+    assert [(shape.heads, shape.key_width, shape.value_width) for shape in cache_shapes(model)] == [(2, 8, 8)] * 2
+    assert cache_bytes(model, rows=3, capacity=100) == 3 * 100 * 2 * (2 * 8 + 2 * 8) * 4
+    assert cache_bytes(tiny_model("gpt2"), 1, 1) == 2 * (4 * 8 + 4 * 8) * 4  # no grouped heads
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_taken(monkeypatch):
+    model = tiny_model()
+    free = free_bytes(model.device)
+    assert free is None or free > 0
+    monkeypatch.setattr("speculative.engine.memory.free_bytes", lambda device: 10 * 1024**2)
+    check_memory(model, model, rows=2, capacity=100, query_length=4)
+    own = cache_bytes(model, 100, 100)
+    monkeypatch.setattr("speculative.engine.memory.free_bytes", lambda device: 2 * own)
+    check_memory(model, model, rows=100, capacity=100, query_length=4, shared_cache=True)
+    with pytest.raises(UserError, match="lower the batch"):
+        check_memory(model, model, rows=100, capacity=100, query_length=4)
+    with pytest.raises(UserError, match="lower the batch"):  # a tree's nodes are fed, not its depth
+        check_memory(model, model, rows=100, capacity=100, query_length=585, shared_cache=True)
+    monkeypatch.setattr("speculative.engine.memory.free_bytes", lambda device: 10 * 1024**2)
+    with pytest.raises(
+        UserError, match=r"4096 rows of 100 positions needs 0\.\d GiB, 0\.0 GiB free on cpu: lower the batch"
+    ):
+        check_memory(model, None, rows=4096, capacity=100, query_length=4)
+    monkeypatch.setattr("speculative.engine.memory.free_bytes", lambda device: 1)
+    monkeypatch.setattr("speculative.decoder.block_loop.BlockLoop", None)  # never reached
+    with pytest.raises(UserError, match="lower the batch size or max_tokens"):
+        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))

@@ -1,0 +1,155 @@
+"""Static shapes, compiled calls and recorded graphs give the tokens of the plain call."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.gamma import FixedGamma
+from speculative.engine import cached_model
+from speculative.engine.runners import GraphRunner, Recording, make_runner, resolve_runner
+from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY, SamplingSettings
+
+PROMPTS = prompts_of([9, 1, 23, 4, 70, 2, 15])
+GREEDY_3 = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+
+
+class CpuGraphRunner(GraphRunner):
+    """Recorded calls without CUDA: fixed inputs and outputs, everything else as on the device."""
+
+    def _record(self, function, inputs, constants):
+        output = function(*inputs, *constants).clone()
+        return Recording(lambda: output.copy_(function(*inputs, *constants)), inputs, output)
+
+
+class HearsSeconds(FixedGamma):
+    """Keeps the times that a policy is told."""
+
+    def __init__(self, gamma):
+        super().__init__(gamma)
+        self.heard = []
+
+    def record(self, width, active_R, drafted_R, accepted_R, seconds):
+        self.heard.append(seconds)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Decoding with runner="graph" on a CPU; the list holds the runners made."""
+    made = []
+
+    def make(kind):
+        made.append(CpuGraphRunner() if kind == "graph" else make_runner(kind))
+        return made[-1]
+
+    monkeypatch.setattr(cached_model, "make_runner", make)
+    monkeypatch.setattr(cached_model, "STATIC_PREFIX", 32)  # several prefixes in a short text
+    return made
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size):
+    target = tiny_model(kind, **({"sliding_window": 6} if kind == "gemma2" else {}))
+    settings = [(GREEDY, "greedy"), (SamplingSettings(1.0), "sample"), (SamplingSettings(1.0), "block")]
+    for sampling, rule in settings:
+        asked = DecodeSettings(sampling, 3, rule, max_tokens=24, eos_ids=(5, 9))
+        plain, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, asked, batch_size=batch_size)
+        static, _ = decode(
+            target, ModelDrafter(perturbed(target)), PROMPTS, asked, batch_size=batch_size, runner="graph"
+        )
+        assert texts(static) == texts(plain)
+        assert [text.accepted_counts for text in static] == [text.accepted_counts for text in plain]
+    target_runner = recorded[-2]
+    assert 1 < len(target_runner._recorded) <= 6  # one recording per (rows, tokens, prefix), replayed for the rest
+
+
+def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):
+    target = tiny_model("llama", num_hidden_layers=4)
+    responses, _ = decode(target, EarlyExit(target, 3), PROMPTS, GREEDY_3, batch_size=3, runner="graph")
+    assert texts(responses) == generated(target, PROMPTS, 24)
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_with_one_warning(recorded, monkeypatch):
+    def refuse(self, function, inputs, constants):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(CpuGraphRunner, "_record", refuse)
+    target = tiny_model()
+    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph .operation not permitted") as seen:
+        responses, _ = decode(target, None, PROMPTS, DecodeSettings(GREEDY, 0, "greedy", max_tokens=24), runner="graph")
+    assert len(seen) == 1
+    assert texts(responses) == generated(target, PROMPTS, 24)
+
+
+def test_a_capture_that_gives_other_logits_is_not_trusted(recorded, monkeypatch):
+    def wrong(self, function, inputs, constants):
+        return Recording(lambda: None, inputs, function(*inputs, *constants) + 7)
+
+    monkeypatch.setattr(CpuGraphRunner, "_record", wrong)
+    target = tiny_model()
+    with pytest.warns(UserWarning, match="other logits when replayed"):
+        responses, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, GREEDY_3, runner="graph")
+    assert texts(responses) == generated(target, PROMPTS, 24)
+
+
+def test_a_capture_that_recorded_nothing_is_not_trusted(recorded, monkeypatch):
+    """On a device that is not the current one a graph is empty: its buffers hold what the capture left there."""
+
+    def empty(self, function, inputs, constants):
+        return Recording(lambda: None, inputs, function(*inputs, *constants))
+
+    monkeypatch.setattr(CpuGraphRunner, "_record", empty)
+    target = tiny_model()
+    with pytest.warns(UserWarning, match="other logits when replayed"):
+        responses, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, GREEDY_3, runner="graph")
+    assert texts(responses) == generated(target, PROMPTS, 24)
+
+
+def test_blocks_that_record_a_call_are_in_no_stage(recorded):
+    target = tiny_model()
+    policy = HearsSeconds(3)
+    draft = ModelDrafter(perturbed(target))
+    _, timing = decode(target, draft, PROMPTS[:1], GREEDY_3, runner="graph", policy=policy)
+    assert policy.heard.count(None) == timing.recording_calls
+    assert len(policy.heard) == timing.target_calls
+    assert 1 <= timing.recording_calls < timing.target_calls
+    assert timing.recording_seconds > 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+def test_compiled_calls_give_the_tokens_of_plain_ones():
+    target = tiny_model(num_hidden_layers=1)
+    prompts = PROMPTS[:1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, GREEDY_3, runner="compile")
+    assert texts(responses) == generated(target, prompts, 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["greedy", "sample", "block"])
+def test_graphs_give_the_tokens_of_plain_calls_on_cuda(rule):
+    sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0)
+    target, draft = tiny_model().cuda(), perturbed(tiny_model()).cuda()
+    settings = DecodeSettings(sampling, 3, rule, max_tokens=24)
+    for batch_size in (1, 3):
+        plain, _ = decode(target, ModelDrafter(draft), PROMPTS, settings, batch_size=batch_size)
+        graphed, _ = decode(target, ModelDrafter(draft), PROMPTS, settings, batch_size=batch_size, runner="graph")
+        assert texts(graphed) == texts(plain)
+
+
+def test_runners_are_named():
+    assert resolve_runner("auto", torch.device("cpu")) == "eager"
+    assert resolve_runner("auto", torch.device("cuda")) == "graph"
+    assert resolve_runner("compile", torch.device("cpu")) == "compile"
+    for call in (lambda: resolve_runner("fast", torch.device("cpu")), lambda: make_runner("fast")):
+        with pytest.raises(UserError, match="one of auto, eager, compile, graph"):
+            call()

@@ -1,0 +1,243 @@
+"""Ceilings of drafting and the rival that costs nothing, against direct computation and live decoding; the decision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.lookup import PromptLookup
+from speculative.engine.models import evaluating
+from speculative.evaluate import HeldoutResponse
+from speculative.explain import ceilings
+from speculative.measure.cost import StepCosts, best_gamma, given_costs
+from speculative.measure.replay import replay
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+
+VOCAB = 8  # Small, so that texts repeat themselves and lookup has something to find.
+TARGET = tiny_model(vocab_size=VOCAB)
+CHEAP = given_costs(1.0, 0.1)
+WARM = SamplingSettings(0.7, top_k=5)
+
+
+def texts_of(sampling: SamplingSettings, count: int = 6, tokens: int = 40) -> list[HeldoutResponse]:
+    settings = DecodeSettings(sampling, 0, "greedy" if sampling.greedy else "sample", tokens)
+    prompts = prompts_of([5 + index for index in range(count)], vocab_size=VOCAB)
+    responses, _ = decode(TARGET, None, prompts, settings)
+    return [HeldoutResponse(one.key, "x", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingSettings(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+def test_lookup_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma):
+    settings = DecodeSettings(sampling, gamma, "greedy" if sampling.greedy else "sample", 40)
+    live, _ = decode(TARGET, PromptLookup(), prompts_of([4, 9, 15], vocab_size=VOCAB), settings)
+    blocks = ceilings.lookup_blocks(live, (gamma,))
+    assert (blocks.drafting_NK + blocks.plain_NK)[:, 0].tolist() == [one.blocks for one in live]
+    assert blocks.drafting_NK[:, 0].tolist() == [sum(count > 0 for count in one.drafted_counts) for one in live]
+    assert blocks.drafting_NK.sum() > 10  # or nothing was tested
+
+
+def test_lookup_of_all_gammas_at_once_is_that_of_each_alone():
+    texts = texts_of(SamplingSettings(1.0))
+    together = ceilings.lookup_blocks(texts, (1, 2, 5, 9))
+    for column, gamma in enumerate((1, 2, 5, 9)):
+        alone = ceilings.lookup_blocks(texts, (gamma,))
+        np.testing.assert_array_equal(alone.drafting_NK[:, 0], together.drafting_NK[:, column])
+        np.testing.assert_array_equal(alone.plain_NK[:, 0], together.plain_NK[:, column])
+
+
+def test_lookup_pays_for_wide_calls_only_where_it_proposes():
+    costs = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=1, context=0)  # v(4) = 1.5
+    blocks = ceilings.LookupBlocks(np.array([[3]]), np.array([[2]]), np.array([5]), np.array([1]))
+    assert ceilings.lookup_seconds(blocks, (4,), costs)[0, 0] == pytest.approx(3 * 1.5 + 2)
+    batched = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=8, context=0)
+    assert ceilings.lookup_seconds(blocks, (4,), batched)[0, 0] == pytest.approx(5 * 1.5)
+
+
+def test_lookup_outlook_of_text_that_repeats_and_of_text_that_does_not():
+    loop = [HeldoutResponse("a", "x", [1, 2, 3], [1, 2, 3] * 10, [0.0] * 30)]
+    found = ceilings.lookup_outlook(loop, ["a"], range(1, 17), CHEAP)
+    assert found["speed_up"] > 5
+    assert found["hits"] > 0.9
+    fresh = [HeldoutResponse("a", "x", [100], list(range(30)), [0.0] * 30)]
+    nothing = ceilings.lookup_outlook(fresh, ["a"], range(1, 17), CHEAP)
+    assert (nothing["gamma"], nothing["speed_up"], nothing["proposes"], nothing["hits"]) == (0, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("sampling", [SamplingSettings(1.0), WARM])
+def test_peaks_are_the_largest_probability_at_the_serving_settings(sampling):
+    texts = texts_of(sampling, count=3)
+    for text, peaks in zip(texts, ceilings.target_peaks(TARGET, texts, sampling), strict=True):
+        with evaluating(TARGET):
+            logits_TV = TARGET(input_ids=torch.tensor([[*text.prompt_ids, *text.response_ids]])).logits[0]
+        probs_TV = logits_to_probs(logits_TV[len(text.prompt_ids) - 1 : -1], sampling)
+        np.testing.assert_allclose(peaks.peaks, probs_TV.amax(-1).numpy(), atol=1e-5)  # batched against alone, float32
+        np.testing.assert_array_equal(peaks.matches, probs_TV.argmax(-1).numpy() == np.array(text.response_ids))
+
+
+def test_greedy_text_is_all_the_targets_argmax():
+    for peaks in ceilings.target_peaks(TARGET, texts_of(GREEDY), GREEDY):
+        assert peaks.matches.all()
+        assert (peaks.peaks == 1.0).all()
+
+
+def test_the_greedy_ceiling_is_an_unbiased_bound():
+    sampling = SamplingSettings(1.0)
+    texts = texts_of(sampling, count=12, tokens=60)
+    peaks = ceilings.target_peaks(TARGET, texts, sampling)
+    found = ceilings.greedy_ceiling(peaks, [text.key for text in texts], (1, 4))
+    # Both estimate E[max prob]; the gap is the coins of 720 tokens: standard deviation under .5 / sqrt(720) = .019.
+    assert found["alpha"] == pytest.approx(float(np.concatenate([one.matches for one in peaks]).mean()), abs=4 * 0.019)
+    assert found["tau"]["4"] == pytest.approx(replay([one.matches.astype(float) for one in peaks], (4,))[4])
+    scores = score_tokens(perturbed(TARGET, 0.1), texts, sampling)
+    assert np.mean([one.accept_probs("greedy-draft").mean() for one in scores]) < found["alpha"]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.floats(0, 1))
+def test_a_gap_is_closed_by_its_share(accepted, share):
+    own, ceiling = [np.array(accepted)], [np.ones(len(accepted))]
+    (closed,) = ceilings.partly_closed(own, ceiling, share)
+    np.testing.assert_allclose(1 - closed, (1 - share) * (1 - own[0]), atol=1e-12)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0.2, 1))
+def test_a_better_start_never_ends_worse_and_no_one_passes_the_ceiling(one, other, ceiling):
+    low, high = sorted((one * ceiling, other * ceiling))
+    ends = [start + ceilings.closed_share(start, ceiling) * (ceiling - start) for start in (low, high)]
+    assert ends[0] <= ends[1] + 1e-9
+    assert all(0 <= ceilings.closed_share(start, ceiling) <= 1 for start in (low, high))
+    assert ends[1] <= ceiling + 1e-9
+
+
+# (start, end) that the constants were fitted to, within two and a half residuals (.11 of the gap each).
+@pytest.mark.parametrize(
+    ("start", "end"), [(0.211, 0.668), (0.371, 0.688), (0.502, 0.827), (0.759, 0.818), (0.774, 0.801), (0.8129, 0.8126)]
+)
+def test_reachable_is_near_what_was_reached(start, end):
+    assert start + ceilings.closed_share(start) * (1 - start) == pytest.approx(end, abs=2.5 * 0.11 * (1 - start))
+
+
+def test_block_closes_the_same_share_of_what_is_missing():
+    assert ceilings.partly_closed_tau(3.0, 4, 2.0, 3.5) == pytest.approx(4.0)
+    assert ceilings.partly_closed_tau(5.0, 4, 5.0, 5.0) == 5.0
+
+
+@given(st.floats(0.601, 5), st.floats(1, 3))
+def test_a_cost_ratio_over_six_tenths_is_hopeless_whatever_the_verify_call(c, v):
+    assert ceilings.hopeless_because(given_costs(1.0, c, v)) == "cost_ratio"
+    assert ceilings.decide(given_costs(1.0, c, v), 1.3, 1.4, 1.0) == "hopeless"
+
+
+@given(st.floats(0.01, 0.6), st.floats(0.01, 0.6), st.floats(1, 3))
+def test_a_cheaper_draft_is_never_more_hopeless(one, other, v):
+    low, high = sorted((one, other))
+    if ceilings.hopeless_because(given_costs(1.0, high, v)) is None:
+        assert ceilings.hopeless_because(given_costs(1.0, low, v)) is None
+
+
+def test_a_dear_verify_call_is_hopeless_too():
+    assert ceilings.hopeless_because(given_costs(1.0, 0.1)) is None
+    steep = StepCosts(1.0, {1: 0.3, 8: 2.4}, {1: 1.6, 8: 5.0}, batch_size=16, context=0)
+    assert ceilings.hopeless_because(steep) == "perfect_draft"
+    assert best_gamma(ceilings.perfect_taus(ceilings.ceiling_gammas(steep)), steep)[1] < ceilings.PERFECT_WORTH
+
+
+@pytest.mark.parametrize(
+    ("c", "v", "batch_size", "culprit", "said"),
+    [
+        (0.7, {5: 1.2}, None, "draft", "at c = 0.70 even a draft that is always accepted would give 1.30x: take a shallower draft"),
+        (0.03, {1: 1.9, 5: 5.0}, 4, "verify", "at c = 0.03 and v(8) = 7.40 even a draft that is always accepted would give 1.18x"),
+        (0.03, {1: 1.9, 5: 5.0}, 4, "verify", "a shallower draft cannot help: make verify calls cheaper (a smaller batch, "),
+        (0.03, {1: 1.9, 5: 5.0}, 1, "verify", "a shallower draft cannot help: make verify calls cheaper (another kernel"),
+        (0.3, {1: 1.6, 8: 5.0}, 16, "either", "take a shallower draft or make verify calls cheaper (a smaller batch, "),
+        (0.7, {1: 2.0, 5: 6.0}, 1, "both", "would give no speed-up: take a shallower draft and make verify calls cheaper"),
+        (0.25, {1: 4.0, 16: 4.0}, 1, "either", "even a draft that is accepted at alpha 0.9 would give 1.0"),
+    ],
+)  # fmt: skip
+def test_advice_goes_by_what_costs_too_much(c, v, batch_size, culprit, said):
+    """A shallower draft is no advice where the target's calls are too dear: free of charge it would be as hopeless."""
+    costs = StepCosts(1.0, {1: c}, v, batch_size=batch_size or 0, context=0)
+    assert ceilings.advice(costs)[0] == culprit
+    assert said in ceilings.hopeless_words(c, v, batch_size)
+    assert ceilings.cost_facts(costs)["hopeless_words"] == ceilings.hopeless_words(c, v, batch_size)
+
+
+@given(st.floats(0.001, 2), st.floats(1, 4), st.floats(0, 8))
+def test_advice_is_there_where_the_pair_is_hopeless_and_following_it_helps(c, v, more):
+    costs = StepCosts(1.0, {1: c}, {1: v, 8: v + more}, batch_size=2, context=0)
+    advised = ceilings.advice(costs)
+    assert (advised is None) == (ceilings.hopeless_because(costs) is None)
+    assert (ceilings.hopeless_words(c, {1: v, 8: v + more}) is None) == (advised is None)
+    if advised is not None:
+        shallower = StepCosts(1.0, {1: 0.0}, costs.verify_seconds, batch_size=2, context=0)
+        helps = ceilings.hopeless_because(shallower) is None
+        assert helps == (advised[0] in ("draft", "either"))
+        assert ("a shallower draft cannot help" in advised[1]) == (advised[0] == "verify")
+        assert helps or advised[0] != "draft"
+
+
+def test_few_measured_gammas_do_not_make_a_pair_hopeless():
+    assert ceilings.hopeless_because(StepCosts(1.0, {1: 0.3}, {1: 1.1}, batch_size=1, context=0)) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "reachable", "rival", "word"),
+    [
+        (2.0, 2.05, 1.0, "no_headroom"),
+        (2.0, 2.5, 1.0, "already_pays"),
+        (2.0, 2.5, 2.2, "needs_distillation"),  # lookup gives more today
+        (1.0, 1.4, 1.0, "needs_distillation"),
+        (1.05, 1.3, 1.2, "needs_distillation"),
+        (1.0, 1.02, 1.0, "out_of_reach"),
+        (1.3, 1.6, 1.8, "out_of_reach"),
+        (1.0, 1.0, 1.0, "out_of_reach"),
+    ],
+)
+def test_the_decision_follows_from_the_numbers(now, reachable, rival, word):
+    assert ceilings.decide(CHEAP, now, reachable, rival) == word
+
+
+@pytest.mark.parametrize("rule", ["sample", "block"])
+def test_the_target_as_its_own_draft_has_no_headroom(rule):
+    sampling = SamplingSettings(1.0)
+    texts = texts_of(sampling)
+    peaks = ceilings.target_peaks(TARGET, texts, sampling)
+    found = ceilings.draft_outlook(score_tokens(TARGET, texts, sampling), peaks, list(range(6)), rule, CHEAP)
+    assert found["headroom"]["alpha"] == pytest.approx(0, abs=1e-4)  # one pass against another, float32
+    # Texts of 40 tokens end inside their last block: tau 8 instead of 9 at gamma 8 and the like.
+    assert found["now"]["speed_up"] == pytest.approx(found["reachable"]["speed_up"], rel=1e-3)
+    assert found["decision"] == "no_headroom"
+
+
+def test_an_outlook_adds_up():
+    sampling = SamplingSettings(1.0)
+    texts = texts_of(sampling, count=8)
+    peaks = ceilings.target_peaks(TARGET, texts, sampling)
+    scores = score_tokens(perturbed(TARGET, 0.1), texts, sampling)
+    for rule in ("sample", "greedy-draft", "block"):
+        found = ceilings.draft_outlook(scores, peaks, [text.key for text in texts], rule, CHEAP)
+        gamma = found["now"]["gamma"]
+        assert found["now"]["speed_up"] == pytest.approx(found["curve"]["tau"][gamma] / (0.1 * gamma + 1))
+        assert found["now"]["speed_up"] == max(1.0, *found["speed_up_by_gamma"].values())
+        low, high = found["now"]["speed_up_ci"]
+        assert low < found["now"]["speed_up"] < high
+        assert found["now"]["speed_up"] <= found["reachable"]["speed_up"] <= found["ceiling"]["speed_up"]
+        assert found["headroom"]["alpha"] == pytest.approx(found["ceiling"]["alpha"] - found["now"]["alpha"])
+        assert (found["ceiling"]["alpha"] == 1.0) == (rule != "greedy-draft")
+
+
+def test_cost_facts_are_plain_and_whole():
+    facts = ceilings.cost_facts(given_costs(0.025, 0.003, 0.03))
+    assert facts["cost_ratio"] == pytest.approx(0.12)
+    assert facts["verify_ratio"] == {"1": pytest.approx(1.2), "16": pytest.approx(1.2)}
+    assert facts["perfect"] == {"gamma": 16, "speed_up": pytest.approx(17 / (16 * 0.12 + 1.2))}
+    assert facts["hopeless"] is None
+    # iid tau(alpha, 1) = 1 + alpha must pay .12 + 1.2.
+    assert facts["break_even_alpha"]["1"] == pytest.approx(0.32, abs=1e-6)

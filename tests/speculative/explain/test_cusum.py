@@ -1,0 +1,324 @@
+"""The sequential test: its sums against a loop, its stated probabilities against simulated servers."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.explain import cusum
+from speculative.explain.cusum import (
+    FEWEST_REQUESTS,
+    Chart,
+    block_variance_per_token,
+    change_with_interval,
+    chart_for,
+    cusum_path,
+    increments,
+    monitor,
+    neighbour_correlation,
+    pool_of,
+    power_of,
+    rate_with_interval,
+)
+
+GAMMA = 4
+
+
+@pytest.fixture(autouse=True)
+def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the simulated streams: thresholds at 5 % keep the accuracy that 1 % has with all."""
+    monkeypatch.setattr(cusum, "_FEWEST_STREAMS", 400)
+
+
+def requests(
+    rng: np.random.Generator, count: int, ease: float = 0.8, blocks: tuple[int, int] = (10, 40), alike: float = 20.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(accepted, drafted) of requests whose prompts differ: block by block, each prompt with an ease of its own."""
+    blocks_N = rng.integers(*blocks, count)
+    ease_N = np.minimum(rng.beta(alike * ease, alike * (1 - ease), count), 1 - 1e-9)
+    kept_NB = np.minimum(rng.geometric(np.repeat(1 - ease_N[:, None], blocks[1], 1)) - 1, GAMMA)
+    return (kept_NB * (np.arange(blocks[1]) < blocks_N[:, None])).sum(1), blocks_N * GAMMA
+
+
+def test_the_fixture_is_spread_as_prompts_are() -> None:
+    accepted, drafted = requests(np.random.default_rng(0), 5000)
+    rate = accepted.sum() / drafted.sum()
+    binomial = (drafted * rate * (1 - rate)).mean()
+    assert 0.5 < rate < 0.7
+    assert ((accepted - rate * drafted) ** 2).mean() > 4 * binomial
+
+
+# The sum.
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=100)
+def test_the_path_is_pages_recursion(values: list[float]) -> None:
+    expected, sums = [], 0.0
+    for value in values:
+        sums = max(0.0, sums + value)
+        expected.append(sums)
+    # Cumulated sums differ from a recursion by rounding of the largest sum.
+    np.testing.assert_allclose(cusum_path(np.array(values)), expected, atol=1e-12)
+
+
+def test_zeros_of_the_path_are_exact() -> None:
+    path = cusum_path(np.array([0.1, -0.3, 0.2, 0.7, -5.0, 0.1]))
+    assert (path == 0).tolist() == [False, True, False, False, True, False]
+
+
+def test_alarms_are_the_stretches_between_zeros_that_cross() -> None:
+    path = np.array([0.0, 1.0, 3.0, 4.0, 0.0, 1.0, 0.0, 2.5, 3.0])
+    found = cusum._alarms(path, 2.0, "down")
+    assert [(alarm.since, alarm.at, alarm.until) for alarm in found] == [(2, 3, 5), (8, 8, None)]
+    assert cusum._alarms(np.array([3.0, 4.0]), 2.0, "up") == [cusum.Alarm("up", 1, 1, None)]
+    assert cusum._alarms(np.array([2.0]), 2.0, "down") == []
+
+
+def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
+    pool = pool_of(*requests(np.random.default_rng(1), 50), GAMMA)
+    accepted, drafted = np.array([30.0, 70.0]), np.array([80.0, 100.0])
+    spread = pool.spread(drafted)
+    before = -(((accepted - pool.rate * drafted) / spread) ** 2) / 2
+    after = -(((accepted - (pool.rate - 0.1) * drafted) / spread) ** 2) / 2
+    np.testing.assert_allclose(increments(pool, accepted, drafted, 0.1, 0.05), after - before, rtol=1e-9)
+    risen = -(((accepted - (pool.rate + 0.1) * drafted) / spread) ** 2) / 2
+    np.testing.assert_allclose(increments(pool, accepted, drafted, 0.1, 0.05, "up"), risen - before, rtol=1e-9)
+
+
+@pytest.mark.parametrize("side", ["down", "up"])
+def test_simulated_paths_are_those_of_written_out_requests(side: cusum.Direction) -> None:
+    pool = pool_of(*requests(np.random.default_rng(2), 30), GAMMA)
+    drafted = np.array([40.0, 160.0, 80.0, 100.0, 60.0])
+    chart, fallen = Chart(0.05, 0.03, math.inf, 0.01), 0.04
+    worlds = next(cusum._worlds(pool, drafted, 6, seed=3))
+    paths = cusum._paths(worlds, cusum._squares(pool, drafted), chart, fallen, side)
+    for row, path in enumerate(paths):
+        residuals = np.diff(worlds.noise_BN[row], prepend=0.0) * pool.spread(drafted) / drafted
+        accepted = (pool.rate - fallen) * drafted + residuals * pool.spread(drafted)
+        scale = worlds.scales_B[row]
+        believed = replace(
+            pool, rate=pool.rate + worlds.errors_B[row], within=pool.within * scale, between=pool.between * scale
+        )
+        expected = cusum_path(increments(believed, accepted, drafted, chart.drop, chart.allowance, side))
+        # Streams are drawn in float32.
+        np.testing.assert_allclose(path, expected, rtol=1e-4, atol=1e-5)
+
+
+# The pool.
+
+
+@pytest.mark.parametrize(("rate", "gamma"), [(0.3, 1), (0.55, 4), (0.9, 3), (0.2, 8)])
+def test_the_variance_of_a_block_is_that_of_its_outcomes(rate: float, gamma: int) -> None:
+    found = block_variance_per_token(rate, gamma)
+    # By enumeration: the chance that gives this rate, found by bisection here too, over all accept/refuse strings.
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        chance = (low + high) / 2
+        low, high = (chance, high) if sum(chance**j for j in range(1, gamma + 1)) < gamma * rate else (low, chance)
+    mean = square = 0.0
+    for outcome in itertools.product([True, False], repeat=gamma):
+        kept = next((place for place, accepted in enumerate(outcome) if not accepted), gamma)
+        weight = math.prod(chance if accepted else 1 - chance for accepted in outcome)
+        mean, square = mean + weight * kept, square + weight * kept**2
+    assert found == pytest.approx((square - mean**2) / gamma, rel=1e-9)
+    assert block_variance_per_token(0.0, gamma) == block_variance_per_token(1.0, gamma) == 0.0
+
+
+def test_a_pool_knows_its_rate_and_spread_at_every_length() -> None:
+    rng = np.random.default_rng(4)
+    pool = pool_of(*requests(rng, 4000), GAMMA)
+    truth = requests(rng, 200_000)
+    assert pool.rate == pytest.approx(truth[0].sum() / truth[1].sum(), abs=0.01)  # four standard errors
+    for blocks in (12, 35, 200):
+        accepted, drafted = requests(rng, 4000, blocks=(blocks, blocks + 1))
+        # The model of the spread, not its sampling, is what a fifth allows for.
+        assert accepted.std() == pytest.approx(pool.spread(drafted[:1])[0], rel=0.2)
+
+
+def test_sums_of_requests_vary_with_their_number() -> None:
+    rng = np.random.default_rng(5)
+    pool = pool_of(*requests(rng, 2000), GAMMA, sums=True)
+    accepted, drafted = requests(rng, 9 * 2000)
+    accepted, drafted = accepted.reshape(-1, 9).sum(1), drafted.reshape(-1, 9).sum(1)
+    residuals = (accepted - pool.rate * drafted) / pool.spread(drafted)
+    assert residuals.std() == pytest.approx(1.0, abs=0.1)
+    single = pool_of(pool.accepted_P, pool.drafted_P, GAMMA)
+    assert ((accepted - single.rate * drafted) / single.spread(drafted)).std() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("accepted", "drafted"),
+    [([1] * 7, [4] * 7), ([1] * 8, [4] * 7), ([5] * 8, [4] * 8), ([0] * 8, [0] * 8), ([-1] * 8, [4] * 8)],
+)
+def test_a_pool_refuses_what_is_none(accepted: list[int], drafted: list[int]) -> None:
+    with pytest.raises(ValueError):
+        pool_of(np.array(accepted), np.array(drafted), GAMMA)
+
+
+def test_a_chart_refuses_what_means_nothing() -> None:
+    pool = pool_of(*requests(np.random.default_rng(0), 20), GAMMA)
+    for level, drop, count in ((0.0, 0.05, 3), (1.0, 0.05, 3), (0.01, 0.0, 3), (0.01, 0.05, 0)):
+        with pytest.raises(ValueError):
+            chart_for(pool, np.full(count, 40), level, drop)
+
+
+def test_a_pool_without_any_spread_still_has_a_threshold() -> None:
+    pool = pool_of(np.full(20, 40), np.full(20, 40), GAMMA)  # a draft equal to its target
+    chart = chart_for(pool, np.full(100, 40), 0.01, 0.05)
+    assert chart.threshold == pytest.approx(math.log(100 / 0.01))
+    assert monitor(pool, np.full(100, 40), np.full(100, 40), chart).alarms == ()
+    assert monitor(pool, np.full(100, 30), np.full(100, 40), chart).alarms
+    assert power_of(pool, np.full(100, 40), chart).probability == 1.0
+
+
+# The stated probabilities.
+
+CASES = {
+    "as many as the pool": ({}, {}, 60, 60, False),
+    "a stream much longer than the pool": ({}, {}, 20, 200, False),
+    "the fewest of a pool": ({}, {}, FEWEST_REQUESTS, 100, False),
+    "requests five times as long": ({}, {"blocks": (100, 130)}, 60, 60, False),
+    "both sides": ({}, {}, 60, 100, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=list(CASES))
+def test_false_alarms_come_as_often_as_stated(case: str) -> None:
+    """Over baselines and streams, both drawn anew: 300 of them at 5 %, within three standard errors (1.3 points each)."""
+    of_pool, of_stream, prompts, count, two_sided = CASES[case]
+    rng, level, trials, alarms = np.random.default_rng(10), 0.05, 300, 0
+    for trial in range(trials):
+        pool = pool_of(*requests(rng, prompts, **of_pool), GAMMA)
+        accepted, drafted = requests(rng, count, **of_stream)
+        chart = chart_for(pool, drafted, level, 0.05, two_sided=two_sided, seed=trial)
+        alarms += bool(monitor(pool, accepted, drafted, chart).alarms)
+    error = math.sqrt(level * (1 - level) / trials)
+    assert level - 3 * error <= alarms / trials <= level + 3 * error
+
+
+def test_false_alarms_of_an_engines_lines_come_no_more_often_than_stated() -> None:
+    """A line sums six requests here; sums are less skewed than the pool's single ones, so the rate may be lower."""
+    rng, level, trials, alarms = np.random.default_rng(11), 0.05, 200, 0
+    for trial in range(trials):
+        pool = pool_of(*requests(rng, 60), GAMMA, sums=True)
+        accepted, drafted = (values.reshape(-1, 6).sum(1) for values in requests(rng, 6 * 50))
+        chart = chart_for(pool, drafted, level, 0.05, seed=trial)
+        alarms += bool(monitor(pool, accepted, drafted, chart).alarms)
+    assert alarms / trials <= level + 3 * math.sqrt(level * (1 - level) / trials)
+
+
+def test_a_drop_is_seen_as_often_and_as_soon_as_the_power_says() -> None:
+    rng, trials = np.random.default_rng(12), 150
+    start = requests(rng, 20_000)[0].sum() / requests(rng, 20_000)[1].sum()
+    fallen = requests(rng, 20_000, ease=0.74)
+    drop = float(start - fallen[0].sum() / fallen[1].sum())
+    assert 0.05 < drop < 0.12
+    said, said_delays, delays = [], [], []
+    for trial in range(trials):
+        pool = pool_of(*requests(rng, 80), GAMMA)
+        accepted, drafted = requests(rng, 60, ease=0.74)
+        chart = chart_for(pool, drafted, 0.05, drop, seed=trial)
+        power = power_of(pool, drafted, chart)
+        said.append(power.probability)
+        said_delays.append(power.delay or 0.0)
+        found = monitor(pool, accepted, drafted, chart)
+        delays += [found.alarms[0].at] if found.alarms else []
+    seen = len(delays) / trials
+    assert 0.6 < seen < 1.0  # neither hopeless nor certain: the comparison says something
+    # Three standard errors of the counted share, and two points for a spread that a drop changes a little.
+    assert seen == pytest.approx(np.mean(said), abs=3 * math.sqrt(seen * (1 - seen) / trials) + 0.02)
+    assert np.mean(delays) == pytest.approx(np.mean(said_delays), rel=0.2)
+
+
+def test_the_detectable_drop_is_seen_with_the_wanted_probability() -> None:
+    rng = np.random.default_rng(13)
+    pool, drafted = pool_of(*requests(rng, 80), GAMMA), requests(rng, 100)[1]
+    chart = chart_for(pool, drafted, 0.05, 0.05)
+    power = power_of(pool, drafted, chart)
+    assert power.detectable is not None
+    worlds = list(cusum._worlds(pool, drafted, 2000, seed=99))
+    squares = cusum._squares(pool, drafted)
+    tops = np.concatenate([cusum._paths(world, squares, chart, power.detectable).max(1) for world in worlds])
+    assert (tops > chart.threshold).mean() == pytest.approx(power.wanted, abs=0.05)  # its own 400 streams: 1.5 points
+    # Fewer requests see less, and three of a token each see nothing.
+    fewer = chart_for(pool, drafted[:20], 0.05, 0.05)
+    detectable = power_of(pool, drafted[:20], fewer).detectable
+    assert detectable is None or detectable > power.detectable
+    one = np.ones(3)
+    assert power_of(pool, one, chart_for(pool, one, 0.01, 0.05)).detectable is None
+
+
+def test_an_error_of_the_baseline_raises_the_allowance_where_it_must() -> None:
+    rng = np.random.default_rng(14)
+    few, many = pool_of(*requests(rng, 40), GAMMA), pool_of(*requests(rng, 4000), GAMMA)
+    drafted = requests(rng, 1000)[1]
+    wary, sure = chart_for(few, drafted, 0.05, 0.05), chart_for(many, drafted, 0.05, 0.05)
+    assert wary.allowance > sure.allowance == pytest.approx(0.025)
+    assert wary.threshold > sure.threshold
+
+
+def test_the_change_point_is_near_where_acceptance_fell() -> None:
+    rng = np.random.default_rng(15)
+    pool = pool_of(*requests(rng, 300), GAMMA)
+    before, after = requests(rng, 400), requests(rng, 200, ease=0.7)
+    accepted, drafted = np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]])
+    found = monitor(pool, accepted, drafted, chart_for(pool, drafted, 0.01, 0.05))
+    assert [alarm.direction for alarm in found.alarms] == ["down"]
+    alarm = found.alarms[0]
+    assert 380 <= alarm.since <= 420 < alarm.at < 480
+    assert alarm.until is None
+    change, (low, high) = change_with_interval(pool, accepted[alarm.since - 1 :], drafted[alarm.since - 1 :])
+    truth = after[0].sum() / after[1].sum() - before[0].sum() / before[1].sum()
+    assert low < truth < high < 0
+    assert change == pytest.approx(truth, abs=0.05)
+
+
+def test_equal_seeds_give_equal_charts() -> None:
+    pool = pool_of(*requests(np.random.default_rng(16), 30), GAMMA)
+    drafted = np.full(50, 80)
+    assert chart_for(pool, drafted, 0.05, 0.05, seed=7) == chart_for(pool, drafted, 0.05, 0.05, seed=7)
+    assert chart_for(pool, drafted, 0.05, 0.05, seed=7) != chart_for(pool, drafted, 0.05, 0.05, seed=8)
+
+
+def test_simulating_in_small_portions_keeps_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(*requests(np.random.default_rng(17), 60), GAMMA)
+    whole = chart_for(pool, np.full(80, 80), 0.05, 0.05)
+    monkeypatch.setattr(cusum, "_CELLS", 80 * 7)
+    # Other coins: 400 streams know their 95 % quantile to about a tenth.
+    assert chart_for(pool, np.full(80, 80), 0.05, 0.05).threshold == pytest.approx(whole.threshold, rel=0.3)
+
+
+# Rates and neighbours.
+
+
+def test_intervals_of_rate_and_change_hold_what_they_say() -> None:
+    """300 baselines and streams: 95 % intervals hold the truth in 91.2 to 98.8 % (three standard errors)."""
+    rng, trials = np.random.default_rng(18), 300
+    many = requests(rng, 200_000)
+    truth = many[0].sum() / many[1].sum()
+    rates = changes = few = 0
+    for _ in range(trials):
+        pool, stream = pool_of(*requests(rng, 50), GAMMA), requests(rng, 40)
+        low, high = rate_with_interval(pool, *stream)[1]
+        rates += low <= truth <= high
+        low, high = change_with_interval(pool, *stream)[1]
+        changes += low <= 0 <= high
+        low, high = rate_with_interval(pool, stream[0][:3], stream[1][:3])[1]
+        few += low <= truth <= high
+    for hits in (rates, changes, few):
+        assert 0.912 <= hits / trials <= 0.988
+
+
+def test_neighbours_that_resemble_each_other_are_told() -> None:
+    rng = np.random.default_rng(19)
+    pool = pool_of(*requests(rng, 100), GAMMA)
+    accepted, drafted = requests(rng, 1000)
+    assert abs(neighbour_correlation(pool, accepted, drafted) or 0) < 0.1  # three standard errors
+    order = np.argsort(accepted / drafted)
+    assert (neighbour_correlation(pool, accepted[order], drafted[order]) or 0) > 0.8
+    assert neighbour_correlation(pool, accepted[:2], drafted[:2]) is None

@@ -1,0 +1,162 @@
+"""The table of disagreements against places counted by hand and blocks counted token by token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+from speculative.evaluate import HeldoutResponse
+from speculative.explain import disagreements as module
+from speculative.explain.disagreements import disagreements
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores
+
+TOKENIZER = load_tokenizer(str(EMBEDDED_FOLDER))
+
+
+def word(text):
+    (token_id,) = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return token_id
+
+
+A, B, C, D = (word(text) for text in (" return", " if", "self", " for"))
+
+
+def scored(ids, choices, log_draft=None, log_target=None):
+    ids, choices = np.array(ids), np.array(choices)
+    log_target = np.zeros(len(ids)) if log_target is None else np.array(log_target)
+    log_draft = np.where(ids == choices, 0.0, -np.inf) if log_draft is None else np.array(log_draft)
+    return TokenScores(log_draft, log_target, ids == choices, choices, np.full(len(ids), 0.5))
+
+
+def random_text(seed, responses=4, longest=30):
+    rng = np.random.default_rng(seed)
+    texts, scores = [], []
+    for index in range(responses):
+        length = int(rng.integers(0, longest))
+        ids = rng.choice([A, B, C, D], length)
+        choices = np.where(rng.random(length) < 0.6, ids, rng.choice([A, B, C, D], length))
+        log_target = -rng.exponential(0.7, length)
+        log_draft = log_target + rng.normal(-0.3, 1.0, length)
+        texts.append(HeldoutResponse(f"r{index}", "a", [5 + index % 2], ids.tolist(), log_target.tolist()))
+        scores.append(scored(ids, choices, log_draft, log_target))
+    return texts, scores
+
+
+def counted_blocks(flags, gamma):
+    """Blocks of greedy decoding along a text, token by token."""
+    blocks, accepted = 0, 0
+    for flag in flags:
+        blocks += accepted == 0
+        accepted = accepted + 1 if accepted < gamma and flag else 0
+    return blocks
+
+
+def test_a_table_by_hand():
+    # Said B where C was wanted twice (prompts 1 and 2), A where B was wanted once.
+    texts = [
+        HeldoutResponse("one", "a", [C], [A, B, A, A, A, A], [0.0] * 6),
+        HeldoutResponse("two", "a", [D, D], [A, A, B, A], [0.0] * 4),
+    ]
+    scores = [scored(texts[0].response_ids, [A, C, A, A, A, B]), scored(texts[1].response_ids, [A, A, C, A])]
+    flags = [own.matches.tolist() for own in scores]
+    rows = disagreements(texts, scores, rule="greedy", gamma=3, tokenizer=TOKENIZER, seconds_per_block=0.02)
+    assert [(row["target_said"], row["draft_wanted"], row["count"], row["prompts"]) for row in rows] == [
+        (" if", "self", 2, 2),
+        (" return", " if", 1, 1),
+    ]
+    assert [row["lost_share"] for row in rows] == pytest.approx([2 / 3, 1 / 3])
+    tau = 10 / sum(counted_blocks(own, 3) for own in flags)
+    agreed = 10 / (counted_blocks([1, 1, 1, 1, 1, 0], 3) + counted_blocks([1, 1, 1, 1], 3))
+    assert rows[0]["tau_if_agreed"] == pytest.approx(agreed)
+    assert rows[0]["tokens_per_second_lost"] == pytest.approx((agreed - tau) / 0.02)
+    # It was a bonus-free last block's correction: agreeing there saves nothing.
+    assert rows[1]["tokens_per_second_lost"] == pytest.approx(0.0, abs=1e-9)
+    assert rows[0]["example"] == {"key": "one", "position": 1}
+    assert rows[0]["context"] == "self return"
+    assert rows[1]["context"] == "self return if return return return"
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_the_counterfactual_equals_replaying_all_text_anew(rule, gamma, monkeypatch):
+    texts, scores = random_text(0, longest=90)
+    tokens = sum(len(own) for own in scores)
+    rows = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)
+    assert len(rows) > 8
+    names = {word(text): text for text in (" return", " if", "self", " for")}
+    for row in rows:
+        agreed = []
+        for text, own in zip(texts, scores, strict=True):
+            ids = np.array(text.response_ids)
+            here = [
+                (names[said], names[wanted]) == (row["target_said"], row["draft_wanted"])
+                for said, wanted in zip(ids, own.choice_ids, strict=True)
+            ]
+            ratio = np.where(
+                here,
+                np.maximum(own.log_draft_probs - own.log_target_probs, 0),
+                own.log_draft_probs - own.log_target_probs,
+            )
+            agreed.append(replace(own, log_draft_probs=own.log_target_probs + ratio, matches=own.matches | here))
+        assert row["tau_if_agreed"] == pytest.approx(
+            tokens / expected_blocks_of(agreed, rule, (gamma,)).sum(), rel=1e-9
+        )
+    monkeypatch.setattr(module, "REPLAYED_AT_ONCE", 1)
+    one_by_one = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)
+    for ours, theirs in zip(rows, one_by_one, strict=True):
+        assert ours["tau_if_agreed"] == pytest.approx(theirs["tau_if_agreed"], rel=1e-12)
+
+
+@given(st.integers(0, 2**20), st.sampled_from(["sample", "greedy-draft"]), st.integers(1, 6))
+@settings(max_examples=30, deadline=None)
+def test_agreeing_never_hurts_and_shares_are_of_the_whole(seed, rule, gamma):
+    texts, scores = random_text(seed, responses=3, longest=12)
+    rows = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER)
+    if not rows:
+        return
+    tau = sum(len(own) for own in scores) / expected_blocks_of(scores, rule, (gamma,)).sum()
+    assert all(row["tau_if_agreed"] >= tau - 1e-9 for row in rows)
+    assert all(row["tokens_per_second_lost"] is None for row in rows)
+    taus = [row["tau_if_agreed"] for row in rows]
+    assert taus == sorted(taus, reverse=True)
+    share = sum(row["lost_share"] for row in rows)
+    # A draft that takes its argmax loses nothing where it agrees; a sampling one may.
+    assert share == pytest.approx(1.0) if rule == "greedy-draft" else share <= 1 + 1e-9
+
+
+def test_only_the_groups_that_lose_most_are_replayed():
+    texts, scores = random_text(1, responses=8)
+    every = disagreements(texts, scores, rule="sample", gamma=3, tokenizer=TOKENIZER)
+    few = disagreements(texts, scores, rule="sample", gamma=3, tokenizer=TOKENIZER, count=3)
+    shares = sorted((row["lost_share"] for row in every), reverse=True)
+    assert sorted((row["lost_share"] for row in few), reverse=True) == pytest.approx(shares[:3])
+    assert few == [row for row in every if row in few]
+
+
+def test_the_order_does_not_hang_on_the_order_of_the_texts():
+    texts, scores = random_text(2)
+    rows = disagreements(texts, scores, rule="greedy-draft", gamma=3, tokenizer=TOKENIZER)
+    assert rows == disagreements(texts, scores, rule="greedy-draft", gamma=3, tokenizer=TOKENIZER)
+    turned = disagreements(texts[::-1], scores[::-1], rule="greedy-draft", gamma=3, tokenizer=TOKENIZER)
+    columns = ("target_said", "draft_wanted", "count", "prompts")
+    assert sorted(tuple(row[name] for name in columns) for row in rows) == sorted(
+        tuple(row[name] for name in columns) for row in turned
+    )
+
+
+def test_no_disagreement_no_row_and_foreign_scores_are_refused():
+    text = HeldoutResponse("one", "a", [C], [A, B], [0.0, 0.0])
+    assert disagreements([text], [scored([A, B], [A, B])], rule="greedy", gamma=2, tokenizer=TOKENIZER) == []
+    assert disagreements([], [], rule="greedy", gamma=2, tokenizer=TOKENIZER) == []
+    with pytest.raises(ValueError, match="not of these texts"):
+        disagreements([text], [scored([A], [A])], rule="greedy", gamma=2, tokenizer=TOKENIZER)
+
+
+def test_an_end_token_has_a_name():
+    text = HeldoutResponse("one", "a", [C], [A, TOKENIZER.eos_token_id], [0.0, 0.0])
+    (row,) = disagreements([text], [scored(text.response_ids, [A, B])], rule="greedy", gamma=2, tokenizer=TOKENIZER)
+    assert row["target_said"] == "<|eos|>"

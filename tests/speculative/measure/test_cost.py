@@ -1,0 +1,84 @@
+"""What a tau is worth at a measured price."""
+
+import pytest
+from tiny_models import perturbed, tiny_model
+
+from speculative.measure.cost import (
+    StepCosts,
+    best_gamma,
+    break_even_alpha,
+    given_costs,
+    iid_tau,
+    measure_costs,
+    predicted_speed_up,
+)
+
+FREE = StepCosts(1.0, {1: 0.02, 8: 0.16}, {1: 1.0, 8: 1.0}, batch_size=1, context=1)
+
+
+def test_iid_tau_and_its_ends():
+    assert iid_tau(0.0, 5) == 1.0
+    assert iid_tau(1.0, 5) == 6.0
+    assert iid_tau(0.8, 5) == pytest.approx((1 - 0.8**6) / 0.2)
+
+
+@pytest.mark.parametrize(("c", "alpha"), [(0.1, 0.33), (0.2, 0.51), (0.4, 0.71), (0.6, 0.83)])
+def test_break_even_alpha_at_gamma_5(c, alpha):
+    assert break_even_alpha(5, c, 1.0) == pytest.approx(alpha, abs=0.006)
+    assert predicted_speed_up(iid_tau(break_even_alpha(5, c, 1.0), 5), 5, c, 1.0) == pytest.approx(1.0)
+
+
+def test_break_even_where_anything_or_nothing_pays():
+    assert break_even_alpha(3, 0.0, 1.0) == 0.0
+    assert break_even_alpha(3, 1.5, 1.0) is None
+
+
+@pytest.mark.parametrize(("c", "gamma", "speed_up"), [(0.02, 11, 3.8), (0.1, 6, 2.5), (0.4, 2, 1.4)])
+def test_best_gamma_at_alpha_08(c, gamma, speed_up):
+    taus = {length: iid_tau(0.8, length) for length in range(1, 17)}
+    costs = StepCosts(1.0, {1: c}, {1: 1.0, 16: 1.0}, batch_size=1, context=1)
+    best, predicted = best_gamma(taus, costs)
+    assert abs(best - gamma) <= 1  # the optimum is flat
+    assert predicted == pytest.approx(speed_up, abs=0.07)
+
+
+def test_no_gain_is_a_legal_answer():
+    costs = StepCosts(1.0, {5: 4.0}, {5: 1.4}, batch_size=1, context=1)
+    assert best_gamma({1: 1.3, 5: 2.1}, costs) == (0, 1.0)
+    assert best_gamma({}, FREE) == (0, 1.0)
+
+
+def test_verify_ratio_is_interpolated_between_measured_calls():
+    costs = StepCosts(2.0, {4: 1.0}, {4: 4.0, 8: 5.0}, batch_size=1, context=1)
+    assert costs.verify_ratio(0) == 1.0
+    assert costs.verify_ratio(2) == pytest.approx(1.5)
+    assert costs.verify_ratio(6) == pytest.approx(2.25)
+    assert costs.verify_ratio(16) == pytest.approx(2.5 + 8 * (2.5 - 1.0) / 8)
+    assert costs.cost_ratio == pytest.approx(0.125)
+
+
+def test_measured_costs_are_positive_and_complete():
+    target = tiny_model(num_hidden_layers=6)
+    costs = measure_costs(target, perturbed(tiny_model()), gammas=(1, 4), batch_size=2, context=16, blocks=2, repeats=1)
+    assert set(costs.draft_seconds) == set(costs.verify_seconds) == {1, 4}
+    assert costs.target_seconds > 0
+    assert costs.draft_seconds[4] > costs.draft_seconds[1] > 0
+    assert (costs.batch_size, costs.context) == (2, 16)
+
+
+def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free():
+    target = tiny_model(num_hidden_layers=6)
+    costs = measure_costs(target, None, gammas=(1, 4), batch_size=2, context=16, blocks=3, repeats=2)
+    assert set(costs.verify_seconds) == {1, 4}
+    assert costs.target_seconds > 0
+    # Making four ids takes microseconds, a call of six layers about a millisecond.
+    assert costs.cost_ratio < 0.2
+
+
+def test_given_times_are_taken_as_they_are():
+    costs = given_costs(0.025, 0.003)
+    assert costs.cost_ratio == pytest.approx(0.12)
+    assert [costs.verify_ratio(gamma) for gamma in (1, 5, 16)] == [1.0, 1.0, 1.0]
+    dearer = given_costs(0.025, 0.003, 0.03, max_gamma=8)
+    assert [dearer.verify_ratio(gamma) for gamma in (1, 5, 8)] == pytest.approx([1.2, 1.2, 1.2])
+    assert max(dearer.verify_seconds) == 8

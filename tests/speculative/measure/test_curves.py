@@ -1,0 +1,224 @@
+"""Curves against their parts, intervals against scipy's own bootstrap, and what stored text may be asked."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.errors import UserError
+from speculative.measure import curves
+from speculative.measure.curves import intervals_of_sums, rule_curve, what_if
+from speculative.measure.metrics import expanded_tail, survival
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.tree import TokenTree
+
+TARGET = tiny_model()
+DRAFT = perturbed(TARGET, 0.05)
+STORED = DecodeSettings(SamplingSettings(1.0), 0, "sample", max_tokens=24, seed=4)
+TEXTS, _ = decode(TARGET, None, prompts_of([5, 9, 3] * 10), STORED)
+SCORES = score_tokens(DRAFT, TEXTS, STORED.sampling)
+KEYS = [index // 2 for index in range(30)]  # two responses a prompt
+
+
+def ratios(sums_C):
+    """(second / first, first / third) of sums over prompts."""
+    return np.stack((sums_C[..., 1] / sums_C[..., 0], sums_C[..., 0] / sums_C[..., 2]), -1)
+
+
+def some_sums(prompts, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(20, 100, prompts).astype(float)
+    return np.stack((tokens, tokens * rng.beta(6, 3, prompts), tokens / rng.uniform(1.5, 4, prompts)), 1)
+
+
+@pytest.mark.parametrize("prompts", [12, 40])
+def test_intervals_equal_scipys_bootstrap_at_the_expanded_level(prompts, monkeypatch):
+    """Same seed, same draws: scipy picks prompts one by one, here they are counted."""
+    sums_PC = some_sums(prompts)
+    tail = expanded_tail(0.95, prompts)
+    resamples = int(max(2000, curves.BEYOND_EACH_END / tail))
+    found = intervals_of_sums(sums_PC, ratios, seed=3)
+    for number in range(2):
+        expected = stats.bootstrap(
+            tuple(sums_PC.T),
+            lambda *columns, axis: ratios(np.stack([own.sum(axis) for own in columns], -1))[..., number],  # noqa: B023
+            paired=True,
+            vectorized=True,
+            n_resamples=resamples,
+            confidence_level=1 - 2 * tail,
+            rng=np.random.default_rng(3),
+        ).confidence_interval
+        np.testing.assert_allclose(found[number], (expected.low, expected.high), rtol=1e-9)
+    monkeypatch.setattr(curves, "DRAWN_AT_ONCE", 50 * prompts)
+    np.testing.assert_allclose(intervals_of_sums(sums_PC, ratios, seed=3), found, rtol=1e-12)
+
+
+def test_few_prompts_widen_the_ends_and_many_do_not():
+    tails = [expanded_tail(0.95, prompts) for prompts in (2, 5, 30, 1000)]
+    assert tails == sorted(tails)
+    assert tails[0] < 1e-9
+    assert tails[-1] == pytest.approx(0.025, abs=2e-4)
+    narrow, wide = (intervals_of_sums(some_sums(40), ratios, confidence)[0] for confidence in (0.95, 0.999))
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_intervals_without_a_spread_are_the_number_itself():
+    same = np.tile([[10.0, 7.0, 4.0]], (5, 1))
+    assert np.ptp(intervals_of_sums(same, ratios), axis=1).tolist() == [0.0, 0.0]
+    assert intervals_of_sums(same[:1], ratios) == [[0.7, 0.7], [2.5, 2.5]]
+    # One prompt that differs: BCa has no bias to correct at the rim, the interval stays finite and holds the number.
+    lone = np.concatenate((np.tile([[10.0, 10.0, 4.0]], (4, 1)), [[10.0, 3.0, 4.0]]))
+    (low, high), _ = intervals_of_sums(lone, ratios)
+    assert low < lone[:, 1].sum() / lone[:, 0].sum() < high
+
+
+@pytest.mark.parametrize("prompts", range(2, 9))
+def test_few_prompts_have_an_interval_at_every_level(prompts):
+    """The tail of few prompts is so small that 1 - tail is 1 in floating point, or is 0 itself."""
+    for looks in (1, 10, 50):
+        for seed in range(12):
+            for low, high in intervals_of_sums(some_sums(prompts, seed), ratios, 1 - 0.05 / looks, seed):
+                assert np.isfinite((low, high)).all()
+                assert low < high
+
+
+def test_two_prompts_that_mirror_each_other_have_an_interval_too():
+    """No skew and a tail of 0: the levels are 0 times infinity, which is no number."""
+    assert expanded_tail(0.999, 2) == 0.0
+    mirrored = np.array([[10.0, 7.0, 4.0], [10.0, 5.0, 4.0]])
+    assert intervals_of_sums(mirrored, lambda sums_C: sums_C[..., 1:2] / sums_C[..., :1], 0.999) == [[0.5, 0.7]]
+
+
+def test_both_ends_are_corrected_alike_however_small_the_tail():
+    """Of mirrored data the ends are mirrored; 1 - 1e-18 is 1, and its normal quantile would be infinite."""
+    drawn_R = np.random.default_rng(0).normal(0.3, 1.0, 2000)
+    left_out_P = np.array([0.1, -0.2, 0.05, 0.05])
+    low, high = curves._bca_levels(0.0, left_out_P, drawn_R, 1e-18)
+    mirrored_low, mirrored_high = curves._bca_levels(0.0, -left_out_P, -drawn_R, 1e-18)
+    assert (low, high) == pytest.approx((1.0 - mirrored_high, 1.0 - mirrored_low), abs=1e-15)
+    assert max(low, mirrored_low) > 1e-14, "a correction that can be seen in 1 - level"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_intervals_cover_the_truth_as_often_as_they_say(number):
+    """A pool whose own value is the truth; 25 prompts a draw. 200 draws at 95 % have a standard error of 1.5 points."""
+    pool = some_sums(4000, seed=1)
+    truth = ratios(pool.sum(0))[number]
+    rng = np.random.default_rng(0)
+    drawn = [pool[rng.integers(0, len(pool), 25)] for _ in range(200)]
+    intervals = np.array([intervals_of_sums(sums_PC, ratios)[number] for sums_PC in drawn])
+    covered = np.mean((intervals[:, 0] <= truth) & (truth <= intervals[:, 1]))
+    assert 0.90 <= covered <= 0.99
+
+
+@pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
+def test_a_curve_is_its_parts(rule):
+    curve = rule_curve(SCORES, KEYS, rule, survival_gamma=4)
+    assert (curve["rule"], curve["tokens"], curve["prompts"]) == (rule, 30 * 24, 15)
+    assert curve["gammas"] == list(range(33))
+    np.testing.assert_allclose(curve["tau"], 720 / expected_blocks_of(SCORES, rule, range(33)).sum(0), rtol=1e-12)
+    assert curve["tau"][0] == 1.0
+    assert curve["tau_ci"][0] == [1.0, 1.0]
+    assert curve["alpha"] == pytest.approx(np.concatenate([text.accept_probs(rule) for text in SCORES]).mean())
+    for value, (low, high) in zip(
+        [curve["alpha"], *curve["tau"][1:]], [curve["alpha_ci"], *curve["tau_ci"][1:]], strict=True
+    ):
+        assert low < value < high
+    assert len(curve["survival"]) == 4
+    assert curve["survival"] == sorted(curve["survival"], reverse=True)
+    json.dumps(curve, allow_nan=False)
+    # One gamma alone has the interval it has beside the others: one draw of prompts serves all.
+    alone = rule_curve(SCORES, KEYS, rule, (5,), survival_gamma=1)
+    np.testing.assert_allclose(alone["tau_ci"][0], curve["tau_ci"][5], rtol=1e-12)
+
+
+def test_survival_of_the_curve_agrees_with_live_decoding():
+    settings = replace(STORED, gamma=4, rule="block", max_tokens=60)
+    live, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([5] * 80), settings, batch_size=80)
+    curve = rule_curve(score_tokens(DRAFT, live, settings.sampling), range(80), "block", (4,), survival_gamma=4)
+    counted = survival([count for response in live for count in response.accepted_counts], 4)
+    # About 2,000 blocks: a share has a standard error of at most 0.011.
+    np.testing.assert_allclose(curve["survival"], counted, atol=0.04)
+
+
+def test_nothing_to_replay_is_said():
+    with pytest.raises(UserError, match="no response token"):
+        rule_curve([], [], "sample", survival_gamma=3)
+    empty = TokenScores(*[np.zeros(0)] * 5)
+    with pytest.raises(UserError, match="no response token"):
+        rule_curve([empty], ["a"], "sample", survival_gamma=3)
+    # A prompt without a token changes nothing.
+    with_empty = rule_curve([*SCORES, empty], [*KEYS, "empty"], "sample", (3,), survival_gamma=3)
+    assert with_empty == rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)
+
+
+def test_what_if_answers_what_the_text_can_tell():
+    asked = replace(STORED, gamma=4)
+    same = what_if(SCORES, KEYS, STORED, asked)
+    plain = rule_curve(SCORES, KEYS, "sample", survival_gamma=4)
+    assert {name: same[name] for name in plain} == plain
+    assert same["accepted_per_drafted"] == pytest.approx(np.mean(plain["survival"]))
+    taus = {rule: what_if(SCORES, KEYS, STORED, replace(asked, rule=rule))["tau"][8] for rule in ("sample", "block")}
+    assert taus["block"] > taus["sample"]
+    stopped = what_if(SCORES, KEYS, STORED, asked, stop_below=0.5)
+    assert stopped["tau"][8] < same["tau"][8]
+    assert stopped["accepted_per_drafted"] is None
+    shorter = what_if(SCORES, KEYS, STORED, replace(asked, max_tokens=10))
+    assert shorter["tokens"] == 30 * 10
+    by_hand = score_tokens(DRAFT, [replace(text, response_ids=text.response_ids[:10], log_target_probs=text.log_target_probs[:10]) for text in TEXTS], STORED.sampling)  # fmt: skip
+    np.testing.assert_allclose(shorter["tau"], rule_curve(by_hand, KEYS, "sample", survival_gamma=4)["tau"], rtol=1e-4)
+
+
+def test_another_draft_temperature_is_a_draft_of_its_own():
+    """The law holds for whatever distribution the draft samples from: only the scores change."""
+    drafted_hot = score_tokens(DRAFT, TEXTS, SamplingSettings(1.5))
+    hot = what_if(drafted_hot, KEYS, STORED, replace(STORED, gamma=3))
+    accept = [
+        np.minimum(1, np.exp(text.log_draft_probs - stored.log_target_probs))
+        for text, stored in zip(drafted_hot, TEXTS, strict=True)
+    ]
+    assert hot["alpha"] == pytest.approx(np.concatenate(accept).mean())
+    assert hot["alpha"] != rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)["alpha"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling": SamplingSettings(0.7)}, "temperature = 0.7: the stored text was written"),
+        ({"sampling": SamplingSettings(1.0, top_k=5)}, "top_k = 5"),
+        ({"sampling": SamplingSettings(1.0, top_p=0.9)}, "top_p = 0.9"),
+        ({"sampling": SamplingSettings(1.0, min_p=0.1)}, "min_p = 0.1"),
+        ({"sampling": GREEDY, "rule": "greedy"}, "temperature = 0.0"),
+        ({"max_tokens": 25}, "max_tokens = 25: the stored text ends at 24 tokens"),
+        ({"eos_ids": (7,)}, r"eos_ids = \(7,\): the stored text ended by eos_ids = \(\)"),
+        ({"stop": ("x",)}, "stop = "),
+        ({"min_tokens": 3}, "min_tokens = 3"),
+        ({"gamma": 2, "tree": TokenTree.from_branching((2, 1))}, "tree: replay has a law for chains only"),
+        ({"rules": LogitsRules(repetition_penalty=1.2)}, "rules: replay scores text without"),
+    ],
+)
+def test_what_if_refuses_what_would_have_been_other_text(change, message):
+    with pytest.raises(UserError, match=message) as refused:
+        what_if(SCORES, KEYS, STORED, replace(STORED, **change))
+    assert "\n" not in str(refused.value)
+
+
+def test_greedy_text_has_one_law_whatever_the_rule_is_called():
+    stored = DecodeSettings(GREEDY, 0, "greedy", max_tokens=20)
+    texts, _ = decode(TARGET, None, prompts_of([5, 9, 3]), stored)
+    scores = score_tokens(DRAFT, texts, GREEDY)
+    found = [
+        what_if(scores, "abc", stored, replace(stored, gamma=3, rule=rule, sampling=SamplingSettings(0.0, top_k=4)))
+        for rule in ("greedy", "sample", "greedy-draft")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["rule"] == "greedy"

@@ -1,0 +1,232 @@
+"""Paired effects: against their parts, on drafts that are equal, few prompts, many looks, and by simulation."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from speculative.measure.effects import (
+    effects_of_sums,
+    fewest_prompts,
+    paired_effects,
+    rough_detectable,
+    speed_interval,
+    too_few,
+    words,
+)
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores
+
+
+def scores_of(texts=40, shift=0.0, seed=0):
+    """Responses of one target scored by a draft; `shift` makes the same draft better in places."""
+    rng = np.random.default_rng(seed)
+    scores = []
+    for _ in range(texts):
+        length = int(rng.integers(10, 60))
+        log_target = np.log(rng.uniform(0.1, 1, length))
+        hardness = rng.normal(0.8, 0.4)
+        log_draft = np.minimum(log_target - np.abs(rng.normal(size=length)) * hardness + shift * rng.random(), -1e-3)
+        scores.append(
+            TokenScores(log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, int), np.ones(length))
+        )
+    return scores
+
+
+BASELINE, BETTER = scores_of(), scores_of(shift=0.2)
+KEYS = [f"prompt {index // 2}" for index in range(40)]
+
+
+@pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
+def test_effects_are_differences_on_the_same_text(rule):
+    ours = [replace(text, matches=text.matches | (text.choice_probs > 2)) for text in BETTER]
+    ours[0] = replace(ours[0], matches=np.ones(len(ours[0]), dtype=bool))
+    found = paired_effects(ours, BASELINE, KEYS, rule=rule, gamma=4, costs=(0.1, 1.3))
+    alphas = [np.concatenate([text.accept_probs(rule) for text in side]).mean() for side in (ours, BASELINE)]
+    tokens = sum(map(len, ours))
+    taus = [tokens / expected_blocks_of(side, rule, (4,)).sum() for side in (ours, BASELINE)]
+    assert found["alpha"]["gain"] == pytest.approx(alphas[0] - alphas[1])
+    assert found["tau"]["gain"] == pytest.approx(taus[0] - taus[1])
+    assert found["speed_up"]["gain"] == pytest.approx((taus[0] - taus[1]) / (4 * 0.1 + 1.3))
+    for effect in (found["alpha"], found["tau"], found["speed_up"]):
+        assert effect["ci"][0] <= effect["gain"] <= effect["ci"][1]
+    assert (found["prompts"], found["tokens"], found["prompts_for_half"]) == (20, tokens, 80)
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_gain_is_a_gain_a_loss_its_mirror_and_nothing_is_nothing():
+    gain, loss = (
+        paired_effects(*pair, KEYS, rule="sample", gamma=4) for pair in ((BETTER, BASELINE), (BASELINE, BETTER))
+    )
+    assert (gain["certain"], loss["certain"]) == ("gain", "loss")
+    assert gain["alpha"]["gain"] == pytest.approx(-loss["alpha"]["gain"])
+    assert gain["speed_up"] is None
+    same = paired_effects(BASELINE, BASELINE, KEYS, rule="sample", gamma=4, costs=(0.1, 1.2), looks=7)
+    assert same["alpha"] == same["tau"] == same["speed_up"] == {"gain": 0.0, "ci": [0.0, 0.0]}
+    assert same["certain"] == "none"
+    assert same["minimal_detectable"] == {"alpha": None, "tau": None}
+    assert words(same).endswith("all 20 prompts agree")
+
+
+def test_alpha_and_tau_are_each_certain_by_themselves():
+    """More is accepted, evenly; blocks of some prompts get longer and of others shorter."""
+    tokens, accepted = np.full(20, 50.0), np.full(20, 30.0)
+    blocks = np.where(np.arange(20) % 2, 20.0, 24.0)
+    found = effects_of_sums(range(20), tokens, (accepted + 1, blocks[::-1]), (accepted, blocks), gamma=4)
+    assert (found["certain"], found["certain_tau"]) == ("gain", "none")
+    back = effects_of_sums(range(20), tokens, (accepted, blocks + 1), (accepted, blocks), gamma=4)
+    assert (back["certain"], back["certain_tau"]) == ("none", "loss")
+
+
+def test_drafts_of_two_shapes_have_each_its_own_price():
+    asked = {"rule": "sample", "gamma": 4}
+    one = paired_effects(BETTER, BASELINE, KEYS, **asked, costs=(0.3, 1.3), baseline_costs=(0.05, 1.2))
+    tokens = sum(map(len, BETTER))
+    taus = [tokens / expected_blocks_of(side, "sample", (4,)).sum() for side in (BETTER, BASELINE)]
+    assert one["speed_up"]["gain"] == pytest.approx(taus[0] / 2.5 - taus[1] / 1.4)
+    assert one["speed_up"]["ci"][0] < one["speed_up"]["gain"] < one["speed_up"]["ci"][1] < 0 < one["tau"]["gain"]
+    same = paired_effects(BETTER, BASELINE, KEYS, **asked, costs=(0.3, 1.3), baseline_costs=(0.3, 1.3))
+    assert same == paired_effects(BETTER, BASELINE, KEYS, **asked, costs=(0.3, 1.3))
+    # At one price the interval is that of tau, scaled.
+    assert same["speed_up"]["ci"] == pytest.approx([end / 2.5 for end in same["tau"]["ci"]])
+
+
+def test_a_shuffled_baseline_shows_no_gain():
+    """Each response's two drafts change places by a coin: whatever is left is noise."""
+    certain = []
+    for seed in range(20):
+        swapped = np.random.default_rng(seed).random(20) < 0.5
+        sides = [
+            [pair[int(swapped[index // 2]) ^ side] for index, pair in enumerate(zip(BETTER, BASELINE, strict=True))]
+            for side in (0, 1)
+        ]
+        certain.append(paired_effects(*sides, KEYS, rule="sample", gamma=3)["certain"])
+    # 5 % each: more than four of twenty happen once in 400.
+    assert sum(found != "none" for found in certain) <= 4
+
+
+def test_more_looks_ask_for_more():
+    once, many = (paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4, looks=looks) for looks in (1, 20))
+    assert many["corrected_confidence"] == pytest.approx(0.9975)
+    assert many["alpha"]["ci"][0] < once["alpha"]["ci"][0] < once["alpha"]["ci"][1] < many["alpha"]["ci"][1]
+    assert many["minimal_detectable"]["alpha"] > once["minimal_detectable"]["alpha"]
+    assert "best of 20 judged drafts" in words(many)
+    assert "Bonferroni over 20 looks" in many["method"]
+    assert "judged drafts" not in words(once)
+
+
+def test_too_few_prompts_are_certain_of_nothing():
+    """Three prompts agree on the sign one time in four by luck, and no bootstrap of them can reach 0."""
+    few = paired_effects(BETTER[:6], BASELINE[:6], KEYS[:6], rule="sample", gamma=4)
+    assert few["alpha"]["ci"][0] > 0
+    assert few["certain"] == "none"
+    assert few["tau"]["ci"][0] > 0
+    assert few["certain_tau"] == "none"
+    assert words(few).endswith("; 3 prompts are too few to be certain; give at least 6")
+    # A difference that would have been seen is not promised: none would be.
+    assert few["minimal_detectable"] == {"alpha": None, "tau": None}
+    looks = paired_effects(BETTER[:16], BASELINE[:16], KEYS[:16], rule="sample", gamma=4, looks=20)
+    assert (looks["prompts"], looks["fewest_prompts"], looks["certain_tau"]) == (8, 10, "none")
+    assert too_few(1) == "1 prompt is too few to be certain; give at least 6"
+    assert (too_few(6), too_few(10, 0.9975)) == (None, None)
+    assert [fewest_prompts(confidence) for confidence in (0.5, 0.95, 0.9975)] == [2, 6, 10]
+    one = paired_effects(BETTER[:2], BASELINE[:2], KEYS[:2], rule="sample", gamma=4)
+    assert one["alpha"]["ci"] == [one["alpha"]["gain"]] * 2
+    assert one["minimal_detectable"] == {"alpha": None, "tau": None}
+    assert one["certain"] == "none"
+    with pytest.raises(ValueError, match="same text"):
+        paired_effects(BETTER, BASELINE[1:], KEYS, rule="sample", gamma=4)
+    with pytest.raises(ValueError, match="looks"):
+        paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4, looks=0)
+    with pytest.raises(ValueError, match="no response has a token"):
+        paired_effects([], [], [], rule="sample", gamma=4)
+
+
+def pool_of_pairs(prompts=5000, gain=0.02, seed=0):
+    """Prompts as sums: tokens, accepted and blocks of two drafts; correlated, of very different lengths."""
+    rng = np.random.default_rng(seed)
+    tokens = np.minimum(96, rng.geometric(1 / 60, prompts)).astype(float)
+    rate = rng.beta(6, 2.5, prompts)
+    better = np.clip(rate + rng.normal(gain, 0.06, prompts), 0.02, 0.99)
+    sides = [(tokens * own, 1 + tokens / (1 + 2.5 * own)) for own in (better, rate)]
+    return tokens, sides
+
+
+def draw(pool, rows):
+    tokens, sides = pool
+    return tokens[rows], *((accepted[rows], blocks[rows]) for accepted, blocks in sides)
+
+
+def test_paired_intervals_cover_the_truth_and_the_detectable_difference_is_detected():
+    """200 held-out sets of 40 prompts out of a pool whose own value is the truth."""
+    rng, covered, detected = np.random.default_rng(1), [], []
+    null_pool = pool_of_pairs()
+    truth = effects_of_sums(range(5000), *draw(null_pool, np.arange(5000)), gamma=5)
+    detectable = []
+    for _ in range(200):
+        found = effects_of_sums(range(40), *draw(null_pool, rng.integers(0, 5000, 40)), gamma=5)
+        detectable.append(found["minimal_detectable"]["alpha"])
+        covered.append(
+            [low <= truth[name]["gain"] <= high for name in ("alpha", "tau") for low, high in [found[name]["ci"]]]
+        )
+    # 95 % with a standard error of 1.5 points.
+    assert (np.mean(covered, 0) >= 0.90).all()
+    assert (np.mean(covered, 0) <= 0.99).all()
+    # A pool whose true gain is what 40 prompts said they can see is seen in about 80 % of draws (standard error 2.8).
+    assert np.std(detectable) < 0.2 * np.mean(detectable)
+    visible = pool_of_pairs(gain=float(np.mean(detectable)), seed=2)
+    for _ in range(200):
+        detected.append(
+            effects_of_sums(range(40), *draw(visible, rng.integers(0, 5000, 40)), gamma=5)["certain"] == "gain"
+        )
+    assert 0.68 <= np.mean(detected) <= 0.9
+
+
+def test_four_times_the_prompts_see_half():
+    pool = pool_of_pairs()
+    seen = [
+        effects_of_sums(range(count), *draw(pool, np.arange(count)), gamma=5)["minimal_detectable"]["tau"]
+        for count in (500, 2000)
+    ]
+    assert seen[1] == pytest.approx(seen[0] / 2, rel=0.1)
+
+
+def test_a_single_draft_bounds_what_a_pair_will_see():
+    accept_probs = [text.accept_probs("sample") for text in BASELINE]
+    bound = rough_detectable(accept_probs, KEYS)
+    own = paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4)["minimal_detectable"]["alpha"]
+    assert own < bound
+    # sqrt(2) standard errors of alpha by brute force over resampled prompts, times z of both ends.
+    sums = np.array([[sum(accept_probs[row].sum() for row in rows), sum(len(accept_probs[row]) for row in rows)] for rows in np.arange(40).reshape(20, 2)])  # fmt: skip
+    drawn = np.array([sums[rows].sum(0) for rows in np.random.default_rng(0).integers(0, 20, (4000, 20))])
+    error = np.std(drawn[:, 0] / drawn[:, 1]) * np.sqrt(20 / 19)
+    assert bound == pytest.approx((stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) * 2**0.5 * error, rel=0.06)
+    assert rough_detectable(accept_probs[:2], KEYS[:2]) is None
+    # Five prompts would see nothing, six may.
+    assert rough_detectable(accept_probs[:10], KEYS[:10]) is None
+    assert rough_detectable(accept_probs[:12], KEYS[:12]) > bound
+
+
+def test_speed_intervals_are_of_medians():
+    ratios = np.random.default_rng(0).normal(1.5, 0.2, 60).tolist()
+    median, (low, high) = speed_interval(ratios)
+    assert median == np.median(ratios)
+    assert low < median < high
+    # Standard error of a normal median: 1.25 sigma / sqrt(n) = 0.032; both ends within a factor of two.
+    assert 0.06 < high - low < 0.26
+
+
+def test_few_timed_prompts_have_no_interval():
+    """Five of one sign are luck one time in sixteen."""
+    for count in range(1, 6):
+        assert speed_interval([1.3 + 0.01 * index for index in range(count)])[1] is None
+    assert speed_interval([1.3]) == (1.3, None)
+    _, (low, high) = speed_interval([1.3, 1.31, 1.32, 1.33, 1.34, 1.35])
+    assert 1.3 <= low < high <= 1.35
+    assert speed_interval([1.3] * 6, confidence=0.999)[1] is None
+    rng = np.random.default_rng(0)
+    drawn = [speed_interval(rng.normal(1.2, 0.1, 8))[1] for _ in range(300)]
+    # 95 % with a standard error of 1.3 points; without the wider ends of few prompts it is 91 %.
+    assert np.mean([low <= 1.2 <= high for low, high in drawn]) >= 0.94

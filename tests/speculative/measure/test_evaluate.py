@@ -1,0 +1,182 @@
+"""The judge end to end on tiny pairs, its self-checks, and the stand-alone program."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import VOCAB, perturbed, prompts_of, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer import Typer
+from typer.testing import CliRunner
+
+from speculative import evaluate
+from speculative.decode import decode
+from speculative.decoder import block_loop as loop_module
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse, compare_speed, judge, judge_frozen
+from speculative.measure.effects import paired_effects
+from speculative.measure.self_checks import SelfCheckError, self_checks
+from speculative.rules.sampling import GREEDY, SamplingSettings
+
+TARGET = tiny_model()
+DRAFT = perturbed(TARGET, 0.03)
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=20)
+
+
+def heldout_of(settings, count=12):
+    prompts = prompts_of([5, 9, 3] * (count // 3))
+    rows = [(f"{key}/{sample}", ids) for key, ids in prompts for sample in range(2)]
+    responses, _ = decode(TARGET, None, rows, DecodeSettings(settings.sampling, max_tokens=20, seed=3))
+    return [
+        HeldoutResponse(text.key, f"domain-{index % 4 // 2}", text.prompt_ids, text.response_ids, text.log_target_probs)
+        for index, text in enumerate(responses)
+    ]
+
+
+HELDOUT = heldout_of(SETTINGS)
+
+
+def test_judge_reports_every_number_overall_and_by_domain():
+    result = judge(TARGET, DRAFT, HELDOUT, SETTINGS)
+    assert (result["rule"], result["gamma"], result["prompts"], result["tokens"]) == ("sample", 3, 12, 480)
+    assert result["alpha_ci"][0] < result["alpha"] < result["alpha_ci"][1]
+    assert result["tau_ci"][0] < result["tau"] < result["tau_ci"][1]
+    assert 1 < result["tau"] < 4
+    assert len(result["survival"]) == 3
+    assert result["survival"][0] > result["accepted_per_drafted"] > result["survival"][2]
+    assert list(result["replay"]) == list(range(33))
+    assert result["tokens_per_second"] > 0
+    assert abs(result["replay_check"]["z"]) < 3.5
+    assert set(result["domains"]) == {"domain-0", "domain-1"}
+    for name in ("prompts", "tokens", "live_tokens", "blocks"):
+        assert sum(numbers[name] for numbers in result["domains"].values()) == result[name]
+    for numbers in result["domains"].values():
+        assert {"alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival"} <= set(numbers)
+    assert result["live_tokens"] == 12 * 20, "each prompt is decoded once, however many frozen samples it has"
+    json.dumps({name: value for name, value in result.items() if name != "per_prompt"})
+
+
+def test_a_better_draft_has_a_positive_paired_gain():
+    better, worse = (judge_frozen(perturbed(TARGET, scale), HELDOUT, SETTINGS) for scale in (0.01, 0.1))
+    gain = paired_effects(
+        better["per_prompt"]["scores"],
+        worse["per_prompt"]["scores"],
+        better["per_prompt"]["keys"],
+        rule="sample",
+        gamma=3,
+    )
+    assert gain["alpha"]["gain"] == pytest.approx(better["alpha"] - worse["alpha"])
+    assert gain["alpha"]["ci"][0] > 0
+
+
+def test_a_domain_of_empty_responses_is_left_out():
+    empty = [HeldoutResponse("e", "empty", [1, 2], [], [])]
+    result = judge_frozen(DRAFT, [*HELDOUT, *empty], SETTINGS)
+    assert "empty" not in result["domains"]
+    assert result["alpha"] == pytest.approx(judge_frozen(DRAFT, HELDOUT, SETTINGS)["alpha"])
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy"])
+def test_the_target_as_its_own_draft_scores_one(rule):
+    sampling = GREEDY if rule == "greedy" else SETTINGS.sampling
+    settings = DecodeSettings(sampling, 3, rule, max_tokens=20)
+    result = judge(TARGET, TARGET, heldout_of(settings), settings)
+    assert result["alpha"] == pytest.approx(1.0, abs=1e-5)  # float32, calls of different shape
+    assert result["tau"] == 4.0
+    assert result["accepted_per_drafted"] == 1.0
+
+
+def test_judge_refuses_nothing_to_judge():
+    with pytest.raises(UserError, match="gamma = 0"):
+        judge(TARGET, DRAFT, HELDOUT, DecodeSettings())
+    with pytest.raises(UserError, match="no held-out response"):
+        judge(TARGET, DRAFT, [], SETTINGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingSettings(0.8, top_p=0.95)])
+def test_self_checks_pass_on_a_sound_judge(dtype, sampling):
+    target = tiny_model(dtype=dtype)
+    rule = "greedy" if sampling.greedy else "greedy-draft"
+    found = self_checks(target, prompts_of([5, 9, 1, 30]), DecodeSettings(sampling, 4, rule, max_tokens=32))
+    assert found["greedy_equal"] + len(found["near_ties"]) == found["prompts"] == 4
+    if dtype == torch.float32:
+        assert found["near_ties"] == []
+        assert found["alpha_live"] == 1.0
+
+
+def test_self_checks_catch_a_rule_that_accepts_too_much(monkeypatch):
+    verify_greedy = loop_module.verify_greedy
+
+    def generous(target_ids, draft_ids, drafted):
+        honest = verify_greedy(target_ids, draft_ids, drafted)
+        return honest._replace(accepted_B=(honest.accepted_B + 1).clamp_max(draft_ids.shape[1]))
+
+    monkeypatch.setattr(loop_module, "verify_greedy", generous)
+    with pytest.raises(SelfCheckError, match="speculative greedy differs") as failed:
+        self_checks(TARGET, prompts_of([5, 9]), SETTINGS)
+    assert "\n" not in str(failed.value)
+
+
+def test_self_checks_catch_a_target_that_rejects_itself(monkeypatch):
+    verify = loop_module.verify
+    monkeypatch.setattr(
+        loop_module,
+        "verify",
+        lambda target, *others: verify(0.9 * target, *others),
+    )
+    with pytest.raises(SelfCheckError, match=r"alpha 0\.\d+ by live decoding"):
+        self_checks(TARGET, prompts_of([5, 9, 4, 7]), SETTINGS)
+
+
+def test_compare_speed_times_every_contestant_on_every_prompt():
+    speed = compare_speed(TARGET, {"baseline": DRAFT, "best": TARGET}, prompts_of([4, 6]), SETTINGS)
+    assert set(speed) == {"target", "baseline", "best"}
+    assert speed["target"]["speed_up"] == 1.0
+    assert all(numbers["tokens_per_second"] > 0 for numbers in speed.values())
+
+
+@pytest.fixture
+def pair(tmp_path):
+    words = {f"w{token}": token for token in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "target")
+    TARGET.save_pretrained(tmp_path / "target")
+    DRAFT.save_pretrained(tmp_path / "draft")
+    rows = [{"prompt": " ".join(f"w{token}" for token in ids)} for _, ids in prompts_of([4, 7, 5])]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def run(folder, *extra):
+    app = Typer()
+    app.command()(evaluate.main)
+    options = ["--target", folder / "target", "--draft", folder / "draft", "--prompts", folder / "prompts.jsonl"]
+    return CliRunner().invoke(app, [*map(str, options), "--max-tokens", "8", *extra])
+
+
+def test_the_program_writes_its_result(pair):
+    outcome = run(pair, "--gamma", "2", "--temperature", "0", "--rule", "greedy", "--out", str(pair / "result.json"))
+    assert outcome.exit_code == 0, outcome.output
+    result = json.loads((pair / "result.json").read_text())
+    assert (result["rule"], result["gamma"], result["prompts"]) == ("greedy", 2, 3)
+    assert result["self_checks"]["alpha_live"] == 1.0
+    assert "best_gamma" in result
+
+
+def test_the_program_refuses_bad_input_with_one_line_and_status_2(pair):
+    for extra, message in (
+        (["--rule", "best"], "rule"),
+        (["--temperature", "0.5", "--rule", "greedy"], "temperature 0"),
+        (["--max-tokens", "300"], "context of 256"),
+    ):
+        outcome = run(pair, *extra)
+        assert outcome.exit_code == 2
+        assert message in outcome.output
+    (pair / "prompts.jsonl").write_text('{"text": "w1"}\n')
+    outcome = run(pair)
+    assert outcome.exit_code == 2
+    assert "prompts.jsonl:1" in outcome.output

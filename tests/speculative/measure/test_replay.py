@@ -1,0 +1,379 @@
+"""Replay against brute force, against live decoding, and as the oracle that sees faults losslessness cannot."""
+
+import collections
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.gamma import FixedGamma
+from speculative.errors import UserError
+from speculative.measure import replay as replay_module
+from speculative.measure import token_scores as scores_module
+from speculative.measure.metrics import survival
+from speculative.measure.replay import (
+    agreement_of,
+    agreement_warning,
+    agreement_words,
+    block_variance,
+    expected_blocks,
+    expected_blocks_of,
+    replay,
+    replay_agreement,
+    survival_of,
+)
+from speculative.measure.token_scores import TokenScores, score_responses, score_tokens
+from speculative.rules.block_verify import verify_block
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+
+TARGET = tiny_model()
+DRAFT = perturbed(TARGET, 0.03)
+
+
+def counted_blocks(flags, gamma):
+    """Blocks of a response whose token t would pass as a drafted token iff flags[t]: the process, token by token."""
+    blocks, accepted = 0, 0
+    for flag in flags:
+        blocks += accepted == 0
+        if accepted < gamma and flag:
+            accepted += 1
+        else:  # correction, or the bonus token whatever its flag
+            accepted = 0
+    return blocks
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 8])
+def test_expected_blocks_and_variance_equal_brute_force(gamma):
+    rng = np.random.default_rng(gamma)
+    responses = [rng.random(length) for length in (1, 2, 5, 9)]
+    mean, square = np.zeros(4), np.zeros(4)
+    for index, probs in enumerate(responses):
+        for flags in itertools.product((0, 1), repeat=len(probs)):
+            weight = np.where(flags, probs, 1 - probs).prod()
+            blocks = counted_blocks(flags, gamma)
+            mean[index] += weight * blocks
+            square[index] += weight * blocks**2
+    np.testing.assert_allclose(expected_blocks(responses, (gamma,))[:, 0], mean, rtol=1e-12)
+    np.testing.assert_allclose(block_variance(responses, gamma), square - mean**2, rtol=1e-9, atol=1e-12)
+
+
+def test_all_gammas_at_once_equal_one_at_a_time():
+    responses = [np.random.default_rng(0).random(length) for length in (30, 7, 1)]
+    together = expected_blocks(responses, range(1, 17))
+    for column, gamma in enumerate(range(1, 17)):
+        np.testing.assert_allclose(together[:, column], expected_blocks(responses, (gamma,))[:, 0], rtol=1e-13)
+
+
+# Sums of numbers near 1 in another order.
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def random_scores(length, seed=0, spread=1.0):
+    """A response scored at random: log ratios of both signs, some tokens that the draft never says."""
+    rng = np.random.default_rng(seed)
+    log_target = np.log(rng.uniform(0.05, 1.0, length))
+    log_draft = np.minimum(log_target + spread * rng.normal(size=length), 0.0)
+    log_draft[rng.random(length) < 0.05] = -np.inf
+    return TokenScores(
+        log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, dtype=int), rng.uniform(0.1, 1.0, length)
+    )
+
+
+def kept_at_least(scores, rule, start, count, stop_below=0.0):
+    """P(a block from `start` keeps `count` tokens | text), token by token."""
+    walk = highest = 0.0
+    for place in range(start, start + count):
+        if rule in ("greedy", "greedy-draft"):
+            confidence = scores.choice_probs[place]
+            ratio = 1.0 if scores.matches[place] else math.inf
+        else:
+            confidence = math.exp(scores.log_draft_probs[place])
+            ratio = math.exp(scores.log_target_probs[place]) / confidence if confidence > 0 else math.inf
+        walk += math.log(ratio) if rule == "block" else math.log(max(1.0, ratio))
+        highest = max(highest, walk)
+        if confidence < stop_below and place < start + count - 1:
+            return 0.0
+    return math.exp(-highest)
+
+
+def blocks_by_recursion(scores, rule, gamma, stop_below=0.0):
+    """(mean, variance) of the number of blocks."""
+
+    @functools.cache
+    def moments(start):
+        if start >= len(scores):
+            return 0.0, 0.0
+        left = min(gamma, len(scores) - start)
+        kept = [kept_at_least(scores, rule, start, count, stop_below) for count in range(left + 1)] + [0.0]
+        mean = square = 0.0
+        for count in range(left + 1):
+            behind_mean, behind_square = moments(start + count + 1)
+            weight = kept[count] - kept[count + 1]
+            mean += weight * (1 + behind_mean)
+            square += weight * (1 + 2 * behind_mean + behind_square)
+        return mean, square
+
+    mean, square = moments(0)
+    return mean, square - mean**2
+
+
+@pytest.mark.parametrize("stop_below", [0.0, 0.3])
+@pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
+def test_expected_blocks_of_every_rule_equal_the_recursion(rule, stop_below, monkeypatch):
+    scores, gammas = [random_scores(length, seed=length) for length in (12, 1, 40, 5)], (0, 1, 2, 5, 32)
+    blocks_NK = expected_blocks_of(scores, rule, gammas, stop_below=stop_below)
+    for row, text in enumerate(scores):
+        for column, gamma in enumerate(gammas):
+            mean, variance = blocks_by_recursion(text, rule, gamma, stop_below)
+            np.testing.assert_allclose(blocks_NK[row, column], mean, **TIGHT)
+            check = agreement_of([text], rule, [mean + 100], gamma, stop_below=stop_below)
+            if variance > 1e-9:
+                # The counted blocks become a whole number first.
+                np.testing.assert_allclose(check["z"], (int(mean + 100) - mean) / math.sqrt(variance), rtol=1e-6)
+    assert blocks_NK[:, 0].tolist() == [12, 1, 40, 5], "gamma 0 is a call per token"
+    monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
+    one_at_a_time = expected_blocks_of(scores, rule, gammas, stop_below=stop_below)
+    np.testing.assert_allclose(one_at_a_time, blocks_NK, **TIGHT)
+
+
+def distributions(seed, shape, vocab=3):
+    probs = np.random.default_rng(seed).dirichlet(np.ones(vocab), shape)
+    return torch.from_numpy(probs)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_the_block_law_equals_an_enumeration_of_every_draft_and_outcome(gamma):
+    """P(text, kept) summed over all drafts of a block, with `verify_block`'s own acceptance, against the law."""
+    vocab = 3
+    contexts = [c for length in range(gamma + 1) for c in itertools.product(range(vocab), repeat=length)]
+    target = dict(zip(contexts, distributions(1, len(contexts)), strict=True))
+    draft = dict(zip(contexts, distributions(2, len(contexts)), strict=True))
+    joint = collections.defaultdict(float)  # (emitted tokens of the block) -> probability; its length - 1 were kept
+    for drafted in itertools.product(range(vocab), repeat=gamma):
+        target_probs = torch.stack([target[drafted[:place]] for place in range(gamma + 1)])
+        draft_probs = torch.stack([draft[drafted[:place]] for place in range(gamma)])
+        coins, uniforms = torch.zeros(1, gamma), torch.zeros(1, gamma + 1)
+        passes = verify_block(target_probs[None], torch.tensor([drafted]), draft_probs[None], coins, uniforms)
+        weight, draft_weight = 1.0, math.prod(draft[drafted[:place]][drafted[place]].item() for place in range(gamma))
+        kept_weights = [1.0]
+        for place in range(gamma):
+            ratio = target[drafted[:place]][drafted[place]] / draft[drafted[:place]][drafted[place]]
+            kept_weights.append(min(1.0, kept_weights[-1] * ratio.item()))
+        for kept in range(gamma, -1, -1):
+            passing = passes.accept_probs_BG[0, kept - 1].item() if kept else 1.0
+            following = target_probs[kept]
+            if kept < gamma:
+                following = (kept_weights[kept] * target_probs[kept] - draft_probs[kept]).clamp_min(0)
+            for token in range(vocab):
+                if following[token] > 0:
+                    share = (following[token] / following.sum()).item()
+                    joint[(*drafted[:kept], token)] += draft_weight * weight * passing * share
+            weight *= 1.0 - passing
+    assert sum(joint.values()) == pytest.approx(1.0)
+    for emitted, probability in joint.items():
+        kept = len(emitted) - 1
+        logs = [
+            [math.log(side[emitted[:place]][token]) for place, token in enumerate(emitted[:gamma])]
+            for side in (draft, target)
+        ]
+        nothing = np.zeros(len(logs[0]))
+        scores = TokenScores(np.array(logs[0]), np.array(logs[1]), nothing > 0, nothing.astype(int), nothing)
+        law = kept_at_least(scores, "block", 0, kept) - (
+            kept_at_least(scores, "block", 0, kept + 1) if kept < gamma else 0.0
+        )
+        written = math.prod(target[emitted[:place]][token].item() for place, token in enumerate(emitted))
+        assert probability == pytest.approx(written * law, rel=1e-6, abs=1e-9)
+
+
+@given(seed=st.integers(0, 10_000), length=st.integers(1, 30), gamma=st.integers(1, 12))
+def test_no_rule_keeps_more_than_block_verification_and_longer_blocks_never_cost_calls(seed, length, gamma):
+    text = [random_scores(length, seed)]
+    token_wise, block = (expected_blocks_of(text, rule, (gamma - 1, gamma))[0] for rule in ("sample", "block"))
+    assert block[1] <= token_wise[1] + 1e-9
+    assert math.ceil(length / (gamma + 1)) - 1e-9 <= block[1] <= length + 1e-9
+    one_token = expected_blocks_of([random_scores(1, seed)], "block", (gamma,))
+    assert one_token[0, 0] == 1.0
+    np.testing.assert_allclose(*(expected_blocks_of(text, rule, (1,)) for rule in ("sample", "block")), rtol=1e-12)
+
+
+def test_survival_counts_blocks_that_fit_into_the_text():
+    text = random_scores(25, 4, spread=0.5)
+    for rule in ("sample", "block"):
+        # Where blocks start, from the recursion's own law.
+        starts = np.zeros(40)
+        starts[0] = 1.0
+        for place in range(25):
+            kept = [kept_at_least(text, rule, place, min(j, 25 - place)) for j in range(5)] + [0.0]
+            for count in range(5):
+                starts[place + count + 1] += starts[place] * (kept[count] - kept[count + 1])
+        for j, found in enumerate(survival_of([text], rule, 4), start=1):
+            whole = [place for place in range(25) if place + j <= 25]
+            expected = sum(starts[place] * kept_at_least(text, rule, place, j) for place in whole)
+            assert found == pytest.approx(expected / sum(starts[place] for place in whole))
+    short = random_scores(2, 1)
+    assert survival_of([short], "sample", 4)[2:] == [0.0, 0.0], "no block of three tokens fits"
+
+
+def test_the_ends_of_the_scale():
+    assert replay([np.ones(60)], (1, 3, 5)) == {1: 2.0, 3: 4.0, 5: 6.0}
+    assert replay([np.zeros(60), np.zeros(3)], (1, 16)) == {1: 1.0, 16: 1.0}
+    assert replay([np.ones(7)], (5,)) == {5: 3.5}  # the last block counts as one call although the text ends in it
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+def test_greedy_replay_equals_live_block_counts_exactly(gamma):
+    settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=40, eos_ids=(3, 8))
+    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([9, 1, 23, 4, 15]), settings)
+    accept_probs = score_responses(DRAFT, responses, GREEDY, "greedy")
+    assert expected_blocks(accept_probs, (gamma,))[:, 0].tolist() == [response.blocks for response in responses]
+    assert replay_agreement(accept_probs, [response.blocks for response in responses], gamma)["z"] == 0.0
+    # From plain text as well: speculation did not change it.
+    plain, _ = decode(
+        TARGET, None, prompts_of([9, 1, 23, 4, 15]), DecodeSettings(GREEDY, max_tokens=40, eos_ids=(3, 8))
+    )
+    assert expected_blocks(score_responses(DRAFT, plain, GREEDY, "greedy"), (gamma,)).sum() == sum(
+        response.blocks for response in responses
+    )
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+@pytest.mark.parametrize("gamma", [1, 3, 5, 8])
+def test_replay_agrees_with_live_decoding(rule, gamma):
+    sampling = SamplingSettings(0.8, top_p=0.95)
+    prompts = prompts_of([5] * 60)
+    live, _ = decode(
+        TARGET, ModelDrafter(DRAFT), prompts, DecodeSettings(sampling, gamma, rule, 40, (3,)), batch_size=60
+    )
+    counted = [response.blocks for response in live]
+    assert abs(agreement_of(score_tokens(DRAFT, live, sampling), rule, counted, gamma)["z"]) < 3.5
+    # On other text of the same target, with another seed, the two taus agree within both standard errors.
+    frozen, _ = decode(TARGET, None, prompts, DecodeSettings(sampling, 0, rule, 40, (3,), seed=9), batch_size=60)
+    blocks = expected_blocks_of(score_tokens(DRAFT, frozen, sampling), rule, (gamma,))[:, 0]
+    taus, errors = [], []
+    for counts, texts in ((blocks, frozen), (np.array(counted), live)):
+        tokens = np.array([len(response.response_ids) for response in texts])
+        taus.append(tokens.sum() / counts.sum())
+        errors.append(np.std(tokens - taus[-1] * counts) * math.sqrt(len(tokens)) / counts.sum())
+    assert abs(taus[0] - taus[1]) < 3.5 * math.hypot(*errors)
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_replay_knows_a_confidence_stop(rule):
+    sampling, worse = SamplingSettings(1.0), perturbed(TARGET, 0.1)
+    prompts = prompts_of([5] * 80)
+    settings = DecodeSettings(sampling, 6, rule, 40)
+    policy = FixedGamma(6, stop_below=0.3)
+    live, _ = decode(TARGET, ModelDrafter(worse), prompts, settings, batch_size=80, policy=policy)
+    scores, counted = score_tokens(worse, live, sampling), [response.blocks for response in live]
+    assert abs(agreement_of(scores, rule, counted, 6, stop_below=0.3)["z"]) < 3.5
+    blind = agreement_of(scores, rule, counted, 6)
+    assert blind["z"] is None or blind["z"] > 6
+    assert blind["predicted_blocks"] < blind["live_blocks"]
+
+
+def test_block_verification_is_told_from_token_verification():
+    """The two laws differ by a few percent of the blocks: the check is sharp enough to see it."""
+    worse, settings = perturbed(TARGET, 0.08), DecodeSettings(SamplingSettings(1.0), 5, "block", 60)
+    live, _ = decode(TARGET, ModelDrafter(worse), prompts_of([5] * 120), settings, batch_size=120)
+    scores, counted = score_tokens(worse, live, settings.sampling), [response.blocks for response in live]
+    assert abs(agreement_of(scores, "block", counted, 5)["z"]) < 3.5
+    assert agreement_of(scores, "sample", counted, 5)["z"] < -5
+    # Survival, too: live counts against replay, each block's share with a standard error below 0.006.
+    kept = [count for response in live for count in response.accepted_counts]
+    np.testing.assert_allclose(survival_of(scores, "block", 5), survival(kept, 5), atol=0.03)
+
+
+def test_positions_that_drift_are_seen_by_replay_and_by_nothing_else():
+    """A draft step at a wrong position leaves the text the target's; only fewer tokens are accepted."""
+    target = tiny_model("gpt2")
+    draft = perturbed(target, 0.01)
+    settings = DecodeSettings(SamplingSettings(1.0), 4, "sample", max_tokens=40)
+    prompts = prompts_of([5] * 40)
+
+    def shift(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] == 1:
+            kwargs["position_ids"] = kwargs["position_ids"] + 1
+        return args, kwargs
+
+    z_scores = {}
+    for name in ("right", "shifted"):
+        hook = draft.register_forward_pre_hook(shift, with_kwargs=True) if name == "shifted" else None
+        responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=40)
+        if hook is not None:
+            hook.remove()
+        accept_probs = score_responses(draft, responses, settings.sampling, "sample")
+        z_scores[name] = replay_agreement(accept_probs, [response.blocks for response in responses], 4)["z"]
+    assert abs(z_scores["right"]) < 3.5
+    assert z_scores["shifted"] > 6
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft"])
+def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, monkeypatch):
+    sampling = SamplingSettings(0.9, top_k=30, min_p=0.01)
+    texts, _ = decode(
+        TARGET, None, prompts_of([9, 1, 23, 4, 15]), DecodeSettings(sampling, max_tokens=20, eos_ids=(3,))
+    )
+    whole = score_responses(DRAFT, texts, sampling, rule)
+    for text, scores in zip(texts, whole, strict=True):
+        with torch.no_grad():
+            logits = DRAFT(torch.tensor([text.prompt_ids + text.response_ids])).logits
+        logits = logits[0, len(text.prompt_ids) - 1 : -1]
+        tokens = torch.tensor(text.response_ids)
+        if rule == "sample":
+            draft_probs = logits_to_probs(logits, sampling).gather(1, tokens[:, None])[:, 0].double()
+            expected = (draft_probs / torch.tensor(text.log_target_probs, dtype=torch.float64).exp()).clamp_max(1.0)
+        else:
+            expected = (logits.argmax(-1) == tokens).double()
+        # Float32 sums in another order.
+        torch.testing.assert_close(torch.from_numpy(scores), expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(scores_module, "LOGITS_PER_FORWARD", 1)
+    monkeypatch.setattr(scores_module, "PROBS_PER_CHUNK", 150)
+    for chunked, scores in zip(score_responses(DRAFT, texts, sampling, rule), whole, strict=True):
+        np.testing.assert_allclose(chunked, scores, rtol=1e-4, atol=1e-5)  # float32, other shapes
+
+
+def test_the_target_as_its_own_draft_scores_one():
+    for sampling, rule in ((SamplingSettings(1.0), "sample"), (GREEDY, "greedy")):
+        texts, _ = decode(TARGET, None, prompts_of([9, 1, 23]), DecodeSettings(sampling, max_tokens=30))
+        scores = np.concatenate(score_responses(TARGET, texts, sampling, rule))
+        assert abs(scores.mean() - 1) < 1e-5  # float32, calls of different shape
+
+
+def test_an_empty_response_scores_nothing_and_a_broken_draft_is_named():
+    texts, _ = decode(TARGET, None, prompts_of([4]), DecodeSettings(GREEDY, max_tokens=4))
+    empty = type(texts[0])(key="empty", prompt_ids=[1, 2])
+    assert [len(scores) for scores in score_responses(DRAFT, [empty, *texts], GREEDY, "greedy")] == [0, 4]
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.lm_head.weight[7] = float("nan")
+    with pytest.raises(UserError, match="draft returned NaN"):
+        score_responses(broken, texts, GREEDY, "greedy")
+
+
+def test_a_draft_that_saw_something_else_is_warned_about_and_an_honest_one_is_not():
+    sure, coins = [np.ones(40)] * 5, [np.full(40, 0.5)] * 50
+    exact = int(expected_blocks(sure, (3,)).sum())
+    honest = replay_agreement(sure, [exact // 5] * 5, 3)
+    assert agreement_warning(honest) is None
+    assert agreement_words(honest, 200) == "replay 4.00, exact"
+    worse = replay_agreement(sure, [exact // 5 + 1] * 5, 3)
+    assert "nothing is random here" in str(agreement_warning(worse))
+    assert agreement_words(worse, 200) == "replay 4.00, not exact"
+    predicted = expected_blocks(coins, (3,)).sum()
+    spread = np.sqrt(block_variance(coins, 3).sum())
+    for deviations, warns in ((3.5, False), (-3.5, False), (4.5, True), (-4.5, True)):
+        check = replay_agreement(coins, [predicted + deviations * spread], 3)
+        text = agreement_warning(check)
+        assert (text is not None) == warns
+        assert not warns or (f"z = {check['z']:+.1f}" in str(text) and "draft positions, masks" in str(text))
+    assert agreement_words(None, 1) == "no replay for this rule"
+    assert agreement_warning(None) is None

@@ -1,0 +1,375 @@
+"""Logits rules against transformers' own processors, one ragged row at a time, and against its `generate`."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import VOCAB, prompts_of, tiny_model
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from speculative.errors import UserError
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+
+V, COLUMNS = 12, 9
+SCRATCH = 10**9  # Not a token id: reading it would raise.
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text, text
+    return text
+
+
+def processors_of(rules: LogitsRules, prompt_length: int) -> list[LogitsProcessor]:
+    """The same rules as transformers spells and orders them."""
+    made: list[LogitsProcessor] = []
+    if rules.bias:
+        made.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in rules.bias]))
+    if rules.repetition_penalty != 1.0:
+        made.append(RepetitionPenaltyLogitsProcessor(float(rules.repetition_penalty)))
+    if rules.min_tokens > 0 and rules.eos_ids:
+        made.append(MinNewTokensLengthLogitsProcessor(prompt_length, rules.min_tokens, list(rules.eos_ids)))
+    if rules.allowed_ids:
+        made.append(PrefixConstrainedLogitsProcessor(lambda row, text: list(rules.allowed_ids), 1))
+    if rules.banned_ids:
+        made.append(SuppressTokensLogitsProcessor(rules.banned_ids))
+    return [*made, *rules.extra]
+
+
+def row_by_row(rules, logits, texts, prompt_lengths):
+    """The slow twin: transformers on the exact text of each row."""
+    rows = []
+    for scores, text, prompt_length in zip(logits, texts, prompt_lengths, strict=True):
+        scores = scores.unsqueeze(0)
+        for processor in processors_of(rules, prompt_length):
+            scores = processor(torch.tensor([text]), scores)
+        rows.append(scores)
+    return torch.cat(rows)
+
+
+def padded(texts):
+    tokens = torch.full((len(texts), COLUMNS), SCRATCH)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text)
+    return tokens, torch.tensor([len(text) for text in texts])
+
+
+token_ids = st.integers(0, V - 1)
+texts_and_prompts = st.lists(
+    st.lists(token_ids, min_size=1, max_size=COLUMNS).flatmap(
+        lambda text: st.tuples(st.just(text), st.integers(1, len(text)))
+    ),
+    min_size=1,
+    max_size=4,
+)
+all_rules = st.builds(
+    LogitsRules,
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.6, 2]),
+    bias=st.dictionaries(token_ids, st.floats(-8, 8, width=32), max_size=3).map(lambda pairs: tuple(pairs.items())),
+    allowed_ids=st.one_of(st.just(()), st.sets(token_ids, min_size=8).map(tuple)),
+    banned_ids=st.sets(token_ids, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 4),
+    eos_ids=st.sets(token_ids, max_size=2).map(tuple),
+    extra=st.sampled_from([(), (NoRepeatNGramLogitsProcessor(2),)]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(all_rules, texts_and_prompts, st.integers(0, 1000), st.sampled_from([torch.float32, torch.float64]))
+def test_every_combination_equals_transformers_row_by_row(rules, rows, seed, dtype):
+    texts, prompt_lengths = [text for text, _ in rows], [length for _, length in rows]
+    logits = 3 * torch.randn(len(rows), V, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    before = logits.clone()
+    tokens, lengths = padded(texts)
+    got = rules(logits, tokens, lengths, torch.tensor(prompt_lengths))
+    expected = row_by_row(rules, logits, texts, prompt_lengths)
+    assert torch.equal(got, expected.to(dtype))
+    assert torch.equal(logits, before), "the model's logits are the model's"
+    assert got.data_ptr() != logits.data_ptr()
+    if not rules.active:
+        assert torch.equal(got, logits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(all_rules, texts_and_prompts, st.integers(0, 1000))
+def test_the_positions_of_a_block_equal_rows_of_their_own(rules, rows, seed):
+    gamma = 3
+    generator = torch.Generator().manual_seed(seed)
+    texts = [text[: COLUMNS - gamma] for text, _ in rows]
+    prompt_lengths = torch.tensor([min(length, COLUMNS - gamma) for _, length in rows])
+    logits = 3 * torch.randn(len(rows), gamma + 1, V, generator=generator)
+    tokens, lengths = padded(texts)
+    drafted = torch.randint(V, (len(rows), gamma), generator=generator)
+    tokens.scatter_(1, lengths[:, None] + torch.arange(gamma), drafted)
+    block = rules(logits, tokens, lengths[:, None] + torch.arange(gamma + 1), prompt_lengths)
+    for place in range(gamma + 1):
+        alone = rules(logits[:, place], tokens, lengths + place, prompt_lengths)
+        assert torch.equal(block[:, place], alone), place
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingSettings(0.7, top_p=0.9)])
+def test_a_draft_equal_to_the_target_has_the_targets_rows(sampling):
+    """The draft's calls are single steps and the target's a block; bf16 logits, as a served model returns them."""
+    rules = LogitsRules(1.4, ((3, 2.5),), tuple(range(10)), (7,), 4, (1, 2), (NoRepeatNGramLogitsProcessor(2),))
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(5, 4, V, generator=generator)).bfloat16()
+    tokens = torch.randint(V, (5, COLUMNS), generator=generator)
+    lengths, prompt_lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 2, 2, 5])
+    target = logits_to_probs(rules(logits, tokens, lengths[:, None] + torch.arange(4), prompt_lengths), sampling)
+    for step in range(4):
+        draft = logits_to_probs(rules(logits[:, step], tokens, lengths + step, prompt_lengths), sampling)
+        assert torch.equal(draft, target[:, step])
+
+
+def test_logits_may_be_a_view_in_any_layout():
+    rules = LogitsRules(1.4, ((3, 2.5),), (), (7,), 4, (1, 2), (NoRepeatNGramLogitsProcessor(2),))
+    logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(0))
+    tokens, lengths = torch.arange(16).view(2, 8) % V, torch.tensor([[1], [3]]) + torch.arange(4)
+    straight = rules(logits, tokens, lengths, torch.tensor([1, 2]))
+    for view in (logits.permute(2, 0, 1).contiguous().permute(1, 2, 0), torch.cat((logits, logits), 1)[:, 4:]):
+        assert not view.is_contiguous()
+        assert torch.equal(rules(view, tokens, lengths, torch.tensor([1, 2])), straight)
+
+
+def test_bf16_logits_are_computed_in_float32():
+    logits = torch.tensor([[1.0, 2.0, -3.0]], dtype=torch.bfloat16)
+    got = LogitsRules(repetition_penalty=1.3)(logits, torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([1]))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.tensor([[1.0, 2.0 / 1.3, -3.0 * 1.3]]))
+
+
+def test_the_prompt_counts_for_the_penalty_and_not_for_min_tokens():
+    rules = LogitsRules(repetition_penalty=2.0, min_tokens=2, eos_ids=(0,))
+    logits = torch.ones(3, 4)
+    tokens = torch.tensor([[1, 2, 3]]).expand(3, -1)
+    got = rules(logits, tokens, torch.tensor([2, 3, 3]), torch.tensor([2, 2, 1]))
+    inf = math.inf
+    assert got.tolist() == [[-inf, 0.5, 0.5, 1.0], [-inf, 0.5, 0.5, 0.5], [1.0, 0.5, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_order_is_that_of_transformers_generate(sampled):
+    """Penalties do not commute with biases: the text of `generate` and the probabilities behind it tell the order."""
+    model = tiny_model()
+    end = 9
+    rules = LogitsRules(1.7, ((4, 6.0), (end, 9.0)), tuple(range(0, 30)), (5, 6), 6, (end,), (Halved(),))
+    options = {
+        "sequence_bias": [[[token], value] for token, value in rules.bias],
+        "repetition_penalty": rules.repetition_penalty,
+        "min_new_tokens": rules.min_tokens,
+        "suppress_tokens": list(rules.banned_ids),
+        "prefix_allowed_tokens_fn": lambda row, text: list(rules.allowed_ids),
+        "logits_processor": LogitsProcessorList(rules.extra),
+        "eos_token_id": end,
+        "pad_token_id": 0,
+        "max_new_tokens": 12,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "do_sample": sampled,
+        **({"temperature": 0.7, "top_k": 8} if sampled else {}),
+    }
+    sampling = SamplingSettings(0.7, top_k=8) if sampled else SamplingSettings()
+    torch.manual_seed(0)
+    seen = set()
+    for _, prompt in prompts_of([3, 7, 1]):
+        tokens = torch.tensor([prompt])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        for step, scores in enumerate(out.scores):
+            length = len(prompt) + step
+            with torch.no_grad():
+                logits = model(out.sequences[:, :length]).logits[:, -1]
+            got = rules(logits, out.sequences, torch.tensor([length]), torch.tensor([len(prompt)]))
+            # transformers reads its cache, this a fresh forward: float32 rounding.
+            torch.testing.assert_close(logits_to_probs(got, sampling), scores.softmax(-1).float(), rtol=1e-3, atol=1e-5)
+            seen.add(int(out.sequences[0, length]))
+        assert end not in out.sequences[0, len(prompt) : len(prompt) + rules.min_tokens].tolist()
+    assert len(seen) >= 3
+    assert seen <= set(rules.allowed_ids) - set(rules.banned_ids)
+
+
+class Halved(LogitsProcessor):
+    """Works in place, as some users' processors do."""
+
+    def __call__(self, input_ids, scores):
+        scores /= 2
+        return scores
+
+
+class Recorded(LogitsProcessor):
+    def __init__(self):
+        self.texts = []
+
+    def __call__(self, input_ids, scores):
+        self.texts.append(input_ids.tolist())
+        return scores + input_ids.shape[1]
+
+
+def test_extra_processors_see_each_rows_exact_text_alone():
+    recorded = Recorded()
+    rules = LogitsRules(extra=(recorded, Halved()))
+    assert rules.active
+    assert rules.needs_host
+    tokens, lengths = padded([[1, 2, 3], [4]])
+    logits = torch.zeros(2, V)
+    got = rules(logits, tokens, lengths, torch.tensor([1, 1]))
+    assert recorded.texts == [[[1, 2, 3]], [[4]]]
+    assert got[:, 0].tolist() == [1.5, 0.5]
+    assert not bool(logits.any())
+    recorded.texts.clear()
+    tokens[1, 1] = 7
+    rules(torch.zeros(2, 2, V), tokens, torch.tensor([[2, 3], [1, 2]]), torch.tensor([1, 1]))
+    assert recorded.texts == [[[1, 2]], [[1, 2, 3]], [[4]], [[4, 7]]]
+
+
+def test_a_processor_that_cannot_work_is_named():
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores += 1
+
+    class Narrow(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores[:, 1:]
+
+    class Demanding(LogitsProcessor):
+        def __call__(self, input_ids, scores, step):
+            return scores
+
+    call = (torch.zeros(1, V), torch.tensor([[1]]), torch.tensor([1]), torch.tensor([1]))
+    assert "Nothing returned None for scores of shape (1, 12)" in refused(
+        lambda: LogitsRules(extra=(Nothing(),))(*call)
+    )
+    assert "Narrow returned (1, 11)" in refused(lambda: LogitsRules(extra=(Narrow(),))(*call))
+    assert "Demanding needs more than" in refused(lambda: LogitsRules(extra=(Demanding(),)))
+    assert "must be a transformers LogitsProcessor" in refused(lambda: LogitsRules(extra=(3,)))
+    LogitsRules(extra=(LogitsProcessorList([Halved()]),))
+
+
+@pytest.mark.parametrize(
+    ("rules", "active"),
+    [
+        (LogitsRules(), False),
+        (LogitsRules(repetition_penalty=1), False),
+        (LogitsRules(bias=((3, 0.0),)), False),
+        (LogitsRules(min_tokens=3), False),
+        (LogitsRules(eos_ids=(1,)), False),
+        (LogitsRules(repetition_penalty=1.1), True),
+        (LogitsRules(bias=((3, -1.0),)), True),
+        (LogitsRules(min_tokens=3, eos_ids=(1,)), True),
+        (LogitsRules(allowed_ids=(1,)), True),
+        (LogitsRules(banned_ids=(1,)), True),
+        (LogitsRules(extra=(Halved(),)), True),
+    ],
+)
+def test_idle_rules_are_known_to_be_idle(rules, active):
+    assert rules.active is active
+    tokens, lengths = padded([[1, 3], [3]])
+    logits = torch.ones(2, V)
+    changed = not torch.equal(rules(logits, tokens, lengths, torch.tensor([1, 1])), logits)
+    assert changed is active
+    assert rules.needs_host is bool(rules.extra)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be a positive number"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty = -1.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty = nan"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty = inf"),
+        ({"repetition_penalty": "2"}, "repetition_penalty = '2'"),
+        ({"min_tokens": -1}, "min_tokens = -1"),
+        ({"min_tokens": 1.5}, "min_tokens = 1.5"),
+        ({"allowed_ids": (1, -2)}, "allowed_ids has -2: token ids start at 0"),
+        ({"banned_ids": ("a",)}, "banned_ids = ('a',): must be a list of token ids"),
+        ({"eos_ids": 3}, "eos_ids = 3: must be a list"),
+        ({"bias": ((1, math.inf),)}, "bias of token id 1 is inf: must be finite; banned_ids forbids a token"),
+        ({"bias": ((1, math.nan),)}, "bias of token id 1 is nan"),
+        ({"bias": ((1, 2.0), (4, 1.0), (1, 3.0))}, "bias has token id 1 more than once"),
+        ({"bias": ((-1, 2.0),)}, "bias has -1"),
+        ({"bias": (1, 2.0)}, "must be a list of (token id, number) pairs"),
+        ({"bias": ((1, "much"),)}, "must be a list of (token id, number) pairs"),
+        ({"allowed_ids": (1, 2), "banned_ids": (2, 1)}, "banned_ids forbids every token that may be said"),
+        ({"allowed_ids": (1, 2), "min_tokens": 3, "eos_ids": (1, 2)}, "min_tokens = 3 forbids the end tokens"),
+    ],
+)
+def test_odd_values_are_refused_in_one_line(options, message):
+    assert message in refused(lambda: LogitsRules(**options))
+
+
+def test_ids_are_checked_against_the_vocabulary():
+    LogitsRules(1.2, ((49, 1.0),), (49,), (), 2, (3,)).check(VOCAB)
+    for name, rules in (
+        ("bias", LogitsRules(bias=((1, 1.0), (50, 1.0)))),
+        ("allowed_ids", LogitsRules(allowed_ids=(50, 1))),
+        ("banned_ids", LogitsRules(banned_ids=(50,))),
+        ("eos_ids", LogitsRules(eos_ids=(50,))),
+    ):
+        assert f"{name} has token id 50 but the model knows ids 0..49" in refused(
+            lambda rules=rules: rules.check(VOCAB)
+        )
+    assert "every token" in refused(lambda: LogitsRules(banned_ids=tuple(range(VOCAB))).check(VOCAB))
+    only_ends = LogitsRules(banned_ids=tuple(range(1, VOCAB)), min_tokens=1, eos_ids=(0,))
+    assert "min_tokens = 1" in refused(lambda: only_ends.check(VOCAB))
+
+
+def test_lists_and_numpy_numbers_become_plain_values():
+    rules = LogitsRules(bias=[[np.int64(3), 1]], allowed_ids=[3, np.int32(4), 3], eos_ids=iter([2]))
+    assert rules.bias == ((3, 1.0),)
+    assert rules.allowed_ids == (3, 4)
+    assert rules == LogitsRules(bias=((3, 1.0),), allowed_ids=(3, 4), eos_ids=(2,))
+    assert hash(rules) == hash(replace(rules))
+    assert rules.as_dict() == {
+        "repetition_penalty": 1.0,
+        "bias": [[3, 1.0]],
+        "allowed_ids": [3, 4],
+        "banned_ids": [],
+        "min_tokens": 0,
+        "eos_ids": [2],
+        "extra": [],
+    }
+    assert LogitsRules(extra=(Halved(),)).as_dict()["extra"] == ["Halved"]
+
+
+def test_changed_rules_do_not_inherit_what_was_made_for_the_old_ones():
+    call = (torch.zeros(1, V), torch.tensor([[1]]), torch.tensor([1]), torch.tensor([1]))
+    rules = LogitsRules(banned_ids=(1,))
+    rules(*call)
+    assert rules(*call)[0].isneginf().nonzero().flatten().tolist() == [1]
+    assert replace(rules, banned_ids=(2,))(*call)[0].isneginf().nonzero().flatten().tolist() == [2]
+    wider = rules(torch.zeros(1, V + 3), *call[1:])
+    assert wider.shape == (1, V + 3)
+
+
+@pytest.mark.gpu
+def test_rules_without_extra_run_in_a_captured_graph():
+    rules = LogitsRules(1.4, ((3, 2.5),), tuple(range(10)), (7,), 4, (1, 2))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, V, generator=generator)
+    tokens = torch.randint(V, (3, COLUMNS), generator=generator)
+    lengths, prompt_lengths = torch.tensor([[1], [3], [5]]) + torch.arange(4), torch.tensor([1, 2, 3])
+    call = [tensor.cuda() for tensor in (logits, tokens, lengths, prompt_lengths)]
+    rules(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rules(*call)
+    call[1].copy_(tokens.flip(1))
+    graph.replay()
+    # Division rounds alike on both.
+    torch.testing.assert_close(captured.cpu(), rules(logits, tokens.flip(1), lengths, prompt_lengths))

@@ -1,0 +1,107 @@
+"""Logits to probabilities as transformers does it; inverse-transform sampling; position-keyed uniforms."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings, logits_to_probs, row_uniforms, sample
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingSettings(1.0),
+        SamplingSettings(0.6),
+        SamplingSettings(1.3, top_k=7),
+        SamplingSettings(1.0, top_p=0.8),
+        SamplingSettings(0.7, min_p=0.1),
+        SamplingSettings(0.8, top_k=20, top_p=0.9, min_p=0.05),
+        SamplingSettings(1.0, top_k=1000, top_p=0.01),
+    ],
+)
+def test_probabilities_equal_those_of_transformers_warpers(settings):
+    logits = 3 * torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
+    logits[0, :] = 0.0  # every token ties
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
+    if settings.top_k:
+        warpers.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        warpers.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        warpers.append(MinPLogitsWarper(settings.min_p))
+    expected = warpers(torch.zeros(64, 1, dtype=torch.int64), logits.clone()).softmax(-1)
+    probs = logits_to_probs(logits, settings)
+    assert torch.equal(probs > 0, expected > 0)
+    torch.testing.assert_close(probs, expected)
+
+
+def test_greedy_is_one_hot_and_dtype_is_float32_or_float64():
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probs = logits_to_probs(logits, SamplingSettings(0.0))
+    assert torch.equal(probs.argmax(-1), logits.argmax(-1))
+    assert torch.equal(probs.sum(-1), torch.ones(5, dtype=torch.float64))
+    assert logits_to_probs(logits.bfloat16(), SamplingSettings(1.0)).dtype == torch.float32
+
+
+def test_sample_inverts_the_cumulative_distribution():
+    probs = torch.tensor([0.0, 0.125, 0.0, 0.5, 0.375, 0.0])
+    uniforms = (torch.arange(8000, dtype=torch.float64) + 0.5) / 8000
+    counts = torch.bincount(sample(probs.expand(8000, -1), uniforms), minlength=6)
+    assert counts.tolist() == [0, 1000, 0, 4000, 3000, 0]
+    # A row is scaled by its mass, so a residual needs no normalisation.
+    assert torch.equal(sample(0.01 * probs.expand(8000, -1), uniforms), sample(probs.expand(8000, -1), uniforms))
+
+
+def test_sample_never_returns_a_token_of_probability_zero():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(200, 1000, generator=generator) * (torch.rand(200, 1000, generator=generator) < 0.02)
+    probs[:, 0] = 0.0
+    probs[:, -1] = 0.0
+    probs[:, 500] += 1e-30
+    for uniform in (0.0, 1e-300, 0.5, 1 - 2**-53):
+        ids = sample(probs, torch.full((200,), uniform, dtype=torch.float64))
+        assert bool((probs.gather(1, ids.unsqueeze(1)) > 0).all()), uniform
+
+
+def test_row_uniforms_depend_on_seed_key_and_position_only():
+    stream = row_uniforms(0, "a", 100)
+    assert stream.shape == (100, 3)
+    assert stream.dtype == torch.float64
+    assert torch.equal(row_uniforms(0, "a", 7), stream[:7])
+    assert not torch.equal(row_uniforms(1, "a", 7), stream[:7])
+    assert not torch.equal(row_uniforms(0, "b", 7), stream[:7])
+    # (1, "1x") and (11, "x") must not run together.
+    assert not torch.equal(row_uniforms(1, "1x", 7), row_uniforms(11, "x", 7))
+    many = torch.cat([row_uniforms(0, str(key), 20) for key in range(200)])
+    assert many.min() >= 0
+    assert many.max() < 1
+    np.testing.assert_allclose(many.mean(0), 0.5, atol=0.02)  # 4 standard errors of 4,000 uniforms
+
+
+def test_row_uniforms_are_pinned():
+    # A changed stream would silently change every stored response made with a seed.
+    expected = torch.tensor([0.91768852, 0.76928816, 0.09297904], dtype=torch.float64)
+    torch.testing.assert_close(row_uniforms(7, "prompt", 1)[0], expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+    ],
+)
+def test_odd_settings_are_refused_by_name(wrong, name):
+    with pytest.raises(UserError, match=name):
+        SamplingSettings(**wrong)

@@ -1,0 +1,224 @@
+"""What `test_scale` runs under torchrun: the same tiny training on several ranks, plain and sharded.
+
+torchrun --nproc_per_node 2 scale_worker.py cases FOLDER     every two-rank case, results in FOLDER/NAME.pt
+torchrun --nproc_per_node 2 scale_worker.py train CONFIG     `distill.train` on a tiny loop, slow enough to be killed
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from tiny_models import tiny_model
+from tiny_training import TOKENS, ScriptedJudge, examples_of, forget_accelerators, make_loop, run_config, tiny_tokenizer
+
+from data.batches.collate import Example, collate
+from distill import train
+from distill.config.run import RunConfig
+from distill.loss.objective import Objective
+from distill.models.student import add_lora
+from distill.run.checkpoint import resume_point
+from distill.training import sharding
+from distill.training.loop import Loop
+from distill.training.module import DraftModule
+from distill.training.teacher import Teacher
+
+# Response tokens per sequence: unequal between sequences, micro-batches and ranks.
+RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5, 4, 4, 13, 1, 6, 2, 8, 3)
+STEPS, STOP = 4, 2
+
+
+def uneven_examples() -> list[Example]:
+    """Sixteen sequences, two steps an epoch."""
+    generator = np.random.default_rng(7)
+    examples = []
+    for index, count in enumerate(RESPONSE_TOKENS):
+        length = count + 2 + index % 3
+        ids = generator.integers(3, TOKENS, length).astype(np.int32)
+        examples.append(Example(ids, np.arange(length) >= length - count))
+    return examples
+
+
+def steps_config(folder: Path, micro_batch_size: int) -> RunConfig:
+    """Four steps of eight sequences; a checkpoint after each second."""
+    return run_config(
+        folder,
+        train={"steps": STEPS, "batch_size": 8, "micro_batch_size": micro_batch_size},
+        optim={"lr": 1e-2, "warmup_ratio": 0.0, "max_grad_norm": 0.5, "spike_factor": 0.0},  # some steps are clipped
+        judge={"every": STOP},
+        loss={"name": "forward_kl", "chunk_tokens": 5},
+    )
+
+
+def tiny_student(variant: str) -> Any:
+    """Two layers in float64, so that all that the number of ranks changes, the order of sums, is 1e-16 of a number.
+
+    In float32 AdamW's division would blow rounding up to whole steps wherever a gradient is nearly zero.
+    """
+    dtype = torch.float32 if "float32" in variant else torch.float64
+    model = tiny_model(vocab_size=TOKENS, seed=5, dtype=dtype, tie_word_embeddings="tied" in variant)
+    model.train()
+    if "recomputed" in variant:
+        model.gradient_checkpointing_enable()
+    if "lora" in variant:
+        torch.manual_seed(3)
+        return add_lora(model, 4, 8, 0.0, "all-linear").to(dtype)
+    return model
+
+
+ENGINES = {
+    "": {},
+    "FSDP": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
+    "ZERO2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"},
+    "ZERO3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_ACCELERATOR": "cpu"},
+}
+
+
+def new_accelerator(config: RunConfig, engine: str = "") -> Accelerator:
+    """As `distill.train` makes it under a launcher that asks for the engine."""
+    forget_accelerators()
+    for name in {name for settings in ENGINES.values() for name in settings}:
+        os.environ.pop(name, None)
+    os.environ |= ENGINES[engine]
+    sharding.require_deepspeed()
+    accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
+    sharding.settle_launcher(accelerator, config)
+    return accelerator
+
+
+def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
+    """A loop of the float64 student against a float64 target, resumed where its run stands."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    accelerator = new_accelerator(config, engine)
+    target = tiny_model(vocab_size=TOKENS, dtype=torch.float32 if "float32" in variant else torch.float64)
+    module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5))
+    progress, _ = resume_point(config)
+    return Loop(
+        config, accelerator, module, Teacher(target), uneven_examples(), tiny_tokenizer(), ScriptedJudge(), progress, {"seed": 0}
+    )  # fmt: skip
+
+
+def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of a weight, whoever holds it."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(weight)
+    return None if weight.grad is None else sharding.whole(weight.grad)
+
+
+def trained(config: RunConfig, variant: str = "", engine: str = "", until: int = STEPS) -> dict[str, Any]:
+    """Steps from where the run stands to ``until``, with checkpoints: first gradients, what was logged, final weights."""
+    loop = new_loop(config, variant, engine)
+    gradients: dict[str, torch.Tensor] = {}
+    clip = sharding.clip_gradients
+
+    def recording_clip(*arguments: Any) -> float:
+        if not gradients:
+            for name, weight in loop.wrapped.named_parameters():
+                gradient = gradient_of(weight)
+                if gradient is not None:
+                    gradients[name.removeprefix("module.")] = gradient.clone()
+        return clip(*arguments)
+
+    sharding.clip_gradients = recording_clip
+    logged = []
+    while loop.progress.step < until:
+        logged.append(vars(loop.step(loop.micro_batches(loop.progress.step))))
+        loop.progress.step += 1
+        if loop.progress.step % STOP == 0:
+            loop._save()
+    sharding.clip_gradients = clip
+    full = sharding.full_module(loop.accelerator, loop.wrapped, loop.module)
+    weights = {} if full is None else {name: value.clone() for name, value in full.exported().state_dict().items()}
+    return {
+        "gradients": gradients,
+        "logged": logged,
+        "weights": weights,
+        "kind": loop.accelerator.distributed_type.value,
+    }
+
+
+def teacher_case() -> dict[str, torch.Tensor]:
+    """Hidden states of a target before it is cut, cut, gathered on one rank alone, and cut again."""
+    target = tiny_model(vocab_size=TOKENS, num_hidden_layers=3)
+    batch = collate(uneven_examples()[:4], 0)
+    teacher = Teacher(target)
+    seen = {"whole": teacher.signal(batch).hidden_RD}
+    whole_numbers = sum(weight.numel() for weight in target.parameters())
+    sharding.shard_teacher(target)
+    seen["sharded"] = teacher.signal(batch).hidden_RD
+    local = sum(
+        weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel() for weight in target.parameters()
+    )
+    seen["kept"] = torch.tensor([local, whole_numbers])
+    with sharding.gathered(target):
+        if int(os.environ["RANK"]) == 1:  # the others make no forward at all
+            seen["alone"] = teacher.signal(batch).hidden_RD
+            seen["alone"] = teacher.signal(batch).hidden_RD
+    seen["again"] = teacher.signal(batch).hidden_RD
+    return seen
+
+
+def cases(folder: Path) -> None:
+    """Everything that two ranks have to show, in one start of Python."""
+    results: dict[str, Any] = {}
+    for name, variant, engine in (
+        ("ddp", "", ""), ("fsdp", "", "FSDP"), ("fsdp tied recomputed", "tied recomputed", "FSDP"), ("fsdp lora", "lora", "FSDP"),
+    ):  # fmt: skip
+        results[name] = trained(steps_config(folder / name.replace(" ", "-"), 2), variant, engine)
+    for name, engine in (("ddp-stopped", ""), ("fsdp-stopped", "FSDP"), ("fsdp-killed", "FSDP")):
+        trained(steps_config(folder / name, 2), engine=engine, until=STOP)
+    results["ddp grown"] = trained(steps_config(folder / "one-stopped", 2))
+    results["fsdp resumed"] = trained(steps_config(folder / "fsdp-killed", 2), engine="FSDP")
+    results["teacher"] = teacher_case()
+    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
+
+
+def zero_cases(folder: Path, engine: str) -> None:
+    """DeepSpeed at one stage, in the float32 it knows: whole, tied, and stopped and resumed."""
+    results = {
+        variant: trained(steps_config(folder / variant.replace(" ", "-"), 2), variant, engine)
+        for variant in ("float32", "float32 tied", "float32 lora recomputed")
+    }
+    trained(steps_config(folder / "stopped", 2), "float32", engine, until=STOP)
+    results["resumed"] = trained(steps_config(folder / "stopped", 2), "float32", engine)
+    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
+
+
+def slow_train(path: Path) -> int:
+    """`distill.train` with a tiny loop in place of models and responses; each step takes a tenth of a second."""
+
+    def distil(config: RunConfig, accelerator: Accelerator) -> None:
+        (config.folder / f"rank{accelerator.process_index}.pid").write_text(str(os.getpid()), encoding="utf-8")
+        loop = make_loop(config, accelerator=accelerator, examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13]))
+        step = loop.step
+
+        def slowed(window: Any) -> Any:
+            time.sleep(0.1)
+            return step(window)
+
+        loop.step = slowed  # type: ignore[method-assign]
+        loop.fit()
+
+    train.distil = distil
+    return train.main([str(path)])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "train":
+        sys.exit(slow_train(Path(sys.argv[2])))
+    if sys.argv[1] == "cases":
+        cases(Path(sys.argv[2]))
+    else:
+        zero_cases(Path(sys.argv[2]), sys.argv[1])
+    # As `distill.train` ends: a rank that leaves without a word may abort the one that is still reading from it.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

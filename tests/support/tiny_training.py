@@ -1,0 +1,202 @@
+"""Tiny pieces of a training run for the tests of `distill` and `data`: a tokenizer, a target on disk, a loop."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from tiny_models import tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from data.batches.collate import Example
+from data.tokenizer import train_tokenizer
+from distill.config.load import parse_config
+from distill.config.run import RunConfig
+from distill.loss.objective import Objective
+from distill.models.carving import carve
+from distill.run.checkpoint import resume_point
+from distill.run.folder import list_steps, step_folder
+from distill.training.loop import Loop
+from distill.training.module import DraftModule
+from distill.training.teacher import Teacher
+
+TOKENS = 300
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, 300 tokens: 256 bytes, three special ones and some merges."""
+    texts = ["def add(first, second):\n    return first + second\n" * 4, "What is 3 + 4? The answer is 7.\n" * 4]
+    return train_tokenizer(texts, TOKENS, max_length=256)
+
+
+def write_target(folder: Path, **overrides: Any) -> PreTrainedModel:
+    """A random Llama of three layers with its tokenizer, as a Hugging Face directory."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = tiny_model(**{"num_hidden_layers": 3, "vocab_size": TOKENS, **ids, **overrides})
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    """A jsonl of distinct prompts of uneven length."""
+    rows = [
+        {"prompt": f"def f{index}(a{', b' * (index % 5)}):", "kind": "odd" if index % 2 else "even"}
+        for index in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps one state per process: the next Accelerator starts anew."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def fresh_accelerator(folder: Path, **options: Any) -> Accelerator:
+    """An Accelerator on the CPU that knows nothing of earlier ones in this process."""
+    forget_accelerators()
+    return Accelerator(cpu=True, project_dir=str(folder), **options)
+
+
+def run_config(folder: Path, **sections: Any) -> RunConfig:
+    """A config whose run folder is ``folder / run``; sections override key by key."""
+    tree: dict[str, Any] = {
+        "name": "run",
+        "output": str(folder),
+        "data": {"train": [{"path": "unused.jsonl"}]},
+        "loss": {"name": "lk_hybrid", "chunk_tokens": 5},
+        "optim": {"lr": 1e-2},
+        "train": {"steps": 6, "batch_size": 4, "micro_batch_size": 2},
+        "judge": {"every": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+    return parse_config(tree, "test")
+
+
+def examples_of(lengths: Sequence[int], vocab: int = TOKENS, seed: int = 0) -> list[Example]:
+    """Random sequences; the response is a share of each that differs from sequence to sequence."""
+    generator = np.random.default_rng(seed)
+    examples = []
+    for length in lengths:
+        mask = np.arange(length) >= generator.integers(1, length)
+        examples.append(Example(generator.integers(3, vocab, length).astype(np.int32), mask))
+    return examples
+
+
+class ScriptedJudge:
+    """Scores a checkpoint by a rule of its step and notes every call."""
+
+    def __init__(self, score: Callable[[int], float] = float) -> None:
+        self.score = score
+        self.steps: list[int] = []
+
+    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
+        self.steps.append(step)
+        return {"step": step, "score": self.score(step), "alpha": 0.5}
+
+    def headline(self, record: dict[str, Any]) -> str:
+        return f"step {record['step']}"
+
+
+def make_loop(
+    config: RunConfig,
+    judge: Any = None,
+    *,
+    accelerator: Accelerator | None = None,
+    student: Any = None,
+    objective: Objective | None = None,
+    examples: Sequence[Example] | None = None,
+    kind: str = "llama",
+) -> Loop:
+    """A loop as `distill.train` makes it, on a random target and the draft carved from it; resumes as that does."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    accelerator = accelerator or fresh_accelerator(config.folder)
+    progress, _ = resume_point(config)
+    torch.manual_seed(config.seed)
+    target = tiny_model(kind, vocab_size=TOKENS)
+    module = DraftModule(
+        student if student is not None else carve(target, [0]),
+        objective or Objective(config.loss_weights(), chunk_tokens=config.loss.chunk_tokens),
+    )
+    examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
+    return Loop(
+        config,
+        accelerator,
+        module,
+        Teacher(target),
+        examples,
+        tiny_tokenizer(),
+        judge or ScriptedJudge(),
+        progress,
+        {"seed": 0},
+    )
+
+
+def metrics_of(config: RunConfig) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    clock = ("tokens_per_second", "seconds", "peak_memory_mib", "mfu", "judge/judging_seconds")
+    return [{key: value for key, value in line.items() if key not in clock} for line in lines]
+
+
+def final_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Weights of the newest checkpoint's student."""
+    from safetensors.torch import load_file
+
+    newest = list_steps(config.folder)[-1]
+    return load_file(step_folder(config.folder, newest) / "student" / "model.safetensors")
+
+
+FORK = multiprocessing.get_context("fork")  # a child that has everything imported already
+
+
+def run_child(work: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> int:
+    """Runs work in a forked process to its end; its exit code."""
+    return _until(work, arguments, lambda: False, limit)
+
+
+def run_and_kill(
+    work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], generator: random.Random, most: int
+) -> int:
+    """Kill -9 at a random moment: a little after 1 to ``most`` more units of progress were seen. The exit code."""
+    enough = progress() + generator.randint(1, most)
+    pause = generator.uniform(0.0, 0.05)
+
+    def reached() -> bool:
+        if progress() < enough:
+            return False
+        time.sleep(pause)
+        return True
+
+    return _until(work, arguments, reached, 120.0)
+
+
+def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callable[[], bool], limit: float) -> int:
+    child = FORK.Process(target=work, args=arguments)
+    child.start()
+    deadline = time.monotonic() + limit
+    try:
+        while child.is_alive() and time.monotonic() < deadline and not deadly():
+            child.join(0.005)
+        late = time.monotonic() >= deadline
+    finally:
+        child.kill()
+        child.join()
+    assert not late, f"still running after {limit:g} seconds"
+    assert child.exitcode is not None
+    return child.exitcode

@@ -1,0 +1,82 @@
+"""Labels against inputs: which position predicts which token."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.batches.collate import Batch, Example, collate
+
+
+def example(ids: list[int], mask: list[int]) -> Example:
+    return Example(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool))
+
+
+def naive(examples: list[Example]) -> list[tuple[int, int, int]]:
+    """(sequence, position, next token) of every response token, by loops."""
+    found = []
+    for row, one in enumerate(examples):
+        for position in range(1, len(one.input_ids)):
+            if one.loss_mask[position]:
+                found.append((row, position - 1, int(one.input_ids[position])))
+    return found
+
+
+def as_triples(batch: Batch) -> list[tuple[int, int, int]]:
+    width = batch.input_ids_BT.shape[1]
+    return [
+        (int(r) // width, int(r) % width, int(label)) for r, label in zip(batch.rows_R, batch.labels_R, strict=True)
+    ]
+
+
+def test_by_hand() -> None:
+    batch = collate([example([5, 6, 7, 8], [0, 0, 1, 1]), example([9, 4], [0, 1])], pad_id=0)
+    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8], [9, 4, 0, 0]]
+    # The last prompt token (6, at position 1) predicts the first response token (7); position 3 predicts nothing.
+    assert as_triples(batch) == [(0, 1, 7), (0, 2, 8), (1, 0, 4)]
+    assert {batch.input_ids_BT.dtype, batch.rows_R.dtype, batch.labels_R.dtype} == {torch.int64}
+
+
+sequences = st.lists(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=12), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences, st.sampled_from([0, 7]))
+def test_as_the_naive_twin(sequences: list[list[tuple[int, bool]]], pad_id: int) -> None:
+    examples = [example([token for token, _ in pairs], [on for _, on in pairs]) for pairs in sequences]
+    batch = collate(examples, pad_id)
+    assert as_triples(batch) == naive(examples)
+    for row, one in enumerate(examples):
+        length = len(one.input_ids)
+        assert batch.input_ids_BT[row, :length].tolist() == one.input_ids.tolist()
+        assert (batch.input_ids_BT[row, length:] == pad_id).all()
+
+
+def test_prompt_tokens_never_contribute() -> None:
+    prompt, response = [3, 3, 3, 3], [3, 3]  # even when the tokens are the same ones
+    batch = collate([example(prompt + response, [0, 0, 0, 0, 1, 1])], pad_id=3)
+    assert batch.rows_R.tolist() == [3, 4]
+
+
+def test_a_response_token_at_position_zero_has_nothing_before_it_and_is_left_out() -> None:
+    batch = collate([example([5, 6], [1, 1])], pad_id=0)
+    assert as_triples(batch) == [(0, 0, 6)]
+
+
+def test_a_micro_batch_without_response_tokens_is_empty_not_an_error() -> None:
+    batch = collate([example([5, 6], [0, 0])], pad_id=0)
+    assert batch.rows_R.numel() == batch.labels_R.numel() == 0
+
+
+def test_padding_does_not_change_what_a_causal_model_predicts() -> None:
+    from tiny_models import tiny_model
+
+    model = tiny_model(num_hidden_layers=2)
+    long, short = example([5, 6, 7, 8, 9, 10], [0, 1, 1, 1, 1, 1]), example([9, 4, 3], [0, 1, 1])
+    together, alone = collate([long, short], 0), collate([short], 0)
+    with torch.no_grad():
+        wide = model(input_ids=together.input_ids_BT).logits[1, :3]
+        narrow = model(input_ids=alone.input_ids_BT).logits[0]
+    torch.testing.assert_close(wide, narrow, rtol=1e-4, atol=1e-5)  # other matrix shapes, other order of float32 sums

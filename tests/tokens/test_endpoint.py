@@ -1,0 +1,554 @@
+"""The target behind a server: against a local one that speaks vLLM's protocol on top of a real tiny model, and fails at times."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_training import TOKENS, tiny_tokenizer
+
+from data.responses.endpoint import Endpoint, EndpointTarget
+from data.responses.respond import RenderedPrompt, respond
+from data.responses.store import Row, Store
+from data.signals.signal import TopKSignal
+from data.signals.store import SignalStore, signal_manifest
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
+
+pytest.importorskip("openai")
+
+MODEL = tiny_model(vocab_size=TOKENS, seed=3)
+GREEDY = DecodeSettings(SamplingSettings(temperature=0.0), max_tokens=10, rule="greedy", eos_ids=(2,))
+SAMPLED = replace(GREEDY, sampling=SamplingSettings(temperature=0.8, top_k=20), rule="sample", seed=5)
+
+
+@dataclass
+class Behaviour:
+    """How the server differs from a good one."""
+
+    served: tuple[str, ...] = ("tiny",)
+    key: str | None = None
+    token_ids: bool = True
+    token_names: bool = True  # names of the form token_id:N when they are asked for
+    keeps_end_token: bool = True
+    prompt_logprobs: bool = True
+    max_logprobs: int = 64
+    processed: bool = True
+    shift: int = 0  # added to every id that it says
+    lost_places: int = 0  # places without prompt_logprobs, as from a prefix cache
+    scale: float = 1.0  # of log-probabilities: 0.5 is no distribution any more
+    faults: dict[int, str] = field(default_factory=dict)  # number of the completion request -> 500, drop, slow, junk
+    dead_after: int | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Handler(BaseHTTPRequestHandler):
+    behaviour: Behaviour
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def reply(self, status: int, body: Any, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in (("Content-Type", "application/json"), ("Content-Length", str(len(content))), *headers):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def error(self, status: int, message: str) -> None:
+        self.reply(status, {"error": {"message": message, "code": status}}, (("retry-after-ms", "5"),))
+
+    def refused(self) -> bool:
+        key = self.behaviour.key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return False
+        self.error(401, "Unauthorized")
+        return True
+
+    def do_GET(self) -> None:
+        if self.refused():
+            return
+        if self.path != "/v1/models":
+            self.error(404, "Not Found")
+            return
+        self.reply(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.behaviour.served]})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        behaviour = self.behaviour
+        with behaviour.lock:
+            number = len(behaviour.requests)
+            behaviour.requests.append(request)
+        fault = behaviour.faults.get(number)
+        if behaviour.dead_after is not None and number >= behaviour.dead_after:
+            fault = "drop"
+        if fault == "drop":
+            self.close_connection = True
+            self.connection.close()
+        elif fault == "500":
+            self.error(500, "out of luck")
+        elif fault == "junk":
+            self.reply(200, b"<html>welcome</html>")
+        elif not self.refused():
+            if fault == "slow":
+                time.sleep(0.6)
+            if self.path != "/v1/completions":
+                self.error(404, "Not Found")
+                return
+            try:
+                self.reply(200, self.complete(request))
+            except ValueError as error:
+                self.error(400, str(error))
+
+    def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        behaviour, prompt = self.behaviour, request["prompt"]
+        if isinstance(prompt, str):
+            prompt = tiny_tokenizer()(prompt, add_special_tokens=False)["input_ids"]
+        k = request.get("prompt_logprobs")
+        if k is not None and k > behaviour.max_logprobs:
+            limit = behaviour.max_logprobs
+            raise ValueError(f"Requested prompt logprobs of {k}, which is greater than max allowed: {limit}")
+        if len(prompt) + request["max_tokens"] > 250:
+            raise ValueError(f"This model's maximum context length is 250 tokens, you asked for {len(prompt)}")
+        ids, log_probs, finished = generate(prompt, request, behaviour.processed)
+        ended = finished and not behaviour.keeps_end_token
+        said = [token + behaviour.shift for token in (ids[:-1] if ended else ids)]
+        as_ids = request.get("return_tokens_as_token_ids") and behaviour.token_names
+        names = [f"token_id:{i}" if as_ids else tiny_tokenizer().decode([i]) for i in said]
+        choice: dict[str, Any] = {
+            "index": 0, "finish_reason": "stop" if finished else "length", "text": tiny_tokenizer().decode(said),
+            "stop_reason": ids[-1] if ended else None, "logprobs": {"tokens": names, "token_logprobs": log_probs},
+        }  # fmt: skip
+        if request.get("return_token_ids") and behaviour.token_ids:
+            choice |= {"token_ids": said, "prompt_token_ids": prompt}
+        if k is not None and behaviour.prompt_logprobs:
+            choice["prompt_logprobs"] = places(prompt, k, behaviour)
+        return {"id": "x", "object": "text_completion", "model": "tiny", "created": 0, "choices": [choice]}
+
+
+def generate(prompt: list[int], request: dict[str, Any], processed: bool) -> tuple[list[int], list[float], bool]:
+    """One token at a time, no cache: what a server would say, and the log-probabilities it would give."""
+    sampling = SamplingSettings(
+        request["temperature"], max(request.get("top_k", 0), 0), request.get("top_p", 1.0), request.get("min_p", 0.0)
+    )
+    generator = torch.Generator().manual_seed(request.get("seed", 0))
+    ids, log_probs = list(prompt), []
+    for _ in range(request["max_tokens"]):
+        logits = logits_after(ids)[-1:]
+        probs = logits_to_probs(logits, sampling)[0]
+        token = int(torch.multinomial(probs, 1, generator=generator))
+        log_probs.append(float((probs if processed else logits[0].softmax(-1))[token].log()))
+        ids.append(token)
+        if token in request.get("stop_token_ids", ()):
+            return ids[len(prompt) :], log_probs, True
+    return ids[len(prompt) :], log_probs, False
+
+
+def places(prompt: list[int], k: int, behaviour: Behaviour) -> list[dict[str, Any] | None]:
+    """Per prompt token: the k best and the token itself, with ranks, as vLLM gives them; none for the first."""
+    logs = logits_after(prompt).log_softmax(-1)
+    found: list[dict[str, Any] | None] = [None]
+    for place in range(1, len(prompt)):
+        row = logs[place - 1]
+        kept = {*row.topk(k).indices.tolist(), prompt[place]}
+        ranks = {token: 1 + int((row > row[token]).sum()) for token in kept}
+        found.append(
+            {
+                str(token + behaviour.shift): {"logprob": float(row[token]) * behaviour.scale, "rank": ranks[token]}
+                for token in kept
+            }
+        )
+    return [None if 1 <= place <= behaviour.lost_places else entry for place, entry in enumerate(found)]
+
+
+@torch.no_grad()
+def logits_after(ids: list[int]) -> torch.Tensor:
+    return MODEL(torch.tensor([ids])).logits[0].float()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Behaviour]]:
+    behaviour = Behaviour()
+    handler = type("Bound", (Handler,), {"behaviour": behaviour})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        running.daemon_threads = True
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/v1", behaviour
+        running.shutdown()
+
+
+def target_at(url: str, **options: Any) -> EndpointTarget:
+    settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, "retries": 2, **options}
+    return EndpointTarget(Endpoint(url, **settings), tiny_tokenizer(), TOKENS)
+
+
+def rendered(count: int = 9) -> list[RenderedPrompt]:
+    texts = [f"def f{index}(a{', b' * (index % 4)}):" for index in range(count)]
+    return [
+        RenderedPrompt(f"prompt-{index}", "code", tuple(tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]))
+        for index, text in enumerate(texts)
+    ]
+
+
+def made(target: EndpointTarget, folder: Path, settings: DecodeSettings, samples: int = 1) -> list[Row]:
+    store = Store(folder)
+    target.respond(store, {"a": 1}, rendered(), settings, samples_per_prompt=samples, shard_size=4, show=False)
+    return store.read()
+
+
+def locally(folder: Path, settings: DecodeSettings) -> list[Row]:
+    store = Store(folder)
+    how: dict[str, Any] = {"samples_per_prompt": 1, "batch_size": 4, "shard_size": 4, "show": False}
+    respond(store, {"a": 1}, MODEL, rendered(), settings, **how)
+    return store.read()
+
+
+def with_common_end_token(tmp_path: Path, settings: DecodeSettings) -> DecodeSettings:
+    """The settings with an end token that about half of the responses meet."""
+    counts: dict[int, int] = {}
+    rows = locally(tmp_path / "look", GREEDY)
+    for row in rows:
+        for token in set(row.response_ids[:-1]):
+            counts[token] = counts.get(token, 0) + 1
+    end = min(counts, key=lambda token: (abs(counts[token] - len(rows) / 2), token))
+    return replace(settings, eos_ids=(end,))
+
+
+def test_greedy_responses_are_those_of_local_decoding(server: Any, tmp_path: Path) -> None:
+    settings = with_common_end_token(tmp_path, GREEDY)
+    ours, theirs = locally(tmp_path / "local", settings), made(target_at(server[0]), tmp_path / "served", settings)
+    assert ours == theirs
+    assert {row.finished for row in theirs} == {True, False}
+
+
+def test_requests_say_all_settings_and_the_key_of_a_response_makes_its_seed(server: Any, tmp_path: Path) -> None:
+    url, behaviour = server
+    rows = made(target_at(url), tmp_path / "a", SAMPLED, samples=2)
+    requests = [request for request in behaviour.requests if "stop_token_ids" in request]
+    assert len(requests) == len(rows) == 18
+    assert len({request["seed"] for request in requests}) == 18
+    asked = {
+        name: requests[0][name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "model")
+    }
+    assert asked == {
+        "temperature": 0.8, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "model": "tiny"
+    }  # fmt: skip
+    assert made(target_at(url, concurrency=1), tmp_path / "b", SAMPLED, samples=2) == rows
+    assert made(target_at(url), tmp_path / "c", replace(SAMPLED, seed=6), samples=2) != rows
+
+
+def test_sampled_responses_carry_their_probability_under_the_settings(server: Any, tmp_path: Path) -> None:
+    for row in made(target_at(server[0]), tmp_path / "a", SAMPLED):
+        start = len(row.prompt_ids)
+        probs = logits_to_probs(logits_after(list(row.input_ids))[start - 1 : -1], SAMPLED.sampling)
+        wanted = probs.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0].log()
+        # float32 forwards over texts of other lengths
+        torch.testing.assert_close(torch.tensor(row.log_target_probs), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("keeps_end_token", [True, False])
+@pytest.mark.parametrize("ids_from", ["names", "text"])
+def test_ids_are_found_without_return_token_ids(
+    server: Any, tmp_path: Path, ids_from: str, keeps_end_token: bool
+) -> None:
+    url, behaviour = server
+    settings = with_common_end_token(tmp_path, GREEDY)
+    behaviour.token_ids, behaviour.token_names = False, ids_from == "names"
+    behaviour.keeps_end_token = keeps_end_token
+    target, ours = target_at(url), locally(tmp_path / "local", settings)
+    found = [said_by(target, row, settings) for row in ours]
+    for row, answer in zip(ours, found, strict=True):
+        assert answer in ((row.response_ids, row.finished), None), "never other tokens than were sampled"
+    # A random model's text seldom splits into the tokens it was made of; what does not is refused.
+    assert None not in found or ids_from == "text"
+
+
+def said_by(target: EndpointTarget, row: Row, settings: DecodeSettings) -> tuple[list[int], bool] | None:
+    """(ids, finished) of the server's response to a row's prompt; None when the ids cannot be told."""
+    try:
+        answer = target.answer(row.prompt_ids, settings, "key")
+    except UserError as error:
+        if "return_token_ids" not in str(error):
+            raise
+        return None
+    return answer.response_ids, answer.finished
+
+
+def test_a_text_that_splits_into_its_own_tokens_is_read(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, behaviour = server
+    behaviour.token_ids = behaviour.token_names = False
+    wanted = tiny_tokenizer()("def add(first, second):", add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(
+        sys.modules[__name__], "generate", lambda _prompt, _request, _processed: (wanted, [0.0] * len(wanted), False)
+    )
+    assert target_at(url).answer([5, 6], GREEDY, "key").response_ids == wanted
+
+
+def topk_locally(row: Row, k: int) -> TopKSignal:
+    logs = logits_after(list(row.input_ids))[len(row.prompt_ids) - 1 : -1].double().log_softmax(-1)
+    log_probs, ids = logs.topk(k)
+    return TopKSignal(ids, log_probs.float(), (1 - log_probs.exp().sum(-1)).log().float())
+
+
+def test_topk_is_the_local_one(server: Any, tmp_path: Path) -> None:
+    # Sampled, so that some tokens are not among the seven: the server names such a token besides.
+    rows = locally(tmp_path / "local", replace(SAMPLED, sampling=SamplingSettings()))
+    target = target_at(server[0])
+    assert any(set(row.response_ids) - set(topk_locally(row, 7).ids_RK.flatten().tolist()) for row in rows)
+    for row in rows:
+        found, wanted = target.score(row.prompt_ids, row.response_ids, 7), topk_locally(row, 7)
+        assert torch.equal(found.ids_RK, wanted.ids_RK)
+        # JSON carries float32 exactly; forwards of the same text in one piece agree to rounding
+        torch.testing.assert_close(found.log_probs_RK, wanted.log_probs_RK, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.log_tail_R.exp(), wanted.log_tail_R.exp(), atol=1e-5, rtol=0)
+
+
+def test_all_of_the_vocabulary_leaves_no_tail(server: Any, tmp_path: Path) -> None:
+    url, behaviour = server
+    behaviour.max_logprobs = TOKENS
+    row = locally(tmp_path / "local", GREEDY)[0]
+    found = target_at(url).score(row.prompt_ids, row.response_ids, TOKENS)
+    assert torch.isinf(found.log_tail_R).all()
+    torch.testing.assert_close(found.log_probs_RK.exp().sum(-1), torch.ones(len(row.response_ids)))
+
+
+def test_what_has_no_probability_is_an_empty_entry(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clamped = {"5": {"logprob": 0.0, "rank": 1}, "6": {"logprob": -9999.0, "rank": 2}}
+    monkeypatch.setattr(
+        sys.modules[__name__], "places", lambda prompt, _k, _behaviour: [None, *[clamped] * (len(prompt) - 1)]
+    )
+    found = target_at(server[0]).score([5, 5], [5], 2)
+    assert found.ids_RK[0, 0] == 5
+    assert found.log_probs_RK.tolist() == [[0.0, -math.inf]]
+    assert found.log_tail_R.tolist() == [-math.inf]
+
+
+def opened(folder: Path, rows: list[Row], k: int = 5) -> SignalStore:
+    examples = [row.example() for row in rows]
+    store = SignalStore(folder)
+    facts: dict[str, Any] = {"temperature": 1.0, "vocab_rows": TOKENS, "target": "t", "target_dtype": "d", "seed": 0}
+    store.open(signal_manifest("topk", k, examples, **facts), [len(row.response_ids) for row in rows])
+    return store
+
+
+def test_a_signal_store_is_filled_by_two_ranks(server: Any, tmp_path: Path) -> None:
+    rows = locally(tmp_path / "local", GREEDY)
+    store = opened(tmp_path / "signal", rows)
+    target_at(server[0]).topk(store, rows, 5, rank=0, ranks=2, show=False)
+    assert np.flatnonzero(store.present()).tolist() == [0, 2, 4, 6, 8]
+    target_at(server[0]).topk(store, rows, 5, rank=1, ranks=2, show=False)
+    assert store.missing() == []
+    for index, row in enumerate(rows):
+        found, wanted = store.read([index]), topk_locally(row, 5)
+        assert isinstance(found, TopKSignal)
+        # to the rounding of the store's codec
+        torch.testing.assert_close(found.log_tail_R.exp(), wanted.log_tail_R.exp(), atol=2e-3, rtol=0)
+        assert torch.equal(found.ids_RK.sort().values, wanted.ids_RK.sort().values)
+
+
+def test_dropped_slow_and_failing_requests_change_nothing(server: Any, tmp_path: Path) -> None:
+    url, behaviour = server
+    good = made(target_at(url), tmp_path / "good", SAMPLED)
+    start = len(behaviour.requests)
+    behaviour.faults = {start + 1: "500", start + 4: "500", start + 6: "slow", start + 8: "500", start + 9: "drop"}
+    assert made(target_at(url, retries=4), tmp_path / "bad", SAMPLED) == good
+    assert len(behaviour.requests) > start + len(good)
+
+
+def test_a_server_that_dies_leaves_whole_shards_and_the_same_call_goes_on(server: Any, tmp_path: Path) -> None:
+    url, behaviour = server
+    good = made(target_at(url), tmp_path / "good", SAMPLED)
+    behaviour.requests.clear()
+    behaviour.dead_after = 5 + 6  # what is asked before the first response, then six responses: one shard of four
+    with pytest.raises(UserError, match="the same command goes on") as error:
+        made(target_at(url, retries=0, concurrency=1), tmp_path / "killed", SAMPLED)
+    assert "\n" not in str(error.value)
+    shards = [path.name for path in sorted((tmp_path / "killed").glob("shard-*.parquet"))]
+    assert shards == ["shard-00000.parquet"]
+    behaviour.dead_after = None
+    behaviour.requests.clear()
+    assert made(target_at(url), tmp_path / "killed", SAMPLED) == good
+    assert len({request["seed"] for request in behaviour.requests if "seed" in request}) == 5, "only what was missing"
+    assert made(target_at("http://127.0.0.1:9/v1"), tmp_path / "killed", SAMPLED) == good, "nothing to ask"
+
+
+def test_a_signal_that_breaks_off_keeps_what_was_written(server: Any, tmp_path: Path) -> None:
+    url, behaviour = server
+    rows = locally(tmp_path / "local", GREEDY)
+    store = opened(tmp_path / "signal", rows)
+    behaviour.dead_after = 1 + 4
+    with pytest.raises(UserError, match="what is stored stays"):
+        target_at(url, retries=0, concurrency=1).topk(store, rows, 5, show=False)
+    assert len(store.missing()) == 5
+    behaviour.dead_after = None
+    behaviour.requests.clear()
+    target_at(url).topk(store, rows, 5, show=False)
+    assert store.missing() == []
+    asked = {tuple(request["prompt"]) for request in behaviour.requests if "prompt_logprobs" in request}
+    assert asked <= {tuple(rows[index].input_ids) for index in range(4, 9)}, "only what was missing"
+
+
+def refusal(action: Any) -> str:
+    with pytest.raises(UserError) as error:
+        action()
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 420
+    return text
+
+
+def test_no_server_is_one_line(tmp_path: Path) -> None:
+    target = target_at("http://127.0.0.1:9/v1", retries=0)
+    text = refusal(lambda: target.model)
+    assert "target.endpoint.url = http://127.0.0.1:9/v1: no server answers" in text
+    assert "refused" in text
+
+
+def test_a_slow_server_is_one_line(server: Any) -> None:
+    url, behaviour = server
+    behaviour.faults = {0: "slow"}
+    text = refusal(lambda: target_at(url, timeout=0.2, retries=0).answer([5], GREEDY, "key"))
+    assert "no answer within 0.2 s" in text
+    assert "target.endpoint.timeout" in text
+
+
+def test_a_wrong_key_is_one_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, behaviour = server
+    behaviour.key = "right"
+    monkeypatch.delenv("MY_KEY", raising=False)
+    assert "MY_KEY" in refusal(lambda: target_at(url, api_key_env="MY_KEY").model)
+    monkeypatch.setenv("MY_KEY", "right")
+    assert target_at(url, api_key_env="MY_KEY").model == "tiny"
+
+
+def test_another_model_and_several_are_one_line(server: Any) -> None:
+    url, behaviour = server
+    assert "serves tiny" in refusal(lambda: target_at(url, model="huge").model)
+    behaviour.served = ("one", "two")
+    assert "serves one, two; name one" in refusal(lambda: target_at(url).model)
+    assert target_at(url, model="two").model == "two"
+
+
+def test_a_url_without_the_version_is_one_line(server: Any) -> None:
+    assert "must end in /v1" in refusal(lambda: target_at(server[0].removesuffix("/v1")).model)
+
+
+def test_no_completion_at_all_is_one_line(server: Any) -> None:
+    url, behaviour = server
+    behaviour.faults = {0: "junk"}
+    assert "no completion" in refusal(lambda: target_at(url).answer([5], GREEDY, "key"))
+
+
+def test_what_a_signal_needs_of_the_server_is_said(server: Any) -> None:
+    url, behaviour = server
+    target = target_at(url)
+    behaviour.max_logprobs = 20
+    assert "at most 20 prompt_logprobs; start it with --max-logprobs 64" in refusal(lambda: target.score([5], [6], 64))
+    behaviour.lost_places = 2
+    assert "--no-enable-prefix-caching" in refusal(lambda: target.score([5], [6, 7, 8], 4))
+    behaviour.lost_places, behaviour.scale = 0, 0.3
+    assert "raw_logprobs" in refusal(lambda: target.score([5], [6], 20))
+    behaviour.prompt_logprobs = False
+    assert "no prompt_logprobs" in refusal(lambda: target.score([5], [6], 4))
+
+
+def test_a_foreign_vocabulary_is_refused(server: Any) -> None:
+    url, behaviour = server
+    behaviour.shift = TOKENS
+    target = target_at(url)
+    assert f"has {TOKENS} rows" in refusal(lambda: target.answer([5], GREEDY, "key"))
+    assert f"has {TOKENS} rows" in refusal(lambda: target.score([5], [6], 4))
+
+
+def test_a_foreign_tokenizer_is_refused(server: Any) -> None:
+    class Other:
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2, 3]}
+
+    target = EndpointTarget(Endpoint(server[0]), Other(), TOKENS)
+    assert "splits text into other tokens" in refusal(target.check)
+
+
+def test_a_text_too_long_for_the_server_is_one_line(server: Any) -> None:
+    assert "data.context_length" in refusal(lambda: target_at(server[0]).answer([5] * 245, GREEDY, "key"))
+
+
+def test_raw_probabilities_are_refused_where_they_would_be_wrong(server: Any, tmp_path: Path) -> None:
+    url, behaviour = server
+    behaviour.processed = False
+    text = refusal(lambda: made(target_at(url), tmp_path / "a", SAMPLED))
+    assert "--logprobs-mode processed_logprobs" in text
+    plain = replace(SAMPLED, sampling=SamplingSettings())
+    assert len(made(target_at(url), tmp_path / "b", plain)) == 9, "raw and processed are the same there"
+
+
+def test_a_missing_package_is_one_line(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "openai", None)
+    assert "pip install openai" in refusal(lambda: target_at(server[0]).client)
+
+
+def test_a_whole_run_with_a_target_that_only_a_server_has(
+    server: tuple[str, Behaviour], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Responses, signal, training and verdict; the folder of the target has a tokenizer and a config, and no weights."""
+    from tiny_training import write_prompts, write_target
+
+    from distill import respond as respond_command
+    from distill import train
+    from distill.run.folder import load_verdict
+    from distill.verdict.verdict import SCHEMA
+
+    url, _ = server
+    MODEL.config.save_pretrained(tmp_path / "target")
+    MODEL.generation_config.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    write_target(tmp_path / "draft", num_hidden_layers=1)
+    config = tmp_path / "served.yaml"
+    config.write_text(
+        f"""
+name: served
+output: {tmp_path}
+target: {{path: {tmp_path / "target"}, endpoint: {{url: "{url}", concurrency: 4}}}}
+student: {{init: pretrained, path: {tmp_path / "draft"}}}
+data:
+  train: [{{path: {write_prompts(tmp_path / "prompts.jsonl", 30)}, prompt_column: prompt}}]
+  template: {{mode: plain}}
+  heldout_count: 8
+serving: {{max_tokens: 8}}
+loss: {{name: forward_kl}}
+signal: {{source: store, k: 16}}
+optim: {{lr: 0.01}}
+train: {{steps: 20, batch_size: 8, micro_batch_size: 8}}
+judge: {{every: 10, prompts: 8, gamma: 2, live: never}}
+"""
+    )
+    facts = respond_command.run(config)
+    assert facts is not None
+    assert facts["tokens"] > 0
+    assert train.main([str(config)]) == 0
+    verdict = load_verdict(tmp_path / "served")
+    for key, kind in SCHEMA.items():
+        assert isinstance(verdict[key], kind), key
+    assert verdict["target_tokens_per_second"] is None
+    assert verdict["best"]["alpha"] > verdict["baseline"]["alpha"]
+    assert "not timed here" in verdict["sentence"]
+    capsys.readouterr()
+    # What needs the weights says so in one line.
+    assert train.main([str(config), "judge.live=end"]) == 2
+    assert "set judge.live: never" in capsys.readouterr().err

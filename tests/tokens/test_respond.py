@@ -1,0 +1,329 @@
+"""The target's answers: the same whatever the batch, the rank or the kill; with the right log-probabilities."""
+
+import errno
+import math
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, tiny_model
+from tiny_training import run_and_kill, run_child
+
+from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, store_references
+from data.responses.store import Row, Store
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+
+MANIFEST = {"target": "tiny", "settings": 1}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Forked children must not touch the parent's thread pool, and both sides must add in the same order.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prompts_of(count: int) -> list[RenderedPrompt]:
+    generator = random.Random(0)
+    return [
+        RenderedPrompt(
+            f"prompt{index}", "odd" if index % 2 else "even", tuple(generator.choices(range(3, VOCAB), k=2 + index % 7))
+        )
+        for index in range(count)
+    ]
+
+
+def decode_settings(**sampling: Any) -> DecodeSettings:
+    return DecodeSettings(SamplingSettings(**sampling), max_tokens=12, eos_ids=(2,), seed=3)
+
+
+def answers(
+    folder: Path, prompts: list[RenderedPrompt], settings: DecodeSettings | None = None, **options: Any
+) -> list[Row]:
+    store = Store(folder)
+    sizes = {"samples_per_prompt": 1, "batch_size": 4, "shard_size": 4, "show": False}
+    respond(store, MANIFEST, tiny_model(), prompts, settings or decode_settings(), **(sizes | options))
+    return store.read()
+
+
+def test_every_prompt_is_answered_once(tmp_path: Path) -> None:
+    prompts = prompts_of(11)
+    rows = answers(tmp_path / "store", prompts, samples_per_prompt=2)
+    by_key = {(row.prompt_id, row.sample): row for row in rows}
+    assert len(rows) == len(by_key) == 22
+    for prompt in prompts:
+        for sample in range(2):
+            row = by_key[prompt.prompt_id, sample]
+            assert row.domain == prompt.domain
+            assert row.prompt_ids == list(prompt.prompt_ids)
+            assert len(row.log_target_probs) == len(row.response_ids) == sum(row.loss_mask) <= 12
+            assert row.finished == (row.response_ids[-1] == 2)
+            assert row.finished or len(row.response_ids) == 12
+            assert 2 not in row.response_ids[:-1]
+    assert any(row.finished for row in rows)
+    assert not all(row.finished for row in rows)
+
+
+def test_samples_of_a_prompt_differ(tmp_path: Path) -> None:
+    rows = answers(tmp_path / "store", prompts_of(6), samples_per_prompt=4)
+    for prompt in prompts_of(6):
+        texts = {tuple(row.response_ids) for row in rows if row.prompt_id == prompt.prompt_id}
+        assert len(texts) > 1
+
+
+def test_greedy_samples_are_alike_and_carry_no_surprise(tmp_path: Path) -> None:
+    settings = DecodeSettings(SamplingSettings(temperature=0.0), rule="greedy", max_tokens=12, eos_ids=(2,), seed=3)
+    rows = answers(tmp_path / "store", prompts_of(4), settings, samples_per_prompt=2)
+    for prompt in prompts_of(4):
+        assert len({tuple(row.response_ids) for row in rows if row.prompt_id == prompt.prompt_id}) == 1
+    assert {value for row in rows for value in row.log_target_probs} == {0.0}
+
+
+def test_a_response_depends_on_its_prompt_and_not_on_company(tmp_path: Path) -> None:
+    whole = {row.prompt_id: row for row in answers(tmp_path / "a", prompts_of(12))}
+    alone = {row.prompt_id: row for row in answers(tmp_path / "b", prompts_of(12)[::-1], batch_size=1, shard_size=5)}
+    assert whole.keys() == alone.keys()
+    for key, row in whole.items():
+        assert row.input_ids == alone[key].input_ids
+        # float32 logits of other batch shapes
+        torch.testing.assert_close(
+            torch.tensor(row.log_target_probs), torch.tensor(alone[key].log_target_probs), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_the_seed_matters(tmp_path: Path) -> None:
+    other = DecodeSettings(SamplingSettings(), max_tokens=12, eos_ids=(2,), seed=4)
+    rows, others = answers(tmp_path / "a", prompts_of(4)), answers(tmp_path / "b", prompts_of(4), other)
+    assert [row.input_ids for row in rows] != [row.input_ids for row in others]
+
+
+def test_answering_leaves_the_global_random_state_alone(tmp_path: Path) -> None:
+    """Else a run that found its responses ready would train otherwise than one that made them."""
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    model = tiny_model()
+    torch.manual_seed(1)
+    store = Store(tmp_path / "store")
+    respond(
+        store,
+        MANIFEST,
+        model,
+        prompts_of(5),
+        decode_settings(),
+        samples_per_prompt=1,
+        batch_size=4,
+        shard_size=4,
+        show=False,
+    )
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
+
+
+def processed_log_probs(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """Log-probabilities as a server makes them, token by token in plain Python."""
+    scaled = [value / temperature for value in logits]
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    kept = order[:top_k] if top_k else order
+    total = sum(math.exp(scaled[token]) for token in kept)
+    nucleus, mass = [], 0.0
+    for token in kept:
+        if mass >= top_p:
+            break
+        nucleus.append(token)
+        mass += math.exp(scaled[token]) / total
+    floor = min_p * math.exp(scaled[nucleus[0]])
+    nucleus = [token for token in nucleus if math.exp(scaled[token]) >= floor]
+    total = sum(math.exp(scaled[token]) for token in nucleus)
+    return [
+        math.log(math.exp(scaled[token]) / total) if token in nucleus else -math.inf for token in range(len(scaled))
+    ]
+
+
+SERVED = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.2, "top_k": 5},
+    {"temperature": 0.9, "top_p": 0.7},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize(
+    "sampling", SERVED, ids=lambda sampling: "-".join(f"{key}{value}" for key, value in sampling.items())
+)
+def test_stored_log_probabilities_are_those_of_a_fresh_forward(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    rows = answers(tmp_path / "store", prompts_of(6), decode_settings(**sampling))
+    model = tiny_model()
+    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
+    for row in rows:
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([row.input_ids])).logits[0].double()
+        start = len(row.prompt_ids)
+        for index, (token, stored) in enumerate(zip(row.response_ids, row.log_target_probs, strict=True)):
+            expected = processed_log_probs(logits_TV[start - 1 + index].tolist(), **full)[token]
+            assert stored == pytest.approx(expected, rel=1e-4, abs=1e-4), (
+                row.prompt_id,
+                index,
+            )  # float32 forward with a cache
+
+
+@pytest.mark.parametrize("sampling", [SERVED[0], SERVED[4], {"temperature": 0.0}])
+def test_references_carry_the_targets_log_probabilities(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    generator = random.Random(1)
+    prompts = [
+        RenderedPrompt(
+            p.prompt_id,
+            p.domain,
+            p.prompt_ids,
+            reference_ids=tuple(generator.choices(range(3, VOCAB), k=3 + 3 * index)),
+        )
+        for index, p in enumerate(prompts_of(5))
+    ]
+    store, model = Store(tmp_path / "store"), tiny_model()
+    store_references(store, MANIFEST, model, prompts, SamplingSettings(**sampling), max_tokens=10)
+    rows = store.read()
+    assert [row.prompt_id for row in rows] == [prompt.prompt_id for prompt in prompts]
+    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert prompt.reference_ids is not None
+        assert row.response_ids == list(prompt.reference_ids[:10])
+        assert row.finished == (len(prompt.reference_ids) <= 10)
+        if not sampling["temperature"]:
+            assert set(row.log_target_probs) == {0.0}
+            continue
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([row.input_ids])).logits[0].double()
+        for index, (token, stored) in enumerate(zip(row.response_ids, row.log_target_probs, strict=True)):
+            expected = processed_log_probs(logits_TV[len(row.prompt_ids) - 1 + index].tolist(), **full)[token]
+            assert stored == pytest.approx(expected, rel=1e-4, abs=1e-4)  # float32 forward, stored as float32
+    if sampling.get("top_k"):
+        assert any(value == -math.inf for row in rows for value in row.log_target_probs), (
+            "references may leave the nucleus"
+        )
+
+
+# --- shards and ranks --------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_a_function_of_the_prompts_alone() -> None:
+    prompts = prompts_of(11)
+    shards = plan_shards(prompts, 3, 4)
+    assert plan_shards(prompts[::-1], 3, 4) == shards
+    jobs = [(prompt.prompt_id, sample) for shard in shards for prompt, sample in shard]
+    assert len(jobs) == len(set(jobs)) == 33
+    assert [len(shard) for shard in shards] == [4] * 8 + [1]
+    lengths = [len(prompt.prompt_ids) for shard in shards for prompt, _ in shard]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_shards(tmp_path: Path, ranks: int) -> None:
+    whole = answers(tmp_path / "whole", prompts_of(18))
+    counts = []
+    for rank in range(ranks):
+        before = {path.name for path in (tmp_path / "shared").glob("shard-*")}
+        answers(tmp_path / "shared", prompts_of(18), rank=rank, ranks=ranks)
+        counts.append(len({path.name for path in (tmp_path / "shared").glob("shard-*")} - before))
+    assert sum(counts) == 5
+    assert max(counts) - min(counts) <= 1
+    assert Store(tmp_path / "shared").read() == whole
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_writes_into_a_store_of_another_target(tmp_path: Path, rank: int) -> None:
+    answers(tmp_path / "store", prompts_of(4))
+    before = Store(tmp_path / "store").read()
+    with pytest.raises(UserError, match="another target") as error:
+        respond(
+            Store(tmp_path / "store"), MANIFEST | {"target": "other"}, tiny_model(), prompts_of(12), decode_settings(),
+            samples_per_prompt=1, batch_size=4, shard_size=4, rank=rank, ranks=2, show=False,
+        )  # fmt: skip
+    assert "\n" not in str(error.value)
+    assert Store(tmp_path / "store").read() == before
+
+
+def test_fingerprint_of_prompts_sees_ids_tokens_domains_and_order() -> None:
+    prompts = prompts_of(4)
+    changed = [
+        prompts[::-1],
+        prompts[:3],
+        [*prompts[:3], RenderedPrompt("other", prompts[3].domain, prompts[3].prompt_ids)],
+        [*prompts[:3], RenderedPrompt(prompts[3].prompt_id, "other", prompts[3].prompt_ids)],
+        [*prompts[:3], RenderedPrompt(prompts[3].prompt_id, prompts[3].domain, (9,))],
+        [
+            *prompts[:3],
+            RenderedPrompt(prompts[3].prompt_id, prompts[3].domain, prompts[3].prompt_ids, reference_ids=(1,)),
+        ],
+    ]
+    prints = {prompts_fingerprint(prompts), *map(prompts_fingerprint, changed)}
+    assert len(prints) == 7
+    assert prompts_fingerprint(prompts_of(4)) == prompts_fingerprint(prompts)
+
+
+# --- stopped at any moment ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = answers(tmp_path / "store", prompts_of(12))
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*")}
+    monkeypatch.setattr("speculative.decode.decode", lambda *_, **__: pytest.fail("decoded again"))
+    assert answers(tmp_path / "store", prompts_of(12)) == rows
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*")} == times
+
+
+def test_a_deleted_shard_comes_back_as_it_was(tmp_path: Path) -> None:
+    rows = answers(tmp_path / "store", prompts_of(12))
+    Store(tmp_path / "store").shard_path(1).unlink()
+    assert answers(tmp_path / "store", prompts_of(12)) == rows
+
+
+def test_a_full_disk_leaves_the_shards_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = answers(tmp_path / "whole", prompts_of(12))
+    replace = os.replace
+
+    def full(source: Any, destination: Any) -> None:
+        if Path(destination).name == "shard-00001.parquet":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, destination)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.raises(UserError, match=r"shard-00001.*No space left"):
+            answers(tmp_path / "store", prompts_of(12))
+    assert Store(tmp_path / "store").read() == whole[:4]
+    assert answers(tmp_path / "store", prompts_of(12)) == whole
+
+
+def _respond_in_child(folder: Path, count: int) -> None:
+    torch.set_num_threads(1)
+    answers(folder, prompts_of(count), samples_per_prompt=2)
+
+
+def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
+    assert run_child(_respond_in_child, tmp_path / "whole", 40) == 0
+    whole = Store(tmp_path / "whole").read()
+    assert len(whole) == 80
+    generator = random.Random(0)
+
+    def shards() -> int:
+        return len(list((tmp_path / "killed").glob("shard-*.parquet")))
+
+    kills = 0
+    for _ in range(6):
+        code = run_and_kill(_respond_in_child, tmp_path / "killed", 40, progress=shards, generator=generator, most=4)
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+        found = Store(tmp_path / "killed").read()
+        assert all(row in whole for row in found)
+    assert kills >= 2
+    assert run_child(_respond_in_child, tmp_path / "killed", 40) == 0
+    assert Store(tmp_path / "killed").read() == whole

@@ -1,0 +1,353 @@
+"""Sources: every kind of file gives the same rows, and every mistake of the user is named in one line."""
+
+import gzip
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from data.prompts.sources import PromptRow, load_source
+from speculative.errors import UserError
+
+datasets = pytest.importorskip("datasets", reason="reading files needs the package datasets")
+
+SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
+ROWS = [
+    {"question": "What is 2 + 2?", "answer": "4", "topic": "sums"},
+    {"question": "Name a colour.", "answer": "blue", "topic": "words"},
+    {"question": "And now?", "answer": "Later.", "topic": "words"},
+]
+
+
+def write(path: Path, content: str | bytes | list) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    content = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+def refusal(**arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        load_source(**arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_format_gives_the_same_rows(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    write(tmp_path / "b.jsonl.gz", ROWS)
+    write(tmp_path / "c.json", json.dumps(ROWS, indent=2))
+    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "d.parquet"))
+    write(tmp_path / "e.csv", "question,answer,topic\n" + "".join(",".join(row.values()) + "\n" for row in ROWS))
+    mapping = {"prompt_column": "question", "reference_column": "answer", "domain_column": "topic"}
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.csv"):
+        path = str(tmp_path / name)
+        expected = [
+            PromptRow(row["question"], None, row["answer"], row["topic"], f"{path}:{number}")
+            for number, row in enumerate(ROWS, start=1)
+        ]
+        assert load_source(path=path, **mapping) == expected
+
+
+def test_format_overrides_the_suffix(tmp_path):
+    path = write(tmp_path / "prompts.data", ROWS)
+    assert "suffix tells no format" in refusal(path=path)
+    assert len(load_source(path=path, format="jsonl")) == 3
+    assert "(near: parquet)" in refusal(path=path, format="parqet")
+
+
+def test_text_is_one_prompt_a_line_without_blank_lines(tmp_path):
+    path = write(tmp_path / "p.txt", "\ufefffirst\n\n  \nsecond\u2028still second\r\nthird")
+    rows = load_source(path=path)
+    assert [row.text for row in rows] == ["first", "second\u2028still second", "third"]
+    assert [row.origin for row in rows] == [f"{path}:{n}" for n in (1, 4, 5)]
+    assert rows[0].domain == "p"
+
+
+def test_origin_counts_the_lines_of_the_file_blank_ones_too(tmp_path):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [row.origin for row in load_source(path=path)] == [f"{path}:1", f"{path}:3"]
+
+
+def test_glob_directory_and_limit(tmp_path):
+    write(tmp_path / "set" / "b.jsonl", ROWS[1:])
+    write(tmp_path / "set" / "a.jsonl", ROWS[:1])
+    for path in (str(tmp_path / "set" / "*.jsonl"), str(tmp_path / "set")):
+        rows = load_source(path=path)
+        assert [row.text for row in rows] == [row["question"] for row in ROWS]
+        assert {row.domain for row in rows} == {"set"}
+        assert len(load_source(path=path, limit=2)) == 2
+    assert "matches no file" in refusal(path=str(tmp_path / "*.parquet"))
+    assert "limit" in refusal(path=str(tmp_path / "set"), limit=0)
+
+
+def test_directory_of_a_downloaded_hub_dataset(tmp_path):
+    config = "---\nconfigs:\n- config_name: {}\n  data_files:\n  - split: train\n    path: one/*.jsonl\n{}---\n"
+    second = "- config_name: two\n  data_files:\n  - split: test\n    path: two/t.jsonl\n"
+    write(tmp_path / "README.md", config.format("one", second))
+    write(tmp_path / "one" / "x.jsonl", ROWS)
+    write(tmp_path / "two" / "t.jsonl", ROWS[:1])
+    assert len(load_source(path=str(tmp_path), subset="one")) == 3
+    assert len(load_source(path=str(tmp_path), subset="two", split="test")) == 1
+    assert "['one', 'two']" in refusal(path=str(tmp_path))
+    assert "no split 'tests' (near: test): it has test" in refusal(path=str(tmp_path), subset="two", split="tests")
+    (tmp_path / "void").mkdir()
+    assert "doesn't contain any data files" in refusal(path=str(tmp_path / "void"))
+
+
+def test_an_unused_split_is_said(tmp_path, caplog):
+    load_source(path=write(tmp_path / "p.jsonl", ROWS), split="test")
+    assert "split 'test' is not used" in caplog.text
+
+
+def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="data.prompts.sources")
+    path = write(tmp_path / "p.jsonl", ROWS)
+    assert load_source(path=path)[0].text == "What is 2 + 2?"
+    assert "taking column 'question' as the prompt" in caplog.text
+
+    both = refusal(path=write(tmp_path / "two.jsonl", [{"prompt": "a", "input": "b"}]))
+    assert "2 columns could be it (prompt, input)" in both
+    none = refusal(path=write(tmp_path / "none.jsonl", [{"ask": "a", "say": "b"}]))
+    assert "no column has a usual name" in none
+    assert "ask, say" in none
+    # A column that has a role already is not a candidate.
+    row = load_source(path=write(tmp_path / "ref.jsonl", [{"prompt": "a", "text": "b"}]), reference_column="text")[0]
+    assert (row.text, row.reference) == ("a", "b")
+
+
+def test_misspelt_column_names_the_nearest(tmp_path):
+    path = write(tmp_path / "p.jsonl", ROWS)
+    for role in ("prompt_column", "messages_column"):
+        assert "no column 'qestion' (near: question): it has" in refusal(path=path, **{role: "qestion"})
+    assert "near: answer" in refusal(path=path, reference_column="anser")
+    assert "near: topic" in refusal(path=path, domain_column="topics")
+    assert "exclude each other" in refusal(path=path, prompt_column="question", messages_column="answer")
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
+@pytest.mark.parametrize(
+    ("bad_line", "complaint"),
+    [
+        (b'{"prompt": "b"', "not valid JSON"),
+        (b'["b"]', "a line must be a JSON object"),
+        (b'{"prompt": "caf\xe9"}', "not UTF-8 (byte 0xe9)"),
+    ],
+)
+def test_malformed_line_is_named(tmp_path, name, bad_line, complaint):
+    path = write(tmp_path / name, b'{"prompt": "a"}\n\n' + bad_line + b'\n{"prompt": "c"}\n')
+    assert refusal(path=path).startswith(f"{path}:3: {complaint}")
+
+
+def test_malformed_whole_files_are_named(tmp_path):
+    array = write(tmp_path / "a.json", '[\n{"prompt": "a"},\n{"prompt": \n]')
+    assert refusal(path=array).startswith(f"{array}:4: not valid JSON")
+    assert "cannot be read as parquet" in refusal(path=write(tmp_path / "b.parquet", "no parquet"))
+    assert "specified twice" in refusal(path=write(tmp_path / "c.jsonl", '{"prompt": "a", "prompt": "b"}\n'))
+    broken = tmp_path / "d.jsonl.gz"
+    broken.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9])
+    assert "not a whole gzip file" in refusal(path=str(broken))
+    text = write(tmp_path / "e.txt", b"a\ncaf\xe9\n")
+    assert refusal(path=text).startswith(f"{text}:2: not UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (None, "is empty"),
+        (" \n", "is empty"),
+        (3, "holds a int, not a string"),
+        (["a"], "messages_column if it holds a conversation"),
+    ],
+)
+def test_row_without_a_usable_prompt_is_named(tmp_path, value, complaint):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": value}])
+    message = refusal(path=path)
+    assert message.startswith(f"{path}:2: column 'prompt'")
+    assert complaint in message
+    # A row past the limit is not looked at.
+    assert len(load_source(path=path, limit=1)) == 1
+
+
+def test_dates_that_the_reader_converts_are_explained(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "When?", "answer": "2020-01-01"}])
+    assert "only as timestamps" in refusal(path=path, reference_column="answer")
+
+
+def test_empty_sources(tmp_path):
+    for name in ("a.jsonl", "b.txt", "c.jsonl.gz"):
+        for content in ("", " \n\n"):
+            assert "no rows" in refusal(path=write(tmp_path / name, content))
+    assert "no rows" in refusal(path=write(tmp_path / "d.json", "[]"))
+
+
+def test_missing_file_names_near_ones(tmp_path, monkeypatch):
+    write(tmp_path / "data" / "train.jsonl", ROWS)
+    assert "(near: train.jsonl)" in refusal(path=str(tmp_path / "data" / "trian.jsonl"))
+    assert "does not exist either" in refusal(path=str(tmp_path / "dta" / "train.jsonl"))
+    # Relative paths of two parts look like hub ids but for their suffix, even an unknown one.
+    monkeypatch.chdir(tmp_path)
+    assert "(near: train.jsonl)" in refusal(path="data/train.jsnl")
+    assert "no such file" in refusal(path="train", format="jsonl")
+
+
+def test_domains(tmp_path):
+    rows = [{"prompt": "a", "d": ["x", "y"]}, {"prompt": "b", "d": None}, {"prompt": "c", "d": []}]
+    path = write(tmp_path / "p.jsonl", rows)
+    assert [row.domain for row in load_source(path=path, domain_column="d")] == ["x+y", "p", "p"]
+    assert [row.domain for row in load_source(path=path, domain_column="d", domain="rest")] == ["x+y", "rest", "rest"]
+    assert load_source(path=path, domain="all")[0].domain == "all"
+    numbers = write(tmp_path / "n.jsonl", [{"prompt": "a", "d": 7}])
+    assert load_source(path=numbers, domain_column="d")[0].domain == "7"
+    nested = write(tmp_path / "o.jsonl", [{"prompt": "a", "d": {"k": 1}}])
+    assert "domain column 'd' holds a dict" in refusal(path=nested, domain_column="d")
+
+
+def test_system_message_makes_a_conversation_and_keeps_an_existing_one(tmp_path):
+    plain = load_source(path=write(tmp_path / "p.jsonl", ROWS), reference_column="answer", system="Be kind.")[0]
+    assert plain.text is None
+    assert plain.reference == "4"
+    assert plain.messages == ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 2 + 2?"})
+
+    own = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": own}, {"messages": own[1:]}])
+    first, second = load_source(path=path, system="Be kind.")
+    assert [first.messages[0]["content"], second.messages[0]["content"]] == ["Be terse.", "Be kind."]
+
+
+def test_conversation_is_cut_before_the_turn_to_be_written(tmp_path):
+    user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    more = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "On"}]
+    path = write(
+        tmp_path / "m.jsonl",
+        [
+            {"messages": [user]},
+            {"messages": [user, assistant]},
+            {"messages": [user, assistant, *more, {"role": "assistant", "content": "and on"}]},
+        ],
+    )
+    rows = load_source(path=path)
+    assert [row.text for row in rows] == [None] * 3
+    assert [row.reference for row in rows] == [None, "Hello", "On"]
+    assert [row.messages for row in rows] == [(user,), (user,), (user, assistant, more[0])]
+
+
+def test_sharegpt_conversation(tmp_path):
+    turns = [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    row = load_source(path=write(tmp_path / "s.jsonl", [{"conversations": turns}]))[0]
+    assert row.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "Hi"})
+    assert row.reference == "Hello"
+
+
+def test_tool_turns_keep_what_templates_read(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock", "arguments": "{}"}]}
+    turns = [
+        {"role": "user", "content": "Time?"},
+        call,
+        {"role": "tool", "name": "clock", "content": "noon", "id": "9"},
+    ]
+    row = load_source(path=write(tmp_path / "t.jsonl", [{"messages": turns}]))[0]
+    assert row.messages[1] == {**call, "content": ""}
+    assert row.messages[2] == {"role": "tool", "content": "noon", "name": "clock"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "complaint"),
+    [
+        ([], "an empty list"),
+        (None, "nothing"),
+        ("Hi", "a str"),
+        (["Hi"], "turn 1 of 'messages' is a str"),
+        ([{"role": "usr", "content": "Hi"}], "turn 1 of 'messages' has the role 'usr'"),
+        ([{"role": "user", "content": None}], "has no content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content of type list"),
+        ([{"role": "user", "content": " "}], "turn 1 of 'messages' is empty"),
+        ([{"role": "assistant", "content": "Hi"}], "no user turn"),
+        ([{"role": "system", "content": "Hi"}], "no user turn"),
+    ],
+)
+def test_bad_conversation_is_named(tmp_path, turns, complaint):
+    good = [{"role": "user", "content": "Hi"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": good}, {"messages": turns}])
+    message = refusal(path=path, messages_column="messages")
+    assert message.startswith(f"{path}:2: ")
+    assert complaint in message
+
+
+def test_stdlib_domain(monkeypatch):
+    stdlib = pytest.importorskip("data.prompts.stdlib", reason="the embedded domain is not there")
+    heads = {
+        False: [("ast.py", "def parse(source):\n"), ("cmd.py", "def run():\n")],
+        True: [("csv.py", "def sniff():\n")],
+    }
+    monkeypatch.setattr(stdlib, "function_head_rows", lambda heldout: heads[heldout])
+    rows = load_source(path="stdlib")
+    assert rows[0] == PromptRow("def parse(source):\n", None, None, "stdlib", "stdlib/ast.py:1")
+    assert len(rows) == 2
+    assert len(load_source(path="stdlib", limit=1)) == 1
+    assert load_source(path="stdlib", split="heldout", domain="py")[0].domain == "py"
+    assert "train and heldout" in refusal(path="stdlib", split="test")
+    assert "no columns" in refusal(path="stdlib", prompt_column="x")
+
+
+def test_hub_id_goes_to_the_hub_with_everything_said(monkeypatch):
+    asked = {}
+
+    def load_dataset(path, **options):
+        asked.update(path=path, **options)
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    row = load_source(path="some-org/maths-2.5", split="train[:3]", subset="main", revision="abc")[0]
+    assert asked == {"path": "some-org/maths-2.5", "name": "main", "split": "train[:3]", "revision": "abc"}
+    assert (row.text, row.domain, row.origin) == ("What is 2 + 2?", "maths-2.5", "some-org/maths-2.5[train[:3]]:1")
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (ConnectionError("no route"), "hf download some/set --repo-type dataset"),
+        (datasets.exceptions.DatasetNotFoundError("Dataset 'some/set' doesn't exist"), "hf auth login"),
+        (ValueError("Config name is missing.\nPlease pick one among ['a', 'b']"), "pick one among ['a', 'b']"),
+    ],
+)
+def test_hub_failures_say_what_to_do(monkeypatch, tmp_path, error, advice):
+    def load_dataset(path, **options):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "sett").mkdir()
+    message = refusal(path="some/set")
+    assert advice in message
+    assert "(near: sett)" in message or isinstance(error, ValueError)
+
+
+def test_nothing_is_left_behind_and_switches_are_put_back(tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    home_cache = Path(datasets.config.HF_DATASETS_CACHE)
+    before = sorted(home_cache.rglob("*")) if home_cache.exists() else None
+    verbosity, bars_off = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    load_source(path=write(tmp_path / "p.jsonl.gz", ROWS))
+    refusal(path=write(tmp_path / "bad.jsonl", "{"))
+    assert list(scratch.iterdir()) == []
+    assert (sorted(home_cache.rglob("*")) if home_cache.exists() else None) == before
+    assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == (verbosity, bars_off)
+
+
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the lab's shared data is not on this machine")
+def test_real_files():
+    gsm8k = load_source(path=str(SHARED_DATA / "gsm8k" / "test.jsonl"), reference_column="answer")
+    assert len(gsm8k) == 1319
+    assert all(row.text and row.reference for row in gsm8k)
+    path = str(SHARED_DATA / "sgd" / "dialogues.jsonl.gz")
+    dialogues = load_source(path=path, domain_column="services", limit=50)
+    assert all(row.messages[-1]["role"] == "user" and row.reference for row in dialogues)

@@ -1,0 +1,196 @@
+"""Splits: laws that hold for any rows (partition, stability, no overlap), and what is refused."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.prompts.sources import PromptRow
+from data.prompts.split import content_hash, deduplicate, in_heldout, normalised_hash, remove_overlap, split_rows
+from speculative.errors import UserError
+
+
+def text_row(text: str, origin: str = "f:1") -> PromptRow:
+    return PromptRow(text, None, None, "d", origin)
+
+
+def chat_row(*turns: tuple[str, str]) -> PromptRow:
+    return PromptRow(None, tuple({"role": role, "content": content} for role, content in turns), None, "d", "f:1")
+
+
+# Few letters, so that equal and nearly equal prompts come up often.
+TEXTS = st.text(alphabet="aAb .!-\u00e9\uff21", min_size=1, max_size=5)
+PLAIN_ROWS = TEXTS.map(text_row)
+CHAT_ROWS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXTS), min_size=1, max_size=2).map(
+    lambda turns: chat_row(*turns)
+)
+ROWS = st.lists(st.one_of(PLAIN_ROWS, CHAT_ROWS), min_size=2, max_size=30)
+FRACTIONS = st.floats(0.05, 0.95)
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def fraction_sides(rows, fraction):
+    """The two sides by the rule itself, which has no minimum size."""
+    return [r for r in rows if not in_heldout(r, fraction)], [r for r in rows if in_heldout(r, fraction)]
+
+
+def refusal(function, *arguments, **named) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **named)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_content_hash_is_the_exact_content():
+    # Prompt ids are in stores on people's disks: the value itself is the promise.
+    assert content_hash(text_row("hello")) == "2cf24dba5fb0a30e"
+    assert content_hash(text_row("hello")) == content_hash(PromptRow("hello", None, "ref", "other", "elsewhere:9"))
+    assert content_hash(text_row("hello")) != content_hash(text_row("hello "))
+    first = PromptRow(None, ({"role": "user", "content": "a"},), None, "d", "o")
+    swapped = PromptRow(None, ({"content": "a", "role": "user"},), None, "d", "o")
+    assert content_hash(first) == content_hash(swapped)
+    assert content_hash(first) != content_hash(chat_row(("system", "a")))
+    assert len(content_hash(text_row("lone surrogate \ud800"))) == 16
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Hello, world!", "  hello\tWORLD "),
+        ("\uff28ello", "hello"),  # full-width
+        ("\u2121 1", "tel 1"),  # one sign that stands for capitals
+        ("Stra\u00dfe", "STRASSE"),
+        ("caf\u00e9", "cafe\u0301"),  # composed and combining accent
+        ('"Why?" (he asked)', "why he asked"),
+    ],
+)
+def test_normalised_hash_sees_the_same_prompt(one, other):
+    assert normalised_hash(text_row(one)) == normalised_hash(text_row(other))
+    assert content_hash(text_row(one)) != content_hash(text_row(other))
+    assert normalised_hash(chat_row(("user", one))) == normalised_hash(text_row(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 3/2?", "What is 3-2?"),
+        ("What is 3 / 2?", "What is 3 - 2?"),
+        ("Is it -2?", "Is it 2?"),
+        ("f(a, b)", "f(a_b)"),
+        ("Write it in C#.", "Write it in C."),
+        ("Round 3.5", "Round 35"),
+        ("?", "!"),
+    ],
+)
+def test_normalised_hash_keeps_meaning_apart(one, other):
+    assert normalised_hash(text_row(one)) != normalised_hash(text_row(other))
+
+
+def test_normalised_hash_of_conversations_keeps_roles_and_turns():
+    assert normalised_hash(chat_row(("user", "A"), ("assistant", "B."))) == normalised_hash(
+        chat_row(("user", "a!"), ("assistant", "b"))
+    )
+    assert normalised_hash(chat_row(("system", "a"), ("user", "b"))) != normalised_hash(text_row("b"))
+    assert normalised_hash(chat_row(("user", "a"), ("user", "b"))) != normalised_hash(text_row("a b"))
+
+
+def test_deduplicate_keeps_the_first_and_counts():
+    rows = [text_row(text, f"f:{n}") for n, text in enumerate(["a", "b", "a", "A.", "b", "c"], start=1)]
+    kept, report = deduplicate(rows)
+    assert [row.origin for row in kept] == ["f:1", "f:2", "f:6"]
+    assert (report.rows, report.exact, report.normalised, report.kept) == (6, 2, 1, 3)
+
+
+def test_deduplicate_refuses_nothing_and_one_prompt_repeated():
+    assert "empty" in refusal(deduplicate, [])
+    message = refusal(deduplicate, [text_row("a", "f:3"), text_row("a"), text_row("A!")])
+    assert "3 rows, 1 unique (first at f:3)" in message
+    assert len(deduplicate([text_row("a")])[0]) == 1
+
+
+@quick
+@given(ROWS)
+def test_deduplicate_is_idempotent_and_leaves_no_twins(rows):
+    if len({normalised_hash(row) for row in rows}) == 1:
+        return
+    kept, report = deduplicate(rows)
+    assert deduplicate(kept)[0] == kept
+    assert len({normalised_hash(row) for row in kept}) == len(kept)
+    assert {normalised_hash(row) for row in kept} == {normalised_hash(row) for row in rows}
+    assert report.exact + report.normalised + report.kept == report.rows == len(rows)
+    assert [row for row in rows if row in kept][:1] == kept[:1]
+
+
+@quick
+@given(ROWS, FRACTIONS, st.randoms(use_true_random=False))
+def test_fraction_split_is_a_partition_stable_under_order_and_growth(rows, fraction, random):
+    sides = fraction_sides(rows, fraction)
+    if all(sides):
+        train, heldout = split_rows(rows, heldout_fraction=fraction)
+        assert (train, heldout) == sides
+    else:
+        assert "leaves" in refusal(split_rows, rows, heldout_fraction=fraction)
+    assert len(sides[0]) + len(sides[1]) == len(rows)
+    assert not {content_hash(row) for row in sides[0]} & {content_hash(row) for row in sides[1]}
+
+    shuffled = random.sample(rows, len(rows))
+    half = rows[: len(rows) // 2]
+    for side, shuffled_side, half_side in zip(
+        sides, fraction_sides(shuffled, fraction), fraction_sides(half, fraction), strict=True
+    ):
+        assert sorted(map(content_hash, shuffled_side)) == sorted(map(content_hash, side))
+        assert half_side == side[: len(half_side)]
+
+
+@quick
+@given(PLAIN_ROWS, FRACTIONS, FRACTIONS)
+def test_a_larger_fraction_holds_out_more_never_others(row, one, other):
+    if in_heldout(row, min(one, other)):
+        assert in_heldout(row, max(one, other))
+
+
+@quick
+@given(ROWS, st.integers(1, 29), st.randoms(use_true_random=False))
+def test_count_split_is_an_exact_partition_stable_under_order(rows, count, random):
+    unique = list({content_hash(row): row for row in rows}.values())
+    if count >= len(unique):
+        assert "different prompts" in refusal(split_rows, unique, heldout_count=count)
+        return
+    train, heldout = split_rows(unique, heldout_count=count)
+    assert len(heldout) == count
+    assert [row for row in unique if row in heldout] == heldout
+    assert [row for row in unique if row not in heldout] == train
+    shuffled = split_rows(random.sample(unique, len(unique)), heldout_count=count)[1]
+    assert sorted(map(content_hash, shuffled)) == sorted(map(content_hash, heldout))
+
+
+def test_fraction_is_about_met():
+    rows = [text_row(f"prompt {number}") for number in range(4000)]
+    heldout = split_rows(rows, heldout_fraction=0.1)[1]
+    assert abs(len(heldout) - 400) < 4 * (4000 * 0.1 * 0.9) ** 0.5  # four standard deviations of a fair coin
+
+
+def test_split_refuses_odd_settings():
+    rows = [text_row("a"), text_row("b")]
+    assert "exactly one" in refusal(split_rows, rows)
+    assert "exactly one" in refusal(split_rows, rows, heldout_fraction=0.5, heldout_count=1)
+    for fraction in (0.0, 1.0, -1.0, float("nan")):
+        assert "between 0 and 1" in refusal(split_rows, rows, heldout_fraction=fraction)
+    for count in (0, 2, -1):
+        assert "give 1 to 1" in refusal(split_rows, rows, heldout_count=count)
+    assert "1 different prompts: two are needed" in refusal(split_rows, rows[:1], heldout_count=1)
+    assert "empty" in refusal(split_rows, [], heldout_fraction=0.5)
+
+
+@quick
+@given(ROWS, ROWS)
+def test_no_normalised_prompt_is_on_both_sides_after_removal(train, heldout):
+    held = {normalised_hash(row) for row in heldout}
+    if all(normalised_hash(row) in held for row in train):
+        assert f"all {len(train)} training prompts" in refusal(remove_overlap, train, heldout)
+        return
+    kept, removed = remove_overlap(train, heldout)
+    assert not {normalised_hash(row) for row in kept} & held
+    assert len(kept) + removed == len(train)
+    assert [row for row in train if normalised_hash(row) not in held] == kept
+    assert remove_overlap(kept, heldout) == (kept, 0)

@@ -1,0 +1,283 @@
+"""Shards and manifest: whole or absent, and refused by name when they are another run's."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.files import MANIFEST, write_json
+from data.responses.store import Row, Store
+from speculative.errors import UserError
+
+IDENTITY = {"target": "abc", "tokenizer": "def", "sampling": {"temperature": 1.0, "top_k": 0}, "eos_ids": [2]}
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text, text
+    return text
+
+
+def row_of(index: int, prompt: int = 3, response: int = 4) -> Row:
+    ids = list(range(index, index + prompt + response))
+    mask = [False] * prompt + [True] * response
+    return Row(
+        f"prompt{index}", index % 2, "code", ids, mask, [-0.5 * step for step in range(response)], index % 2 == 0
+    )
+
+
+def opened(folder: Path) -> Store:
+    store = Store(folder / "store")
+    store.open(IDENTITY)
+    return store
+
+
+def test_prompt_and_response_of_a_row() -> None:
+    row = row_of(10)
+    assert (row.prompt_ids, row.response_ids) == ([10, 11, 12], [13, 14, 15, 16])
+    example = row.example()
+    assert example.input_ids.tolist() == row.input_ids
+    assert example.input_ids.dtype == np.int32
+    assert example.loss_mask.dtype == bool
+
+
+rows = st.lists(
+    st.builds(
+        Row,
+        prompt_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=10),
+        sample=st.integers(0, 100),
+        domain=st.text(st.characters(exclude_categories=["Cs"]), max_size=10),
+        input_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6),
+        loss_mask=st.lists(st.booleans(), min_size=1, max_size=6),
+        log_target_probs=st.lists(st.floats(max_value=0, allow_nan=False, width=32), max_size=6),
+        finished=st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
+    store = opened(tmp_path_factory.mktemp("round"))
+    store.write_shard(0, rows)
+    assert store.read() == rows
+
+
+def test_shards_are_read_in_order_and_missing_ones_are_known(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for shard in (10, 0, 2):
+        store.write_shard(shard, [row_of(shard)])
+    assert [row.prompt_id for row in store.read()] == ["prompt0", "prompt2", "prompt10"]
+    assert store.missing(4) == [1, 3]
+    assert store.missing(1) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("target", "xyz", ['"abc"', '"xyz"']),
+        ("tokenizer", "xyz", ['"def"']),
+        ("sampling", {"temperature": 0.7, "top_k": 0}, ["0.7"]),
+        ("eos_ids", [2, 3], ["[2, 3]"]),
+        ("new_key", 1, ["null", "1"]),
+    ],
+)
+def test_a_store_from_something_else_is_refused_by_key(tmp_path: Path, key: str, value: Any, said: list[str]) -> None:
+    store = opened(tmp_path)
+    store.write_shard(0, [row_of(0)])
+    text = refused(lambda: store.open(IDENTITY | {key: value}))
+    assert f"another {key} " in text
+    assert str(store.folder) in text
+    assert all(part in text for part in said), text
+    assert store.read() == [row_of(0)], "nothing is lost"
+
+
+def test_the_same_manifest_is_accepted_again_whatever_the_order_and_tuples(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.open(dict(reversed(IDENTITY.items())) | {"eos_ids": (2,)})
+
+
+def test_a_manifest_that_lost_a_key_is_refused(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    write_json(store.folder / MANIFEST, {key: value for key, value in IDENTITY.items() if key != "target"})
+    assert "another target (null" in refused(lambda: store.open(IDENTITY))
+
+
+@pytest.mark.parametrize("content", ["", "{", "\x00\x01"])
+def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
+    store = opened(tmp_path)
+    (store.folder / MANIFEST).write_text(content)
+    assert MANIFEST in refused(lambda: store.open(IDENTITY))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
+    store = opened(tmp_path)
+    for shard in range(2):
+        store.write_shard(shard, [row_of(index) for index in range(20)])
+    path = store.shard_path(1)
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "text": b"not parquet at all"}[damage])
+    text = refused(store.read)
+    assert str(path) in text
+    assert "delete it" in text
+
+
+def flipped(content: bytes, position: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ (1 << position % 8)]) + content[position + 1 :]
+
+
+def test_one_flipped_byte_anywhere_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
+    """Every byte of manifest and checksum, every third of the shard; harmless is white space of the manifest only."""
+    store = opened(tmp_path)
+    rows = [row_of(0)]
+    store.write_shard(0, rows)
+    harmless = []
+    for path in sorted(store.folder.iterdir()):
+        content = path.read_bytes()
+        for position in range(0, len(content), 3 if path.suffix == ".parquet" else 1):
+            path.write_bytes(flipped(content, position))
+            said = ""
+            try:
+                store.open(IDENTITY)
+                assert store.read() == rows, (path, position)
+                assert store.manifest() == IDENTITY
+                assert path.name == MANIFEST
+                harmless.append(chr(content[position]))
+            except UserError as error:
+                said = str(error)
+            # A manifest whose checksum's key is another word is told by that key.
+            assert not said or (str(store.folder) if path.name == MANIFEST else path.name) in said
+            assert "\n" not in said
+        path.write_bytes(content)
+    assert set("".join(harmless)) <= set(" \n")
+    assert store.read() == rows
+
+
+def test_a_damaged_value_of_the_manifest_is_told_as_damage(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    path = store.folder / MANIFEST
+    path.write_text(path.read_text(encoding="utf-8").replace("abc", "abd"), encoding="utf-8")
+    for call in (store.manifest, lambda: store.open(IDENTITY), lambda: store.open(IDENTITY | {"target": "abd"})):
+        text = refused(call)
+        assert str(path) in text
+        assert "checksum" in text
+
+
+def test_a_shard_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.write_shard(3, [row_of(0)])
+    path = store.shard_path(3)
+    checksum = path.with_name("checksum-00003.sha256")
+    content = checksum.read_text(encoding="utf-8")
+    assert content == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n", "as sha256sum -c reads it"
+    checksum.unlink()
+    text = refused(store.read)
+    assert str(path) in text
+    assert checksum.name in text
+    assert "delete the shard" in text
+
+
+def test_shards_of_two_numbers_cannot_change_places(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for shard in range(2):
+        store.write_shard(shard, [row_of(shard)])
+    first, second = store.shard_path(0), store.shard_path(1)
+    first.write_bytes(second.read_bytes())
+    assert str(first) in refused(store.read)
+
+
+def test_has_all(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    assert not store.has_all(1, IDENTITY)
+    assert not store.folder.exists(), "asking creates nothing"
+    store.open(IDENTITY)
+    store.write_shard(0, [row_of(0)])
+    assert store.has_all(1, IDENTITY)
+    assert not store.has_all(2, IDENTITY)
+    assert "another target" in refused(lambda: store.has_all(1, IDENTITY | {"target": "xyz"}))
+
+
+def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    store = opened(tmp_path)
+    store.write_shard(0, [row_of(0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(Killed):
+            store.write_shard(1, [row_of(1)])
+    assert store.missing(2) == [1]
+    assert store.read() == [row_of(0)]
+    store.write_shard(1, [row_of(1)])
+    assert store.read() == [row_of(0), row_of(1)]
+
+
+def test_a_full_disk_is_one_line_and_leaves_earlier_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = opened(tmp_path)
+    store.write_shard(0, [row_of(0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet, "write_table", full)
+        text = refused(lambda: store.write_shard(1, [row_of(1)]))
+    assert "No space left" in text
+    assert str(store.shard_path(1)) in text
+    assert store.read() == [row_of(0)]
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "checksum-00000.sha256",
+        MANIFEST,
+        "shard-00000.parquet",
+    ]
+
+
+def test_a_writer_that_really_runs_out_of_room(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    generator = np.random.default_rng(0)
+    big = Row("big", 0, "code", generator.integers(0, 2**31, 20000).tolist(), [True] * 20000, [-1.0] * 20000, True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        text = refused(lambda: store.write_shard(0, [big]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written" in text
+    assert sorted(path.name for path in store.folder.iterdir()) == [MANIFEST]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot be written" in refused(lambda: Store(tmp_path / "file" / "store").open(IDENTITY))
+
+
+def test_json_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "value.json"
+    write_json(path, {"text": "é", "number": 1})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"text": "é", "number": 1}
+
+    def stopped(*_: Any) -> None:
+        raise OSError("stopped")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", stopped)
+        with pytest.raises(OSError, match="stopped"):
+            write_json(path, {"number": 2})
+    assert json.loads(path.read_text(encoding="utf-8"))["number"] == 1

@@ -1,0 +1,289 @@
+"""Templates: ids of prompts and answers, their border, their masks, and what is refused."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from data.prompts.sources import PromptRow
+from data.prompts.template import (
+    check_lengths,
+    check_masks,
+    loss_mask,
+    render_prompt,
+    render_reference,
+    template_fingerprint,
+)
+from speculative.errors import UserError
+
+SHARED_TARGET = Path(__file__).parents[3] / "shared" / "models" / "lab-target"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A thinking template: the last answer keeps its thoughts, the generation prompt closes them when thinking is off.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+CORPUS = [
+    "def add(first, second):\n    return first + second\n",
+    "hello world, what is the answer?\n",
+    "assistant user",
+] * 8
+PLAIN = {"mode": "plain", "chat_template_kwargs": {}}
+CHAT = {"mode": "chat", "chat_template_kwargs": {}}
+AUTO = {"mode": "auto", "chat_template_kwargs": {}}
+
+
+def make_tokenizer(template: str | None = None, around: str | None = None) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=330, special_tokens=specials, initial_alphabet=alphabet)
+    )
+    if around:
+        pairs = [(token, core.token_to_id(token)) for token in ("<s>", "</s>")]
+        core.post_processor = processors.TemplateProcessing(single=around, special_tokens=pairs)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>" if template is None else "<|im_end|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def plain_tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    return make_tokenizer(CHATML)
+
+
+def text_row(text: str, reference: str | None = None) -> PromptRow:
+    return PromptRow(text, None, reference, "d", "rows.jsonl:7")
+
+
+def chat_row(*turns: tuple[str, str], reference: str | None = None) -> PromptRow:
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    return PromptRow(None, messages, reference, "d", "rows.jsonl:7")
+
+
+def refusal(function, *arguments, **named) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **named)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("around", "front"), [(None, []), ("<s> $A", ["<s>"]), ("<s> $A </s>", ["<s>"]), ("$A </s>", [])]
+)
+def test_plain_prompt_has_the_tokenizers_front_and_no_end(around, front):
+    tokenizer = make_tokenizer(around=around)
+    ids = render_prompt(text_row("hello world"), tokenizer, **PLAIN)
+    assert tokenizer.convert_ids_to_tokens(ids)[: len(front)] == front
+    assert tokenizer.decode(ids[len(front) :]) == "hello world"
+    assert ids == render_prompt(text_row("hello world"), tokenizer, **AUTO)
+
+
+def test_plain_prompt_keeps_an_end_token_that_the_user_wrote():
+    tokenizer = make_tokenizer(around="<s> $A </s>")
+    assert tokenizer.decode(render_prompt(text_row("hello</s>"), tokenizer, **PLAIN)) == "<s>hello</s>"
+
+
+def test_chat_prompt_is_the_template_and_text_becomes_a_user_turn(chat_tokenizer):
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    for row in (text_row("hello"), chat_row(("user", "hello"))):
+        for mode in (CHAT, AUTO):
+            ids = render_prompt(row, chat_tokenizer, **mode)
+            assert chat_tokenizer.decode(ids) == expected
+    assert chat_tokenizer.decode(render_prompt(text_row("hello"), chat_tokenizer, **PLAIN)) == "hello"
+
+
+def test_chat_without_a_template_is_refused_with_the_way_out(plain_tokenizer):
+    message = refusal(render_prompt, text_row("a"), plain_tokenizer, **CHAT)
+    assert "has no chat template" in message
+    assert "mode to plain" in message
+    assert "chat_template.jinja" in message
+    # A conversation has no plain form: auto and plain must not invent one.
+    assert "plain text" in refusal(render_prompt, chat_row(("user", "a")), plain_tokenizer, **AUTO)
+    assert "mode to chat" in refusal(render_prompt, chat_row(("user", "a")), plain_tokenizer, **PLAIN)
+    assert "not known" in refusal(render_prompt, text_row("a"), plain_tokenizer, mode="chta", chat_template_kwargs={})
+
+
+def test_template_that_refuses_a_row_names_it():
+    tokenizer = make_tokenizer("{{ raise_exception('Roles must\nalternate') }}")
+    message = refusal(render_prompt, text_row("a"), tokenizer, **CHAT)
+    assert message.startswith("rows.jsonl:7: ")
+    assert "Roles must alternate" in message
+
+
+def test_chat_template_kwargs_reach_the_template_and_typos_do_not():
+    tokenizer = make_tokenizer(THINKING)
+    with_thoughts = tokenizer.decode(render_prompt(text_row("a"), tokenizer, **CHAT))
+    kwargs = {"enable_thinking": False}
+    without = tokenizer.decode(render_prompt(text_row("a"), tokenizer, mode="chat", chat_template_kwargs=kwargs))
+    assert with_thoughts.endswith("<think>\n")
+    assert without.endswith("</think>\n\n")
+
+    typo = {"mode": "chat", "chat_template_kwargs": {"enable_thinkng": False}}
+    assert "did you mean enable_thinking?" in refusal(render_prompt, text_row("a"), tokenizer, **typo)
+    reserved = {"mode": "chat", "chat_template_kwargs": {"add_generation_prompt": False}}
+    assert "set by Understudy itself" in refusal(render_prompt, text_row("a"), tokenizer, **reserved)
+
+
+def test_kwargs_are_checked_in_a_template_with_transformers_own_tag():
+    template = "{% generation %}{{ messages[0].content }}{{ tone }}{% endgeneration %}"
+    tokenizer = make_tokenizer(template)
+    ids = render_prompt(text_row("a"), tokenizer, mode="chat", chat_template_kwargs={"tone": "!"})
+    assert tokenizer.decode(ids) == "a!"
+    bad = {"mode": "chat", "chat_template_kwargs": {"tune": "!"}}
+    assert "did you mean tone?" in refusal(render_prompt, text_row("a"), tokenizer, **bad)
+
+
+def test_plain_reference_ends_with_eos_once(plain_tokenizer):
+    for answer in (" world", " world</s>"):
+        row = text_row("hello", reference=answer)
+        prompt_ids, response_ids = render_reference(row, plain_tokenizer, **PLAIN)
+        assert prompt_ids == render_prompt(row, plain_tokenizer, **PLAIN)
+        assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello world</s>"
+
+
+def test_answer_that_would_merge_into_the_prompt_is_tokenised_apart(plain_tokenizer):
+    whole = "hello"
+    (one_token,) = plain_tokenizer(whole).input_ids  # the corpus makes it one token, so any inner border is merged away
+    row = text_row("hel", reference="lo")
+    prompt_ids, response_ids = render_reference(row, plain_tokenizer, **PLAIN)
+    assert prompt_ids == render_prompt(row, plain_tokenizer, **PLAIN)
+    assert one_token not in prompt_ids + response_ids
+    assert plain_tokenizer.decode(prompt_ids + response_ids) == "hello</s>"
+
+
+def test_chat_reference_ends_with_its_turn_and_not_behind_it(chat_tokenizer):
+    row = chat_row(("system", "be"), ("user", "hi"), ("assistant", "yes?"), ("user", "go"), reference="  the answer \n")
+    prompt_ids, response_ids = render_reference(row, chat_tokenizer, **CHAT)
+    assert prompt_ids == render_prompt(row, chat_tokenizer, **CHAT)
+    assert chat_tokenizer.decode(response_ids) == "  the answer \n<|im_end|>"
+
+
+def test_chat_answer_that_merges_with_the_generation_prompt(chat_tokenizer):
+    # "\n" + "\n" may be one token: the prompt's own ids still come first, unchanged.
+    row = text_row("hi", reference="\n\nanswer")
+    prompt_ids, response_ids = render_reference(row, chat_tokenizer, **CHAT)
+    assert prompt_ids == render_prompt(row, chat_tokenizer, **CHAT)
+    assert chat_tokenizer.decode(prompt_ids + response_ids).endswith("assistant\n\n\nanswer<|im_end|>")
+
+
+def test_end_of_turn_that_is_not_eos_closes_the_answer():
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.eos_token = "</s>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]}, replace_extra_special_tokens=False)
+    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, **CHAT)
+    assert tokenizer.decode(response_ids) == "yes<|im_end|>"
+
+
+def test_template_that_closes_nothing_gets_eos():
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    _, response_ids = render_reference(text_row("hi", reference="yes"), tokenizer, **CHAT)
+    assert tokenizer.decode(response_ids) == "yes<|im_end|>"
+
+
+def test_thinking_template_is_used_where_it_keeps_the_prompt_and_refused_where_not():
+    tokenizer = make_tokenizer(THINKING)
+    row = text_row("hi", reference="yes")
+    kwargs = {"mode": "chat", "chat_template_kwargs": {"enable_thinking": False}}
+    prompt_ids, response_ids = render_reference(row, tokenizer, **kwargs)
+    assert tokenizer.decode(prompt_ids).endswith("</think>\n\n")
+    assert tokenizer.decode(response_ids) == "yes<|im_end|>"
+
+    rewriting = make_tokenizer(
+        THINKING.replace("<think>\n\n</think>\n\n{% endif %}{{ m.content", "{% endif %}{{ m.content")
+    )
+    message = refusal(render_reference, row, rewriting, **CHAT)
+    assert message.startswith("rows.jsonl:7: ")
+    assert "rewrites the prompt" in message
+    assert "enable_thinking: false" in message
+
+
+def test_template_that_cuts_the_answer_is_refused():
+    template = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
+    row = text_row("hi", reference="<think>hm</think>yes")
+    assert "changes the answer" in refusal(render_reference, row, make_tokenizer(template), **CHAT)
+
+
+def test_reference_is_required(plain_tokenizer):
+    assert "no reference answer" in refusal(render_reference, text_row("a"), plain_tokenizer, **PLAIN)
+
+
+def test_loss_mask_covers_the_response_only():
+    assert loss_mask(2, 5) == [False, False, True, True, True]
+    assert loss_mask(2, 2) == [False, False]
+    with pytest.raises(AssertionError):
+        loss_mask(3, 2)
+
+
+def test_masks_of_a_set():
+    check_masks([[False, True], [False, False], [True]], "train")
+    check_masks(iter([[0, 1]]), "train")
+    assert refusal(check_masks, [[False], [False, False]], "train").startswith(
+        "train: the loss mask is 0 on all 3 tokens"
+    )
+    assert "is 1 on all 2 tokens" in refusal(check_masks, [[True, True]], "train")
+    assert "no tokens in 0 rows" in refusal(check_masks, [], "held-out")
+    assert "no tokens in 1 rows" in refusal(check_masks, [[]], "held-out")
+
+
+def test_lengths():
+    assert check_lengths([1] * 6, "r:1", 10, 4, "error")
+    assert not check_lengths([1] * 7, "r:1", 10, 4, "drop")
+    message = refusal(check_lengths, [1] * 7, "r:1", 10, 4, "error")
+    assert message.startswith("r:1: a prompt of 7 tokens and 4 new ones")
+    assert "no token" in refusal(check_lengths, [], "r:1", 10, 4, "drop")
+    assert "no room for a prompt" in refusal(check_lengths, [1], "r:1", 10, 10, "drop")
+
+
+def test_fingerprint_changes_with_what_changes_prompts(plain_tokenizer, chat_tokenizer, caplog):
+    thinking = make_tokenizer(THINKING)
+    prints = [
+        template_fingerprint(plain_tokenizer, "plain", {}),
+        template_fingerprint(make_tokenizer(around="<s> $A"), "plain", {}),
+        template_fingerprint(chat_tokenizer, "plain", {}),
+        template_fingerprint(chat_tokenizer, "chat", {}),
+        template_fingerprint(thinking, "chat", {}),
+        template_fingerprint(thinking, "chat", {"enable_thinking": False}),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert all(len(value) == 64 for value in prints)
+    assert template_fingerprint(make_tokenizer(), "auto", {}) == prints[0]
+    assert template_fingerprint(make_tokenizer(CHATML), "auto", {}) == prints[3]
+    assert "no chat template" in refusal(template_fingerprint, plain_tokenizer, "chat", {})
+
+    caplog.set_level(logging.WARNING, logger="data.prompts.template")
+    template_fingerprint(plain_tokenizer, "plain", {"enable_thinking": False})
+    template_fingerprint(make_tokenizer("{{ strftime_now('%d') }}"), "chat", {})
+    assert "are not used" in caplog.text
+    assert "today's date" in caplog.text
+
+
+@pytest.mark.skipif(not SHARED_TARGET.is_dir(), reason="the lab's shared models are not on this machine")
+def test_real_chat_tokenizer():
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(SHARED_TARGET))
+    prompt_ids, response_ids = render_reference(text_row("What is 2 + 2?", reference="#### 4"), tokenizer, **AUTO)
+    assert tokenizer.decode(prompt_ids) == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(response_ids) == "#### 4<|im_end|>"
+    assert response_ids[-1] == tokenizer.eos_token_id
