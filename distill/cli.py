@@ -92,7 +92,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
 ) -> None:
     """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
-    from distill.commands.evaluate import parse_gammas
+    from distill.commands.evaluate.evaluate import parse_gammas
     from distill.config.load import load_config
     from speculative.rules.verify import RULES
 
@@ -113,7 +113,7 @@ def evaluate(
 
 def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: bool, out: Path) -> None:
     from data.files import write_json
-    from distill.commands.evaluate import evaluate as judge_draft
+    from distill.commands.evaluate.evaluate import evaluate as judge_draft
     from distill.commands.output import check_writable
     from distill.report.screen import judgement_table
 
@@ -152,8 +152,8 @@ def _prove(
     prompts: int, samples: int, control: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """The tests for a doubter; exit status 1 when one fails."""
-    from distill.commands import losslessness as lossless_command
-    from distill.commands import scores as task_scores
+    from distill.commands.evaluate import losslessness as lossless_command
+    from distill.commands.evaluate import scores as task_scores
 
     results: dict[str, Any] = {}
     lines: list[str] = []

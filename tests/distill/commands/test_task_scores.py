@@ -14,9 +14,9 @@ from tiny_models import perturbed
 from tiny_training import TOKENS, forget_accelerators, tiny_tokenizer, write_target
 
 from data.responses.respond import RenderedPrompt
-from distill.commands import scores as room
-from distill.commands.losslessness import lossless_lines, losslessness
-from distill.commands.scores import (
+from distill.commands.evaluate import scores as room
+from distill.commands.evaluate.losslessness import lossless_lines, losslessness
+from distill.commands.evaluate.scores import (
     exact_match,
     exact_match_number,
     load_scorer,
@@ -90,7 +90,7 @@ def test_a_scorer_is_found_in_a_module_and_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(prompt, response, reference):\n    return 0.5\n")
     assert load_scorer(f"{file}:score")("", "", None) == 0.5
-    assert load_scorer("distill.commands.scores:exact_match") is exact_match
+    assert load_scorer("distill.commands.evaluate.scores:exact_match") is exact_match
     assert load_scorer("exact-match-number") is exact_match_number
 
 

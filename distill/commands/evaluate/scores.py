@@ -37,7 +37,7 @@ import numpy as np
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from data.responses.respond import RenderedPrompt
-from distill.commands.losslessness import Pair, load_pair
+from distill.commands.evaluate.losslessness import Pair, load_pair
 from distill.config.run import RunConfig
 from speculative.decoder.responses import Response
 from speculative.drafters.drafter import ModelDrafter
