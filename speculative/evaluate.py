@@ -1,38 +1,26 @@
-"""Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau.
-
-Run alone: python -m speculative.evaluate --target DIR --draft DIR --prompts FILE.jsonl
-"""
+"""Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import torch
-import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from speculative.decode import decode
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.decoder.responses import DecodeSettings, Prompt, Response
+from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
-from speculative.measure.cost import best_gamma, measure_costs
 from speculative.measure.curves import CURVE_GAMMAS
 from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
 from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
-from speculative.measure.self_checks import SelfCheckError, self_checks
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
-
-__all__ = ["HeldoutResponse", "SelfCheckError", "compare_speed", "judge", "judge_frozen", "self_checks"]
 
 
 @dataclass(frozen=True)
@@ -222,102 +210,10 @@ def compare_speed(
 
 def frozen_responses(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
-) -> tuple[list[HeldoutResponse], list[Response]]:
+) -> list[HeldoutResponse]:
     """Let the target answer alone, as the frozen text to judge drafts on."""
     responses, _ = decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)
-    frozen = [
+    return [
         HeldoutResponse(text.key, domain, text.prompt_ids, text.response_ids, text.log_target_probs)
         for text in responses
     ]
-    return frozen, responses
-
-
-def _load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[Prompt]:
-    if not path.is_file():
-        raise UserError(f"--prompts {path}: no such file")
-    prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise UserError(f'{path}:{number}: each line must be a JSON object with a "prompt" text')
-        if chat and not tokenizer.chat_template:
-            raise UserError("--chat: the target's tokenizer has no chat template")
-        if chat:
-            messages = [{"role": "user", "content": row["prompt"]}]
-            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-            ids = tokenizer(text, add_special_tokens=False).input_ids
-        else:
-            ids = tokenizer(row["prompt"]).input_ids
-        prompts.append((f"{path.name}:{number}", ids))
-    if not prompts:
-        raise UserError(f"--prompts {path}: the file is empty")
-    return prompts
-
-
-def evaluate_pair(
-    target_dir: Path, draft_dir: Path, prompts_file: Path, settings: DecodeSettings, chat: bool, dtype: str
-) -> dict[str, Any]:
-    """Load a pair, check the judge, judge the draft and its price; `settings.eos_ids` come from the target."""
-    for name, folder in (("--target", target_dir), ("--draft", draft_dir)):
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{name} {folder}: no config.json there: give a Hugging Face model directory")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype {dtype}: float32, bfloat16 or float16")
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=device)
-        for folder in (target_dir, draft_dir)
-    )
-    settings = replace(settings, eos_ids=end_token_ids(target))
-    prompts = _load_prompts(prompts_file, tokenizer, chat)
-    checks = self_checks(target, prompts[:8], settings)
-    heldout, _ = frozen_responses(target, prompts, replace(settings, seed=settings.seed + 1), prompts_file.stem)
-    result = judge(target, draft, heldout, settings)
-    del result["per_prompt"]
-    costs = measure_costs(target, draft, sampling=settings.sampling)
-    gamma, speed_up = best_gamma(result["replay"], costs)
-    return {
-        **result,
-        "self_checks": checks,
-        "cost_ratio": costs.cost_ratio,
-        "best_gamma": gamma,
-        "predicted_speed_up": speed_up,
-        "speed": compare_speed(target, {"draft": draft}, prompts[:8], settings),
-    }
-
-
-def main(
-    target: Annotated[Path, typer.Option(help="directory of the target model and its tokenizer")],
-    draft: Annotated[Path, typer.Option(help="directory of the draft model")],
-    prompts: Annotated[Path, typer.Option(help='JSON lines, each with a "prompt" text')],
-    gamma: Annotated[int, typer.Option(help="drafted tokens per block")] = 5,
-    rule: Annotated[str, typer.Option(help="sample, greedy-draft or greedy")] = "sample",
-    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="longest response in tokens")] = 96,
-    seed: Annotated[int, typer.Option(help="seed of all sampling")] = 0,
-    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    out: Annotated[Path | None, typer.Option(help="also write the result here as JSON")] = None,
-) -> None:
-    """Judge a draft by real speculative decoding."""
-    try:
-        settings = DecodeSettings(SamplingSettings(temperature), gamma, rule, max_tokens, seed=seed)  # type: ignore[arg-type]
-        result = evaluate_pair(target, draft, prompts, settings, chat, dtype)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except SelfCheckError as error:
-        typer.echo(f"error: self-check failed, nothing was measured: {error}", err=True)
-        raise typer.Exit(1) from None
-    text = json.dumps(result, indent=1)
-    if out is not None:
-        out.write_text(text + "\n")
-    typer.echo(text)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -60,13 +60,6 @@ def micro_batches(batch: np.ndarray, micro_batch_size: int, rank: int, ranks: in
     return list(batch.reshape(-1, micro_batch_size)[rank::ranks])
 
 
-def padding_share(lengths: Sequence[int] | np.ndarray, micro: Sequence[np.ndarray]) -> float:
-    """Padded positions / all positions when each micro-batch is padded to its own longest sequence."""
-    lengths = np.asarray(lengths)
-    total = sum(int(lengths[indices].max()) * len(indices) for indices in micro)
-    return 1.0 - sum(int(lengths[indices].sum()) for indices in micro) / total
-
-
 def pack(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> list[list[int]]:
     """Sequences into rows of at most `row_tokens` tokens: first-fit decreasing, so at most 11/9 of the fewest rows possible + 1.
 

@@ -64,7 +64,6 @@ class EngineRule:
 
     name: str
     rule_at_temperature: str
-    equal_rows: bool
     row_slack: int
     equal_strings: bool  # the engine, not only we, compares token strings
     language: str
@@ -73,11 +72,11 @@ class EngineRule:
 RULES: dict[str, EngineRule] = {
     rule.name: rule
     for rule in (
-        EngineRule("vLLM", "greedy-draft", True, 0, False, "bash"),
-        EngineRule("SGLang", "sample", True, 0, True, "bash"),
-        EngineRule("llama.cpp", "greedy-draft", False, LLAMA_CPP_ROW_SLACK, True, "bash"),
-        EngineRule("transformers", "sample", True, 0, False, "python"),
-        EngineRule("TensorRT-LLM", "greedy-draft", True, 0, False, "bash"),
+        EngineRule("vLLM", "greedy-draft", 0, False, "bash"),
+        EngineRule("SGLang", "sample", 0, True, "bash"),
+        EngineRule("llama.cpp", "greedy-draft", LLAMA_CPP_ROW_SLACK, True, "bash"),
+        EngineRule("transformers", "sample", 0, False, "python"),
+        EngineRule("TensorRT-LLM", "greedy-draft", 0, False, "bash"),
     )
 }
 ENGINES = tuple(RULES)

@@ -158,16 +158,6 @@ def training_flops(student: torch.nn.Module, teacher: torch.nn.Module | None = N
     return TrainingFlops(body, head)
 
 
-def training_flops_per_token(
-    student: torch.nn.Module, teacher: torch.nn.Module | None = None, *, sequence_tokens_per_token: float = 1.0
-) -> float:
-    """FLOPs of training per response token, see `training_flops`.
-
-    ``sequence_tokens_per_token``: tokens of prompt and response per response token (padding is not work).
-    """
-    return training_flops(student, teacher).of(sequence_tokens_per_token, 1.0)
-
-
 def _weights(model: torch.nn.Module, trained: bool) -> tuple[float, float]:
     """(FLOPs per token of the body, of the head); vectors are left out, their work is no matrix product."""
     output: Any = getattr(model, "get_output_embeddings", None)

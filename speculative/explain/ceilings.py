@@ -182,16 +182,6 @@ def hopeless_because(costs: StepCosts) -> HopelessReason | None:
     return None
 
 
-def hopeless_words(cost_ratio: float, verify_ratios: Mapping[int, float], batch_size: int | None = None) -> str | None:
-    """Why no draft pays enough at these costs and what would change it, in words; None when one can (`hopeless_because`).
-
-    verify_ratios: v(gamma) of the measured gammas, {5: 1.3}. batch_size: where it is 1, no smaller one is advised.
-    """
-    costs = StepCosts(1.0, {1: cost_ratio}, dict(verify_ratios), batch_size=batch_size or 0, context=0)
-    advised = advice(costs)
-    return None if advised is None else advised[1]
-
-
 def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
     """(what costs too much, a sentence that says so and what to do); None unless the pair is hopeless.
 

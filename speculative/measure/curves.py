@@ -1,4 +1,4 @@
-"""What a draft is worth at every gamma, with an interval, from one pass over stored text; and what else that text answers.
+"""What a draft is worth at every gamma, with an interval, from one pass over stored text.
 
 Shapes: N responses, P prompts (the resampling unit), R resamples, C columns of sums, K numbers made of them.
 """
@@ -6,16 +6,14 @@ Shapes: N responses, P prompts (the resampling unit), R resamples, C columns of 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.measure.metrics import RESAMPLES, expanded_tail, sum_by_prompt
-from speculative.measure.replay import expected_blocks_of, law_of, survival_of
+from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores
 
 CURVE_GAMMAS = range(33)
@@ -95,7 +93,6 @@ def rule_curve(
     *,
     survival_gamma: int,
     confidence: float = 0.95,
-    stop_below: float = 0.0,
 ) -> dict[str, Any]:
     """Alpha, tau at every gamma with intervals over prompts, and survival at one gamma, of text this rule may replay.
 
@@ -106,7 +103,7 @@ def rule_curve(
     tokens = sum(len(text) for text in scores)
     if not tokens:
         raise UserError("there is no response token to replay: give held-out prompts with non-empty responses")
-    blocks_NK = expected_blocks_of(scores, rule, gammas, stop_below=stop_below)
+    blocks_NK = expected_blocks_of(scores, rule, gammas)
     columns = [
         np.array([len(text) for text in scores]),
         np.array([text.accept_probs(rule).sum() for text in scores]),
@@ -130,74 +127,6 @@ def rule_curve(
         "gammas": list(gammas),
         "tau": taus,
         "tau_ci": tau_ci,
-        "survival": survival_of(scores, rule, survival_gamma, stop_below=stop_below),
+        "survival": survival_of(scores, rule, survival_gamma),
         "survival_gamma": survival_gamma,
     }
-
-
-def what_if(
-    scores: Sequence[TokenScores],
-    prompt_keys: Sequence[Hashable],
-    stored: DecodeSettings,
-    asked: DecodeSettings,
-    *,
-    gammas: Iterable[int] = CURVE_GAMMAS,
-    stop_below: float = 0.0,
-    confidence: float = 0.95,
-) -> dict[str, Any]:
-    """`rule_curve` under settings other than those the text was stored with, where the text can tell.
-
-    It can: any gamma; any rule at this temperature; a smaller max_tokens; a draft with a temperature or top-p of its
-    own (`scores` of `score_tokens(draft, texts, its settings)`: the laws hold for whatever distribution it samples);
-    a confidence stop. Adds "accepted_per_drafted" at `asked.gamma`, None with a confidence stop: how long a draft goes
-    on behind a token that was not kept is not in the text.
-
-    Raises UserError, saying why, where the target would have written other text, or longer text than is stored.
-    """
-    refuse_other_text(stored, asked)
-    cut = [_first_tokens(text, asked.max_tokens) for text in scores]
-    curve = rule_curve(
-        cut,
-        prompt_keys,
-        law_of(asked.rule, asked.sampling),
-        gammas,
-        survival_gamma=max(1, asked.gamma),
-        confidence=confidence,
-        stop_below=stop_below,
-    )
-    fixed = asked.gamma > 0 and stop_below <= 0.0
-    return curve | {"accepted_per_drafted": float(np.mean(curve["survival"])) if fixed else None}
-
-
-def refuse_other_text(stored: DecodeSettings, asked: DecodeSettings) -> None:
-    """Raises UserError when text stored under one setting says nothing of the other; see `what_if`."""
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        was, now = getattr(stored.sampling, name), getattr(asked.sampling, name)
-        idle = stored.sampling.greedy and asked.sampling.greedy
-        if was != now and not idle:
-            raise UserError(
-                f"{name} = {now}: the stored text was written by the target at {name} = {was}, and at another it would "
-                "have written other text: make responses at these settings"
-            )
-    if asked.max_tokens > stored.max_tokens:
-        raise UserError(
-            f"max_tokens = {asked.max_tokens}: the stored text ends at {stored.max_tokens} tokens: make longer responses"
-        )
-    for name in ("eos_ids", "stop", "min_tokens"):
-        was, now = getattr(stored, name), getattr(asked, name)
-        if (set(was) != set(now)) if isinstance(was, tuple) else was != now:
-            raise UserError(
-                f"{name} = {now}: the stored text ended by {name} = {was}: make responses at these settings"
-            )
-    for settings in (stored, asked):
-        if settings.tree is not None:
-            raise UserError("tree: replay has a law for chains only: leave the token tree out, or decode live")
-        if settings.rules is not None and settings.rules.active:
-            raise UserError("rules: replay scores text without logits rules: leave them out, or decode live")
-
-
-def _first_tokens(text: TokenScores, count: int) -> TokenScores:
-    cut: dict[str, Any] = {
-        field.name: values[:count] for field in fields(text) if (values := getattr(text, field.name)) is not None
-    }
-    return replace(text, **cut)

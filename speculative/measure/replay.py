@@ -65,11 +65,6 @@ def law_of(rule: str, sampling: SamplingSettings) -> str:
     return "greedy" if sampling.greedy else rule
 
 
-def _costs_of_probs(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
-    with np.errstate(divide="ignore"):
-        return [TextCosts(-np.log(probs)) for probs in accept_probs]
-
-
 class _Group(NamedTuple):
     """Responses padded to one length, with room for the largest gamma behind the last."""
 
@@ -141,31 +136,26 @@ def _expected_blocks(texts: Sequence[TextCosts], gammas: Iterable[int]) -> np.nd
     return blocks_NK
 
 
-def expected_blocks(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> np.ndarray:
-    """Expected target calls (N, K) that speculative decoding needs for each stored response, at each gamma.
-
-    For rules that judge each token alone, by its acceptance probability; `expected_blocks_of` knows every rule. The
-    expectation of sum_t P(a block starts at t) along the text, exact (no i.i.d. assumption); the last block counts in
-    full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
-    """
-    return _expected_blocks(_costs_of_probs(accept_probs), gammas)
-
-
 def expected_blocks_of(
     scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS, *, stop_below: float = 0.0
 ) -> np.ndarray:
-    """`expected_blocks` (N, K) of scored responses under any rule, `block` included.
+    """Expected target calls (N, K) that speculative decoding needs for each scored response, at each gamma, by any rule.
 
+    The expectation of sum_t P(a block starts at t) along the text, exact (no i.i.d. assumption); the last block counts
+    in full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
     stop_below: of a drafter that ends its block behind a token of lower draft probability than this.
     """
     return _expected_blocks([costs_of(text, rule, stop_below) for text in scores], gammas)
 
 
-def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
-    """From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t."""
-    variance_N = np.zeros(len(texts))
+def block_variance_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_below: float = 0.0) -> np.ndarray:
+    """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not.
+
+    From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t.
+    """
+    variance_N = np.zeros(len(scores))
     gammas_K = np.array([gamma])
-    for group in _groups(texts, (gamma,)):
+    for group in _groups([costs_of(text, rule, stop_below) for text in scores], (gamma,)):
         mean_TN, square_TN = np.zeros_like(group.costs_TN), np.zeros_like(group.costs_TN)
         for start in reversed(range(int(group.lengths_N.max(initial=0)))):
             exactly_J1N = _exactly_NKJ1(_kept_NJ1(group, start, gamma), gammas_K)[:, 0].T
@@ -178,24 +168,14 @@ def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
     return variance_N
 
 
-def block_variance(accept_probs: Sequence[np.ndarray], gamma: int) -> np.ndarray:
-    """Variance (N,) of the number of blocks around `expected_blocks`, given the text; 0 where all a_t are 0 or 1."""
-    return _block_variance(_costs_of_probs(accept_probs), gamma)
-
-
-def block_deviation_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> float:
-    """Standard deviation of the blocks of all these responses together, given their text, under any rule."""
-    return float(np.sqrt(_block_variance([costs_of(text, rule) for text in scores], gamma).sum()))
-
-
-def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_below: float = 0.0) -> list[float]:
+def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[float]:
     """P(the first j drafted tokens of a block are kept), j = 1..gamma, averaged over the blocks that replay expects.
 
     Live decoding counts it over all blocks. Text that has ended says nothing of the tokens behind it, so a block whose
     first j tokens reach beyond the end does not count for that j; 0 where none is left.
     """
     blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
-    for group in _groups([costs_of(text, rule, stop_below) for text in scores], (gamma,)):
+    for group in _groups([costs_of(text, rule) for text in scores], (gamma,)):
         starts_TN = _starts_TNK(group, (gamma,))[..., 0]
         for start in range(int(group.lengths_N.max(initial=0))):
             inside_NJ = start + np.arange(1, gamma + 1) <= group.lengths_N[:, None]
@@ -206,37 +186,33 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_be
 
 
 def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:
-    """{gamma: tau}: tokens of all responses over expected target calls."""
+    """{gamma: tau}: tokens of all responses over expected target calls, by rules that judge each token alone.
+
+    accept_probs: a_t (T,) of each response.
+    """
     gammas = tuple(gammas)
     tokens = sum(len(probs) for probs in accept_probs)
-    return dict(zip(gammas, (tokens / expected_blocks(accept_probs, gammas).sum(0)).tolist(), strict=True))
-
-
-def _agreement(texts: Sequence[TextCosts], counted_blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
-    predicted = float(_expected_blocks(texts, (gamma,)).sum())
-    counted = int(sum(counted_blocks_N))
-    deviation = float(np.sqrt(_block_variance(texts, gamma).sum()))
-    gap = counted - predicted
-    z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
-    agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z
-    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
-
-
-def replay_agreement(accept_probs: Sequence[np.ndarray], counted_blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
-    """Replay of the very text a live run produced against the blocks it counted; rules that judge each token alone.
-
-    {"predicted_blocks", "live_blocks", "z", "agrees"}: z is in standard deviations of the coins; where nothing is random (greedy)
-    it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
-    only lower acceptance, such as draft positions off by one.
-    """
-    return _agreement(_costs_of_probs(accept_probs), counted_blocks_N, gamma)
+    with np.errstate(divide="ignore"):
+        texts = [TextCosts(-np.log(probs)) for probs in accept_probs]
+    return dict(zip(gammas, (tokens / _expected_blocks(texts, gammas).sum(0)).tolist(), strict=True))
 
 
 def agreement_of(
     scores: Sequence[TokenScores], rule: str, counted_blocks_N: Sequence[int], gamma: int, *, stop_below: float = 0.0
 ) -> dict[str, Any]:
-    """`replay_agreement` of scored responses under any rule, `block` included."""
-    return _agreement([costs_of(text, rule, stop_below) for text in scores], counted_blocks_N, gamma)
+    """Replay of the very text a live run produced against the blocks it counted.
+
+    {"predicted_blocks", "live_blocks", "z", "agrees"}: z is in standard deviations of the coins; where nothing is random (greedy)
+    it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
+    only lower acceptance, such as draft positions off by one.
+    """
+    predicted = float(expected_blocks_of(scores, rule, (gamma,), stop_below=stop_below).sum())
+    counted = int(sum(counted_blocks_N))
+    deviation = float(np.sqrt(block_variance_of(scores, rule, gamma, stop_below=stop_below).sum()))
+    gap = counted - predicted
+    z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
+    agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z
+    return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
 
 
 def agreement_words(check: dict[str, Any] | None, tokens: int) -> str:

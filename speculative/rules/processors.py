@@ -86,11 +86,6 @@ class LogitsRules:
             or self.extra
         )
 
-    @property
-    def needs_host(self) -> bool:
-        """Whether a call makes the host wait for the device, so that it cannot be part of a captured graph."""
-        return bool(self.extra)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a report; extra processors by their class."""
         return {

@@ -324,7 +324,7 @@ def _text(
 ) -> _Text:
     settings = _decode_settings(options, target, temperature)
     with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
-        responses, _ = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
+        responses = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
         return _Text(
             temperature, settings.sampling, responses, ceilings.target_peaks(target, responses, settings.sampling)
         )

@@ -14,7 +14,6 @@ from distill.training.profiling import (
     peak_flops,
     peak_memory_mib,
     training_flops,
-    training_flops_per_token,
 )
 
 CPU = torch.device("cpu")
@@ -121,15 +120,13 @@ def test_flops_count_matrices_by_what_is_done_with_them(tied: bool) -> None:
     student = tiny_model(tie_word_embeddings=tied)
     head = student.lm_head.weight.numel()
     body = sum(p.numel() for p in student.model.layers.parameters() if p.dim() == 2)
-    assert training_flops_per_token(student) == 6 * (body + head)
-    assert training_flops_per_token(student, sequence_tokens_per_token=1.5) == 6 * (1.5 * body + head)
     assert training_flops(student).of(30, 20) == 6 * (30 * body + 20 * head)
     teacher = tiny_model(num_hidden_layers=4, tie_word_embeddings=tied)
     taught = sum(p.numel() for p in teacher.model.layers.parameters() if p.dim() == 2) + teacher.lm_head.weight.numel()
-    assert training_flops_per_token(student, teacher) == 6 * (body + head) + 2 * taught
+    assert training_flops(student, teacher).of(1, 1) == 6 * (body + head) + 2 * taught
     student.model.layers[0].requires_grad_(False)
     frozen = sum(p.numel() for p in student.model.layers[0].parameters() if p.dim() == 2)
-    assert training_flops_per_token(student) == 6 * (body - frozen + head) + 4 * frozen
+    assert training_flops(student).of(1, 1) == 6 * (body - frozen + head) + 4 * frozen
 
 
 def test_flops_agree_with_what_torch_counts() -> None:
@@ -143,5 +140,5 @@ def test_flops_agree_with_what_torch_counts() -> None:
     counted = counter.get_total_flops() / ids.numel()
     # The first layer's input is an embedding: its gradient is computed too, so only attention lies between: 8 tokens against
     # width 32, at most a few per cent.
-    assert training_flops_per_token(model) == pytest.approx(counted, rel=0.1)
-    assert training_flops_per_token(model) <= counted
+    assert training_flops(model).of(1, 1) == pytest.approx(counted, rel=0.1)
+    assert training_flops(model).of(1, 1) <= counted

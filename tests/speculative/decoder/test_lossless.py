@@ -19,8 +19,8 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit, first_layers
 from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
-from speculative.measure.replay import replay_agreement
-from speculative.measure.token_scores import score_responses
+from speculative.measure.replay import agreement_of
+from speculative.measure.token_scores import score_tokens
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 from speculative.rules.tree import TokenTree
@@ -154,8 +154,8 @@ def test_replay_predicts_the_blocks_of_the_text_that_recycled_rows_produced():
     for way in ("sample", "greedy-draft", "greedy"):
         settings = dataclasses.replace(WAYS[way], max_tokens=30, eos_ids=(3,))
         responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=12)
-        scored = score_responses(DRAFT, responses, settings.sampling, settings.rule)
-        check = replay_agreement(scored, [response.blocks for response in responses], settings.gamma)
+        scores, counted = score_tokens(DRAFT, responses, settings.sampling), [text.blocks for text in responses]
+        check = agreement_of(scores, settings.rule, counted, settings.gamma)
         assert check["agrees"], (way, check)
         assert way == "sample" or check["live_blocks"] == pytest.approx(check["predicted_blocks"])
 

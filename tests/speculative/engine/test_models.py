@@ -18,8 +18,8 @@ from speculative.engine.models import (
     max_positions,
 )
 from speculative.errors import UserError
-from speculative.measure.replay import replay_agreement
-from speculative.measure.token_scores import score_responses
+from speculative.measure.replay import agreement_of
+from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY
 
 MATRIX = {
@@ -55,9 +55,7 @@ def test_architectures_equal_transformers_generate(name, batch_size):
     responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size)
     assert texts(responses) == expected
     # The draft saw what it should have: positions or windows off by one would only lower its acceptance.
-    check = replay_agreement(
-        score_responses(draft, responses, GREEDY, "greedy"), [text.blocks for text in responses], 3
-    )
+    check = agreement_of(score_tokens(draft, responses, GREEDY), "greedy", [text.blocks for text in responses], 3)
     assert check["live_blocks"] == pytest.approx(check["predicted_blocks"])
     assert "sliding" not in name or set(attention_windows(target)) - {None} == {6}
 

@@ -1,4 +1,4 @@
-"""Curves against their parts, intervals against scipy's own bootstrap, and what stored text may be asked."""
+"""Curves against their parts, intervals against scipy's own bootstrap."""
 
 import json
 from dataclasses import replace
@@ -13,13 +13,11 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure import curves
-from speculative.measure.curves import intervals_of_sums, rule_curve, what_if
+from speculative.measure.curves import intervals_of_sums, rule_curve
 from speculative.measure.metrics import expanded_tail, survival
-from speculative.measure.replay import expected_blocks_of
+from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.processors import LogitsRules
-from speculative.rules.sampling import GREEDY, SamplingSettings
-from speculative.rules.tree import TokenTree
+from speculative.rules.sampling import SamplingSettings
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.05)
@@ -161,27 +159,10 @@ def test_nothing_to_replay_is_said():
     assert with_empty == rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)
 
 
-def test_what_if_answers_what_the_text_can_tell():
-    asked = replace(STORED, gamma=4)
-    same = what_if(SCORES, KEYS, STORED, asked)
-    plain = rule_curve(SCORES, KEYS, "sample", survival_gamma=4)
-    assert {name: same[name] for name in plain} == plain
-    assert same["accepted_per_drafted"] == pytest.approx(np.mean(plain["survival"]))
-    taus = {rule: what_if(SCORES, KEYS, STORED, replace(asked, rule=rule))["tau"][8] for rule in ("sample", "block")}
-    assert taus["block"] > taus["sample"]
-    stopped = what_if(SCORES, KEYS, STORED, asked, stop_below=0.5)
-    assert stopped["tau"][8] < same["tau"][8]
-    assert stopped["accepted_per_drafted"] is None
-    shorter = what_if(SCORES, KEYS, STORED, replace(asked, max_tokens=10))
-    assert shorter["tokens"] == 30 * 10
-    by_hand = score_tokens(DRAFT, [replace(text, response_ids=text.response_ids[:10], log_target_probs=text.log_target_probs[:10]) for text in TEXTS], STORED.sampling)  # fmt: skip
-    np.testing.assert_allclose(shorter["tau"], rule_curve(by_hand, KEYS, "sample", survival_gamma=4)["tau"], rtol=1e-4)
-
-
 def test_another_draft_temperature_is_a_draft_of_its_own():
     """The law holds for whatever distribution the draft samples from: only the scores change."""
     drafted_hot = score_tokens(DRAFT, TEXTS, SamplingSettings(1.5))
-    hot = what_if(drafted_hot, KEYS, STORED, replace(STORED, gamma=3))
+    hot = rule_curve(drafted_hot, KEYS, "sample", (3,), survival_gamma=3)
     accept = [
         np.minimum(1, np.exp(text.log_draft_probs - stored.log_target_probs))
         for text, stored in zip(drafted_hot, TEXTS, strict=True)
@@ -190,35 +171,7 @@ def test_another_draft_temperature_is_a_draft_of_its_own():
     assert hot["alpha"] != rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)["alpha"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sampling": SamplingSettings(0.7)}, "temperature = 0.7: the stored text was written"),
-        ({"sampling": SamplingSettings(1.0, top_k=5)}, "top_k = 5"),
-        ({"sampling": SamplingSettings(1.0, top_p=0.9)}, "top_p = 0.9"),
-        ({"sampling": SamplingSettings(1.0, min_p=0.1)}, "min_p = 0.1"),
-        ({"sampling": GREEDY, "rule": "greedy"}, "temperature = 0.0"),
-        ({"max_tokens": 25}, "max_tokens = 25: the stored text ends at 24 tokens"),
-        ({"eos_ids": (7,)}, r"eos_ids = \(7,\): the stored text ended by eos_ids = \(\)"),
-        ({"stop": ("x",)}, "stop = "),
-        ({"min_tokens": 3}, "min_tokens = 3"),
-        ({"gamma": 2, "tree": TokenTree.from_branching((2, 1))}, "tree: replay has a law for chains only"),
-        ({"rules": LogitsRules(repetition_penalty=1.2)}, "rules: replay scores text without"),
-    ],
-)
-def test_what_if_refuses_what_would_have_been_other_text(change, message):
-    with pytest.raises(UserError, match=message) as refused:
-        what_if(SCORES, KEYS, STORED, replace(STORED, **change))
-    assert "\n" not in str(refused.value)
-
-
 def test_greedy_text_has_one_law_whatever_the_rule_is_called():
-    stored = DecodeSettings(GREEDY, 0, "greedy", max_tokens=20)
-    texts, _ = decode(TARGET, None, prompts_of([5, 9, 3]), stored)
-    scores = score_tokens(DRAFT, texts, GREEDY)
-    found = [
-        what_if(scores, "abc", stored, replace(stored, gamma=3, rule=rule, sampling=SamplingSettings(0.0, top_k=4)))
-        for rule in ("greedy", "sample", "greedy-draft")
-    ]
-    assert found[0] == found[1] == found[2]
-    assert found[0]["rule"] == "greedy"
+    for rule in ("greedy", "sample", "greedy-draft", "block"):
+        assert law_of(rule, SamplingSettings(0.0, top_k=4)) == "greedy"
+        assert law_of(rule, SamplingSettings(1.0)) == rule

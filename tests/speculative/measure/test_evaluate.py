@@ -1,16 +1,11 @@
-"""The judge end to end on tiny pairs, its self-checks, and the stand-alone program."""
+"""The judge end to end on tiny pairs, and its self-checks."""
 
 import json
 
 import pytest
 import torch
-from tiny_models import VOCAB, perturbed, prompts_of, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from typer import Typer
-from typer.testing import CliRunner
+from tiny_models import perturbed, prompts_of, tiny_model
 
-from speculative import evaluate
 from speculative.decode import decode
 from speculative.decoder import block_loop as loop_module
 from speculative.decoder.responses import DecodeSettings
@@ -136,47 +131,3 @@ def test_compare_speed_times_every_contestant_on_every_prompt():
     assert set(speed) == {"target", "baseline", "best"}
     assert speed["target"]["speed_up"] == 1.0
     assert all(numbers["tokens_per_second"] > 0 for numbers in speed.values())
-
-
-@pytest.fixture
-def pair(tmp_path):
-    words = {f"w{token}": token for token in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "target")
-    TARGET.save_pretrained(tmp_path / "target")
-    DRAFT.save_pretrained(tmp_path / "draft")
-    rows = [{"prompt": " ".join(f"w{token}" for token in ids)} for _, ids in prompts_of([4, 7, 5])]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return tmp_path
-
-
-def run(folder, *extra):
-    app = Typer()
-    app.command()(evaluate.main)
-    options = ["--target", folder / "target", "--draft", folder / "draft", "--prompts", folder / "prompts.jsonl"]
-    return CliRunner().invoke(app, [*map(str, options), "--max-tokens", "8", *extra])
-
-
-def test_the_program_writes_its_result(pair):
-    outcome = run(pair, "--gamma", "2", "--temperature", "0", "--rule", "greedy", "--out", str(pair / "result.json"))
-    assert outcome.exit_code == 0, outcome.output
-    result = json.loads((pair / "result.json").read_text())
-    assert (result["rule"], result["gamma"], result["prompts"]) == ("greedy", 2, 3)
-    assert result["self_checks"]["alpha_live"] == 1.0
-    assert "best_gamma" in result
-
-
-def test_the_program_refuses_bad_input_with_one_line_and_status_2(pair):
-    for extra, message in (
-        (["--rule", "best"], "rule"),
-        (["--temperature", "0.5", "--rule", "greedy"], "temperature 0"),
-        (["--max-tokens", "300"], "context of 256"),
-    ):
-        outcome = run(pair, *extra)
-        assert outcome.exit_code == 2
-        assert message in outcome.output
-    (pair / "prompts.jsonl").write_text('{"text": "w1"}\n')
-    outcome = run(pair)
-    assert outcome.exit_code == 2
-    assert "prompts.jsonl:1" in outcome.output

@@ -24,11 +24,9 @@ from speculative.measure.replay import (
     agreement_of,
     agreement_warning,
     agreement_words,
-    block_variance,
-    expected_blocks,
+    block_variance_of,
     expected_blocks_of,
     replay,
-    replay_agreement,
     survival_of,
 )
 from speculative.measure.token_scores import TokenScores, score_responses, score_tokens
@@ -37,6 +35,15 @@ from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.03)
+
+
+def scores_of_probs(accept_probs):
+    """Responses whose tokens pass with these probabilities under rule `sample`; `greedy` keeps the sure ones."""
+    with np.errstate(divide="ignore"):
+        return [
+            TokenScores(np.log(probs), np.zeros(len(probs)), probs == 1, np.zeros(len(probs), dtype=int), probs)
+            for probs in accept_probs
+        ]
 
 
 def counted_blocks(flags, gamma):
@@ -62,15 +69,18 @@ def test_expected_blocks_and_variance_equal_brute_force(gamma):
             blocks = counted_blocks(flags, gamma)
             mean[index] += weight * blocks
             square[index] += weight * blocks**2
-    np.testing.assert_allclose(expected_blocks(responses, (gamma,))[:, 0], mean, rtol=1e-12)
-    np.testing.assert_allclose(block_variance(responses, gamma), square - mean**2, rtol=1e-9, atol=1e-12)
+    scores = scores_of_probs(responses)
+    np.testing.assert_allclose(expected_blocks_of(scores, "sample", (gamma,))[:, 0], mean, rtol=1e-12)
+    np.testing.assert_allclose(block_variance_of(scores, "sample", gamma), square - mean**2, rtol=1e-9, atol=1e-12)
+    assert replay(responses, (gamma,)) == {gamma: pytest.approx(17 / mean.sum(), rel=1e-12)}
 
 
 def test_all_gammas_at_once_equal_one_at_a_time():
-    responses = [np.random.default_rng(0).random(length) for length in (30, 7, 1)]
-    together = expected_blocks(responses, range(1, 17))
+    scores = scores_of_probs([np.random.default_rng(0).random(length) for length in (30, 7, 1)])
+    together = expected_blocks_of(scores, "sample", range(1, 17))
     for column, gamma in enumerate(range(1, 17)):
-        np.testing.assert_allclose(together[:, column], expected_blocks(responses, (gamma,))[:, 0], rtol=1e-13)
+        alone = expected_blocks_of(scores, "sample", (gamma,))[:, 0]
+        np.testing.assert_allclose(together[:, column], alone, rtol=1e-13)
 
 
 # Sums of numbers near 1 in another order.
@@ -233,16 +243,14 @@ def test_the_ends_of_the_scale():
 def test_greedy_replay_equals_live_block_counts_exactly(gamma):
     settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=40, eos_ids=(3, 8))
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([9, 1, 23, 4, 15]), settings)
-    accept_probs = score_responses(DRAFT, responses, GREEDY, "greedy")
-    assert expected_blocks(accept_probs, (gamma,))[:, 0].tolist() == [response.blocks for response in responses]
-    assert replay_agreement(accept_probs, [response.blocks for response in responses], gamma)["z"] == 0.0
+    scores, counted = score_tokens(DRAFT, responses, GREEDY), [response.blocks for response in responses]
+    assert expected_blocks_of(scores, "greedy", (gamma,))[:, 0].tolist() == counted
+    assert agreement_of(scores, "greedy", counted, gamma)["z"] == 0.0
     # From plain text as well: speculation did not change it.
     plain, _ = decode(
         TARGET, None, prompts_of([9, 1, 23, 4, 15]), DecodeSettings(GREEDY, max_tokens=40, eos_ids=(3, 8))
     )
-    assert expected_blocks(score_responses(DRAFT, plain, GREEDY, "greedy"), (gamma,)).sum() == sum(
-        response.blocks for response in responses
-    )
+    assert expected_blocks_of(score_tokens(DRAFT, plain, GREEDY), "greedy", (gamma,)).sum() == sum(counted)
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
@@ -310,8 +318,8 @@ def test_positions_that_drift_are_seen_by_replay_and_by_nothing_else():
         responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=40)
         if hook is not None:
             hook.remove()
-        accept_probs = score_responses(draft, responses, settings.sampling, "sample")
-        z_scores[name] = replay_agreement(accept_probs, [response.blocks for response in responses], 4)["z"]
+        scores = score_tokens(draft, responses, settings.sampling)
+        z_scores[name] = agreement_of(scores, "sample", [response.blocks for response in responses], 4)["z"]
     assert abs(z_scores["right"]) < 3.5
     assert z_scores["shifted"] > 6
 
@@ -360,18 +368,18 @@ def test_an_empty_response_scores_nothing_and_a_broken_draft_is_named():
 
 
 def test_a_draft_that_saw_something_else_is_warned_about_and_an_honest_one_is_not():
-    sure, coins = [np.ones(40)] * 5, [np.full(40, 0.5)] * 50
-    exact = int(expected_blocks(sure, (3,)).sum())
-    honest = replay_agreement(sure, [exact // 5] * 5, 3)
+    sure, coins = scores_of_probs([np.ones(40)] * 5), scores_of_probs([np.full(40, 0.5)] * 50)
+    exact = int(expected_blocks_of(sure, "greedy", (3,)).sum())
+    honest = agreement_of(sure, "greedy", [exact // 5] * 5, 3)
     assert agreement_warning(honest) is None
     assert agreement_words(honest, 200) == "replay 4.00, exact"
-    worse = replay_agreement(sure, [exact // 5 + 1] * 5, 3)
+    worse = agreement_of(sure, "greedy", [exact // 5 + 1] * 5, 3)
     assert "nothing is random here" in str(agreement_warning(worse))
     assert agreement_words(worse, 200) == "replay 4.00, not exact"
-    predicted = expected_blocks(coins, (3,)).sum()
-    spread = np.sqrt(block_variance(coins, 3).sum())
+    predicted = expected_blocks_of(coins, "sample", (3,)).sum()
+    spread = np.sqrt(block_variance_of(coins, "sample", 3).sum())
     for deviations, warns in ((3.5, False), (-3.5, False), (4.5, True), (-4.5, True)):
-        check = replay_agreement(coins, [predicted + deviations * spread], 3)
+        check = agreement_of(coins, "sample", [predicted + deviations * spread], 3)
         text = agreement_warning(check)
         assert (text is not None) == warns
         assert not warns or (f"z = {check['z']:+.1f}" in str(text) and "draft positions, masks" in str(text))

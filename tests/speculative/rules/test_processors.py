@@ -225,7 +225,6 @@ def test_extra_processors_see_each_rows_exact_text_alone():
     recorded = Recorded()
     rules = LogitsRules(extra=(recorded, Halved()))
     assert rules.active
-    assert rules.needs_host
     tokens, lengths = padded([[1, 2, 3], [4]])
     logits = torch.zeros(2, V)
     got = rules(logits, tokens, lengths, torch.tensor([1, 1]))
@@ -283,7 +282,6 @@ def test_idle_rules_are_known_to_be_idle(rules, active):
     logits = torch.ones(2, V)
     changed = not torch.equal(rules(logits, tokens, lengths, torch.tensor([1, 1])), logits)
     assert changed is active
-    assert rules.needs_host is bool(rules.extra)
 
 
 @pytest.mark.parametrize(
