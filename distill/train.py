@@ -204,10 +204,13 @@ def _conclude(
 ) -> None:
     """Verdict, report and plot, on the main process."""
     clock = _Clock(progress)
-    result = conclude_run(config, target, heldout, checks, progress.seconds, context, trained_on)
     plot_run(config.folder)
-    clock.stop("verdict")
-    result["verdict"]["seconds"] = {stage: round(value, 2) for stage, value in progress.seconds.items()}
+
+    def seconds() -> dict[str, float]:
+        clock.stop("verdict")
+        return progress.seconds
+
+    result = conclude_run(config, target, heldout, checks, seconds, context, trained_on)
     write_conclusion(config.folder, result)
     log_result(accelerator, result)
     accelerator.print(result["verdict"]["sentence"])

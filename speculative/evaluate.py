@@ -44,19 +44,21 @@ def judge_frozen(
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
     replay_gammas: Iterable[int] = CURVE_GAMMAS,
+    *,
+    scores: Sequence[TokenScores] | None = None,
 ) -> dict[str, Any]:
-    """The cheap half of `judge`: one draft pass over frozen text, no target in memory.
+    """The cheap half of `judge`: one draft pass over frozen text, no target in memory; plain numbers.
 
     {alpha, alpha_ci, rule, prompts, tokens, replay: {gamma: tau}, rules: {other rule: {alpha, replay}}, domains: {name:
-    the same without rule and rules}, per_response: {accept_sums, tokens, blocks: expected at `settings.gamma`},
-    per_prompt: {"keys": [...], "scores": [TokenScores per response], "accept_probs": [one array per response]}}.
+    the same without rule and rules}, per_response: {accept_sums, tokens, blocks: expected at `settings.gamma`}}.
 
-    rules: what the same text tells of every other rule it has a law for. `per_response` is plain numbers, so that two
-    judgements on the same text can be paired later without a model.
+    rules: what the same text tells of every other rule it has a law for. per_response: two judgements on the same text
+    can be paired later without a model. scores: of this draft on this text, where they are known: nothing is run then.
     """
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
-    scores = score_tokens(draft, heldout, settings.sampling)
+    if scores is None:
+        scores = score_tokens(draft, heldout, settings.sampling)
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
     gammas = tuple(replay_gammas)
@@ -86,11 +88,6 @@ def judge_frozen(
             "tokens": tokens_N.tolist(),
             "blocks": blocks_NK[:, -1].tolist(),
         },
-        "per_prompt": {
-            "keys": [response.prompt for response in heldout],
-            "scores": scores,
-            "accept_probs": accept_probs,
-        },
     }
 
 
@@ -116,25 +113,24 @@ def judge(
     batch_size: int = 16,
     replay_gammas: Iterable[int] = CURVE_GAMMAS,
     log: ProposalLog | None = None,
-) -> dict[str, Any]:
-    """All numbers of one draft: `judge_frozen` on the stored text, and live decoding of each held-out prompt once.
+    scores: Sequence[TokenScores] | None = None,
+) -> tuple[dict[str, Any], list[Response]]:
+    """(all numbers of one draft, the live run's responses): `judge_frozen`, and each held-out prompt decoded live once.
 
     Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
     tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
     live numbers also per domain. `replay_check` replays the very text of the live run: |z| above 4 means a fault.
-    `per_prompt` gets the live run's `responses` too. log: every drafted token of the live run.
+    log: every drafted token of the live run. scores: as for `judge_frozen`.
 
     Raises UserError when gamma is 0, for empty input and whatever `decode` refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
-    result = judge_frozen(draft, heldout, settings, replay_gammas)
+    result = judge_frozen(draft, heldout, settings, replay_gammas, scores=scores)
     first_of_prompt = {response.prompt: response for response in reversed(heldout)}
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
     responses, timing = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size, log=log)
-    result["per_prompt"]["responses"] = responses
-
     for name, indices in _by_domain(chosen).items():
         if name in result["domains"]:
             result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
@@ -142,7 +138,7 @@ def judge(
     if settings.active_rules is None and settings.tree is None:
         own, law = score_tokens(draft, responses, settings.sampling), law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
-    return {
+    record = {
         **result,
         **live_metrics(responses, settings.gamma),
         "gamma": settings.gamma,
@@ -154,6 +150,7 @@ def judge(
         "replay_check": check,
         "warnings": [warning for warning in [agreement_warning(check)] if warning],
     }
+    return record, responses
 
 
 def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:

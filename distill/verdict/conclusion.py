@@ -1,7 +1,7 @@
 """The end of a run and of an evaluation: evidence gathered, verdict.json, result.json, the report and the plot written."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from distill.run.folder import PROPOSALS, RESULT, VERDICT, step_folder
 from distill.run.responses import decode_settings
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
 from distill.verdict.findings import findings_of, serve_commands
-from distill.verdict.judge import judge_by_replay
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import verdict_of
 from speculative.errors import UserError
@@ -35,16 +34,17 @@ def conclude_run(
     served: ServedTarget,
     heldout: Mapping[Rule, list[HeldoutResponse]],
     self_checks: dict[str, Any],
-    seconds: dict[str, float],
+    seconds: Callable[[], Mapping[str, float]],
     context: int,
     trained_on: Sequence[str],
 ) -> dict[str, Any]:
-    """Verdict and findings of a run whose last checkpoint is judged; returns result.json, which is written with the rest.
+    """result.json of a run whose last checkpoint is judged, finished: verdict and findings.
 
     With judge.live: never, nothing is decoded or timed: what only that measures is null.
 
     Args:
         heldout: frozen held-out responses by rule, the configured rule first.
+        seconds: asked when everything is found: by stage, this one included.
         context: tokens of prompt and response that both models take.
         trained_on: domains of the training prompts.
     """
@@ -60,16 +60,16 @@ def conclude_run(
             known=known, log=run / PROPOSALS,
         )  # fmt: skip
     else:
-        evidence = gather_by_replay(
-            config, served, contestants, heldout, _replayed(contestants, records[0], best, served, config, heldout)
-        )
-    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, seconds=seconds)
-    return findings_of(
+        evidence = gather_by_replay(config, served, contestants, heldout, {BASELINE: records[0], BEST: best})
+    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
+    result = findings_of(
         evidence, verdict, served.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
         serve=serve_commands(run, served, verdict["best_gamma"] or config.judge.gamma, config.judge_rule),
         provenance=_provenance(step_folder(run, best["step"])), config=dump_config(config),
         files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, served.model, served.tokenizer) if live else {}),
     )  # fmt: skip
+    verdict["seconds"] = {stage: round(value, 2) for stage, value in seconds().items()}
+    return result
 
 
 def write_conclusion(run: Path, result: dict[str, Any]) -> None:
@@ -125,22 +125,6 @@ def _contestants(
         draft = served_copy(loaded, served.saved_dtype, target)
         found.insert(1, Contestant(SERVED, "served today", config.judge.served, None, draft))
     return found
-
-
-def _replayed(
-    contestants: Sequence[Contestant],
-    first: dict[str, Any],
-    best: dict[str, Any],
-    served: ServedTarget,
-    config: RunConfig,
-    heldout: Mapping[Rule, list[HeldoutResponse]],
-) -> dict[str, dict[str, Any]]:
-    """Judgements without live decoding: the checkpoints' own, and one of the served draft."""
-    judged = {BASELINE: first, BEST: best}
-    for one in contestants:
-        if one.name not in judged:
-            judged[one.name] = judge_by_replay(config, served, one.draft, heldout[config.judge_rule], config.judge_rule)
-    return judged
 
 
 def _provenance(folder: Path) -> dict[str, Any]:

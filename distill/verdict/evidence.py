@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from distill.config.run import RunConfig
 from distill.models.target import ServedTarget
 from distill.run.responses import decode_settings
+from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import Response
 from speculative.evaluate import HeldoutResponse, compare_speed, judge
@@ -109,13 +110,15 @@ def gather(
     rule: Rule,
     context: int,
     known: Mapping[str, dict[str, Any]] | None = None,
+    scores: Mapping[Rule, Mapping[str, list[TokenScores]]] | None = None,
     log: Path | None = None,
 ) -> Evidence:
     """Judges live, scores and times.
 
     known: live records of contestants that need not be decoded again; the last one always is, so that its numbers, its
-    responses and the proposals in ``log`` are of one and the same run.
+    responses and the proposals in ``log`` are of one and the same run. scores: `score_all`, where it was called already.
     """
+    scores = scores or score_all(config, target, contestants, texts)
     settings = decode_settings(config, target, gamma, rule)
     judged = dict(known or {})
     responses: list[Response] = []
@@ -124,13 +127,15 @@ def gather(
             continue
         writes = ProposalLog(log) if log is not None and one is contestants[-1] else contextlib.nullcontext()
         with writes as opened:
-            record = judge(target, one.draft, texts[rule], settings, batch_size=config.judge.batch_size, log=opened)
-        responses = record.pop("per_prompt")["responses"]
+            record, responses = judge(
+                target, one.draft, texts[rule], settings, batch_size=config.judge.batch_size, log=opened,
+                scores=scores[rule][one.name],
+            )  # fmt: skip
         judged[one.name] = {**record, "step": one.step, "live": True}
     speed = time_drafts(config, target, {one.name: one.draft for one in contestants}, texts[rule], gamma, rule)
     return Evidence(
-        config, rule, gamma, tuple(contestants), texts, score_all(config, target, contestants, texts), judged,
-        responses, speed, costs_of(config, target, contestants, rule, gamma, context, typical_length(texts[rule])),
+        config, rule, gamma, tuple(contestants), texts, scores, judged, responses, speed,
+        costs_of(config, target, contestants, rule, gamma, context, typical_length(texts[rule])),
     )  # fmt: skip
 
 
@@ -139,11 +144,16 @@ def gather_by_replay(
     served: ServedTarget,
     contestants: Sequence[Contestant],
     texts: Mapping[Rule, list[HeldoutResponse]],
-    judged: Mapping[str, dict[str, Any]],
+    known: Mapping[str, dict[str, Any]],
 ) -> Evidence:
-    """Evidence without the target's weights: nothing is decoded or timed."""
-    scores = score_all(config, served, contestants, texts)
-    return Evidence(config, config.judge_rule, config.judge.gamma, tuple(contestants), texts, scores, judged)
+    """Evidence without the target's weights: nothing is decoded or timed. known: the records that checkpoints have."""
+    rule, scores = config.judge_rule, score_all(config, served, contestants, texts)
+    judged = dict(known)
+    for one in contestants:
+        if one.name not in judged:
+            own = scores[rule][one.name]
+            judged[one.name] = judge_by_replay(config, served, one.draft, texts[rule], rule, own)
+    return Evidence(config, rule, config.judge.gamma, tuple(contestants), texts, scores, judged)
 
 
 def costs_of(

@@ -1,6 +1,7 @@
 """Judges a checkpoint of a draft by speculative decoding of held-out prompts; the score is tau of the configured rule."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,17 +16,21 @@ from distill.training.module import DraftModule
 from distill.training.sharding import gathered
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
-from speculative.measure.token_scores import score_tokens
+from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.verify import Rule
 
 
 def judge_by_replay(
-    config: RunConfig, target: ServedTarget, draft: PreTrainedModel, heldout: list[HeldoutResponse], rule: Rule
+    config: RunConfig,
+    target: ServedTarget,
+    draft: PreTrainedModel,
+    heldout: list[HeldoutResponse],
+    rule: Rule,
+    scores: Sequence[TokenScores] | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a draft that need no target in memory: alpha and tau from frozen text."""
+    """The numbers of a draft that need no target in memory: alpha and tau from frozen text, or from its scores."""
     gamma = config.judge.gamma
-    result = judge_frozen(draft, heldout, decode_settings(config, target, gamma, rule))
-    del result["per_prompt"]
+    result = judge_frozen(draft, heldout, decode_settings(config, target, gamma, rule), scores=scores)
     return {**result, "tau": result["replay"][gamma], "gamma": gamma, "live": False, "warnings": []}
 
 
@@ -79,8 +84,9 @@ class DraftJudge:
     def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
         settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
-        result = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size)
-        del result["per_prompt"]
+        result, _ = judge(
+            self.target.model, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size
+        )
         return {**result, "live": True}
 
     def headline(self, record: dict[str, Any]) -> str:

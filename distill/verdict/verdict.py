@@ -70,9 +70,10 @@ def verdict_of(
     *,
     checkpoints: Sequence[dict[str, Any]],
     self_checks: dict[str, Any],
-    seconds: dict[str, float],
 ) -> dict[str, Any]:
     """verdict.json from evidence alone: the last contestant against the baseline and the served draft, where there are.
+
+    How long it all took is not known yet.
 
     checkpoints: every judged one, of which the last contestant was picked: its interval is widened for them.
     """
@@ -110,7 +111,7 @@ def verdict_of(
         "outcome": outcome,
         "sentence": sentence,
         "warnings": list(best.get("warnings", [])),
-        "seconds": {stage: round(value, 2) for stage, value in seconds.items()},
+        "seconds": {},
     }
 
 

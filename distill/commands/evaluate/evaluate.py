@@ -12,7 +12,7 @@ from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
 from distill.run.session import context_limit, new_accelerator, positions_of
 from distill.verdict.conclusion import seen_by_both
-from distill.verdict.evidence import BEST, Contestant, gather, step_costs, typical_length
+from distill.verdict.evidence import BEST, Contestant, gather, score_all, step_costs, typical_length
 from distill.verdict.findings import findings_of
 from distill.verdict.verdict import best_gamma_facts, verdict_of
 from speculative.errors import UserError
@@ -64,19 +64,23 @@ def evaluate(
     checks = self_checks(target, keyed, decode_settings(config, target, gammas[0], rule))
     frozen = RunStores(config, accelerator, target, tokenizer).heldout(prompts, rule)
     contestant = Contestant(BEST, path, path, None, draft)
+    scores = score_all(config, target, [contestant], {rule: frozen})
     by_gamma: dict[int, dict[str, Any]] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
             settings = decode_settings(config, target, gamma, rule)
-            by_gamma[gamma] = judge(target, draft, frozen, settings, batch_size=config.judge.batch_size)
-            del by_gamma[gamma]["per_prompt"]
+            by_gamma[gamma], _ = judge(
+                target, draft, frozen, settings, batch_size=config.judge.batch_size, scores=scores[rule][BEST]
+            )
         costs = step_costs(config, target, draft, rule, max(gammas), context, typical_length(frozen))
         best = best_gamma_facts(by_gamma[chosen]["replay"], costs)
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best["best_gamma"] or 1)))
-    evidence = gather(config, target, [contestant], {rule: frozen}, gamma=chosen, rule=rule, context=context, log=log)
+    evidence = gather(
+        config, target, [contestant], {rule: frozen}, gamma=chosen, rule=rule, context=context, scores=scores, log=log
+    )
     by_gamma[chosen] = evidence.judged[BEST]
-    verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks, seconds={})
+    verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)
     result = findings_of(
         evidence, verdict, tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
         config=dump_config(config), files={"proposals": log.name if log is not None else None},

@@ -60,7 +60,7 @@ def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True,
 
 
 def verdict(evidence, looks=1):
-    return verdict_of(evidence, checkpoints=[{}] * (looks + 1), self_checks={}, seconds={"train": 1.234})
+    return verdict_of(evidence, checkpoints=[{}] * (looks + 1), self_checks={})
 
 
 FAST, SLOW, EVEN = [1.4, 1.5, 1.6, 1.3, 1.5, 1.4], [0.7, 0.8, 0.75, 0.8, 0.7, 0.6], [0.8, 1.2, 1.0, 0.9, 1.1, 1.3]
@@ -158,7 +158,7 @@ def test_averaged_weights_are_a_second_look():
 
 def test_lists_by_response_stay_with_the_checkpoints():
     record = {"step": 0, "per_response": {"tokens": [1]}, "greedy": {"alpha": 0.5, "per_response": {"tokens": [1]}}}
-    found = verdict_of(evidence_of(0.1, FAST), checkpoints=[record], self_checks={}, seconds={})
+    found = verdict_of(evidence_of(0.1, FAST), checkpoints=[record], self_checks={})
     assert found["checkpoints"] == [{"step": 0, "greedy": {"alpha": 0.5}}]
     assert "per_response" in record
 

@@ -13,6 +13,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, compare_speed, judge, judge_frozen
 from speculative.measure.effects import paired_effects
 from speculative.measure.self_checks import SelfCheckError, self_checks
+from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 TARGET = tiny_model()
@@ -34,7 +35,7 @@ HELDOUT = heldout_of(SETTINGS)
 
 
 def test_judge_reports_every_number_overall_and_by_domain():
-    result = judge(TARGET, DRAFT, HELDOUT, SETTINGS)
+    result, _ = judge(TARGET, DRAFT, HELDOUT, SETTINGS)
     assert (result["rule"], result["gamma"], result["prompts"], result["tokens"]) == ("sample", 3, 12, 480)
     assert result["alpha_ci"][0] < result["alpha"] < result["alpha_ci"][1]
     assert result["tau_ci"][0] < result["tau"] < result["tau_ci"][1]
@@ -50,18 +51,14 @@ def test_judge_reports_every_number_overall_and_by_domain():
     for numbers in result["domains"].values():
         assert {"alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival"} <= set(numbers)
     assert result["live_tokens"] == 12 * 20, "each prompt is decoded once, however many frozen samples it has"
-    json.dumps({name: value for name, value in result.items() if name != "per_prompt"})
+    json.dumps(result)
 
 
 def test_a_better_draft_has_a_positive_paired_gain():
-    better, worse = (judge_frozen(perturbed(TARGET, scale), HELDOUT, SETTINGS) for scale in (0.01, 0.1))
-    gain = paired_effects(
-        better["per_prompt"]["scores"],
-        worse["per_prompt"]["scores"],
-        better["per_prompt"]["keys"],
-        rule="sample",
-        gamma=3,
-    )
+    drafts = [perturbed(TARGET, scale) for scale in (0.01, 0.1)]
+    scores = [score_tokens(draft, HELDOUT, SETTINGS.sampling) for draft in drafts]
+    better, worse = (judge_frozen(draft, HELDOUT, SETTINGS) for draft in drafts)
+    gain = paired_effects(*scores, [response.prompt for response in HELDOUT], rule="sample", gamma=3)
     assert gain["alpha"]["gain"] == pytest.approx(better["alpha"] - worse["alpha"])
     assert gain["alpha"]["ci"][0] > 0
 
@@ -77,7 +74,7 @@ def test_a_domain_of_empty_responses_is_left_out():
 def test_the_target_as_its_own_draft_scores_one(rule):
     sampling = GREEDY if rule == "greedy" else SETTINGS.sampling
     settings = DecodeSettings(sampling, 3, rule, max_tokens=20)
-    result = judge(TARGET, TARGET, heldout_of(settings), settings)
+    result, _ = judge(TARGET, TARGET, heldout_of(settings), settings)
     assert result["alpha"] == pytest.approx(1.0, abs=1e-5)  # float32, calls of different shape
     assert result["tau"] == 4.0
     assert result["accepted_per_drafted"] == 1.0

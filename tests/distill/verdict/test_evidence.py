@@ -1,0 +1,105 @@
+"""Evidence is gathered with one pass of each draft over the frozen text, whoever asks for its numbers."""
+
+import functools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from distill.commands.evaluate.evaluate import evaluate
+from distill.config.load import load_config
+from distill.models.carving import carve
+from distill.models.target import ServedTarget
+from distill.run.responses import decode_settings
+from distill.verdict.evidence import BASELINE, BEST, Contestant, Evidence, gather, gather_by_replay
+from speculative.decode import decode
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.token_scores import score_tokens
+
+
+class Passes:
+    """How often each draft read each whole text, prompt and response."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        real = LlamaForCausalLM.forward
+
+        @functools.wraps(real)
+        def counted(model, input_ids=None, **rest):
+            self.seen.update((id(model), tuple(row)) for row in input_ids.tolist())
+            return real(model, input_ids=input_ids, **rest)
+
+        monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+
+    def over(self, texts: list[HeldoutResponse], model: LlamaForCausalLM | None = None) -> set[int]:
+        """Passes over each of the texts, of one model or of all but the target, which reads them through its cache."""
+        return {
+            sum(
+                count
+                for (who, row), count in self.seen.items()
+                if row[: len(ids)] == ids and (model is None or who == id(model))
+            )
+            for ids in (tuple(one.prompt_ids + one.response_ids) for one in texts)
+        }
+
+
+@pytest.fixture
+def pair(tiny_config: Path):
+    """(config, target, baseline and best, frozen text that the target sampled)."""
+    config = load_config(tiny_config)
+    target = ServedTarget(config.target, torch.device("cpu"))
+    drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
+    contestants = [Contestant(name, name, name, 0, draft) for name, draft in zip((BASELINE, BEST), drafts, strict=True)]
+    prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
+    responses, _ = decode(target.model, None, prompts, decode_settings(config, target, 0))
+    frozen = [
+        HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
+    ]
+    return config, target, contestants, frozen
+
+
+def records_are_of_the_scores(evidence: Evidence) -> None:
+    for one in evidence.contestants:
+        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.frozen)
+        alpha = sum(own.accept_probs(evidence.rule).sum() for own in scores) / tokens
+        assert evidence.judged[one.name]["alpha"] == pytest.approx(alpha, rel=1e-12)
+        assert (scores[0].confidence_mass_TC is not None) == (one is evidence.best)
+
+
+def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, target, contestants, frozen = pair
+    passes = Passes(monkeypatch)
+    evidence = gather(config, target.model, contestants, {"sample": frozen}, gamma=2, rule="sample", context=100)
+    assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
+    records_are_of_the_scores(evidence)
+
+
+def test_by_replay_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, target, contestants, frozen = pair
+    passes = Passes(monkeypatch)
+    evidence = gather_by_replay(config, target, contestants, {"sample": frozen}, {})
+    assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
+    records_are_of_the_scores(evidence)
+    assert evidence.judged[BEST]["live"] is False
+
+
+def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
+    tiny_config: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(tiny_config)
+    read: list[list[HeldoutResponse]] = []
+    passes = Passes(monkeypatch)
+
+    def scored(draft, texts, *rest, **options):
+        read.append(list(texts))
+        return score_tokens(draft, texts, *rest, **options)
+
+    monkeypatch.setattr("distill.verdict.evidence.score_tokens", scored)
+    result, by_gamma = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
+    assert set(by_gamma) == {1, 2, 3}
+    assert len({record["alpha"] for record in by_gamma.values()}) == 1
+    assert result["contestants"][-1]["alpha"] == by_gamma[1]["alpha"]
+    (frozen,) = read
+    assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"
