@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from speculative.decode import decode
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure.curves import CURVE_GAMMAS
