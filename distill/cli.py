@@ -1,17 +1,29 @@
 """The `understudy` command. Training itself is `accelerate launch -m distill.train CONFIG`."""
 
-import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from distill.commands.judging import add_to
-from distill.faults import check_imports
-from speculative.errors import UserError
+from distill.commands.compare.options import CompareOptions
+from distill.commands.drift.options import DriftOptions
+from distill.commands.evaluate.options import EvaluateOptions
+from distill.commands.generate.options import GenerateOptions
+from distill.commands.options import (
+    CheckExportOptions,
+    DemoOptions,
+    ExportOptions,
+    ReportOptions,
+    ShowOptions,
+    SweepOptions,
+)
+from distill.commands.probe.options import ProbeOptions
+from distill.config.command_line import RespondOptions, TrainOptions, command_of
+from distill.faults import check_imports, exit_status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,314 +33,156 @@ app = typer.Typer(
     "Train with `accelerate launch -m distill.train CONFIG key=value ...`.",
 )
 READER_LEFT = 141  # As the shell reports a program ended by SIGPIPE.
-DEMO_CONFIG = "configs/demo.yaml"
 
 
-@app.command()
-def demo(
-    config: Annotated[str, typer.Argument(help="the demo's config")] = DEMO_CONFIG,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.steps=100")] = None,
-) -> None:
+def command(program: Callable[[Any], int | None]) -> None:
+    """Registers a function of a dataclass of options. What is heavy is imported when a command runs, never for --help."""
+    app.command()(command_of(program))
+
+
+@command
+def demo(options: DemoOptions) -> int:
     """Distil, judge and export a draft for the embedded target; ends with the numbers and what to type next."""
     from distill import train as program
+    from distill.commands.export import export_run
+    from distill.commands.show import show_run
     from distill.config.load import load_config
 
-    status = program.main([config, *(overrides or [])])
-    if status:
-        raise typer.Exit(status)
-    run = load_config(config, overrides or []).folder
-    exported = _export(run, run / "export", "auto", overwrite=True)
-    _show(run, exported.path)
+    status = program.command(TrainOptions(options.config, options.overrides))
+    if status == 0:
+        run = load_config(options.config, options.overrides or []).folder
+        exported = export_run(ExportOptions(run, run / "export", overwrite=True))
+        show_run(run, exported.path)
+    return status
 
 
-@app.command()
-def train(
-    config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. optim.lr=3e-4")] = None,
-) -> None:
+@command
+def train(options: TrainOptions) -> int:
     """Train on this machine's one device; for several use `accelerate launch -m distill.train CONFIG`."""
     from distill import train as program
 
-    raise typer.Exit(program.main([config, *(overrides or [])]))
+    return program.command(options)
 
 
-@app.command()
-def evaluate(
-    draft: Annotated[str, typer.Argument(help="run folder, checkpoint folder, model directory or hub id")],
-    config: Annotated[str, typer.Option(help="config that names the target, held-out prompts and serving settings")],
-    gamma: Annotated[str, typer.Option(help="drafted tokens per block: 5, or a range 1:8")] = "",
-    rule: Annotated[
-        str, typer.Option(help="sample, greedy-draft, greedy or block; default: the config's judge.rule")
-    ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the result as JSON, in the shape of verdict.json")
-    ] = False,
-    out: Annotated[
-        Path, typer.Option(help="where the result is written; every drafted token beside it as .proposals.parquet")
-    ] = Path("result.json"),
-    losslessness: Annotated[
-        bool,
-        typer.Option("--losslessness", help="instead: prove that the text is the target's own; exit 1 when it is not"),
-    ] = False,
-    scorer: Annotated[
-        str,
-        typer.Option(
-            help="instead: task scores with and without the draft by exact-match, exact-match-number, module:function or file.py:function"
-        ),
-    ] = "",
-    references: Annotated[
-        Path | None, typer.Option(help='answers for --scorer: JSON lines with "prompt" and "reference"')
-    ] = None,
-    prompts: Annotated[int, typer.Option(help="held-out prompts for --losslessness and --scorer", min=1)] = 32,
-    samples: Annotated[
-        int, typer.Option(help="responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)
-    ] = 0,
-    control: Annotated[
-        bool,
-        typer.Option(
-            help="--losslessness: a third set of texts at 1.1 times the temperature, which must be told apart"
-        ),
-    ] = True,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
-) -> None:
+@command
+def evaluate(options: EvaluateOptions) -> int:
     """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
-    from distill.commands.evaluate.evaluate import parse_gammas
-    from distill.config.load import load_config
-    from speculative.rules.verify import RULES
+    from distill.commands.evaluate.command import evaluate_command
 
-    settings = load_config(config, overrides or [])
-    chosen: Any = rule or settings.judge_rule
-    if chosen not in RULES:
-        raise UserError(f"--rule {rule}: one of {', '.join(RULES)}")
-    gammas = parse_gammas(gamma) if gamma else [settings.judge.gamma]
-    if losslessness or scorer:
-        if len(gammas) > 1:
-            raise UserError(f"--gamma {gamma}: --losslessness and --scorer take one gamma")
-        _prove(settings, draft, chosen, gammas[0], losslessness, scorer, references, prompts, samples, control, as_json)
-        return
-    if references is not None:
-        raise UserError("--references goes with --scorer")
-    _evaluate(settings, draft, gammas, chosen, as_json, out)
+    return evaluate_command(options)
 
 
-def _evaluate(settings: Any, draft: str, gammas: list[int], rule: Any, as_json: bool, out: Path) -> None:
-    from data.files import write_json
-    from distill.commands.evaluate.evaluate import evaluate as judge_draft
-    from distill.commands.output import check_writable
-    from distill.report.screen import judgement_table
+@command
+def probe(options: ProbeOptions) -> None:
+    """Go or no-go for a target and its candidate drafts, in minutes, before anything is trained.
 
-    check_writable("--out", out)
-    if _is_of_a_run(out):
-        raise UserError(f"--out {out}: holds the result of a training run; give another name")
-    result, by_gamma = judge_draft(settings, draft, gammas, rule, out.with_suffix(".proposals.parquet"))
-    result["gammas"] = {str(number): record for number, record in by_gamma.items()}
-    _writable(out, write_json, result)
-    verdict = result["verdict"]
-    if as_json:
-        print(json.dumps(verdict, indent=2))
-        return
-    console = Console()
-    for number, record in sorted(by_gamma.items()):
-        console.print(judgement_table(f"rule {rule}, gamma {number}", record))
-    console.print(verdict["sentence"], style="bold")
-    console.print(
-        f"best gamma {verdict['best_gamma']}, predicted speed-up {verdict['predicted_speed_up']:.2f}x; "
-        f"target alone {verdict['target_tokens_per_second']:.0f} tokens/s, with the draft {verdict['best']['tokens_per_second']:.0f}; "
-        f"written to {out} (a page of it: understudy report {out})",
-        highlight=False,
-    )
+    understudy probe TARGET DRAFT --prompts prompts.jsonl --chat
+
+    understudy probe TARGET DRAFT --t-target 25ms --t-draft 3ms     (plan for hardware that is not here)
+    """
+    from distill.commands.probe.probe import probe
+    from distill.commands.probe.screen import print_probe
+
+    print_probe(Console(), probe(options, Console(stderr=True)))
 
 
-def _is_of_a_run(path: Path) -> bool:
-    """Whether a training run's own result.json is there: drift and report read it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("kind") == "run"
-    except (OSError, ValueError, AttributeError):
-        return False
+@command
+def report(options: ReportOptions) -> None:
+    """One self-contained HTML page of a run (report.html), with a Markdown and a JSON twin beside it.
+
+    understudy report runs/demo --t-target 25ms --t-draft 3ms
+    """
+    from distill.report.page import given_times, report_command
+
+    files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft))
+    print(f"{files.html}\n{files.markdown}\n{files.summary}")
 
 
-def _prove(
-    settings: Any, draft: str, rule: Any, gamma: int, losslessness: bool, scorer: str, references: Path | None,
-    prompts: int, samples: int, control: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """The tests for a doubter; exit status 1 when one fails."""
-    from distill.commands.evaluate import losslessness as lossless_command
-    from distill.commands.evaluate import scores as task_scores
+@command
+def compare(options: CompareOptions) -> int:
+    """Drafts of one target on the same held-out text: one table, paired differences, a plot, an exit status for CI.
 
-    results: dict[str, Any] = {}
-    lines: list[str] = []
-    if losslessness:
-        results["losslessness"] = lossless_command.losslessness(
-            settings, draft, rule=rule, gamma=gamma, prompts=prompts, samples=samples or 16, control=control
-        )
-        lines += lossless_command.lossless_lines(results["losslessness"])
-    if scorer:
-        results["scores"] = task_scores.task_scores(
-            settings,
-            draft,
-            scorer,
-            rule=rule,
-            gamma=gamma,
-            prompts=prompts,
-            samples=samples or 1,
-            references=references,
-        )
-        lines += task_scores.score_lines(results["scores"])
-    print(json.dumps(results, indent=2) if as_json else "\n".join(lines))
-    if not all(found["passed"] for found in results.values()):
-        raise typer.Exit(1)
+    understudy compare runs/new runs/old --fail-below tau=2.1 --fail-if-worse
+    """
+    from distill.commands.compare.compare import compare_command
+    from distill.commands.compare.screen import print_comparison
+
+    result, status = compare_command(options)
+    print_comparison(Console(), result)
+    return status
 
 
-add_to(app)
+@command
+def drift(options: DriftOptions) -> int:
+    """Is the draft still as good as when it was judged? A server's acceptance log, or fresh prompts, against the run's own.
+
+    understudy drift runs/demo --log vllm.log
+
+    understudy drift runs/demo --prompts fresh.jsonl --plot drift.png
+
+    Exit status: 0 no drift seen, 3 refresh advised, 2 a mistake.
+    """
+    from distill.commands.drift.drift import REFRESH, drift_command
+
+    return REFRESH if drift_command(options, Console())["refresh"] else 0
 
 
-@app.command()
-def respond(
-    config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. signal.k=32")] = None,
-    signal: Annotated[
-        str,
-        typer.Option(
-            help="keep the target's distributions too: topk, sampled or none; default: what the config's signal.source needs"
-        ),
-    ] = "",
-) -> None:
+@command
+def respond(options: RespondOptions) -> int:
     """Let the target answer the prompts; with --signal, training needs it no more (signal.source=store).
 
     On several devices: `accelerate launch -m distill.respond CONFIG --signal topk`.
     """
     from distill import respond as program
 
-    raise typer.Exit(program.main([config, *(overrides or []), *(["--signal", signal] if signal else [])]))
+    return program.command(options)
 
 
-@app.command()
-def sweep(
-    file: Annotated[Path, typer.Argument(help="sweep file, e.g. configs/sweeps/objectives.yaml")],
-    launcher: Annotated[
-        str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
-    ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and stop")] = False,
-) -> None:
+@command
+def sweep(options: SweepOptions) -> None:
     """Train every combination of a grid, resumable, and compare them in one table with intervals."""
     from distill.commands.sweep.sweep import run_sweep
 
-    run_sweep(file, launcher, dry_run)
+    run_sweep(options.file, options.launcher, options.dry_run)
 
 
-@app.command("generate")
-def generate_command(
-    target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")],
-    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='file: JSON lines with "prompt" (.jsonl), else one prompt a line; without any, one on standard input'
-        ),
-    ] = None,
-    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
-    system: Annotated[str, typer.Option(help="system message (with --chat)")] = "",
-    draft: Annotated[str, typer.Option(help="draft model: directory, hub id, run or checkpoint folder")] = "",
-    drafter: Annotated[
-        str,
-        typer.Option(
-            help="who proposes: draft (default with --draft), lookup (the prompt's own n-grams), retrieval, early-exit, "
-            "jacobi, cascade (lookup, then the draft), none (default without)"
-        ),
-    ] = "",
-    exit_layers: Annotated[int, typer.Option(help="layers of early-exit; 0 = a third")] = 0,
-    datastore: Annotated[
-        Path | None, typer.Option(help="past texts for retrieval: --out file of an earlier run")
-    ] = None,
-    gamma: Annotated[
-        str, typer.Option(help="drafted tokens per block (default 4), or auto: what pays most, none included")
-    ] = "",
-    stop_below: Annotated[float, typer.Option(help="stop drafting behind a token of less probability; 0 = off")] = 0.0,
-    tree: Annotated[str, typer.Option(help="candidates per depth instead of a chain, e.g. 3,2,1")] = "",
-    rule: Annotated[
-        str, typer.Option(help="sample, greedy-draft, greedy, block; default: greedy at temperature 0, else sample")
-    ] = "",
-    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0 = off")] = 0,
-    top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 = off")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="drop tokens under min-p x the largest probability; 0 = off")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 = off")] = 1.0,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="tokens of a response at most; default: 128, or what the context leaves behind its prompt"),
-    ] = None,
-    min_tokens: Annotated[int, typer.Option(help="no end token before so many")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="a text that ends a response; may be given several times")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="of all sampling")] = 0,
-    batch_size: Annotated[int, typer.Option(help="rows decoded at once", min=1)] = 16,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = "",
-    runner: Annotated[str, typer.Option(help="model calls: auto, eager, compile, graph (CUDA)")] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="write responses here as JSON lines; without it, several are printed as they end"),
-    ] = None,
-    log: Annotated[Path | None, typer.Option(help="write every drafted token here as parquet")] = None,
-    numbers: Annotated[Path | None, typer.Option(help="write the run's numbers here as JSON")] = None,
-) -> None:
+@command
+def generate(options: GenerateOptions) -> None:
     """Text from a target, sped up by a draft; the text is the target's own. Numbers go to standard error.
 
     understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export --gamma auto
     """
-    options = dict(locals())
-    from distill.commands.generate import generate as program
+    from distill.commands.generate.generate import generate_command
 
-    for line in program.command(program.Options(**options)):
+    for line in generate_command(options):
         print(line, file=sys.stderr)
 
 
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="run folder (its best checkpoint) or a checkpoint folder")],
-    to: Annotated[Path, typer.Option(help="directory to make")],
-    dtype: Annotated[
-        str, typer.Option(help="auto = the dtype the target is saved in; float32, bfloat16, float16")
-    ] = "auto",
-    overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False,
-) -> None:
+@command
+def export(options: ExportOptions) -> None:
     """Write the best draft as an ordinary Hugging Face directory with the commands to serve it."""
+    from distill.commands.export import export_run
     from distill.report.screen import export_lines
 
-    for line in export_lines(_export(run, to, dtype, overwrite)):
-        print(line)
+    print("\n".join(export_lines(export_run(options))))
 
 
-@app.command("check-export")
-def check_export(
-    exported: Annotated[Path, typer.Argument(help="an exported directory")],
-    config: Annotated[str, typer.Option(help="config that names the target and held-out prompts")],
-    prompts: Annotated[int, typer.Option(help="held-out prompts", min=1)] = 20,
-    gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1, max=16)] = 4,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None,
-) -> None:
+@command
+def check_export(options: CheckExportOptions) -> int:
     """Run an exported draft in transformers' own assisted generation: same greedy tokens? same tau as ours?"""
-    from distill.config.load import load_config
-    from distill.export.check import outside_check
+    from distill.commands.export import check_export
 
-    found = outside_check(load_config(config, overrides or []), exported, prompts, gamma)
-    theirs, ours = found["transformers"], found["ours"]
-    print(f"same greedy tokens as the target alone on {found['equal']} of {found['prompts']} prompts")
-    if found["first_difference"]:
-        print(f"first difference: {found['first_difference']}")
-    print(
-        f"tau at gamma {gamma}: transformers {theirs['tau']:.3f}, ours {ours['tau']:.3f} "
-        f"[{ours['tau_ci'][0]:.3f}, {ours['tau_ci'][1]:.3f}]"
-    )
-    if found["equal"] < found["prompts"] or not found["within_interval"]:
-        raise typer.Exit(1)
+    lines, agrees = check_export(options)
+    print("\n".join(lines))
+    return 0 if agrees else 1
 
 
-@app.command()
-def show(run: Annotated[Path, typer.Argument(help="run folder")]) -> None:
+@command
+def show(options: ShowOptions) -> None:
     """The verdict of a finished run, with completions whose accepted tokens are marked."""
-    _show(run, run / "export" if (run / "export").exists() else None)
+    from distill.commands.show import show_run
+
+    show_run(options.run, options.run / "export" if (options.run / "export").exists() else None)
 
 
 @app.command()
@@ -366,42 +220,12 @@ def publish(
     )
 
 
-@app.command("config")
-def config_reference() -> None:
+@app.command()
+def config() -> None:
     """Every key of a config with its default and meaning."""
     from distill.config.table import config_table
 
     print(config_table())
-
-
-def _export(run: Path, to: Path, dtype: str, overwrite: bool) -> Any:
-    from distill.export.export import export_draft
-    from distill.run.folder import read_run
-
-    facts = read_run(run)
-    return export_draft(
-        student_dir=facts.student, target=facts.target, to=to, dtype=dtype, verdict=facts.verdict, provenance=facts.provenance,
-        sampling=facts.sampling, overwrite=overwrite, revision=facts.revision, trust_remote_code=facts.trust_remote_code,
-    )  # fmt: skip
-
-
-def _show(run: Path, exported: Path | None) -> None:
-    from distill.commands.show import held_out_completions
-    from distill.report.screen import last_screen
-    from distill.run.folder import load_verdict
-
-    verdict = load_verdict(run)
-    # A target that is only served elsewhere cannot show what it accepts.
-    shown = held_out_completions(run, count=3) if verdict["target_tokens_per_second"] is not None else []
-    last_screen(Console(), run, verdict, shown, exported)
-
-
-def _writable(path: Path, write: Any, value: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, value)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def main() -> None:
@@ -414,13 +238,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_LEFT)
     except (Exception, KeyboardInterrupt) as error:
-        from distill.faults import explain
-
-        explained = explain(error)
-        if explained is None:
-            raise
-        print(explained[0], file=sys.stderr)
-        sys.exit(explained[1])
+        sys.exit(exit_status(error))
 
 
 if __name__ == "__main__":

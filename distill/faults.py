@@ -2,12 +2,10 @@
 
 import errno
 import importlib.util
+import sys
 from pathlib import Path
 
-import torch
-
 from speculative.errors import UserError
-from speculative.measure.self_checks import SelfCheckError
 
 MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
 # What gloo and NCCL say on a rank whose neighbour is gone.
@@ -23,13 +21,18 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     """(message, exit status) of a fault that a person can mend; None for a fault of ours, which keeps its traceback."""
     if isinstance(error, UserError):
         return f"understudy: {error}", MISTAKE
-    if isinstance(error, SelfCheckError):
-        return f"understudy: self-check failed, nothing was measured: {error}", FAILED_CHECK
     if isinstance(error, Interrupted):
         return f"\ninterrupted: {error}", INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         kept = f"checkpoint {error} is written" if str(error) else "what was written stays"
         return f"\ninterrupted: {kept}; the same command goes on from it", INTERRUPTED
+    # Only here: `understudy --help` needs no torch.
+    import torch
+
+    from speculative.measure.self_checks import SelfCheckError
+
+    if isinstance(error, SelfCheckError):
+        return f"understudy: self-check failed, nothing was measured: {error}", FAILED_CHECK
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"understudy: out of memory ({str(error).splitlines()[0]}); lower train.micro_batch_size, loss.chunk_tokens, "
@@ -49,6 +52,15 @@ def explain(error: BaseException) -> tuple[str, int] | None:
             MISTAKE,
         )
     return None
+
+
+def exit_status(error: BaseException) -> int:
+    """Prints the one line of a fault that a person can mend and returns its exit status; raises any other again."""
+    explained = explain(error)
+    if explained is None:
+        raise error
+    print(explained[0], file=sys.stderr)
+    return explained[1]
 
 
 PACKAGES = ("data", "speculative", "distill")

@@ -13,9 +13,10 @@ import numpy as np
 from accelerate import Accelerator
 
 from data.responses.store import Row
+from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.faults import check_imports, explain
+from distill.faults import check_imports, exit_status
 from distill.models.student import context_of
 from distill.models.target import ServedTarget
 from distill.run.folder import claim_folder
@@ -25,11 +26,6 @@ from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
 KINDS = ("topk", "sampled", "none")
-USAGE = """usage: understudy respond CONFIG [--signal topk|sampled|none] [key=value ...]
-
-The target answers the prompts of CONFIG into the run's folder. With --signal its distributions at every response token are
-kept too: topk the k most probable tokens and the rest's mass (signal.k), sampled unbiased draws (signal.samples). Without
---signal: what the config's signal.source needs. A killed run goes on when the same command is given again."""
 
 
 def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | None) -> tuple[RunConfig, bool]:
@@ -97,41 +93,25 @@ def _signal(config: RunConfig, rows: Sequence[Row], target: ServedTarget, accele
     return facts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit status: 0 done, 2 a mistake of the user, 130 interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else 2
+def command(options: RespondOptions) -> int:
+    """The target answers the prompts of CONFIG into the run's folder.
+
+    With --signal its distributions at every response token are kept too: topk the k most probable tokens and the rest's mass
+    (signal.k), sampled unbiased draws (signal.samples). Without --signal: what the config's signal.source needs.
+
+    A killed run goes on when the same command is given again. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
+    """
     try:
         check_imports()
-        signal, rest = _without_option(arguments, "--signal")
-        run(rest[0], rest[1:], signal)
+        run(options.config, options.overrides or [], options.signal or None)
     except (Exception, KeyboardInterrupt) as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        print(explained[0], file=sys.stderr)
-        return explained[1]
+        return exit_status(error)
     return 0
 
 
-def _without_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """(value of an option or None, the other arguments, at least one). Raises UserError."""
-    value, rest, left = None, [], list(arguments)
-    while left:
-        argument = left.pop(0)
-        if argument == name:
-            if not left:
-                raise UserError(f"{name}: one of {', '.join(KINDS)}")
-            value = left.pop(0)
-        elif argument.startswith(f"{name}="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    if not rest:
-        raise UserError("respond: which config? e.g. understudy respond configs/demo.yaml --signal topk")
-    return value, rest
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program with these arguments, by default the process's own; returns the exit status of `command`."""
+    return run_program(command, arguments)
 
 
 if __name__ == "__main__":

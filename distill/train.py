@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.faults import check_imports, explain
+from distill.faults import check_imports, exit_status
 from distill.models.heads import SplitModel
 from distill.models.load import load_model, load_tokenizer, tokenizer_fingerprint
 from distill.models.student import (
@@ -45,12 +46,6 @@ from distill.verdict.judge import DraftJudge
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.verify import Rule
-
-USAGE = """usage: accelerate launch -m distill.train CONFIG [key=value ...]
-
-CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
-    optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
-On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run goes on when the same command is given again."""
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -232,31 +227,35 @@ def _parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit status: 0 done, 1 failed self-check, 2 a mistake of the user, 130 interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else 2
+def command(options: TrainOptions) -> int:
+    """A run from config to verdict: `accelerate launch -m distill.train CONFIG key=value ...`.
+
+    CONFIG is a YAML file such as configs/demo.yaml; overrides reach any key:
+    optim.lr=3e-4  loss.name=forward_kl  data.train.0.path=prompts.jsonl
+
+    On one CPU or GPU `python -m distill.train CONFIG` does the same. A killed run goes on when the same command is given again.
+    Exit status: 0 done, 1 failed self-check, 2 a mistake of the user, 130 interrupted.
+    """
     accelerator: Accelerator | None = None
     try:
         check_imports()
-        config = load_config(arguments[0], arguments[1:])
+        config = load_config(options.config, options.overrides or [])
         accelerator = start(config)
         if config.target is None:
             pretrain(config, accelerator)
         else:
             distil(config, accelerator)
     except (Exception, KeyboardInterrupt) as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        print(explained[0], file=sys.stderr)
-        return explained[1]
+        return exit_status(error)
     finally:
         if accelerator is not None:
             accelerator.end_training()
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program with these arguments, by default the process's own; returns the exit status of `command`."""
+    return run_program(command, arguments)
 
 
 if __name__ == "__main__":

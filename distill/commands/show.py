@@ -3,18 +3,32 @@
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
 from rich.panel import Panel
 
 from distill.config.load import load_config
 from distill.models.draft import served_copy
 from distill.models.load import load_model
-from distill.report.screen import marked_completion
+from distill.report.screen import last_screen, marked_completion
+from distill.run.folder import load_verdict
 from distill.run.prompts import load_prompts
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit, load_target, new_accelerator, positions_of
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
+
+
+def show_run(run: Path, exported: Path | None) -> None:
+    """Prints the verdict of a finished run, a few completions, and what to type next.
+
+    Raises:
+        UserError: the run is not finished, or its target is gone.
+    """
+    verdict = load_verdict(run)
+    # A target that is only served elsewhere cannot show what it accepts.
+    shown = held_out_completions(run, count=3) if verdict["target_tokens_per_second"] is not None else []
+    last_screen(Console(), run, verdict, shown, exported)
 
 
 def held_out_completions(run: Path, count: int) -> list[Panel]:

@@ -110,6 +110,19 @@ def export_lines(report: ExportReport) -> list[str]:
     return lines
 
 
+def outside_check_lines(found: dict[str, Any], gamma: int) -> list[str]:
+    """What `distill.export.check.outside_check` found."""
+    theirs, ours = found["transformers"], found["ours"]
+    lines = [f"same greedy tokens as the target alone on {found['equal']} of {found['prompts']} prompts"]
+    if found["first_difference"]:
+        lines.append(f"first difference: {found['first_difference']}")
+    lines.append(
+        f"tau at gamma {gamma}: transformers {theirs['tau']:.3f}, ours {ours['tau']:.3f} "
+        f"[{ours['tau_ci'][0]:.3f}, {ours['tau_ci'][1]:.3f}]"
+    )
+    return lines
+
+
 def _cost_line(verdict: dict[str, Any]) -> str:
     """Best gamma, its predicted speed-up, the cost ratio and the break-even alpha."""
     costs, gamma = verdict["costs"], verdict["best_gamma"]

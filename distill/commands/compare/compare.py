@@ -17,8 +17,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from data.files import read_manifest, write_json
+from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import check_plot, plot_comparison
-from distill.commands.output import check_writable
+from distill.commands.output import check_writable, writing
 from distill.config.load import load_config
 from distill.models.draft import find_student
 from distill.models.target import FACTS
@@ -35,21 +36,6 @@ from speculative.rules.verify import RULES, draft_settings_for
 
 METRICS = ("alpha", "tau", "speed_up")
 MOST_GAMMA = 16
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says; the names are its own."""
-
-    drafts: Sequence[str]
-    on: Path | None = None
-    rule: str = ""
-    gamma: int = 0
-    timing: bool = True
-    fail_below: Sequence[str] = ()
-    fail_if_worse: bool = False
-    plot: Path | None = None
-    out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,7 @@ class Entry:
     costs: StepCosts | None
 
 
-def compare_command(options: Options) -> tuple[dict[str, Any], int]:
+def compare_command(options: CompareOptions) -> tuple[dict[str, Any], int]:
     """(the comparison, exit status 1 when a gate is shut and 0 otherwise); writes --out and the plot.
 
     Raises:
@@ -89,14 +75,16 @@ def compare_command(options: Options) -> tuple[dict[str, Any], int]:
     result["gates"], failures = judge_gates(result, gates, options.fail_if_worse)
     result["failures"] = failures
     if options.out is not None:
-        write_json(options.out, result)
+        with writing("--out", options.out):
+            write_json(options.out, result)
     if plot is not None:
-        plot_comparison(result, plot)
+        with writing("--plot", plot):
+            plot_comparison(result, plot)
         result["plot"] = str(plot)
     return result, 1 if failures else 0
 
 
-def _refuse_early(options: Options, plot: Path | None) -> None:
+def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
     if len(options.drafts) < 2:
         raise UserError("compare needs at least two drafts: runs, checkpoints, model directories or hub ids")
     if options.rule and options.rule not in RULES:
@@ -154,7 +142,7 @@ def target_of(run: Path) -> str | None:
     return next((str(found["target"]) for found in map(read_manifest, folders) if "target" in found), None)
 
 
-def load_text(options: Options) -> FrozenText:
+def load_text(options: CompareOptions) -> FrozenText:
     """The frozen text to judge on: of --on, or of the first draft that is a run.
 
     Raises:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from distill.report.screen import interval
@@ -97,6 +98,16 @@ def domain_table(result: dict[str, Any]) -> Table | None:
 
 def _signed(ends: Sequence[float], digits: int = 3) -> str:
     return f"[{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]"
+
+
+def print_comparison(console: Console, result: dict[str, Any]) -> None:
+    """The tables, the differences and what the gates say."""
+    console.print(compare_table(result))
+    domains = domain_table(result)
+    if domains is not None:
+        console.print(domains)
+    for line in (*difference_lines(result), *result["failures"]):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def check_plot(path: Path) -> None:

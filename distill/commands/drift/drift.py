@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,7 +36,8 @@ from distill.commands.drift.baseline import (
     redrawn_prompts,
     slices_of,
 )
-from distill.commands.output import check_writable
+from distill.commands.drift.options import DriftOptions
+from distill.commands.output import check_writable, writing
 from distill.report.screen import interval
 from distill.run.folder import RESULT
 from distill.run.frozen_text import FrozenText, load_frozen_text
@@ -61,25 +62,6 @@ REFRESH = 3  # Exit status when a refresh is advised.
 PLOTS = (".png", ".svg")
 # Requests this many times longer or shorter than the baseline's lean on the model of their spread.
 _OTHER_LENGTHS = 3.0
-
-
-@dataclass(frozen=True)
-class DriftOptions:
-    """One of `log` and `prompts`. gamma, rule: of the server, by default the log's and the run's verdict's."""
-
-    run: Path
-    log: Path | None = None
-    prompts: Path | None = None
-    chat: bool = False
-    format: str = "auto"
-    gamma: int | None = None
-    rule: str = ""
-    false_alarms: float = 0.01
-    drop: float = 0.05
-    two_sided: bool = False
-    out: Path | None = None
-    plot: Path | None = None
-    seed: int = 0
 
 
 def drift_command(options: DriftOptions, console: Console | None = None) -> dict[str, Any]:
@@ -114,9 +96,11 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     result = _facts(options, baseline, log, told, notes + more + _length_notes(slices, log) + _correlation_notes(told))
     _print(console, result)
     if options.out is not None:
-        _written(options.out, lambda path: write_json(path, result))
+        with writing("--out", options.out):
+            write_json(options.out, result)
     if options.plot is not None:
-        _written(options.plot, lambda path: plot_drift(path, result, slices, monitored))
+        with writing("--plot", options.plot):
+            plot_drift(options.plot, result, slices, monitored)
     return result
 
 
@@ -138,14 +122,6 @@ def _check(options: DriftOptions) -> None:
     for option, place in (("--out", options.out), ("--plot", options.plot)):
         if place is not None:
             check_writable(option, place)
-
-
-def _written(path: Path, write: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:

@@ -15,9 +15,10 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import write_json
+from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
-from distill.commands.output import check_writable
+from distill.commands.output import check_writable, writing
 from distill.faults import Interrupted
 from distill.models.draft import load_draft
 from distill.models.load import dtype_of, load_model, load_tokenizer
@@ -48,41 +49,6 @@ ADAPTIVE_GAMMA = 8  # The largest gamma that `--gamma auto` considers.
 
 
 @dataclass(frozen=True)
-class Options:
-    """What `understudy generate` was asked for; the command's help says what each means."""
-
-    target: str
-    prompt: list[str] | None
-    prompts: Path | None
-    chat: bool
-    system: str
-    draft: str
-    drafter: str
-    exit_layers: int
-    datastore: Path | None
-    gamma: str
-    stop_below: float
-    tree: str
-    rule: str
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    max_tokens: int | None
-    min_tokens: int
-    stop: list[str] | None
-    seed: int
-    batch_size: int
-    dtype: str
-    device: str
-    runner: str
-    out: Path | None
-    log: Path | None
-    numbers: Path | None
-
-
-@dataclass(frozen=True)
 class Loaded:
     """A target with its tokenizer, and whoever proposes (None = plain decoding)."""
 
@@ -91,7 +57,7 @@ class Loaded:
     drafter: Drafter | None
 
 
-def command(options: Options) -> list[str]:
+def generate_command(options: GenerateOptions) -> list[str]:
     """Generate; returns the lines about it. Raises UserError, most of them before anything is loaded."""
     refuse_contradictions(options)
     for option, path in (("--numbers", options.numbers), ("--log", options.log), ("--out", options.out)):
@@ -131,11 +97,12 @@ def command(options: Options) -> list[str]:
         out=options.out,
     )
     if options.numbers is not None:
-        write_numbers(options.numbers, result)
+        with writing("--numbers", options.numbers):
+            write_json(options.numbers, result)
     return summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
 
 
-def refuse_contradictions(options: Options) -> None:
+def refuse_contradictions(options: GenerateOptions) -> None:
     """An option that nothing would listen to is a mistake. Raises UserError naming it."""
     kind = options.drafter or ("draft" if options.draft else "none")
     if options.drafter not in ("", *DRAFTERS):
@@ -173,7 +140,7 @@ def place_of(device: str) -> torch.device:
     return place
 
 
-def load(options: Options) -> Loaded:
+def load(options: GenerateOptions) -> Loaded:
     """Load what was asked for. Raises UserError for options that contradict each other."""
     place, draft, datastore = place_of(options.device), options.draft, options.datastore
     if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -349,12 +316,3 @@ def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
         line += f", then a block every {1e3 * pause['p50']:.0f} ms (p90 {1e3 * pause['p90']:.0f})"
     lines.append(f"{line}; peak memory {result['peak_bytes'] / 1024**2:.0f} MiB")
     return lines
-
-
-def write_numbers(path: Path, result: dict[str, Any]) -> None:
-    """The numbers as a JSON file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result)
-    except OSError as error:
-        raise UserError(f"--numbers {path}: cannot be written ({error.strerror})") from error

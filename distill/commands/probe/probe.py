@@ -17,7 +17,8 @@ from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
 from distill.commands.generate.prompt_files import read_prompts
-from distill.commands.output import check_writable
+from distill.commands.output import check_writable, writing
+from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
 from distill.models.draft import find_student, served_copy
 from distill.models.load import dtype_of, load_model, load_tokenizer, model_fingerprint, resolve, saved_dtype
@@ -35,32 +36,9 @@ from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
 
-STDLIB = "stdlib"
 MOST_GAMMA = 16
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
 TIMED_BLOCKS, TIMED_CONTEXT = 8, 128
-
-
-@dataclass(frozen=True)
-class ProbeOptions:
-    """What `understudy probe` was asked for; lists are texts such as `1,4,16`, times texts such as `25ms`."""
-
-    target: str
-    drafts: Sequence[str] = ()
-    prompts: str = STDLIB
-    chat: bool = False
-    count: int = 32
-    max_tokens: int = 96
-    temperatures: str = "0,1"
-    gammas: str = "1,3,5,8"
-    batch_sizes: str = "1,4,16"
-    t_target: str = ""
-    t_draft: str = ""
-    t_verify: str = ""
-    dtype: str = "auto"
-    device: str = ""
-    seed: int = 0
-    out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +106,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         tokenizer = load_tokenizer(options.target)
         prompts, notes = _prompts(options, tokenizer, max_positions(target))
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        candidates = [_candidate(path, options.target, target, tokenizer, longest) for path in options.drafts]
+        candidates = [_candidate(path, options.target, target, tokenizer, longest) for path in options.drafts or ()]
     _require_one(candidates)
     settings = _decode_settings(options, target, plan.lead[0])
     with stages("self-check"):
@@ -174,8 +152,8 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
     }
     result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.out, result)
+        with writing("--out", options.out):
+            write_json(options.out, result)
     return result
 
 

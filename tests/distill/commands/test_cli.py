@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from distill import cli, train
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions
 from distill.verdict.verdict import SCHEMA
 from speculative.errors import UserError
 
@@ -164,11 +166,11 @@ def test_mistakes_are_one_line_and_exit_status_2(
 def test_unsafe_export_names_are_refused(tiny_run: Path, tmp_path: Path) -> None:
     for name in ("my-eagle-draft", "dflash"):
         with pytest.raises(UserError, match="vLLM"):
-            cli._export(tiny_run, tmp_path / name, "auto", overwrite=False)
+            export_run(ExportOptions(tiny_run, tmp_path / name))
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "precious.txt").write_text("mine")
     with pytest.raises(UserError, match="occupied"):
-        cli._export(tiny_run, occupied, "auto", overwrite=True)
+        export_run(ExportOptions(tiny_run, occupied, overwrite=True))
     assert (occupied / "precious.txt").read_text() == "mine"
     shutil.rmtree(occupied)

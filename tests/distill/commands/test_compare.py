@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.commands.compare import compare
 from distill.commands.compare.compare import (
-    Options,
     compare_command,
     comparison,
     judge_gates,
@@ -23,6 +22,7 @@ from distill.commands.compare.compare import (
     parse_gate,
     read_drafts,
 )
+from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
 from distill.models.target import ServedTarget
 from speculative.errors import UserError
@@ -45,8 +45,8 @@ def worse(tiny_run, tmp_path_factory):
     return folder
 
 
-def options(*drafts, **others) -> Options:
-    return Options([str(draft) for draft in drafts], **{"timing": False, **others})
+def options(*drafts, **others) -> CompareOptions:
+    return CompareOptions([str(draft) for draft in drafts], **{"timing": False, **others})
 
 
 def drawn(*renderables) -> str:

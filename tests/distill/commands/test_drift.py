@@ -26,7 +26,8 @@ from distill.commands.drift.baseline import (
     redrawn_prompts,
     slices_of,
 )
-from distill.commands.drift.drift import DriftOptions, drift_command
+from distill.commands.drift.drift import drift_command
+from distill.commands.drift.options import DriftOptions
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter

@@ -24,6 +24,7 @@ from tiny_training import (
 from data.responses.store import Store
 from data.signals.signal import TopKSignal
 from data.signals.store import ENTRY, INDEX, SignalStore
+from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.models.target import ServedTarget, TargetFacts
@@ -219,8 +220,6 @@ def test_a_config_without_a_target_has_nobody_to_answer(config_path: Path, tmp_p
     ("arguments", "said"),
     [
         (["{config}", "--signal", "all"], "--signal all: one of topk, sampled, none"),
-        (["{config}", "--signal"], "--signal: one of"),
-        (["--signal=topk"], "which config?"),
         (["{config}", "signal.kk=3"], "unknown key `signal.kk`"),
         (["nowhere.yaml"], "nowhere.yaml"),
     ],
@@ -240,7 +239,41 @@ def test_the_program(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "signal: topk k 9" in capsys.readouterr().out
     assert main([]) == 2
     assert main(["--help"]) == 0
-    assert "usage" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Usage" in said
+    assert "signal.samples" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--signal=topk"], "config"),
+        (["x.yaml", "--signal"], "--signal"),
+        (["x.yaml", "--sig"], "--sig"),
+    ],
+)
+def test_a_wrong_call_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err.lower()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["x.yaml", "a=1", "b=2", "--signal", "topk"],
+        ["x.yaml", "--signal=topk", "a=1", "b=2"],
+        ["--signal", "topk", "x.yaml", "a=1", "b=2"],
+    ],
+)
+def test_the_signal_may_stand_anywhere(arguments: list[str]) -> None:
+    seen: list[RespondOptions] = []
+
+    def record(options: RespondOptions) -> int:
+        seen.append(options)
+        return 130
+
+    assert run_program(record, arguments) == 130
+    assert seen == [RespondOptions("x.yaml", ["a=1", "b=2"], "topk")]
 
 
 # --- stopped at any moment, and shared ---------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""`understudy evaluate`: judges a draft and writes the result, or proves that drafting changes neither text nor task scores."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data.files import write_json
+from distill.commands.evaluate.evaluate import evaluate, parse_gammas
+from distill.commands.evaluate.losslessness import lossless_lines, losslessness
+from distill.commands.evaluate.options import EvaluateOptions
+from distill.commands.evaluate.scores import score_lines, task_scores
+from distill.commands.output import check_writable, writing
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.report.screen import judgement_table
+from speculative.errors import UserError
+from speculative.rules.verify import RULES, Rule
+
+
+def evaluate_command(options: EvaluateOptions) -> int:
+    """Prints and writes what was asked for; returns the exit status, 1 when a test for a doubter fails.
+
+    Raises:
+        UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
+    """
+    config = load_config(options.config, options.overrides or [])
+    rule: Any = options.rule or config.judge_rule
+    if rule not in RULES:
+        raise UserError(f"--rule {options.rule}: one of {', '.join(RULES)}")
+    gammas = parse_gammas(options.gamma) if options.gamma else [config.judge.gamma]
+    if options.losslessness or options.scorer:
+        if len(gammas) > 1:
+            raise UserError(f"--gamma {options.gamma}: --losslessness and --scorer take one gamma")
+        return _prove(config, options, rule, gammas[0])
+    if options.references is not None:
+        raise UserError("--references goes with --scorer")
+    _judge(config, options, rule, gammas)
+    return 0
+
+
+def _judge(config: RunConfig, options: EvaluateOptions, rule: Rule, gammas: list[int]) -> None:
+    """A table, or the verdict as JSON; the result in a file."""
+    out = options.out
+    check_writable("--out", out)
+    if _is_of_a_run(out):
+        raise UserError(f"--out {out}: holds the result of a training run; give another name")
+    result, by_gamma = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
+    result["gammas"] = {str(number): record for number, record in by_gamma.items()}
+    with writing("--out", out):
+        write_json(out, result)
+    verdict = result["verdict"]
+    if options.as_json:
+        print(json.dumps(verdict, indent=2))
+        return
+    console = Console()
+    for number, record in sorted(by_gamma.items()):
+        console.print(judgement_table(f"rule {rule}, gamma {number}", record))
+    console.print(verdict["sentence"], style="bold")
+    console.print(
+        f"best gamma {verdict['best_gamma']}, predicted speed-up {verdict['predicted_speed_up']:.2f}x; "
+        f"target alone {verdict['target_tokens_per_second']:.0f} tokens/s, with the draft {verdict['best']['tokens_per_second']:.0f}; "
+        f"written to {out} (a page of it: understudy report {out})",
+        highlight=False,
+    )
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a training run's own result.json is there: drift and report read it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("kind") == "run"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _prove(config: RunConfig, options: EvaluateOptions, rule: Rule, gamma: int) -> int:
+    """The tests for a doubter; 1 when one fails."""
+    results: dict[str, Any] = {}
+    lines: list[str] = []
+    if options.losslessness:
+        results["losslessness"] = losslessness(
+            config, options.draft, rule=rule, gamma=gamma, prompts=options.prompts, samples=options.samples or 16,
+            control=options.control,
+        )  # fmt: skip
+        lines += lossless_lines(results["losslessness"])
+    if options.scorer:
+        results["scores"] = task_scores(
+            config, options.draft, options.scorer, rule=rule, gamma=gamma, prompts=options.prompts,
+            samples=options.samples or 1, references=options.references,
+        )  # fmt: skip
+        lines += score_lines(results["scores"])
+    print(json.dumps(results, indent=2) if options.as_json else "\n".join(lines))
+    return 0 if all(found["passed"] for found in results.values()) else 1

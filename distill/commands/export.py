@@ -1,0 +1,30 @@
+"""`understudy export` and `understudy check-export`: the run's best draft as a directory that engines serve."""
+
+from distill.commands.options import CheckExportOptions, ExportOptions
+from distill.config.load import load_config
+from distill.export.check import outside_check
+from distill.export.export import ExportReport, export_draft
+from distill.report.screen import outside_check_lines
+from distill.run.folder import read_run
+
+
+def export_run(options: ExportOptions) -> ExportReport:
+    """Writes a run's best draft, or a checkpoint's, with what the run knows of it.
+
+    Raises:
+        UserError: no such run, or see `export_draft`.
+    """
+    facts = read_run(options.run)
+    return export_draft(
+        student_dir=facts.student, target=facts.target, to=options.to, dtype=options.dtype, verdict=facts.verdict,
+        provenance=facts.provenance, sampling=facts.sampling, overwrite=options.overwrite, revision=facts.revision,
+        trust_remote_code=facts.trust_remote_code,
+    )  # fmt: skip
+
+
+def check_export(options: CheckExportOptions) -> tuple[list[str], bool]:
+    """(what transformers' own assisted generation found, whether it agrees with us)."""
+    config = load_config(options.config, options.overrides or [])
+    found = outside_check(config, options.exported, options.prompts, options.gamma)
+    agrees = found["equal"] == found["prompts"] and found["within_interval"]
+    return outside_check_lines(found, options.gamma), agrees

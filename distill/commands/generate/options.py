@@ -1,0 +1,67 @@
+"""What `understudy generate` is asked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Prompts, who proposes, how it is sampled, and where it is written."""
+
+    target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")]
+    prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='file: JSON lines with "prompt" (.jsonl), else one prompt a line; without any, one on standard input'
+        ),
+    ] = None
+    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False
+    system: Annotated[str, typer.Option(help="system message (with --chat)")] = ""
+    draft: Annotated[str, typer.Option(help="draft model: directory, hub id, run or checkpoint folder")] = ""
+    drafter: Annotated[
+        str,
+        typer.Option(
+            help="who proposes: draft (default with --draft), lookup (the prompt's own n-grams), retrieval, early-exit, "
+            "jacobi, cascade (lookup, then the draft), none (default without)"
+        ),
+    ] = ""
+    exit_layers: Annotated[int, typer.Option(help="layers of early-exit; 0 = a third")] = 0
+    datastore: Annotated[Path | None, typer.Option(help="past texts for retrieval: --out file of an earlier run")] = (
+        None
+    )
+    gamma: Annotated[
+        str, typer.Option(help="drafted tokens per block (default 4), or auto: what pays most, none included")
+    ] = ""
+    stop_below: Annotated[float, typer.Option(help="stop drafting behind a token of less probability; 0 = off")] = 0.0
+    tree: Annotated[str, typer.Option(help="candidates per depth instead of a chain, e.g. 3,2,1")] = ""
+    rule: Annotated[
+        str, typer.Option(help="sample, greedy-draft, greedy, block; default: greedy at temperature 0, else sample")
+    ] = ""
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0
+    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0 = off")] = 0
+    top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 = off")] = 1.0
+    min_p: Annotated[float, typer.Option(help="drop tokens under min-p x the largest probability; 0 = off")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="1 = off")] = 1.0
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="tokens of a response at most; default: 128, or what the context leaves behind its prompt"),
+    ] = None
+    min_tokens: Annotated[int, typer.Option(help="no end token before so many")] = 0
+    stop: Annotated[list[str] | None, typer.Option(help="a text that ends a response; may be given several times")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(help="of all sampling")] = 0
+    batch_size: Annotated[int, typer.Option(help="rows decoded at once", min=1)] = 16
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = ""
+    runner: Annotated[str, typer.Option(help="model calls: auto, eager, compile, graph (CUDA)")] = "auto"
+    out: Annotated[
+        Path | None,
+        typer.Option(help="write responses here as JSON lines; without it, several are printed as they end"),
+    ] = None
+    log: Annotated[Path | None, typer.Option(help="write every drafted token here as parquet")] = None
+    numbers: Annotated[Path | None, typer.Option(help="write the run's numbers here as JSON")] = None

@@ -1,0 +1,68 @@
+"""What the commands of a few options are asked; each of the others has them in its folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Of `understudy demo`."""
+
+    config: Annotated[str, typer.Argument(help="the demo's config")] = "configs/demo.yaml"
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.steps=100")] = None
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Of `understudy report`; times are texts such as `25ms`."""
+
+    run: Annotated[Path, typer.Argument(help="run folder, or a result.json that `understudy evaluate` wrote")]
+    to: Annotated[Path | None, typer.Option(help="HTML file; default report.html beside the result")] = None
+    t_target: Annotated[
+        str, typer.Option(help="target step of other hardware, e.g. 25ms: a second speed-up curve (with --t-draft)")
+    ] = ""
+    t_draft: Annotated[str, typer.Option(help="draft step of other hardware, e.g. 3ms")] = ""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Of `understudy sweep`."""
+
+    file: Annotated[Path, typer.Argument(help="sweep file, e.g. configs/sweeps/objectives.yaml")]
+    launcher: Annotated[
+        str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
+    ] = ""
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and stop")] = False
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Of `understudy export`."""
+
+    run: Annotated[Path, typer.Argument(help="run folder (its best checkpoint) or a checkpoint folder")]
+    to: Annotated[Path, typer.Option(help="directory to make")]
+    dtype: Annotated[str, typer.Option(help="auto = the dtype the target is saved in; float32, bfloat16, float16")] = (
+        "auto"
+    )
+    overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False
+
+
+@dataclass(frozen=True)
+class CheckExportOptions:
+    """Of `understudy check-export`."""
+
+    exported: Annotated[Path, typer.Argument(help="an exported directory")]
+    config: Annotated[str, typer.Option(help="config that names the target and held-out prompts")]
+    prompts: Annotated[int, typer.Option(help="held-out prompts", min=1)] = 20
+    gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1, max=16)] = 4
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Of `understudy show`."""
+
+    run: Annotated[Path, typer.Argument(help="run folder")]
