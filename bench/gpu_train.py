@@ -43,7 +43,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal
-from distill.loss.objective import Objective, chunked_loss
+from distill.loss.definitions import Objective
+from distill.loss.objective import chunked_loss
 from distill.models.heads import OutputHead, SplitModel
 from distill.models.layers import layer_list
 from distill.training.profiling import peak_flops

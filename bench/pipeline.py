@@ -23,7 +23,7 @@ from rich.table import Table
 from data.batches.collate import Batch, Example, collate
 from data.prompts import stdlib
 from data.responses.respond import RenderedPrompt, plan_shards, row_of
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer
 from distill.run.provenance import describe_run

@@ -55,7 +55,8 @@ from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.load import parse_config
 from distill.config.sections import OptimConfig, RolloutConfig
-from distill.loss.objective import Objective, chunked_loss
+from distill.loss.definitions import Objective
+from distill.loss.objective import chunked_loss
 from distill.models.carving import carve
 from distill.models.heads import OutputHead
 from distill.models.layers import layer_list

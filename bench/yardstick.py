@@ -44,7 +44,7 @@ from data.prompts.template import loss_mask
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig, SignalConfig
 from distill.loss import definitions as losses
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.heads import SplitModel
 from distill.models.layers import layer_list

@@ -5,9 +5,9 @@ one loss per token, in nats where it is a divergence. Nothing here averages: the
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,27 @@ from data.signals.signal import SampledSignal, TopKSignal
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What is minimised, as constants: (objective, weight) pairs and what they need."""
+class Objective:
+    """What is minimised: weights of the named losses, their constants, and how the rows are taken.
 
-    weights: tuple[tuple[str, float], ...]
+    The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient shrinks as
+    the temperature grows. With a dense signal the overlap is taken at `serving_temperature`; a stored signal has one temperature,
+    its own, and the overlap is taken there. `chunk_tokens` rows have logits at once (None: as many as suit the device).
+    """
+
+    weights: Mapping[str, float]
     temperature: float = 1.0
     beta: float = 0.5
     eta: float = 3.0
+    chunk_tokens: int | None = None
     serving_temperature: float = 1.0
-    entropy_weighted: bool = False
+    weighting: Literal["none", "entropy", "selected"] = "none"
+    keep: float = 0.4
+    compile: bool = False
 
-    @property
-    def by_name(self) -> dict[str, float]:
-        """Objective -> weight."""
-        return dict(self.weights)
+    def weight(self, name: str) -> float:
+        """The weight of a named loss, 0 where it is not minimised."""
+        return self.weights.get(name, 0.0)
 
 
 class Definition(NamedTuple):
@@ -48,43 +55,45 @@ def log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
 
 
 def dense_by_definition(
-    terms: Terms, target_logits_NV: Tensor | None, student_logits_NV: Tensor, labels_N: Tensor
+    objective: Objective, target_logits_NV: Tensor | None, student_logits_NV: Tensor, labels_N: Tensor
 ) -> Definition:
     """Against all of the target's logits, or without a target (ce only)."""
-    student_NV = log_probs(student_logits_NV, terms.temperature)
-    target_NV = None if target_logits_NV is None else log_probs(target_logits_NV, terms.temperature)
-    loss_N = mixed(target_NV, student_NV, labels_N, terms.by_name, beta=terms.beta, eta=terms.eta)
+    student_NV = log_probs(student_logits_NV, objective.temperature)
+    target_NV = None if target_logits_NV is None else log_probs(target_logits_NV, objective.temperature)
+    loss_N = mixed(objective, target_NV, student_NV, labels_N)
     none_N = torch.zeros_like(loss_N)
     if target_logits_NV is None or target_NV is None:
         return Definition(loss_N, none_N, none_N, none_N)
     with torch.no_grad():
-        served = [log_probs(logits, terms.serving_temperature) for logits in (target_logits_NV, student_logits_NV)]
+        served = [log_probs(logits, objective.serving_temperature) for logits in (target_logits_NV, student_logits_NV)]
         return Definition(loss_N, overlap(*served), none_N, entropy(target_NV))
 
 
-def topk_by_definition(terms: Terms, signal: TopKSignal, student_logits_NV: Tensor, labels_N: Tensor) -> Definition:
+def topk_by_definition(
+    objective: Objective, signal: TopKSignal, student_logits_NV: Tensor, labels_N: Tensor
+) -> Definition:
     """Over the K stored tokens and the rest; the true overlap lies within [overlap, overlap + slack]."""
-    student_NV = log_probs(student_logits_NV, terms.temperature)
+    student_NV = log_probs(student_logits_NV, objective.temperature)
     target_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_NV.dtype)
     events_NE = stored_events(signal.ids_RK, signal.log_probs_RK, student_NV)
-    weights = terms.by_name
-    loss_N = weights.pop("ce", 0.0) * ce(student_NV, labels_N)
-    loss_N = loss_N + mixed(target_NE, events_NE, labels_N, weights, beta=terms.beta, eta=terms.eta)
+    # The label is a token, not an event.
+    compared = replace(objective, weights={name: weight for name, weight in objective.weights.items() if name != "ce"})
+    loss_N = objective.weight("ce") * ce(student_NV, labels_N) + mixed(compared, target_NE, events_NE, labels_N)
     smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
     return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
 
 
 def sampled_by_definition(
-    terms: Terms, signal: SampledSignal, student_logits_NV: Tensor, labels_N: Tensor
+    objective: Objective, signal: SampledSignal, student_logits_NV: Tensor, labels_N: Tensor
 ) -> Definition:
     """Forward KL from importance samples, and ce; the overlap is an unbiased estimate."""
-    student_NV = log_probs(student_logits_NV, terms.temperature)
+    student_NV = log_probs(student_logits_NV, objective.temperature)
     weights_NS, target_NS, entropy_N = (
         values.to(student_NV.dtype) for values in (signal.weights_RS, signal.log_probs_RS, signal.entropy_R)
     )
     chosen_NS = student_NV.gather(-1, signal.ids_RS.masked_fill(weights_NS <= 0, 0))
-    loss_N = terms.by_name.get("forward_kl", 0.0) * sampled_forward_kl(weights_NS, entropy_N, chosen_NS)
-    loss_N = loss_N + terms.by_name.get("ce", 0.0) * ce(student_NV, labels_N)
+    loss_N = objective.weight("forward_kl") * sampled_forward_kl(weights_NS, entropy_N, chosen_NS)
+    loss_N = loss_N + objective.weight("ce") * ce(student_NV, labels_N)
     overlap_N = sampled_overlap(weights_NS, target_NS, chosen_NS.detach())
     return Definition(loss_N, overlap_N, torch.zeros_like(overlap_N), entropy_N)
 
@@ -139,14 +148,20 @@ def ce(student_log_probs_NV: Tensor, labels_N: Tensor) -> Tensor:
     return -student_log_probs_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
 
 
+# Name -> definition, of the target's and the student's log-probabilities; ce, the seventh, has labels for a target.
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, Objective], Tensor]] = {
+    "forward_kl": lambda target_NV, student_NV, _: forward_kl(target_NV, student_NV),
+    "reverse_kl": lambda target_NV, student_NV, _: reverse_kl(target_NV, student_NV),
+    "tv": lambda target_NV, student_NV, _: tv(target_NV, student_NV),
+    "neg_log_alpha": lambda target_NV, student_NV, _: neg_log_alpha(target_NV, student_NV),
+    "jsd": lambda target_NV, student_NV, objective: jsd(target_NV, student_NV, objective.beta),
+    "lk_hybrid": lambda target_NV, student_NV, objective: lk_hybrid(target_NV, student_NV, objective.eta),
+}
+NAMES = (*DIVERGENCES, "ce")
+
+
 def mixed(
-    target_log_probs_NV: Tensor | None,
-    student_log_probs_NV: Tensor,
-    labels_N: Tensor,
-    weights: Mapping[str, float],
-    *,
-    beta: float,
-    eta: float,
+    objective: Objective, target_log_probs_NV: Tensor | None, student_log_probs_NV: Tensor, labels_N: Tensor
 ) -> Tensor:
     """Weighted sum of the named objectives, per token. (N,)
 
@@ -154,23 +169,15 @@ def mixed(
         KeyError: an unknown name. ValueError: a divergence without target log-probabilities.
     """
     total_N = torch.zeros_like(labels_N, dtype=student_log_probs_NV.dtype)
-    for name, weight in weights.items():
+    for name, weight in objective.weights.items():
         if name == "ce":
             loss_N = ce(student_log_probs_NV, labels_N)
         elif target_log_probs_NV is None:
             raise ValueError(f"objective {name} compares with a target, and there is none")
-        elif name == "jsd":
-            loss_N = jsd(target_log_probs_NV, student_log_probs_NV, beta)
-        elif name == "lk_hybrid":
-            loss_N = lk_hybrid(target_log_probs_NV, student_log_probs_NV, eta)
         else:
-            loss_N = PLAIN[name](target_log_probs_NV, student_log_probs_NV)
+            loss_N = DIVERGENCES[name](target_log_probs_NV, student_log_probs_NV, objective)
         total_N = total_N + weight * loss_N
     return total_N
-
-
-PLAIN = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "tv": tv, "neg_log_alpha": neg_log_alpha}
-NAMES = (*PLAIN, "jsd", "lk_hybrid", "ce")
 
 
 def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:

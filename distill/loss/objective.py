@@ -7,9 +7,9 @@ peak is O(C x V), and a step costs four products with a head: target forward, st
 three with a stored signal. Inside a chunk the row mathematics goes block by block, each small enough to stay in the cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
 from distill.loss import definitions as losses
-from distill.loss.definitions import Terms
+from distill.loss.definitions import Objective
 from distill.loss.gradients import Rows, Scratch, part_of, rows_of
 from distill.models.heads import OutputHead
 
@@ -29,43 +29,6 @@ CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
 # Bytes of a half-precision product on its way into a float32 sum.
 PRODUCT_SLICE = 32 << 20
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised: weights of the named losses and their constants.
-
-    The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient shrinks as
-    the temperature grows. With a dense signal the overlap is taken at `serving_temperature`; a stored signal has one temperature,
-    its own, and the overlap is taken there.
-    """
-
-    weights: Mapping[str, float]
-    temperature: float = 1.0
-    beta: float = 0.5
-    eta: float = 3.0
-    chunk_tokens: int | None = None
-    serving_temperature: float = 1.0
-    weighting: Literal["none", "entropy", "selected"] = "none"
-    keep: float = 0.4
-    compile: bool = False
-
-    @property
-    def terms(self) -> Terms:
-        """The constants of the row mathematics."""
-        return Terms(
-            tuple(self.weights.items()), self.temperature, self.beta, self.eta, self.serving_temperature,
-            self.weighting == "entropy",
-        )  # fmt: skip
-
-    def per_token(
-        self, target_logits_CV: Tensor | None, student_logits_CV: Tensor, labels_C: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(loss, overlap) per token, each (C,), float32 or better, by the definitions; the tokens' weights are not in it.
-
-        The overlap carries no gradient and is 0 without a target.
-        """
-        return losses.dense_by_definition(self.terms, target_logits_CV, student_logits_CV, labels_C)[:2]
 
 
 @dataclass
@@ -129,7 +92,7 @@ def eager_loss(
     """The slow twin of `chunked_loss`: all logits at once, the definitions, gradients by autograd."""
     _refuse_impossible(objective, signal, reference)
     logits_RV = student_head(student_hidden_RD)
-    loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective.terms, signal, logits_RV, labels_R)
+    loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective, signal, logits_RV, labels_R)
     if weights_R is not None:
         loss_R = loss_R * weights_R.to(loss_R.dtype)
     if objective.weighting == "entropy":
@@ -139,7 +102,7 @@ def eager_loss(
         with torch.no_grad():
             compare = replace(objective, weights={"forward_kl": 1.0})
             behind, ahead = (
-                _by_definition(compare.terms, signal, logits, labels_R)[0]
+                _by_definition(compare, signal, logits, labels_R)[0]
                 for logits in (logits_RV, reference.head(reference.hidden_RD))
             )
             kept_I = losses.selected_rows(behind, ahead, objective.keep)
@@ -169,14 +132,16 @@ def _refuse_impossible(objective: Objective, signal: Signal | None, reference: D
         raise ValueError("weighting selected compares with a reference, and there is none")
 
 
-def _by_definition(terms: Terms, signal: Signal | None, logits_RV: Tensor, labels_R: Tensor) -> losses.Definition:
+def _by_definition(
+    objective: Objective, signal: Signal | None, logits_RV: Tensor, labels_R: Tensor
+) -> losses.Definition:
     if isinstance(signal, TopKSignal):
-        return losses.topk_by_definition(terms, signal, logits_RV, labels_R)
+        return losses.topk_by_definition(objective, signal, logits_RV, labels_R)
     if isinstance(signal, SampledSignal):
-        return losses.sampled_by_definition(terms, signal, logits_RV, labels_R)
+        return losses.sampled_by_definition(objective, signal, logits_RV, labels_R)
     with torch.no_grad():
         target_logits_RV = None if signal is None else signal.head(signal.hidden_RD)
-    return losses.dense_by_definition(terms, target_logits_RV, logits_RV, labels_R)
+    return losses.dense_by_definition(objective, target_logits_RV, logits_RV, labels_R)
 
 
 def _selected(
@@ -425,7 +390,7 @@ class _Sweep:
                 gradient_CV = logits_CV if head.in_place else torch.empty_like(logits_CV)
             for part in _slices(len(logits_CV), block):
                 rows = rows_of(
-                    objective.terms, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
+                    objective, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
                     self.wants_gradient, self.scratch, block if objective.compile else None,
                 )  # fmt: skip
                 if gradient_CV is not None and rows.gradient_CV is not None:

@@ -18,7 +18,7 @@ from data.batches.packed import collate_packed
 from data.batches.packing import micro_batches, packed_micro_batches
 from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.models.target import ServedTarget
 from distill.training.rollouts import Draft, Rollouts, text_examples

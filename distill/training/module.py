@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.signals.signal import DenseSignal, Signal
-from distill.loss.objective import Objective, chunked_loss
+from distill.loss.definitions import Objective
+from distill.loss.objective import chunked_loss
 from distill.models.heads import SplitModel
 from distill.training.profiling import StepClock
 

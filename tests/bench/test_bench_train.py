@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data.batches.collate import collate
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
 from distill.training.module import DraftModule

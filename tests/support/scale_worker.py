@@ -21,7 +21,7 @@ from tiny_training import TOKENS, ScriptedJudge, examples_of, forget_accelerator
 from data.batches.collate import Example, collate
 from distill import train
 from distill.config.run import RunConfig
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.student import add_lora
 from distill.run.checkpoint import resume_point
 from distill.training import sharding

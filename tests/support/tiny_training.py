@@ -22,7 +22,7 @@ from data.batches.collate import Example
 from data.tokenizer import train_tokenizer
 from distill.config.load import parse_config
 from distill.config.run import RunConfig
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.run.checkpoint import resume_point
 from distill.run.folder import list_steps, step_folder

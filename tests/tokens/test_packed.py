@@ -15,7 +15,7 @@ from tiny_training import examples_of
 from data.batches.collate import Batch, Example, collate
 from data.batches.packed import WIDTH_STEP, collate_packed
 from data.batches.packing import pack
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.training import batches
 from distill.training.batches import check_packing

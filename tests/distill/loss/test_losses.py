@@ -34,7 +34,7 @@ def one(
     name: str, target_NV: torch.Tensor, student_NV: torch.Tensor, labels_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     labels_N = torch.zeros(len(student_NV), dtype=torch.int64) if labels_N is None else labels_N
-    return losses.mixed(target_NV, student_NV, labels_N, {name: 1.0}, beta=0.5, eta=3.0)
+    return losses.mixed(losses.Objective({name: 1.0}, beta=0.5, eta=3.0), target_NV, student_NV, labels_N)
 
 
 def by_definition(name: str, target_NV: torch.Tensor, student_NV: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,9 @@ def test_gradient_by_finite_differences(name: str) -> None:
     eta = 0.0 if name == "lk_hybrid" else 3.0
 
     def loss_of(values_NV: torch.Tensor) -> torch.Tensor:
-        return losses.mixed(target_NV, values_NV.log_softmax(-1), labels_N, {name: 1.0}, beta=0.3, eta=eta)
+        return losses.mixed(
+            losses.Objective({name: 1.0}, beta=0.3, eta=eta), target_NV, values_NV.log_softmax(-1), labels_N
+        )
 
     assert torch.autograd.gradcheck(loss_of, (logits_NV,))
 
@@ -185,7 +187,7 @@ def test_tiny_overlap_still_has_a_gradient_under_neg_log_alpha() -> None:
 def test_mix_is_the_weighted_sum() -> None:
     target_NV, student_NV, labels_N = log_probs(12), log_probs(13), torch.tensor([1, 2, 3, 4, 5])
     weights = {"forward_kl": 0.7, "ce": 0.2, "jsd": 1.5}
-    mixed_N = losses.mixed(target_NV, student_NV, labels_N, weights, beta=0.5, eta=3.0)
+    mixed_N = losses.mixed(losses.Objective(weights, beta=0.5, eta=3.0), target_NV, student_NV, labels_N)
     expected_N = sum(weight * one(name, target_NV, student_NV, labels_N) for name, weight in weights.items())
     torch.testing.assert_close(mixed_N, expected_N, rtol=1e-12, atol=0)  # order of three terms
 
@@ -193,8 +195,8 @@ def test_mix_is_the_weighted_sum() -> None:
 def test_divergence_without_a_target_is_refused_and_ce_is_not() -> None:
     student_NV, labels_N = log_probs(14), torch.zeros(5, dtype=torch.int64)
     with pytest.raises(ValueError, match="tv"):
-        losses.mixed(None, student_NV, labels_N, {"tv": 1.0}, beta=0.5, eta=3.0)
-    assert losses.mixed(None, student_NV, labels_N, {"ce": 1.0}, beta=0.5, eta=3.0).shape == (5,)
+        losses.mixed(losses.Objective({"tv": 1.0}, beta=0.5, eta=3.0), None, student_NV, labels_N)
+    assert losses.mixed(losses.Objective({"ce": 1.0}, beta=0.5, eta=3.0), None, student_NV, labels_N).shape == (5,)
 
 
 def test_every_configured_objective_exists() -> None:

@@ -21,7 +21,8 @@ from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal, Signal
 from distill.loss import definitions as losses
 from distill.loss import gradients
-from distill.loss.objective import Objective, Sums, chunk_rows, chunked_loss, eager_loss
+from distill.loss.definitions import Objective, dense_by_definition
+from distill.loss.objective import Sums, chunk_rows, chunked_loss, eager_loss
 from distill.models.heads import OutputHead
 from distill.models.student import add_lora
 from distill.training.module import DraftModule
@@ -484,7 +485,7 @@ def eager_of_model(module: DraftModule, batch: Batch, teacher: Teacher) -> Tenso
     logits_BTV = module.student(input_ids=batch.input_ids_BT).logits
     target_BTV = teacher.split.model(input_ids=batch.input_ids_BT).logits
     rows_RV, target_RV = (logits.reshape(-1, logits.shape[-1])[batch.rows_R] for logits in (logits_BTV, target_BTV))
-    return module.objective.per_token(target_RV, rows_RV, batch.labels_R)[0].sum()
+    return dense_by_definition(module.objective, target_RV, rows_RV, batch.labels_R).loss_N.sum()
 
 
 def both_gradients(module: DraftModule, autocast: bool = False) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
 
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer, saved_dtype
 from distill.models.student import add_lora, from_architecture

@@ -33,7 +33,7 @@ from data.batches.collate import Batch, Example, collate
 from data.batches.packing import batches_per_epoch, micro_batches, plan_epoch
 from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.run.checkpoint import resume_point
 from distill.run.folder import list_steps

@@ -18,7 +18,7 @@ from data.batches.collate import Example
 from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.config.sections import SourceConfig
-from distill.loss.objective import Objective
+from distill.loss.definitions import Objective
 from distill.models.student import add_lora
 from distill.run import checkpoint
 from distill.training.module import DraftModule
