@@ -1,17 +1,24 @@
-"""Shared settings: one thread, no network, and one tiny finished run that several files look at."""
+"""Shared settings: one thread, no network, no child that outlives its test, and one tiny finished run that several files look at."""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its pool of processes stays
 
+import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.prompts.stdlib import functions, library_folder
 from distill import train
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 
@@ -21,6 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_configure(config: pytest.Config) -> None:
     # Tiny models lose more to thread hand-over than they gain.
     torch.set_num_threads(1)
+    processes.adopt_orphans()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    # What a crashed worker or an interrupted test left.
+    processes.end(processes.descendants())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +41,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_child_outlives_its_test() -> Iterator[None]:
+    before = processes.descendants()
+    yield
+    left = processes.end(processes.descendants() - before)
+    assert not left, f"the test left processes behind: {left}"
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as a terminal gives it: in the background (`make test &`) the shell has SIGINT ignored, here and in children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +77,20 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def write_heads(path: Path, modules: list[str], count: int) -> None:
+    """Short function heads of some modules of the standard library as prompts."""
+    sources = [(library_folder() / f"{name}.py").read_text(encoding="utf-8") for name in modules]
+    heads = [head for source in sources for head, _ in functions(source) if len(head) < 180]
+    path.write_text("".join(json.dumps({"prompt": head}) + "\n" for head in heads[:count]), encoding="utf-8")
+
+
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     """A config of a run of seconds on `tiny_target`; `output` is a folder of its own."""
     folder = tmp_path_factory.mktemp("tiny-run")
+    # A few modules: `path: stdlib` would parse the whole library for each run.
+    write_heads(folder / "train.jsonl", ["ast", "inspect", "subprocess", "typing"], 64)
+    write_heads(folder / "heldout.jsonl", ["random", "statistics", "shutil", "csv"], 60)
     path = folder / "tiny.yaml"
     path.write_text(
         f"""
@@ -60,19 +99,25 @@ output: {folder}/runs
 target: {{path: {tiny_target}}}
 student: {{init: carved, layers: [0, -1]}}
 data:
-  train: [{{path: stdlib, limit: 40}}]
-  heldout: [{{path: stdlib, split: heldout}}]
+  train: [{{path: {folder}/train.jsonl, domain: stdlib}}]
+  heldout: [{{path: {folder}/heldout.jsonl, domain: stdlib}}]
   template: {{mode: plain}}
   max_prompt_tokens: 60
 serving: {{temperature: 0.7, max_tokens: 16, shard_size: 16, batch_size: 16}}
 loss: {{name: forward_kl, chunk_tokens: 64}}
 optim: {{lr: 3.0e-3}}
-train: {{steps: 12, batch_size: 8, micro_batch_size: 4}}
+train: {{steps: 12, batch_size: 16, micro_batch_size: 4}}
 judge: {{every: 4, prompts: 10, gamma: 3, speed_prompts: 2}}
 """,
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture
+def without_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end behind their last checkpoint: verdict, report and plot are what takes longest in a tiny run."""
+    monkeypatch.setattr(train, "_conclude", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

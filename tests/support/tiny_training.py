@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
-import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,43 +157,3 @@ def final_weights(config: RunConfig) -> dict[str, torch.Tensor]:
 
     newest = list_steps(config.folder)[-1]
     return load_file(step_folder(config.folder, newest) / "student" / "model.safetensors")
-
-
-FORK = multiprocessing.get_context("fork")  # a child that has everything imported already
-
-
-def run_child(work: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> int:
-    """Runs work in a forked process to its end; its exit code."""
-    return _until(work, arguments, lambda: False, limit)
-
-
-def run_and_kill(
-    work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], generator: random.Random, most: int
-) -> int:
-    """Kill -9 at a random moment: a little after 1 to ``most`` more units of progress were seen. The exit code."""
-    enough = progress() + generator.randint(1, most)
-    pause = generator.uniform(0.0, 0.05)
-
-    def reached() -> bool:
-        if progress() < enough:
-            return False
-        time.sleep(pause)
-        return True
-
-    return _until(work, arguments, reached, 120.0)
-
-
-def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callable[[], bool], limit: float) -> int:
-    child = FORK.Process(target=work, args=arguments)
-    child.start()
-    deadline = time.monotonic() + limit
-    try:
-        while child.is_alive() and time.monotonic() < deadline and not deadly():
-            child.join(0.005)
-        late = time.monotonic() >= deadline
-    finally:
-        child.kill()
-        child.join()
-    assert not late, f"still running after {limit:g} seconds"
-    assert child.exitcode is not None
-    return child.exitcode

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_and_kill, run_child
 from tiny_models import VOCAB, tiny_model
-from tiny_training import run_and_kill, run_child
 
 from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, store_references
 from data.responses.store import Row, Store

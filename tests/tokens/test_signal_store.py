@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import forked, run_and_kill, run_child
 from stored_signals import random_topk
-from tiny_training import FORK, examples_of, run_and_kill, run_child
+from tiny_training import examples_of
 
 from data.batches.collate import Example
 from data.files import MANIFEST
@@ -435,12 +436,10 @@ def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_two_ranks_write_at_once(tmp_path: Path) -> None:
-    children = [FORK.Process(target=_fill_in_child, args=(tmp_path, rank, 2)) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0, 0]
+    with forked(_fill_in_child, tmp_path, 0, 2) as one, forked(_fill_in_child, tmp_path, 1, 2) as other:
+        one.join(60)
+        other.join(60)
+        assert (one.exitcode, other.exitcode) == (0, 0)
     store = SignalStore(tmp_path / "signal")
     store.open(manifest_of(), [5] * MANY)
     assert store.missing() == []
@@ -455,11 +454,10 @@ def test_a_killed_rank_costs_the_other_nothing(tmp_path: Path) -> None:
     def written() -> int:
         return int(np.fromfile(index, ENTRY)["tokens"].astype(bool).sum()) if index.exists() else 0
 
-    other = FORK.Process(target=_fill_in_child, args=(tmp_path, 1, 2))
-    other.start()
-    run_and_kill(_fill_in_child, tmp_path, 0, 2, progress=written, generator=random.Random(1), most=100)
-    other.join(60)
-    assert other.exitcode == 0
+    with forked(_fill_in_child, tmp_path, 1, 2) as other:
+        run_and_kill(_fill_in_child, tmp_path, 0, 2, progress=written, generator=random.Random(1), most=100)
+        other.join(60)
+        assert other.exitcode == 0
     assert run_child(_fill_in_child, tmp_path, 0, 1) == 0
     store = SignalStore(tmp_path / "signal")
     store.open(manifest_of(), [5] * MANY)

@@ -1,9 +1,7 @@
 """`understudy respond --signal`: a store that training takes without a target, resumed, repaired, shared, refused by name."""
 
 import json
-import os
 import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import run_and_kill, run_ranks
 from tiny_training import (
-    FORK,
     examples_of,
     forget_accelerators,
     fresh_accelerator,
-    run_and_kill,
     write_prompts,
     write_target,
 )
@@ -308,12 +305,7 @@ def test_kill_minus_nine_and_the_same_command_again(config_path: Path, tmp_path:
     assert same(stored(config_path, tmp_path / "killed")[0].read(range(12)), whole)
 
 
-def _rank(rank: int, port: int, config_path: Path, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+def _rank(rank: int, config_path: Path, folder: Path) -> None:
     taken: list[int] = []
     missing, make = SignalStore.missing, CapturingTeacher.fill
 
@@ -333,17 +325,7 @@ def _rank(rank: int, port: int, config_path: Path, folder: Path) -> None:
 
 
 def test_two_ranks_share_the_work(config_path: Path, tmp_path: Path, topk_run: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [FORK.Process(target=_rank, args=(rank, port, config_path, tmp_path)) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        if child.is_alive():
-            child.kill()
-    assert [child.exitcode for child in children] == [0, 0]
+    run_ranks(_rank, config_path, tmp_path)
     store, _ = stored(config_path, tmp_path)
     assert {path.name[:9] for path in store.folder.glob("shard-*")} == {"shard-000", "shard-001"}
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))

@@ -21,9 +21,9 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import forked
 from rich.console import Console
 from scipy import stats
-from tiny_training import FORK
 
 from distill.commands.sweep.plan import finished, load_sweep, plan
 from distill.commands.sweep.sweep import error_line, run_sweep, share_stores
@@ -190,26 +190,19 @@ def test_a_failed_run_is_noted_and_tried_again_the_next_time(tmp_path: Path) -> 
     assert again["rows"][0]["seeds"] == 2
 
 
-def sweep_process(path: Path, launcher: str) -> Any:
-    def work() -> None:
-        try:
-            run_sweep(path, launcher, console=quiet())
-        except Interrupted:
-            os._exit(130)
-
-    process = FORK.Process(target=work)
-    process.start()
-    return process
+def sweep(path: Path, launcher: str) -> None:
+    try:
+        run_sweep(path, launcher, console=quiet())
+    except Interrupted:
+        os._exit(130)
 
 
 def test_a_killed_sweep_goes_on_and_never_trains_twice_at_once(tmp_path: Path) -> None:
     path, launcher = lab(tmp_path)
     hang = tmp_path / "hang-s-forward_kl-seed0"
     hang.touch()
-    process = sweep_process(path, launcher)
-    until((tmp_path / "runs" / "s-forward_kl-seed0" / "started").exists)
-    process.kill()
-    process.join()
+    with forked(sweep, path, launcher):
+        until((tmp_path / "runs" / "s-forward_kl-seed0" / "started").exists)
     assert calls(tmp_path) == ["s-tv-seed0", "s-forward_kl-seed0"]
     number = json.loads((tmp_path / "runs" / "s" / "logs" / "s-forward_kl-seed0.pid").read_text())[0]
     with pytest.raises(UserError, match=f"still trained by process {number}"):
@@ -222,17 +215,18 @@ def test_a_killed_sweep_goes_on_and_never_trains_twice_at_once(tmp_path: Path) -
     assert [row["seeds"] for row in result["rows"]] == [2, 2]
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_stops_the_run_and_then_the_sweep(tmp_path: Path, number: int) -> None:
     path, launcher = lab(tmp_path)
     hang = tmp_path / "hang-s-tv-seed0"
     hang.touch()
-    process = sweep_process(path, launcher)
     folder = tmp_path / "runs" / "s-tv-seed0"
-    until((folder / "started").exists)
-    os.kill(process.pid, number)
-    process.join(30)
-    assert process.exitcode == 130
+    with forked(sweep, path, launcher) as process:
+        until((folder / "started").exists)
+        os.kill(process.pid, number)
+        process.join(30)
+        assert process.exitcode == 130
     assert (folder / "stopped").exists()
     assert list((tmp_path / "runs" / "s" / "logs").glob("*.pid")) == []
     hang.unlink()
@@ -498,7 +492,6 @@ def test_the_study_can_be_read_by_optuna(tmp_path: Path) -> None:
     assert study.trials[2].user_attrs["error"] == "optim.lr is silly; lower it"
 
 
-@pytest.mark.slow
 def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     overrides = {"output": str(tmp_path), "train.steps": 2, "judge.every": 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_and_kill, run_child, run_ranks
 from tiny_models import prompts_of, tiny_model
 from tiny_training import (
-    FORK,
     TOKENS,
     ScriptedJudge,
     examples_of,
@@ -23,8 +22,6 @@ from tiny_training import (
     fresh_accelerator,
     make_loop,
     metrics_of,
-    run_and_kill,
-    run_child,
     run_config,
     tiny_tokenizer,
 )
@@ -349,27 +346,12 @@ def one_step(config: RunConfig) -> dict[str, Any]:
     return {"gradients": gradients, "loss": result.loss, "tokens": result.tokens, "rows": rows}
 
 
-def _rank(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+def _rank(rank: int, folder: Path) -> None:
     torch.save(one_step(packed_config(folder, 1)), folder / f"rank{rank}.pt")
 
 
 def test_packed_ranks_of_which_one_has_nothing_left_make_the_whole_gradient(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [FORK.Process(target=_rank, args=(rank, port, tmp_path)) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        if child.is_alive():
-            child.kill()
-    assert [child.exitcode for child in children] == [0, 0]
+    run_ranks(_rank, tmp_path)
     shared = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     # Three rows for two ranks: two micro-batches each, one of them without a response token.
     assert [len(one["rows"]) for one in shared] == [2, 2]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import run_and_kill, run_child
 from tiny_models import perturbed, prompts_of, tiny_model
-from tiny_training import TOKENS, run_and_kill, run_child, run_config, tiny_tokenizer
+from tiny_training import TOKENS, run_config, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example

@@ -210,7 +210,6 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
         assert float((final_weights(killed)[name] - value).abs().mean()) < 1e-4, name
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("engine", ["ZERO2", "ZERO3"])
 def test_deepspeed_trains_as_one_process_does(tmp_path: Path, engine: str) -> None:

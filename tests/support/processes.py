@@ -1,0 +1,128 @@
+"""Child processes of tests: forked work, two ranks under gloo, and what ends every child that a test leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+
+FORK = multiprocessing.get_context("fork")  # a child that has everything imported already
+_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent died is a child of this process, so that `descendants` still finds it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> set[psutil.Process]:
+    """Living children of this process and theirs; cheap where there is none."""
+    if hasattr(os, "waitid"):
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return set()
+    return set(psutil.Process().children(recursive=True))
+
+
+def end(processes: set[psutil.Process]) -> list[str]:
+    """Kills what still runs of ``processes``; the command line of each that had to be killed."""
+    # One that is on its way out may take a moment.
+    _, running = psutil.wait_procs([one for one in processes if not _is_zombie(one)], timeout=1)
+    killed = []
+    for one in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not _is_zombie(one):
+                killed.append(" ".join(one.cmdline()))
+                one.kill()
+    psutil.wait_procs(running, timeout=5)
+    return killed
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@contextlib.contextmanager
+def forked(work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """Work in a forked process, which is killed at the end of the block."""
+    child = FORK.Process(target=work, args=arguments, daemon=True)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def run_child(work: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> int:
+    """Runs work in a forked process to its end; its exit code."""
+    return _until(work, arguments, lambda: False, limit)
+
+
+def run_and_kill(
+    work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], generator: random.Random, most: int
+) -> int:
+    """Kill -9 at a random moment: a little after 1 to ``most`` more units of progress were seen. The exit code."""
+    enough = progress() + generator.randint(1, most)
+    pause = generator.uniform(0.0, 0.05)
+
+    def reached() -> bool:
+        if progress() < enough:
+            return False
+        time.sleep(pause)
+        return True
+
+    return _until(work, arguments, reached, 120.0)
+
+
+def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callable[[], bool], limit: float) -> int:
+    with forked(work, *arguments) as child:
+        deadline = time.monotonic() + limit
+        while child.is_alive() and time.monotonic() < deadline and not deadly():
+            child.join(0.005)
+        late = time.monotonic() >= deadline
+    assert not late, f"still running after {limit:g} seconds"
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2, limit: float = 60.0) -> None:
+    """Runs ``work(rank, *arguments)`` in forked CPU ranks as a launcher would start them; fails unless all end well."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(forked(_rank, rank, ranks, port, work, arguments)) for rank in range(ranks)]
+        deadline = time.monotonic() + limit
+        for child in children:
+            child.join(max(0.0, deadline - time.monotonic()))
+        statuses = [child.exitcode for child in children]
+    assert statuses == [0] * ranks, f"exit statuses of the ranks: {statuses} (None: took more than {limit:g} s)"
+
+
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    work(rank, *arguments)
