@@ -16,7 +16,7 @@ from distill import train
 from distill.config.load import load_config
 from distill.models.target import ServedTarget
 from distill.run import checkpoint
-from distill.run.folder import AVERAGED, JUDGEMENT, RAW, list_steps, load_verdict, step_folder
+from distill.run.folder import AVERAGED, RAW, list_steps, load_verdict, step_folder
 from distill.training.loop import MOST_SKIPS, Loop, NotFinite
 
 
