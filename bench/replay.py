@@ -46,8 +46,8 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.cost import measure_costs, predicted_speed_up
-from speculative.measure.curves import intervals_of_sums
 from speculative.measure.effects import effects_of_sums
+from speculative.measure.intervals import intervals_of_sums
 from speculative.measure.replay import agreement_of, block_variance_of, expected_blocks_of, law_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings

@@ -32,7 +32,7 @@ from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.curves import CURVE_GAMMAS, rule_curve
-from speculative.measure.metrics import ratio_interval, sum_by_prompt
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import RULES
 

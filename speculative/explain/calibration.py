@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speculative.explain.slices import SlicedText
-from speculative.measure.metrics import ratio_interval, sum_by_prompt
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.token_scores import CONFIDENCE_EDGES, TokenScores
 
 BINS = len(CONFIDENCE_EDGES)

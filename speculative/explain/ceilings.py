@@ -16,7 +16,8 @@ from speculative.drafters.lookup import RowIndex
 from speculative.explain.target_view import top_tokens
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, predicted_speed_up
 from speculative.measure.curves import rule_curve
-from speculative.measure.metrics import alpha_with_interval, ratio_interval, sum_by_prompt
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.replay import replay
 from speculative.measure.token_scores import StoredText, TokenScores
 from speculative.rules.sampling import SamplingSettings

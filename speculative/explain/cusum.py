@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from scipy import optimize, stats
 
-from speculative.measure.metrics import Interval
+from speculative.measure.intervals import Interval
 
 FEWEST_REQUESTS = 8  # A pool of fewer says too little of its own spread.
 _CELLS = 1 << 21  # Entries (B, N) simulated at once: 16 MB an array.

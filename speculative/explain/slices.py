@@ -13,7 +13,7 @@ import numpy as np
 
 from speculative.explain.token_class import CLASSES, token_classes
 from speculative.measure.effects import fewest_prompts
-from speculative.measure.metrics import ratio_interval
+from speculative.measure.intervals import ratio_interval
 from speculative.measure.token_scores import StoredText, TokenScores
 
 POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
@@ -59,7 +59,7 @@ def slice_tables(
 
     alpha: mean acceptance probability under the rule (for rule `block` that of `sample`). gain: best minus baseline on
     the same tokens; None without a baseline. lost_share: this slice's share of the rejected probability mass
-    sum (1 - a) of best, 0 where nothing was rejected. Intervals resample prompts (BCa, `metrics.ratio_interval`) and are
+    sum (1 - a) of best, 0 where nothing was rejected. Intervals resample prompts (BCa, `intervals.ratio_interval`) and are
     None for a slice of a single prompt. Each interval of alpha stands alone; those of the gains of one dimension hold
     together with `confidence`, each at `corrected_confidence` (Bonferroni over its rows). certain: "gain" or "loss" where
     the interval of the gain excludes 0 and there are enough prompts for that (`effects.fewest_prompts`), else "none".

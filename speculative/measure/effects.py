@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from speculative.measure.curves import intervals_of_sums
-from speculative.measure.metrics import RESAMPLES, expanded_tail, sum_by_prompt
+from speculative.measure.intervals import RESAMPLES, expanded_tail, intervals_of_sums, sum_by_prompt
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 

@@ -5,74 +5,13 @@ Shapes: N responses, P prompts (the resampling unit: tokens of one prompt are no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from speculative.decoder.responses import Response, Timing
-
-Interval = tuple[float, float]
-
-RESAMPLES = 2000
-WIDEST = 0.999
-
-
-def sum_by_prompt(prompt_keys: Sequence[Hashable], values_N: np.ndarray) -> np.ndarray:
-    """Sums (P,) of the values of each prompt, prompts in order of first appearance."""
-    index: dict[Hashable, int] = {}
-    prompt_of_N = [index.setdefault(key, len(index)) for key in prompt_keys]
-    return np.bincount(prompt_of_N, weights=np.asarray(values_N, dtype=np.float64), minlength=len(index))
-
-
-def expanded_tail(confidence: float, prompts: int) -> float:
-    """What to leave at each end so that a bootstrap over few prompts covers as promised; (1 - confidence) / 2 for many.
-
-    Resampling n values has a spread too small by sqrt((n - 1) / n), and an estimated spread asks for Student's t
-    (Hesterberg, arXiv 1411.5279, "expanded percentile"). Without it 30 prompts cover 92-93 % where 95 % is said.
-    """
-    end = stats.t.ppf((1.0 - confidence) / 2.0, prompts - 1) * np.sqrt(prompts / (prompts - 1))
-    return float(stats.norm.cdf(end))
-
-
-def ratio_interval(
-    numerators_P: np.ndarray, denominators_P: np.ndarray, confidence: float = 0.95, seed: int = 0
-) -> Interval:
-    """Bootstrap interval of sum(numerators) / sum(denominators) over prompts.
-
-    Bias-corrected and accelerated (BCa), widened for few prompts by `expanded_tail`; percentile when BCa is undefined
-    because the resamples hardly differ; the estimate twice for a single prompt or when every prompt has the same ratio.
-    """
-    numerators_P = np.asarray(numerators_P, dtype=np.float64)
-    denominators_P = np.asarray(denominators_P, dtype=np.float64)
-    estimate = float(numerators_P.sum() / denominators_P.sum())
-    if len(numerators_P) < 2 or np.ptp(numerators_P - estimate * denominators_P) < 1e-12:
-        return estimate, estimate
-
-    def ratio(numerators: np.ndarray, denominators: np.ndarray, axis: int = -1) -> np.ndarray:
-        return numerators.sum(axis) / denominators.sum(axis)
-
-    # What lies beyond the widest of these ends is a handful of resamples in any case.
-    level = min(1.0 - 2.0 * expanded_tail(confidence, len(numerators_P)), WIDEST)
-    for method in ("BCa", "percentile"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", category=RuntimeWarning)
-            interval = stats.bootstrap(
-                (numerators_P, denominators_P),
-                ratio,
-                paired=True,
-                vectorized=True,
-                n_resamples=RESAMPLES,
-                batch=max(1, 4_000_000 // len(numerators_P)),
-                confidence_level=level,
-                method=method,
-                rng=np.random.default_rng(seed),
-            ).confidence_interval
-        if np.isfinite(interval.low) and np.isfinite(interval.high):
-            break
-    return float(interval.low), float(interval.high)
+from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 
 
 def alpha_with_interval(accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[Hashable]) -> tuple[float, Interval]:

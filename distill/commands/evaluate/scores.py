@@ -43,8 +43,8 @@ from speculative.decoder.responses import Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
-from speculative.measure.curves import intervals_of_sums
 from speculative.measure.effects import too_few
+from speculative.measure.intervals import intervals_of_sums
 from speculative.rules.verify import Rule
 
 Scorer = Callable[[str, str, str | None], float]

@@ -11,7 +11,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.calibration import calibration, stop_below
-from speculative.measure.metrics import ratio_interval
+from speculative.measure.intervals import ratio_interval
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 

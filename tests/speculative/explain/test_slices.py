@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import CLASSES, token_classes
-from speculative.measure.metrics import ratio_interval, sum_by_prompt
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.token_scores import TokenScores
 
 PIECES = ("foo", "bar", " baz", "_", "1", "\n  ", ".", "", "\u00e9", "\U0001f600")

@@ -12,9 +12,10 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
-from speculative.measure import curves
-from speculative.measure.curves import intervals_of_sums, rule_curve
-from speculative.measure.metrics import expanded_tail, survival
+from speculative.measure import intervals
+from speculative.measure.curves import rule_curve
+from speculative.measure.intervals import BEYOND_EACH_END, bca_levels, expanded_tail, intervals_of_sums, ratio_interval
+from speculative.measure.metrics import survival
 from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.sampling import SamplingSettings
@@ -43,7 +44,7 @@ def test_intervals_equal_scipys_bootstrap_at_the_expanded_level(prompts, monkeyp
     """Same seed, same draws: scipy picks prompts one by one, here they are counted."""
     sums_PC = some_sums(prompts)
     tail = expanded_tail(0.95, prompts)
-    resamples = int(max(2000, curves.BEYOND_EACH_END / tail))
+    resamples = int(max(2000, BEYOND_EACH_END / tail))
     found = intervals_of_sums(sums_PC, ratios, seed=3)
     for number in range(2):
         expected = stats.bootstrap(
@@ -56,7 +57,10 @@ def test_intervals_equal_scipys_bootstrap_at_the_expanded_level(prompts, monkeyp
             rng=np.random.default_rng(3),
         ).confidence_interval
         np.testing.assert_allclose(found[number], (expected.low, expected.high), rtol=1e-9)
-    monkeypatch.setattr(curves, "DRAWN_AT_ONCE", 50 * prompts)
+    if resamples == intervals.RESAMPLES:
+        tokens_P, accepted_P, _ = sums_PC.T
+        np.testing.assert_allclose(ratio_interval(accepted_P, tokens_P, seed=3), found[0], rtol=1e-12)
+    monkeypatch.setattr(intervals, "DRAWN_AT_ONCE", 50 * prompts)
     np.testing.assert_allclose(intervals_of_sums(sums_PC, ratios, seed=3), found, rtol=1e-12)
 
 
@@ -100,8 +104,8 @@ def test_both_ends_are_corrected_alike_however_small_the_tail():
     """Of mirrored data the ends are mirrored; 1 - 1e-18 is 1, and its normal quantile would be infinite."""
     drawn_R = np.random.default_rng(0).normal(0.3, 1.0, 2000)
     left_out_P = np.array([0.1, -0.2, 0.05, 0.05])
-    low, high = curves._bca_levels(0.0, left_out_P, drawn_R, 1e-18)
-    mirrored_low, mirrored_high = curves._bca_levels(0.0, -left_out_P, -drawn_R, 1e-18)
+    low, high = bca_levels(0.0, left_out_P, drawn_R, 1e-18)
+    mirrored_low, mirrored_high = bca_levels(0.0, -left_out_P, -drawn_R, 1e-18)
     assert (low, high) == pytest.approx((1.0 - mirrored_high, 1.0 - mirrored_low), abs=1e-15)
     assert max(low, mirrored_low) > 1e-14, "a correction that can be seen in 1 - level"
 

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from speculative.decoder.responses import Response, Timing
-from speculative.measure.metrics import (
-    alpha_with_interval,
-    latency,
-    live_metrics,
-    ratio_interval,
-    stage_seconds,
-    sum_by_prompt,
-    survival,
-)
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds, survival
 
 
 def response(key, accepted_counts, gamma, tokens):
