@@ -20,9 +20,7 @@ demo: setup      ## distil, judge and export a draft for the embedded target (un
 	$(BIN)/understudy demo
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
-	$(BIN)/understudy tokenizer --source stdlib --vocab-size 4096 --max-length 384 --to distill/models/embedded
-	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no -m distill.train configs/target.yaml
-	$(BIN)/understudy publish-target runs/target --to distill/models/embedded
+	$(BIN)/python -m distill.models.embedded.train_target
 
 check: setup     ## lint, format, types
 	$(BIN)/ruff check .

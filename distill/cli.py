@@ -3,8 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -183,41 +182,6 @@ def show(options: ShowOptions) -> None:
     from distill.commands.show import show_run
 
     show_run(options.run, options.run / "export" if (options.run / "export").exists() else None)
-
-
-@app.command()
-def tokenizer(
-    to: Annotated[Path, typer.Option(help="directory to write")],
-    source: Annotated[str, typer.Option(help="text to learn from: `stdlib`, a file, directory or hub id")] = "stdlib",
-    vocab_size: Annotated[int, typer.Option(help="number of tokens", min=300)] = 4096,
-    max_length: Annotated[int, typer.Option(help="context of the model it is for, in tokens", min=8)] = 2048,
-) -> None:
-    """Train a byte-level BPE tokenizer, for a model that starts from nothing."""
-    from data.prompts import stdlib
-    from data.tokenizer import save_tokenizer, train_tokenizer
-    from distill.config.sections import SourceConfig
-    from distill.training.corpus import documents_of
-
-    texts = (
-        [text for _, text in stdlib.modules(False)] if source == "stdlib" else documents_of(SourceConfig(path=source))
-    )
-    made = train_tokenizer(texts, vocab_size, max_length)
-    save_tokenizer(made, to)
-    print(f"{len(made)} tokens learnt from {len(texts)} texts, written to {to}")
-
-
-@app.command("publish-target")
-def publish(
-    run: Annotated[Path, typer.Argument(help="pre-training run, e.g. runs/target")],
-    to: Annotated[Path, typer.Option(help="folder of the shipped target")] = Path("distill/embedded"),
-) -> None:
-    """Put a pre-trained model where the package ships its embedded target, with a card (part of `make target`)."""
-    from distill.commands.publish import publish_target
-
-    card = publish_target(run, to)
-    print(
-        f"{card['parameters']:,} parameters, held-out loss {card['heldout_loss_nats']:.3f}, fingerprint {card['fingerprint']}: {to}"
-    )
 
 
 @app.command()

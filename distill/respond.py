@@ -33,8 +33,6 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
     if signal is not None and signal not in KINDS:
         raise UserError(f"--signal {signal}: one of {', '.join(KINDS)}")
     config = load_config(config_path, overrides)
-    if config.target is None:
-        raise UserError(f"{config_path}: target: null has nobody to answer; respond goes with a target")
     if signal == "none" or (signal is None and config.signal.source == "online"):
         return config, False
     asked = [*overrides, f"signal.kind={signal or config.signal.kind}"]
@@ -52,7 +50,6 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     from distill.run.session import context_limit, new_accelerator
 
     config, wanted = _resolved(config_path, overrides, signal)
-    assert config.target is not None
     accelerator = new_accelerator(project_dir=str(config.folder))
     try:
         if accelerator.is_main_process:

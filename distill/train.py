@@ -16,12 +16,11 @@ from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
 from distill.models.heads import SplitModel
-from distill.models.load import load_model, load_tokenizer, tokenizer_fingerprint
+from distill.models.load import tokenizer_fingerprint
 from distill.models.student import (
     carved_by_measurement,
     context_of,
     first_student,
-    from_architecture,
     refuse_impossible,
 )
 from distill.models.target import ServedTarget
@@ -35,7 +34,6 @@ from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
 from distill.run.session import check_instrument, context_limit, new_accelerator
 from distill.training.batches import check_packing, make_batches, make_objective
-from distill.training.corpus import HeldoutLoss, window_examples, windows_of
 from distill.training.loop import Loop, check_batches
 from distill.training.module import DraftModule
 from distill.training.sharding import gathered, require_deepspeed, settle_launcher, shard_teacher
@@ -43,7 +41,6 @@ from distill.training.signal import make_reference, make_teacher
 from distill.training.tracking import start_trackers
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
 from distill.verdict.judge import DraftJudge
-from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.verify import Rule
 
@@ -72,51 +69,8 @@ def start(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def pretrain(config: RunConfig, accelerator: Accelerator) -> None:
-    """Trains a model from text alone (loss ce, target null); `best` is the checkpoint with the lowest held-out loss."""
-    student_config = config.student
-    if student_config.path is None and student_config.tokenizer is None:
-        raise UserError("student.tokenizer: name the tokenizer's directory (make one with `understudy tokenizer`)")
-    tokenizer = load_tokenizer(student_config.tokenizer or str(student_config.path))
-    if student_config.architecture is not None:
-        student = from_architecture(student_config.architecture, tokenizer, len(tokenizer), config.seed)
-    else:
-        student = load_model(
-            "student.path", str(student_config.path), dtype=torch.float32, revision=student_config.revision
-        )
-    if student_config.gradient_checkpointing:
-        student.gradient_checkpointing_enable()
-    if tokenizer.eos_token_id is None:
-        raise UserError("student.tokenizer: it has no eos token, which separates documents")
-    window = int(config.train.window or 0)
-    windows = windows_of(config.data.train, tokenizer, window)
-    heldout = (
-        windows_of(config.data.heldout, tokenizer, window) if config.data.heldout else windows[-len(windows) // 50 :]
-    )
-    if not config.data.heldout:
-        windows = windows[: -len(windows) // 50]
-        if not len(windows):
-            raise UserError("data: one window of text is too little to hold some out; give more text or data.heldout")
-    accelerator.print(f"{windows.size:,} training tokens, {sum(p.numel() for p in student.parameters()):,} parameters")
-    progress, _ = resume_point(config)
-    provenance = describe_run(config.seed) | {
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "training_tokens": int(windows.size),
-    }
-    module = DraftModule(student, make_objective(config))
-    if config.train.compile:
-        module.inner.base_model.compile(dynamic=True)  # batches differ in width
-    validator = HeldoutLoss(config, accelerator, heldout)
-    loop = Loop(config, accelerator, module, None, window_examples(windows), tokenizer, validator, progress, provenance)
-    loop.fit()
-    accelerator.print(
-        f"best: step {loop.progress.best_step}, held-out loss {-(loop.progress.best_score or 0):.4f}, {config.folder}/best"
-    )
-
-
 def distil(config: RunConfig, accelerator: Accelerator) -> None:
     """Responses, self-checks, training with judged checkpoints, verdict and plot."""
-    assert config.target is not None
     progress, _ = resume_point(config)
     target = ServedTarget(config.target, accelerator.device, config.folder)
     tokenizer = target.tokenizer
@@ -170,10 +124,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         target.release()  # the store speaks for it, and replay judges: until the verdict nobody needs its weights
     if config.target.shard and accelerator.num_processes > 1 and target.in_memory:
         shard_teacher(target.model)
-    loop = Loop(
-        config, accelerator, module, teacher, examples, tokenizer, judge, progress, provenance, batches,
-        reference,
-    )  # fmt: skip
+    loop = Loop(config, accelerator, module, teacher, batches, tokenizer, judge, progress, provenance, reference)
     loop.fit()
     if not target.in_memory:
         # What trained is in the checkpoints; the verdict wants the target in its place.
@@ -241,10 +192,7 @@ def command(options: TrainOptions) -> int:
         check_imports()
         config = load_config(options.config, options.overrides or [])
         accelerator = start(config)
-        if config.target is None:
-            pretrain(config, accelerator)
-        else:
-            distil(config, accelerator)
+        distil(config, accelerator)
     except (Exception, KeyboardInterrupt) as error:
         return exit_status(error)
     finally:

@@ -13,12 +13,6 @@ import numpy as np
 POOL_BATCHES = 16
 
 
-def cut_windows(documents: Sequence[Sequence[int]], window: int, eos_id: int) -> np.ndarray:
-    """Documents joined by eos and cut into windows; the ragged end is dropped. int32 (windows, window)."""
-    stream = np.fromiter((token for document in documents for token in (*document, eos_id)), dtype=np.int32)
-    return stream[: len(stream) // window * window].reshape(-1, window)
-
-
 def plan_epoch(
     lengths: Sequence[int] | np.ndarray, batch_size: int, seed: int | Sequence[int], epoch: int
 ) -> list[np.ndarray]:

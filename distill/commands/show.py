@@ -16,7 +16,6 @@ from distill.run.responses import decode_settings
 from distill.run.session import context_limit, load_target, new_accelerator, positions_of
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
-from speculative.errors import UserError
 
 
 def show_run(run: Path, exported: Path | None) -> None:
@@ -38,8 +37,6 @@ def held_out_completions(run: Path, count: int) -> list[Panel]:
         UserError: the run is not finished, or its target is gone.
     """
     config = load_config(run / "config.yaml")
-    if config.target is None:
-        raise UserError(f"{run}: a pre-training run has no target to decode with")
     target, tokenizer, saved = load_target(config.target, new_accelerator().device)
     draft = served_copy(load_model("best checkpoint", str(run / "best" / "student")), saved, target)
     sets = load_prompts(

@@ -40,9 +40,7 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto = go on from the last checkpoint of this run folder"
     )
-    target: TargetConfig | None = Field(
-        default_factory=TargetConfig, description="null = train from text alone (loss ce)"
-    )
+    target: TargetConfig = Field(default_factory=TargetConfig)
     student: StudentConfig = Field(default_factory=StudentConfig)
     data: DataConfig
     serving: ServingConfig = Field(default_factory=ServingConfig)
@@ -66,12 +64,6 @@ class RunConfig(Section):
             raise ValueError("student.architecture goes with student.init: config, and only with it")
         if train.packing is None and train.batch_size % train.micro_batch_size:
             raise ValueError("train.batch_size must be a multiple of train.micro_batch_size")
-        if self.target is None and (
-            self.objective_names() != {"ce"} or train.window is None or student.init == "carved"
-        ):
-            raise ValueError("target: null needs loss.name: ce, train.window, and a student that is not carved")
-        if self.target is not None and (train.window is not None or student.tokenizer is not None):
-            raise ValueError("train.window and student.tokenizer go with target: null")
         if self.loss.mix is not None and (not self.loss.mix or any(weight <= 0 for weight in self.loss.mix.values())):
             raise ValueError("loss.mix: weights above zero, at least one")
         if (self.judge_rule == "greedy") != (self.serving.temperature == 0):
@@ -80,12 +72,6 @@ class RunConfig(Section):
             raise ValueError(
                 "serving.batch_size above serving.shard_size: a shard is decoded by itself; raise shard_size too"
             )
-        if self.target is None and (self.judge.dial_every or self.judge.served is not None):
-            raise ValueError("judge.dial_every and judge.served go with a target")
-        if self.target is None and student.lora is not None:
-            raise ValueError("student.lora goes with a target; target: null trains all weights")
-        if self.target is None and any(s.path == "stdlib" and s.limit for s in (*self.data.train, *self.data.heldout)):
-            raise ValueError("data: limit counts prompts; the stdlib corpus of target: null has none")
         if self.serving.temperature == 0 and self.serving.samples_per_prompt > 1:
             raise ValueError("serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response")
         self._possible_signal()
@@ -101,8 +87,6 @@ class RunConfig(Section):
         if (mix.text > 0) != bool(self.data.text):
             raise ValueError("data.mix.text goes with data.text, and only with it")
         made = mix.student or mix.speculative or mix.text
-        if self.target is None and (made or self.signal.source != "online"):
-            raise ValueError("data.mix and signal.source go with a target")
         if made and self.signal.source != "online":
             raise ValueError(
                 f"signal.source: {self.signal.source} knows the target's responses only; data.mix with anything else needs online"
@@ -113,13 +97,9 @@ class RunConfig(Section):
                 f"signal.kind: sampled is unbiased for forward_kl and ce only, not for {', '.join(sorted(names - {'forward_kl', 'ce'}))}; "
                 "set loss.name: forward_kl, or signal.kind: topk"
             )
-        if self.target is not None and self.target.endpoint is not None:
+        if self.target.endpoint is not None:
             self._possible_endpoint()
-        if (
-            self.target is not None
-            and self.target.shard
-            and (mix.student or mix.speculative or self.signal.source == "capture")
-        ):
+        if self.target.shard and (mix.student or mix.speculative or self.signal.source == "capture"):
             raise ValueError(
                 "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"
             )
@@ -127,8 +107,6 @@ class RunConfig(Section):
             raise ValueError("loss.weighting.reference goes with loss.weighting.name: selected, and only with it")
         if weighting.name in ("entropy", "selected") and names == {"ce"}:
             raise ValueError(f"loss.weighting.name: {weighting.name} looks at the target, which loss ce does not use")
-        if self.train.packing is not None and self.target is None:
-            raise ValueError("train.packing: target: null trains on whole windows, which need no packing")
 
     def _possible_endpoint(self) -> None:
         """Raises ValueError for what needs weights that a server keeps."""

@@ -89,7 +89,6 @@ class StudentConfig(Section):
     architecture: dict[str, Any] | None = Field(
         None, description="fields of a transformers config, `model_type` among them (init: config)"
     )
-    tokenizer: str | None = Field(None, description="tokenizer directory; only without a target (loss ce)")
     lora: LoraConfig | None = Field(None, description="train adapters only; null = all weights")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
@@ -303,9 +302,6 @@ class TrainConfig(Section):
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch_size: int = Field(32, ge=1, description="sequences per step, over all ranks and micro-batches")
     micro_batch_size: int = Field(32, ge=1, description="sequences per forward on one rank")
-    window: int | None = Field(
-        None, ge=8, description="tokens per sequence of a text corpus (loss ce without a target)"
-    )
     mixed_precision: Literal["no", "bf16"] = Field(
         "no", description="autocast of the student; its weights stay float32"
     )
@@ -352,9 +348,6 @@ class JudgeConfig(Section):
         None,
         ge=1,
         description="CPU threads while tokens/s and step costs are measured, for all alike; null = torch's own",
-    )
-    corpus_windows: int = Field(
-        64, ge=1, description="held-out windows scored per checkpoint (loss ce without a target)"
     )
 
 

@@ -21,7 +21,6 @@ from distill.run.responses import decode_settings
 from distill.run.session import context_limit, load_target, new_accelerator, positions_of
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
-from speculative.errors import UserError
 from speculative.measure.metrics import live_metrics
 
 
@@ -173,10 +172,8 @@ def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -
     {gamma, prompts, equal, first_difference, transformers: {tau, ...}, ours: {tau, tau_ci, ...}, within_interval}
 
     Raises:
-        UserError: no target in the config, or the exported draft does not fit it.
+        UserError: the exported draft does not fit the config's target.
     """
-    if config.target is None:
-        raise UserError("this config has no target (target: null): there is nothing to check a draft against")
     target, tokenizer, saved = load_target(config.target, new_accelerator().device)
     draft = served_copy(load_draft(str(exported), target, tokenizer), saved, target)
     max_tokens = config.serving.max_tokens

@@ -123,10 +123,6 @@ def read_run(path: Path) -> RunFacts:
     if not (folder / "student").exists():
         raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
     config = load_config(run / "config.yaml")
-    if config.target is None:
-        raise UserError(
-            f"{run}: pre-trained from text (target: null), not a draft; its best/student is an ordinary model"
-        )
     verdict_file = run / "verdict.json"
     verdict = json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None
     if verdict is not None and folder.resolve() != step_folder(run, verdict["best"]["step"]).resolve():

@@ -50,8 +50,6 @@ def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device |
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config = load_config(run / "config.yaml")
-    if config.target is None:
-        raise UserError(f"{run}: a pre-training run has no target and so no held-out responses")
     chosen: Rule = rule or config.judge_rule
     folder = run / "responses" / ("heldout-greedy" if chosen == "greedy" else "heldout")
     if not folder.is_dir():

@@ -16,12 +16,13 @@ from data.batches.collate import Batch, Example, collate
 from data.batches.mixture import Mixture, Pool
 from data.batches.packed import collate_packed
 from data.batches.packing import micro_batches, packed_micro_batches
+from data.batches.windows import text_examples
 from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.models.target import ServedTarget
-from distill.training.rollouts import Draft, Rollouts, text_examples
+from distill.training.rollouts import Draft, Rollouts
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
 
@@ -200,7 +201,7 @@ def make_batches(
             raise UserError(
                 f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
             )
-        text = text_examples(data.text, tokenizer, data.text_window)
+        text = text_examples([source.model_dump() for source in data.text], tokenizer, data.text_window)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return BatchSource(config, examples, pad_id, accelerator.process_index, accelerator.num_processes, rollouts, text)
 

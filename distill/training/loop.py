@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 
-from data.batches.collate import Batch, Example
+from data.batches.collate import Batch
 from data.files import write_json
 from distill.config.run import RunConfig
 from distill.config.sections import TrainConfig
@@ -80,7 +80,7 @@ class StepResult:
 
 
 class Loop:
-    """Trains a `DraftModule` on examples, from wherever its run stands."""
+    """Trains a `DraftModule` on micro-batches, from wherever its run stands."""
 
     def __init__(
         self,
@@ -88,12 +88,11 @@ class Loop:
         accelerator: Accelerator,
         module: DraftModule,
         teacher: TeacherSource | None,
-        examples: Sequence[Example],
+        batches: BatchSource,
         tokenizer: Any,
         validator: Validator,
         progress: checkpoint.Progress,
         provenance: dict[str, Any],
-        batches: BatchSource | None = None,
         reference: Teacher | None = None,
     ) -> None:
         """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one.
@@ -104,11 +103,8 @@ class Loop:
         train, optim = config.train, config.optim
         check_batches(train, accelerator.num_processes)
         self.config, self.accelerator, self.teacher, self.reference = config, accelerator, teacher, reference
-        self.tokenizer, self.validator, self.progress, self.provenance = tokenizer, validator, progress, provenance
-        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.batches = batches or BatchSource(
-            config, examples, pad_id, accelerator.process_index, accelerator.num_processes
-        )
+        self.batches, self.tokenizer, self.validator = batches, tokenizer, validator
+        self.progress, self.provenance = progress, provenance
         self.run = config.folder
         self.flops = training_flops(module.inner, teacher.split.model if isinstance(teacher, Teacher) else None)
         optimizers = make_optimizers(module, optim)

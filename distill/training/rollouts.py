@@ -24,12 +24,10 @@ from data.batches.collate import Example
 from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, row_of
 from data.responses.store import Row, Store
 from distill.config.run import RunConfig
-from distill.config.sections import SourceConfig
 from distill.models.draft import served_copy
 from distill.models.load import model_fingerprint, tokenizer_fingerprint
 from distill.run import checkpoint
 from distill.run.responses import sampling_of
-from distill.training.corpus import window_examples, windows_of
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
@@ -48,15 +46,6 @@ class Draft(Protocol):
     def exported(self) -> PreTrainedModel:
         """The causal LM."""
         ...
-
-
-def text_examples(sources: tuple[SourceConfig, ...], tokenizer: Any, window: int) -> list[Example]:
-    """General text in windows, every token but the first to be predicted.
-
-    Raises:
-        UserError: less text than one window.
-    """
-    return window_examples(windows_of(sources, tokenizer, window))
 
 
 def rejected_positions(response: Response) -> list[int]:

@@ -16,7 +16,7 @@ FLOORS = {
         ("cli",), ("commands", "train"), ("verdict",), ("report", "respond"), ("export", "training"), ("run", "loss"), ("models",),
         ("config",), ("faults",),
     ),
-    "data": (("responses",), ("signals",), ("batches",), ("prompts", "tokenizer"), ("files",)),
+    "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),
     "speculative": (
         ("evaluate",), ("explain",), ("measure",), ("decode",), ("decoder",), ("drafters",), ("engine",), ("rules",), ("errors",),
     ),

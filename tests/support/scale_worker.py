@@ -25,6 +25,7 @@ from distill.loss.definitions import Objective
 from distill.models.student import add_lora
 from distill.run.checkpoint import resume_point
 from distill.training import sharding
+from distill.training.batches import BatchSource
 from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
@@ -99,9 +100,10 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
     target = tiny_model(vocab_size=TOKENS, dtype=torch.float32 if "float32" in variant else torch.float64)
     module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5))
     progress, _ = resume_point(config)
+    batches = BatchSource(config, uneven_examples(), 0, accelerator.process_index, accelerator.num_processes)
     return Loop(
-        config, accelerator, module, Teacher(target), uneven_examples(), tiny_tokenizer(), ScriptedJudge(), progress, {"seed": 0}
-    )  # fmt: skip
+        config, accelerator, module, Teacher(target), batches, tiny_tokenizer(), ScriptedJudge(), progress, {"seed": 0}
+    )
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:

@@ -16,13 +16,14 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data.batches.collate import Example
-from data.tokenizer import train_tokenizer
 from distill.config.load import parse_config
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
+from distill.models.embedded.train_target import train_tokenizer
 from distill.run.checkpoint import resume_point
 from distill.run.folder import list_steps, step_folder
+from distill.training.batches import BatchSource
 from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
@@ -136,7 +137,7 @@ def make_loop(
         accelerator,
         module,
         Teacher(target),
-        examples,
+        BatchSource(config, examples, 0, accelerator.process_index, accelerator.num_processes),
         tiny_tokenizer(),
         judge or ScriptedJudge(),
         progress,

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from data.batches.packing import (
     batches_per_epoch,
-    cut_windows,
     micro_batches,
     pack,
     packed_micro_batches,
@@ -107,17 +106,6 @@ def test_ranks_get_sequences_of_like_length_at_the_same_time() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="batch of 12"):
         micro_batches(np.arange(12), 4, 0, 2)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(3, 90), max_size=20), min_size=1, max_size=20), st.integers(1, 16))
-def test_windows_are_the_documents_in_order(documents: list[list[int]], window: int) -> None:
-    windows = cut_windows(documents, window, eos_id=2)
-    stream = [token for document in documents for token in [*document, 2]]
-    assert windows.dtype == np.int32
-    assert windows.shape[1] == window
-    assert windows.reshape(-1).tolist() == stream[: windows.size]
-    assert len(stream) - windows.size < window
 
 
 @settings(max_examples=150, deadline=None)

@@ -20,7 +20,6 @@ from data.files import read_manifest, write_json
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import check_plot, plot_comparison
 from distill.commands.output import check_writable, writing
-from distill.config.load import load_config
 from distill.models.draft import find_student
 from distill.models.target import FACTS
 from distill.run.frozen_text import FrozenText, load_frozen_text
@@ -132,9 +131,7 @@ def run_of(path: str) -> Path | None:
 
 
 def target_of(run: Path) -> str | None:
-    """Fingerprint of the target that a run distils; None where the run does not tell (not started, or without one)."""
-    if load_config(run / "config.yaml").target is None:
-        return None
+    """Fingerprint of the target that a run distils; None where the run does not tell (not started)."""
     try:
         return str(json.loads((run / FACTS).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -179,7 +176,7 @@ def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool
     Raises:
         UserError: naming the draft that is not there, has another vocabulary, or cannot read so long a text.
     """
-    if timing and text.config.target is not None and text.config.target.endpoint is not None:
+    if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
     longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
     known: dict[str, Entry] = {}
@@ -245,7 +242,7 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> dict[s
         "kind": "comparison",
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "on": str(text.run),
-        "target": {"path": text.config.target.path if text.config.target else None, "fingerprint": text.manifest["target"]},
+        "target": {"path": text.config.target.path, "fingerprint": text.manifest["target"]},
         "rule": text.rule,
         "gamma": gamma,
         "sampling": text.sampling.as_dict(),

@@ -49,8 +49,6 @@ def evaluate(
         UserError: see `load_draft` and `load_prompts`.
         SelfCheckError: the judge contradicts itself on this target.
     """
-    if config.target is None:
-        raise UserError("this config has no target (target: null): there is nothing to judge a draft against")
     if (rule != "greedy") and config.serving.temperature == 0:
         raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
     accelerator = new_accelerator()

@@ -38,10 +38,8 @@ def load_pair(config: RunConfig, path: str, rule: Rule, gamma: int, prompts: int
     """A config's target, a draft for it, and its first held-out prompts by content hash.
 
     Raises:
-        UserError: no target, its weights elsewhere, a rule that contradicts the temperature, no draft there.
+        UserError: the target's weights elsewhere, a rule that contradicts the temperature, no draft there.
     """
-    if config.target is None:
-        raise UserError("this config has no target (target: null): there is nothing to decode with")
     if rule != "greedy" and config.serving.temperature == 0:
         raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
     if prompts < 1:

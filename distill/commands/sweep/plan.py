@@ -122,7 +122,7 @@ def plan(sweep: SweepFile) -> list[Trial]:
     """Every combination, validated, seeds outermost: after the first pass there is one run of each.
 
     Raises:
-        UserError: a combination that is no config (unknown key, wrong type, impossible pair), or one without a target.
+        UserError: a combination that is no config (unknown key, wrong type, impossible pair).
     """
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
     fixed = [_assignment(key, value) for key, value in sweep.overrides.items()]
@@ -137,8 +137,6 @@ def plan(sweep: SweepFile) -> list[Trial]:
             config = load_config(sweep.base, overrides)
         except UserError as error:
             raise UserError(f"{sweep.path}: {name}: {error}") from error
-        if config.target is None:
-            raise UserError(f"{sweep.path}: {sweep.base} has target: null, whose runs end without a verdict to compare")
         trials.append(Trial(values, overrides, config))
     folder = trials[0].config.folder.parent / sweep.name
     if (folder / "config.yaml").exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from distill import cli, train
+from distill import cli
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
 from distill.verdict.verdict import SCHEMA
@@ -101,37 +101,6 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tm
         assert words in shown, words
 
 
-def test_the_card_of_a_pretrained_model_tells_its_recipe(tmp_path: Path, tiny_target: Path) -> None:
-    config = tmp_path / "pretrain.yaml"
-    config.write_text(
-        f"""
-name: pretrained
-output: {tmp_path}
-target: null
-student: {{init: pretrained, path: {tiny_target}}}
-data:
-  train: [{{path: stdlib, split: heldout}}]
-loss: {{name: ce}}
-train: {{steps: 2, batch_size: 2, micro_batch_size: 1, window: 64}}
-judge: {{every: 1, corpus_windows: 2}}
-"""
-    )
-    assert train.main([str(config)]) == 0
-    run("publish-target", str(tmp_path / "pretrained"), "--to", str(tmp_path / "shipped"))
-    card = json.loads((tmp_path / "shipped" / "card.json").read_text())
-    assert card["tokens_seen"] == card["steps"] * 2 * 63
-    assert card["heldout_loss_nats"] > 0
-    assert "zipfile" in card["heldout_modules"]
-    assert card["fingerprint"] in (tmp_path / "shipped" / "README.md").read_text()
-
-
-def test_tokenizer_command_learns_from_a_file(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("def first(x):\n" * 50 + "return second\n" * 50)
-    run("tokenizer", "--source", str(text), "--vocab-size", "300", "--to", str(tmp_path / "made"))
-    assert (tmp_path / "made" / "tokenizer.json").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -141,8 +110,6 @@ def test_tokenizer_command_learns_from_a_file(tmp_path: Path) -> None:
         (["evaluate", "./no-such-folder", "--config", "TINY"], ["no-such-folder", "config.json"]),
         (["export", "nowhere", "--to", "out"], ["nowhere", "config.yaml"]),
         (["show", "nowhere"], ["nowhere", "verdict.json"]),
-        (["publish-target", "nowhere"], ["no best checkpoint"]),
-        (["tokenizer", "--source", "missing.txt", "--to", "out"], ["missing.txt"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_status_2(

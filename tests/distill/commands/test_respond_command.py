@@ -207,12 +207,6 @@ def test_an_objective_that_the_signal_cannot_serve_is_told_before_the_work(confi
     assert not (tmp_path / "tiny").exists()
 
 
-def test_a_config_without_a_target_has_nobody_to_answer(config_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="target"):
-        respond(config_path, tmp_path, "target=null", "loss.name=ce", "train.window=16", "student.init=config",
-                'student.architecture={model_type: llama}')  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -10,8 +10,8 @@ from tiny_models import prompts_of, tiny_model
 from tiny_training import TOKENS, run_config, tiny_tokenizer, write_target
 from torch import Tensor, nn
 
-from data.tokenizer import train_tokenizer
 from distill.models.carving import LayerScorer, carve, choose_layers
+from distill.models.embedded.train_target import train_tokenizer
 from distill.models.student import from_architecture, make_student
 from distill.models.vocabulary import require_agreement, vocabulary_rows
 from speculative.errors import UserError

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from data.prompts.stdlib import modules
-from data.tokenizer import train_tokenizer
+from distill.models.embedded.train_target import train_tokenizer
 from distill.models.load import load_model, load_tokenizer
 from distill.models.student import from_architecture
 from distill.models.transplant import (

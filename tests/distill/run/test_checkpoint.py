@@ -82,7 +82,6 @@ def test_what_does_not_reach_the_training_may_change(tmp_path: Path) -> None:
         ({"seed": 7}, ["seed", "0", "7"]),
         ({"data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}}, ["unused.jsonl", "a.jsonl"]),
         ({"serving": {"temperature": 0.5}}, ["temperature", "1.0", "0.5"]),
-        ({"target": None, "loss": {"name": "ce"}, "train": {"window": 8}, "student": {"init": "pretrained", "path": "x"}}, ["target"]),
     ],
 )  # fmt: skip
 def test_claim_with_another_config_names_the_difference(

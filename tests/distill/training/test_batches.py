@@ -272,7 +272,7 @@ def rollout_loop(config: RunConfig) -> Loop:
     examples = examples_of(LENGTHS)
     batches = BatchSource(config, examples, 0, 0, 1, rollouts, windows())
     teacher, judge = Teacher(target), ScriptedJudge()
-    return Loop(config, accelerator, module, teacher, examples, tokenizer, judge, progress, {"seed": 0}, batches)
+    return Loop(config, accelerator, module, teacher, batches, tokenizer, judge, progress, {"seed": 0})
 
 
 def rollout_config(folder: Path, packing: int | None) -> RunConfig:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from data.batches.collate import Example
 from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
-from distill.config.sections import SourceConfig
 from distill.loss.definitions import Objective
 from distill.models.student import add_lora
 from distill.run import checkpoint
@@ -29,7 +28,6 @@ from distill.training.rollouts import (
     read_rejected,
     rejected_path,
     rejected_positions,
-    text_examples,
 )
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
@@ -406,15 +404,3 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         rollouts_of(config).speculative(0, Draft(draft_model()))
     assert not list((config.folder / "rollouts").rglob("*.tmp"))
     assert not list((config.folder / "rollouts").rglob("*.parquet"))
-
-
-def test_general_text_comes_in_windows(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("def add(first, second):\n    return first + second\n" * 40, encoding="utf-8")
-    examples = text_examples((SourceConfig(path=str(path)),), tiny_tokenizer(), 16)
-    assert len(examples) > 5
-    for example in examples:
-        assert len(example.input_ids) == 16
-        assert example.loss_mask.tolist() == [False] + [True] * 15
-    with pytest.raises(UserError, match="less than one window"):
-        text_examples((SourceConfig(path=str(path)),), tiny_tokenizer(), 10**6)

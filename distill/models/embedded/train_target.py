@@ -1,0 +1,319 @@
+"""`make target`: trains the embedded target from nothing, on the Python standard library's own source.
+
+python -m distill.models.embedded.train_target [--to FOLDER] [--run FOLDER] [--steps N] ...
+
+Tokenizer, corpus, a plain Accelerate loop on one device, and the weights in bf16 with card.json and README.md beside them. A
+killed run goes on from its last checkpoint when the same command is given again. The standard library is another in every
+Python, and sums differ from machine to machine: the weights come out alike, not the same.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+
+from data.batches.windows import cut_windows
+from data.files import write_json
+from data.prompts import stdlib
+from distill.models.load import EMBEDDED_FOLDER, model_fingerprint
+
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+SEED = 0
+BATCH, MICRO_BATCH = 16, 8  # windows of a step, and of a forward
+# Muon for the layers' matrices, AdamW for embeddings and vectors, at one learning rate; linear warm-up, then a cosine.
+LR, BETAS, WEIGHT_DECAY, WARMUP_RATIO, FINAL_LR_RATIO, MAX_GRAD_NORM = 2e-3, (0.9, 0.95), 0.1, 0.03, 0.05, 1.0
+HELDOUT_WINDOWS = 128
+PROGRESS = "progress.json"
+PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "numpy")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (GPT-2 style: any text is representable) with pad, bos, eos as ids 0, 1, 2.
+
+    ``max_length`` is the context in tokens that the model of this tokenizer will have. Text is encoded with a leading bos.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    # Digits one by one: with a small vocabulary, numbers are otherwise spelled in arbitrary lumps.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def architecture(width: int, layers: int, window: int) -> dict[str, Any]:
+    """Fields of the Llama; deep rather than wide: depth is what a draft saves."""
+    return {
+        "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "intermediate_size": width * 7 // 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": window,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    }  # fmt: skip
+
+
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon, its updates scaled to AdamW's size so that one learning rate serves both, and AdamW; vectors do not decay."""
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]  # the head is tied to it
+    matrices = [p for p in model.parameters() if p.dim() == 2 and all(p is not table for table in tables)]
+    groups = [
+        {"params": tables, "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [
+        torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True),
+        torch.optim.Muon(matrices, lr=LR, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+    ]
+
+
+def batch_indices(step: int, windows: int) -> np.ndarray:
+    """The windows (BATCH,) of a step: every epoch in another order, its remainder left out."""
+    steps_of_epoch = max(1, windows // BATCH)
+    order = np.random.default_rng([SEED, step // steps_of_epoch]).permutation(windows)
+    place = step % steps_of_epoch * BATCH
+    return np.resize(order, max(windows, BATCH))[place : place + BATCH]
+
+
+def mean_loss(model: torch.nn.Module, windows: np.ndarray, accelerator: Accelerator) -> float:
+    """Nats a token over all windows (N, T), every token but the first of a window predicted."""
+    total = 0.0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(windows), MICRO_BATCH):
+            ids_BT = torch.from_numpy(windows[start : start + MICRO_BATCH]).long().to(accelerator.device)
+            total += float(model(input_ids=ids_BT, labels=ids_BT).loss) * len(ids_BT)
+    model.train()
+    return total / len(windows)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Finished checkpoints of a run, the oldest first."""
+    return sorted(run.glob("step-*"))
+
+
+def save_checkpoint(run: Path, accelerator: Accelerator, progress: dict[str, Any]) -> None:
+    """Everything that resuming needs, under a temporary name first; then only the judged ones and the newest are kept."""
+    temporary = run / ".writing"
+    shutil.rmtree(temporary, ignore_errors=True)
+    accelerator.save_state(str(temporary))
+    write_json(temporary / PROGRESS, progress)
+    os.replace(temporary, run / f"step-{progress['step']:06}")
+    judged = {f"step-{row['step']:06}" for row in progress["judged"]}
+    for folder in checkpoints(run)[:-1]:
+        if folder.name not in judged:
+            shutil.rmtree(folder)
+
+
+def fit(
+    model: LlamaForCausalLM,
+    windows: np.ndarray,
+    heldout: np.ndarray,
+    run: Path,
+    steps: int,
+    judge_every: int,
+    save_every: int,
+) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """Trains from wherever the run stands; (the model of the lowest held-out loss, what happened)."""
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=BATCH // MICRO_BATCH)
+    optimizers = make_optimizers(model)
+    wrapped, *optimizers = accelerator.prepare(model, *optimizers)
+    schedules = [
+        get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer.optimizer,
+            num_warmup_steps=round(WARMUP_RATIO * steps),
+            num_training_steps=steps,
+            min_lr_rate=FINAL_LR_RATIO,
+        )
+        for optimizer in optimizers
+    ]
+    accelerator.register_for_checkpointing(*schedules)
+    progress: dict[str, Any] = {"step": 0, "judged": [], "seconds": 0.0}
+    if found := checkpoints(run):
+        accelerator.load_state(str(found[-1]))
+        progress = json.loads((found[-1] / PROGRESS).read_text(encoding="utf-8"))
+    while True:
+        step = progress["step"]
+        if (step % judge_every == 0 or step == steps) and all(row["step"] != step for row in progress["judged"]):
+            loss, tokens = mean_loss(wrapped, heldout, accelerator), step * BATCH * (windows.shape[1] - 1)
+            progress["judged"].append({"step": step, "tokens": tokens, "heldout_loss": loss})
+            save_checkpoint(run, accelerator, progress)
+            accelerator.print(f"step {step:>6}  held-out loss {loss:.4f} nats  perplexity {math.exp(loss):.2f}")
+        elif step % save_every == 0 and not (run / f"step-{step:06}").exists():
+            save_checkpoint(run, accelerator, progress)
+        if step == steps:
+            break
+        started = time.perf_counter()
+        for indices in np.split(batch_indices(step, len(windows)), BATCH // MICRO_BATCH):
+            ids_BT = torch.from_numpy(windows[indices]).long().to(accelerator.device)
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(input_ids=ids_BT, labels=ids_BT).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), MAX_GRAD_NORM)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        progress = progress | {"step": step + 1, "seconds": progress["seconds"] + time.perf_counter() - started}
+    best = min(progress["judged"], key=lambda row: row["heldout_loss"])
+    accelerator.load_state(str(run / f"step-{best['step']:06}"))
+    return accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False), progress
+
+
+def ship(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict[str, Any], to: Path) -> None:
+    """Weights in bf16, tokenizer, card.json and README.md, each file whole."""
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".target-") as working:
+        model.save_pretrained(working)
+        tokenizer.save_pretrained(working)
+        write_json(Path(working) / "card.json", card)
+        (Path(working) / "README.md").write_text(card_text(card), encoding="utf-8")
+        for file in Path(working).iterdir():
+            os.replace(file, to / file.name)
+
+
+def make_card(
+    model: LlamaForCausalLM, fields: dict[str, Any], steps: int, heldout: np.ndarray, progress: dict[str, Any]
+) -> dict[str, Any]:
+    """How the weights came to be."""
+    best = min(progress["judged"], key=lambda row: row["heldout_loss"])
+    window = heldout.shape[1]
+    return {
+        "data": "Python standard library source (PSF licence): every module, then every documented function by itself",
+        "python": platform.python_version(),
+        "left_out": "tests, IDLE's tests, encodings, pydoc topics and other generated tables",
+        "heldout_modules": sorted(stdlib.HELDOUT_MODULES),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "architecture": fields,
+        "recipe": f"{steps} steps of {BATCH} windows of {window} tokens, cross-entropy, bf16 autocast",
+        "optimizer": {
+            "name": "muon",
+            "lr": LR,
+            "betas": BETAS,
+            "weight_decay": WEIGHT_DECAY,
+            "warmup_ratio": WARMUP_RATIO,
+            "final_lr_ratio": FINAL_LR_RATIO,
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+        "steps": best["step"],
+        "tokens_seen": best["tokens"],
+        "heldout_loss_nats": best["heldout_loss"],
+        "heldout_perplexity": math.exp(best["heldout_loss"]),
+        "heldout_tokens": heldout.shape[0] * (window - 1),
+        "chosen_from": [
+            f"step {row['step']}: {row['tokens']:,} tokens, held-out loss {row['heldout_loss']:.3f}"
+            for row in progress["judged"]
+        ],
+        "training_seconds": round(progress["seconds"]),
+        "seed": SEED,
+        "fingerprint": model_fingerprint(model),
+        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+    }
+
+
+def card_text(card: dict[str, Any]) -> str:
+    """The card for people."""
+    rows = "\n".join(
+        f"| {key.replace('_', ' ')} | {', '.join(map(str, value)) if isinstance(value, list) else value} |"
+        for key, value in card.items()
+        if not isinstance(value, dict)
+    )
+    return f"""# The embedded target
+
+A small Llama that writes Python, so that `make demo` needs no hub, no data and no GPU. Trained by this project from nothing: its
+own byte-level BPE tokenizer of 4096, then the recipe below, which `make target` (train_target.py) repeats.
+It is for trying the tool and for tests; it is no coding assistant.
+
+| | |
+|---|---|
+{rows}
+
+Licence: Apache-2.0 for the weights; the text they were trained on is under the Python Software Foundation licence.
+"""
+
+
+def windows_of(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, window: int) -> np.ndarray:
+    """All documents as windows of ids. int32 (N, window)."""
+    return cut_windows(tokenizer(list(documents), verbose=False)["input_ids"], window, int(tokenizer.eos_token_id))
+
+
+def train_target(
+    to: Annotated[Path, typer.Option(help="folder of the weights, tokenizer and card")] = EMBEDDED_FOLDER,
+    run: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("runs/target"),
+    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 2000,
+    judge_every: Annotated[int, typer.Option(help="steps between held-out losses; the best is shipped", min=1)] = 1000,
+    save_every: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 100,
+    width: Annotated[int, typer.Option(help="hidden size, a multiple of 8", min=8)] = 256,
+    layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 12,
+    vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary", min=300)] = 4096,
+    window: Annotated[int, typer.Option(help="tokens of a training sequence, and the context", min=8)] = 384,
+    documents: Annotated[int, typer.Option(help="only so many documents of each side; 0 = all", min=0)] = 0,
+) -> None:
+    """Train the embedded target: an hour or more on two cores as it is shipped."""
+    recipe = {name: value for name, value in locals().items() if name not in ("to", "run", "save_every")}
+    run.mkdir(parents=True, exist_ok=True)
+    noted = run / "recipe.json"
+    if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != recipe:
+        raise typer.BadParameter(f"{run} holds a run with other options: give another --run, or remove it")
+    write_json(noted, recipe)
+    train, heldout = (stdlib.corpus_documents(heldout=side)[: documents or None] for side in (False, True))
+    modules = [text for _, text in stdlib.modules(heldout=False)][: documents or None]
+    tokenizer = train_tokenizer(modules, vocab_size, window)
+    windows = windows_of(train, tokenizer, window)
+    judged = windows_of(heldout, tokenizer, window)
+    judged = judged[np.linspace(0, len(judged) - 1, min(len(judged), HELDOUT_WINDOWS)).astype(int)]
+    torch.manual_seed(SEED)
+    fields = architecture(width, layers, window)
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **fields))
+    print(f"{windows.size:,} training tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
+    best, progress = fit(model, windows, judged, run, steps, judge_every, save_every)
+    best.bfloat16()
+    card = make_card(best, fields, steps, judged, progress)
+    ship(best, tokenizer, card, to)
+    print(
+        f"{card['parameters']:,} parameters, held-out loss {card['heldout_loss_nats']:.3f}, fingerprint {card['fingerprint']}: {to}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(train_target)

@@ -1,0 +1,158 @@
+"""What `make target` does: a tokenizer that any text survives, and at a tiny size the whole of it, killed and resumed."""
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_training import forget_accelerators, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.models.embedded import train_target as program
+from distill.models.embedded.train_target import BOS, EOS, PAD, batch_indices, train_target, train_tokenizer
+from distill.models.load import EMBEDDED_FOLDER, model_fingerprint
+
+SPECIAL = (PAD, BOS, EOS)
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(
+    lambda t: not any(s in t for s in SPECIAL)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_text)
+def test_any_text_survives(text: str) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert all(token > 2 for token in ids[1:])
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n\n  x\t", " ,don't .", "a  b", "\x00\x7f", "e\u0301 \u00e9", "👩‍👩‍👧 漢字 ﷽", "0123456789"]
+)
+def test_awkward_text_survives(text: str) -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_text_is_not_normalised() -> None:
+    tokenizer = tiny_tokenizer()
+    composed, decomposed = "é", unicodedata.normalize("NFD", "é")
+    assert tokenizer(composed)["input_ids"] != tokenizer(decomposed)["input_ids"]
+
+
+def test_special_tokens_have_fixed_ids_and_are_one_token() -> None:
+    tokenizer = tiny_tokenizer()
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer(f"a{EOS}b", add_special_tokens=False)["input_ids"][1] == 2
+    assert 260 < len(tokenizer) <= 300
+
+
+def test_digits_stand_alone() -> None:
+    ids = tiny_tokenizer()("2024", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 4
+
+
+def test_the_same_text_gives_the_same_tokenizer() -> None:
+    texts = ["def add(first, second):\n    return first + second\n", "for item in items:\n    print(item)\n"] * 3
+    first, again = (train_tokenizer(texts, 290, 64) for _ in range(2))
+    assert first.get_vocab() == again.get_vocab()
+    assert first.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "made" / "here")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "made" / "here")
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.model_max_length == 256
+    text = "def f(a, b):\n    return 'é'  # ,  ."
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.fixture
+def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard library is large: a few lines that can be learnt stand for it."""
+    text = "def add(first, second):\n    return first + second\n"
+    monkeypatch.setattr(program.stdlib, "modules", lambda heldout: [("one.py", text * 40)])
+    monkeypatch.setattr(program.stdlib, "corpus_documents", lambda heldout: [text * 80])
+
+
+def made(folder: Path, **options: Any) -> dict[str, Any]:
+    """A tiny target; its card."""
+    forget_accelerators()
+    sizes = {"steps": 6, "judge_every": 3, "save_every": 2, "width": 32, "layers": 2, "vocab_size": 300, "window": 16}
+    train_target(folder / "target", folder / "run", **{**sizes, "documents": 0, **options})
+    return json.loads((folder / "target" / "card.json").read_text(encoding="utf-8"))
+
+
+def test_a_target_is_made_judged_and_described(tmp_path: Path, few_documents: None) -> None:
+    card = made(tmp_path, steps=40, judge_every=20)
+    assert [line.split(":")[0] for line in card["chosen_from"]] == ["step 0", "step 20", "step 40"]
+    assert card["steps"] == 40
+    assert card["tokens_seen"] == 40 * 16 * 15
+    assert card["heldout_loss_nats"] < np.log(300) - 2, "two lines of text are learnt soon"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model_fingerprint(model) == card["fingerprint"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    # The held-out loss is the shipped model's own, give or take bf16.
+    ids = torch.tensor(
+        tokenizer("def add(first, second):\n    return first + second\n" * 80).input_ids[: 16 * 20]
+    ).view(20, 16)
+    with torch.no_grad():
+        assert float(model.float()(input_ids=ids, labels=ids).loss) == pytest.approx(card["heldout_loss_nats"], rel=0.1)
+    said = (tmp_path / "target" / "README.md").read_text(encoding="utf-8")
+    assert card["fingerprint"] in said
+    assert "zipfile" in said
+
+
+class Killed(BaseException):
+    """No handler of a program expects it."""
+
+
+@pytest.mark.parametrize("kill_at", [1, 3, 4])
+def test_a_killed_run_goes_on_and_ends_the_same(
+    tmp_path: Path, few_documents: None, monkeypatch: pytest.MonkeyPatch, kill_at: int
+) -> None:
+    whole = made(tmp_path / "whole")
+
+    def killed(step: int, windows: int) -> np.ndarray:
+        if step == kill_at:
+            raise Killed
+        return batch_indices(step, windows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "batch_indices", killed)
+        with pytest.raises(Killed):
+            made(tmp_path / "killed")
+    assert not (tmp_path / "killed" / "target").exists()
+    resumed = made(tmp_path / "killed")
+    assert resumed["fingerprint"] == whole["fingerprint"]
+    assert resumed["chosen_from"] == whole["chosen_from"]
+    with pytest.raises(typer.BadParameter, match="other options"):
+        made(tmp_path / "killed", steps=7)
+
+
+def test_a_batch_follows_from_its_step_and_an_epoch_sees_each_window_once() -> None:
+    epoch = np.concatenate([batch_indices(step, 50) for step in range(3)])
+    assert len(set(epoch.tolist())) == 48
+    assert batch_indices(4, 50).tolist() == batch_indices(4, 50).tolist() != batch_indices(1, 50).tolist()
+    assert len(batch_indices(9, 5)) == 16, "less text than a batch is repeated"
+
+
+def test_the_shipped_card_is_of_the_shipped_weights() -> None:
+    card = json.loads((EMBEDDED_FOLDER / "card.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype="auto")
+    assert model_fingerprint(model) == card["fingerprint"]
+    assert card["architecture"] == program.architecture(256, 12, 384)
+    assert (EMBEDDED_FOLDER / "README.md").read_text(encoding="utf-8") == program.card_text(card)
