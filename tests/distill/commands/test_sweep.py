@@ -331,10 +331,9 @@ def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
         ({"direction": "up"}, "maximize or minimize"),
         ({"name": "a/b"}, "becomes a folder"),
         ({"base": "nowhere.yaml"}, "cannot read the config"),
-        ({"grid": {"target": [None], "loss.name": ["ce"], "train.window": [8], "student.init": ["pretrained"],
-                   "student.path": ["x"]}}, "target: null"),
+        ({"grid": {"target": [None]}}, "`target` = null"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_before_anything_runs(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
     path, launcher = lab(tmp_path, **sections)
     with pytest.raises(UserError, match=words) as error:
