@@ -40,8 +40,6 @@ def test_help_names_every_command() -> None:
         "export",
         "check-export",
         "show",
-        "tokenizer",
-        "publish-target",
         "config",
     ):
         assert command in text
