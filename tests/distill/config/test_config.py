@@ -309,7 +309,7 @@ trees = st.fixed_dictionaries(
 @given(trees)
 def test_what_is_dumped_loads_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     config = parse_config(_lists(tree), "test")
-    path = write(tmp_path_factory.getbasetemp(), dump_config(config))
+    path = write(tmp_path_factory.mktemp("dumped"), dump_config(config))
     assert load_config(path) == config
     assert dump_config(load_config(path)) == dump_config(config)
 
