@@ -22,6 +22,7 @@ from distill.commands.options import (
 )
 from distill.commands.probe.options import ProbeOptions
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
+from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
 
 app = typer.Typer(
@@ -50,7 +51,7 @@ def demo(options: DemoOptions) -> int:
     status = program.command(TrainOptions(options.config, options.overrides))
     if status == 0:
         run = load_config(options.config, options.overrides or []).folder
-        exported = export_run(ExportOptions(run, run / "export", overwrite=True))
+        exported = export_run(ExportOptions(run, run / EXPORT, overwrite=True))
         show_run(run, exported.path)
     return status
 
@@ -181,7 +182,7 @@ def show(options: ShowOptions) -> None:
     """The verdict of a finished run, with completions whose accepted tokens are marked."""
     from distill.commands.show import show_run
 
-    show_run(options.run, options.run / "export" if (options.run / "export").exists() else None)
+    show_run(options.run, options.run / EXPORT if (options.run / EXPORT).exists() else None)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
 from distill.models.student import context_of
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.run.folder import claim_folder
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
@@ -55,11 +55,11 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
         if accelerator.is_main_process:
             claim_folder(config)
         accelerator.wait_for_everyone()
-        target = ServedTarget(config.target, accelerator.device, config.folder)
-        context = context_limit(config, target.facts.context_length, context_of(config.student))
+        target = Target(config.target, accelerator.device, config.folder)
+        context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
         sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, config.judge.prompts)
         accelerator.print(sets.report)
-        stores = RunStores(config, accelerator, target, target.tokenizer)
+        stores = RunStores(config, accelerator, target)
         rows = stores.training(sets.train)
         stores.heldout_by_rule(sets.heldout)
         if accelerator.is_main_process:
@@ -71,7 +71,7 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
         accelerator.end_training()
 
 
-def _signal(config: RunConfig, rows: Sequence[Row], target: ServedTarget, accelerator: Accelerator) -> dict[str, Any]:
+def _signal(config: RunConfig, rows: Sequence[Row], target: Target, accelerator: Accelerator) -> dict[str, Any]:
     examples = [row.example() for row in rows]
     store = open_signal_store(config, examples, target.facts, accelerator, repair=True)
     try:
@@ -85,7 +85,7 @@ def _signal(config: RunConfig, rows: Sequence[Row], target: ServedTarget, accele
         facts = store.facts()
     finally:
         store.close()
-    accelerator.print(signal_line(config, facts))
+    accelerator.print(signal_line(config.signal, facts))
     accelerator.print(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
     return facts
 

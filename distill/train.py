@@ -23,7 +23,7 @@ from distill.models.student import (
     first_student,
     refuse_impossible,
 )
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.report.plot import plot_run
 from distill.report.wandb_panels import log_result
 from distill.run import checkpoint
@@ -37,7 +37,7 @@ from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.loop import Loop, check_batches
 from distill.training.module import DraftModule
 from distill.training.sharding import gathered, require_deepspeed, settle_launcher, shard_teacher
-from distill.training.signal import make_reference, make_teacher
+from distill.training.signal import check_signal, make_reference, make_teacher
 from distill.training.tracking import start_trackers
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
 from distill.verdict.judge import DraftJudge
@@ -57,7 +57,7 @@ def start(config: RunConfig) -> Accelerator:
         log_with=list(config.tracking.trackers) or None,
         project_dir=str(config.folder),
     )
-    settle_launcher(accelerator, config)
+    settle_launcher(accelerator, config.optim, config.train)
     check_batches(config.train, accelerator.num_processes)
     if accelerator.is_main_process:
         claim_folder(config)
@@ -71,25 +71,28 @@ def start(config: RunConfig) -> Accelerator:
 
 def distil(config: RunConfig, accelerator: Accelerator) -> None:
     """Responses, self-checks, training with judged checkpoints, verdict and plot."""
-    progress, _ = resume_point(config)
-    target = ServedTarget(config.target, accelerator.device, config.folder)
+    progress, _ = resume_point(config.folder)
+    target = Target(config.target, accelerator.device, config.folder)
     tokenizer = target.tokenizer
-    context = context_limit(config, target.facts.context_length, context_of(config.student))
+    context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
     sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
-    refuse_impossible(config, target.side.config, target.facts.vocab_rows)
+    refuse_impossible(config.student, target.side.config)
+    check_signal(config.signal, target.facts.vocab_rows)
+    settings = decode_settings(config.serving, config.seed, target)
+    judged_at = settings.under(config.judge_rule, config.judge.gamma)
     # Before the long work: whatever is wrong with the student is told now, not after the target has answered. Only one that is
     # carved by measurements on the target's own text has to wait for that text.
     longest = max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
-    require_served(config, target, longest)
-    student = None if carved_by_measurement(config) else first_student(config, accelerator, target)
+    require_served(config.judge.served, target, longest)
+    student = None if carved_by_measurement(config.student) else first_student(config, accelerator, target)
     clock = _Clock(progress)
     # Without the target's weights there is no instrument to check: replay alone judges.
     live = config.judge.live != "never"
-    checks = check_instrument(config, accelerator, target, sets.heldout) if live else {}
+    checks = check_instrument(config.folder, accelerator, target, sets.heldout, judged_at) if live else {}
     clock.stop("self_checks")
-    stores = RunStores(config, accelerator, target, tokenizer)
-    wanted = config.data.mix.target or carved_by_measurement(config)
+    stores = RunStores(config, accelerator, target)
+    wanted = config.data.mix.target or carved_by_measurement(config.student)
     rows = stores.training(sets.train) if wanted else []  # on-policy alone trains on nothing of them
     heldout = stores.heldout_by_rule(sets.heldout)
     clock.stop("respond")
@@ -105,12 +108,12 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     )
     provenance = describe_run(config.seed) | {
         "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": decode_settings(config, target).sampling.as_dict(),
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
     }  # fmt: skip
-    judge = DraftJudge(config, accelerator, target, heldout)
+    judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
     examples = [row.example() for row in rows]
     teacher = make_teacher(config, target, examples, accelerator)
-    reference = make_reference(config, target)
+    reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
         check_packing(SplitModel(module.inner))
         if reference is not None:
@@ -141,7 +144,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
 def _conclude(
     config: RunConfig,
     accelerator: Accelerator,
-    target: ServedTarget,
+    target: Target,
     heldout: dict[Rule, list[HeldoutResponse]],
     checks: dict[str, Any],
     progress: checkpoint.Progress,

@@ -6,14 +6,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 
+from distill.config.layout import CONFIG, best_student
 from distill.config.load import load_config
-from distill.models.draft import served_copy
-from distill.models.load import load_model
 from distill.report.screen import last_screen, marked_completion
 from distill.run.folder import load_verdict
-from distill.run.prompts import load_prompts
-from distill.run.responses import decode_settings
-from distill.run.session import context_limit, load_target, new_accelerator, positions_of
+from distill.run.session import open_pair
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
 
@@ -36,18 +33,8 @@ def held_out_completions(run: Path, count: int) -> list[Panel]:
     Raises:
         UserError: the run is not finished, or its target is gone.
     """
-    config = load_config(run / "config.yaml")
-    target, tokenizer, saved = load_target(config.target, new_accelerator().device)
-    draft = served_copy(load_model("best checkpoint", str(run / "best" / "student")), saved, target)
-    sets = load_prompts(
-        config.data,
-        tokenizer,
-        context_limit(config, positions_of(target), positions_of(draft)),
-        config.serving.max_tokens,
-        config.judge.prompts,
-        heldout_only=True,
-    )
-    settings = replace(decode_settings(config, target, config.judge.gamma, config.judge_rule), seed=config.seed + 2)
-    prompts = [(prompt.prompt_id, prompt.prompt_ids) for prompt in sets.heldout[:count]]
-    responses, _ = decode(target, ModelDrafter(draft), prompts, settings)
-    return [marked_completion(tokenizer, response) for response in responses]
+    config = load_config(run / CONFIG)
+    pair = open_pair(config, str(best_student(run)), config.judge.prompts)
+    settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
+    responses, _ = decode(pair.target.model, ModelDrafter(pair.draft), pair.keyed[:count], settings)
+    return [marked_completion(pair.target.tokenizer, response) for response in responses]

@@ -15,10 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from distill.config.run import RunConfig
-from distill.models.draft import load_draft, served_copy
-from distill.run.prompts import load_prompts
-from distill.run.responses import decode_settings
-from distill.run.session import context_limit, load_target, new_accelerator, positions_of
+from distill.run.session import open_pair
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.measure.metrics import live_metrics
@@ -174,27 +171,22 @@ def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -
     Raises:
         UserError: the exported draft does not fit the config's target.
     """
-    target, tokenizer, saved = load_target(config.target, new_accelerator().device)
-    draft = served_copy(load_draft(str(exported), target, tokenizer), saved, target)
-    max_tokens = config.serving.max_tokens
-    context = context_limit(config, positions_of(target), positions_of(draft))
-    heldout = load_prompts(config.data, tokenizer, context, max_tokens, prompts, heldout_only=True).heldout
+    pair = open_pair(config, str(exported), prompts)
     theirs = check_with_transformers(
-        target,
+        pair.target.model,
         exported,
-        [prompt.prompt_ids for prompt in heldout],
-        max_tokens,
+        [prompt.prompt_ids for prompt in pair.prompts],
+        config.serving.max_tokens,
         gamma,
         trust_remote_code=config.target.trust_remote_code,
     )
-    settings = decode_settings(config, target, gamma, "greedy")
-    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in heldout]
-    ours = live_metrics(decode(target, ModelDrafter(draft), keyed, settings)[0], gamma)
+    settings = pair.settings.under("greedy", gamma)
+    ours = live_metrics(decode(pair.target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
     low, high = ours["tau_ci"]
     del theirs["per_prompt"]
     return {
         "gamma": gamma,
-        "prompts": len(heldout),
+        "prompts": len(pair.prompts),
         "equal": theirs["equal"],
         "first_difference": theirs["first_difference"],
         "transformers": theirs,

@@ -14,14 +14,16 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from distill.config.layout import PROVENANCE, VERDICT
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import SERVING_FILE, SERVING_FORMAT, appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all, gather_facts
 from distill.export.merge import base_of_adapter, load_merged_student
 from distill.models.draft import cast_weights
-from distill.models.load import checkpoint_dtype, resolve
+from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
+from speculative.engine.models import max_positions
 from speculative.errors import UserError
 
 SERVING_VERSION = 1
@@ -82,12 +84,12 @@ def export_draft(
     student_dir = Path(student_dir)
     path = check_destination(to, sources=_directories_read(student_dir, target), overwrite=overwrite)
     target_side = load_target_side(target, trust_remote_code, revision)
-    served_dtype = _served_dtype(dtype, target_side.config)
+    export_dtype = _export_dtype(dtype, target_side.config)
     rows = vocabulary_rows(target_side.config)
     student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)
     gamma, gamma_source, gain = serving_gamma(verdict)
     take_over_ids(student.model, target_side, gamma, sampling or (provenance or {}).get("sampling"))
-    cast_weights(student.model, served_dtype)
+    cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain)
     try:
         with appearing_directory(path) as working:
@@ -95,7 +97,7 @@ def export_draft(
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
             engines = _check_engines(working, path, target_side, gamma, verdict, trust_remote_code)
-            draft_record = _draft_record(path, student.model, served_dtype)
+            draft_record = _draft_record(path, student.model, export_dtype)
             serving = {
                 "format": SERVING_FORMAT,
                 "version": SERVING_VERSION,
@@ -115,7 +117,7 @@ def export_draft(
         raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
     return ExportReport(
         path=path,
-        dtype=_dtype_name(served_dtype),
+        dtype=_dtype_name(export_dtype),
         parameters=draft_record["parameters"],
         gamma=gamma,
         gain=gain,
@@ -169,9 +171,9 @@ def _directories_read(student_dir: Path, target: str) -> list[Path]:
     return [Path(name) for name in names if name and Path(name).is_dir()]
 
 
-def _served_dtype(dtype: str, target_config: Any) -> torch.dtype:
+def _export_dtype(dtype: str, target_config: Any) -> torch.dtype:
     if dtype == "auto":
-        return checkpoint_dtype(target_config)
+        return saved_dtype(target_config)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
@@ -183,9 +185,7 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
         warnings.append(NO_GAIN.format(gamma=gamma))
     if gain is None:
         warnings.append(NOT_MEASURED)
-    draft_context, target_context = (
-        getattr(config.get_text_config(), "max_position_embeddings", None) for config in (draft_config, target_config)
-    )
+    draft_context, target_context = (max_positions(config) for config in (draft_config, target_config))
     if draft_context and target_context and draft_context < target_context:
         sizes = f"the draft's context is {draft_context} tokens and the target's {target_context}"
         warnings.append(f"{sizes}: cap the server's context length")
@@ -214,7 +214,7 @@ def _target_record(target_side: TargetSide) -> dict[str, Any]:
     return {
         "name": target_side.name,
         "rows": vocabulary_rows(config),
-        "dtype": _dtype_name(checkpoint_dtype(config)),
+        "dtype": _dtype_name(saved_dtype(config)),
         "quantised": getattr(config, "quantization_config", None) is not None,
     }
 
@@ -247,7 +247,7 @@ def _write_pages(
 ) -> list[str]:
     """Write cards, records and the engines' own files; the names of everything in the directory, sorted."""
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
-    for record, name in ((verdict, "verdict.json"), (provenance, "provenance.json")):
+    for record, name in ((verdict, VERDICT), (provenance, PROVENANCE)):
         if record is not None:
             texts[name] = json.dumps(record, indent=2, default=str) + "\n"
     for engine in serving["engines"].values():

@@ -1,54 +1,48 @@
 """A draft from wherever it lies, checked against the target's vocabulary and rounded as it would be served."""
 
 import copy
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from distill.config.layout import find_student
 from distill.models.load import load_model, load_tokenizer
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.models.vocabulary import repair_rows, require_agreement, vocabulary_rows
 from speculative.errors import UserError
 
 
-def load_draft(path: str, target: PreTrainedModel | ServedTarget, tokenizer: Any) -> PreTrainedModel:
+def load_draft(path: str, target: Target) -> PreTrainedModel:
     """A draft from a run, checkpoint, directory or hub id, its vocabulary checked against the target's.
 
     Raises:
         UserError: not there, or another vocabulary.
     """
-    name = find_student(path)
+    name, rows = find_student(path), target.facts.vocab_rows
     draft = load_model("draft", name)
-    rows = target.facts.vocab_rows if isinstance(target, ServedTarget) else vocabulary_rows(target.config)
-    agreement = require_agreement(tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
+    agreement = require_agreement(target.tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
     if agreement.verdict == "repair":
         repair_rows(draft, rows, agreement.token_rows)
     return draft
 
 
-def find_student(path: str) -> str:
-    """A run's folder, a checkpoint's folder or a model directory -> the model directory; a hub id stays as it is."""
-    folder = Path(path)
-    for candidate in (folder / "best" / "student", folder / "student", folder):
-        if (candidate / "config.json").exists():
-            return str(candidate)
-    return path
-
-
-def served_copy(
-    model: PreTrainedModel, saved_dtype: torch.dtype, target: PreTrainedModel | ServedTarget
-) -> PreTrainedModel:
+def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:
     """A copy whose weights are rounded to the dtype they will be exported in, computing in the target's dtype.
 
-    So the numbers belong to the draft that is served, not to the float32 weights that train.
+    So the numbers belong to the draft that is exported, not to the float32 weights that train.
     """
+    return cast_copy(model, (target.saved_dtype, target.dtype), target.device)
+
+
+def cast_copy(model: PreTrainedModel, dtypes: Sequence[torch.dtype], device: torch.device) -> PreTrainedModel:
+    """A copy for inference on a device, its weights rounded through the dtypes, the last of which it keeps."""
     rounded = copy.deepcopy(model)
-    # Weights only: rounding the rotary frequencies, which are computed and not saved, would be another model.
-    cast_weights(rounded, saved_dtype)
-    cast_weights(rounded, target.dtype)
-    rounded.to(target.device)  # type: ignore[arg-type]
+    for dtype in dtypes:
+        # Weights only: rounding the rotary frequencies, which are computed and not saved, would be another model.
+        cast_weights(rounded, dtype)
+    rounded.to(device)  # type: ignore[arg-type]
     return rounded.requires_grad_(False).eval()
 
 

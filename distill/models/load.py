@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from speculative.errors import UserError
@@ -76,15 +76,6 @@ def load_model(
     return _load(what, path, AutoModelForCausalLM.from_pretrained, **options).eval()
 
 
-def saved_dtype(
-    path: str, model: PreTrainedModel, *, revision: str | None = None, trust_remote_code: bool = False
-) -> torch.dtype:
-    """The dtype that the weights at ``path`` are saved in, whatever ``model`` was loaded as: the one drafts are served in."""
-    config = AutoConfig.from_pretrained(resolve(path), revision=revision, trust_remote_code=trust_remote_code)
-    saved = getattr(config.get_text_config(), "dtype", None)
-    return saved if isinstance(saved, torch.dtype) else model.dtype
-
-
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -98,7 +89,7 @@ def load_tokenizer(
     )
 
 
-def checkpoint_dtype(config: Any) -> torch.dtype:
+def saved_dtype(config: Any) -> torch.dtype:
     """The dtype a model is saved, and by default served, in. None in a config means float32 in this library."""
     return getattr(config.get_text_config(), "dtype", None) or torch.float32
 

@@ -1,49 +1,49 @@
 """The draft before training, as the config asks for it: ready-made, carved from the target, or random."""
 
 import difflib
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from data.files import write_json
+from data.responses.store import Row
+from distill.config.layout import STUDENT_NOTES
 from distill.config.run import RunConfig
+from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
-from distill.models.load import load_model, load_tokenizer
+from distill.models.load import _load, _reason, load_model, load_tokenizer
+from distill.models.target import Target
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import compare_vocabularies, repair_rows, require_agreement, vocabulary_rows
+from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
-if TYPE_CHECKING:  # pydantic is not needed to load and to train a draft
-    from distill.config.sections import StudentConfig
-import json
-
-from accelerate import Accelerator
-
-from data.files import write_json
-from data.responses.store import Row
-from distill.models.load import _load, _reason
-from distill.models.target import ServedTarget
-
 
 def make_student(
-    config: RunConfig,
+    config: StudentConfig,
     target: PreTrainedModel,
     tokenizer: Any,
     calibration: Sequence[Sequence[int]] | None = None,
     *,
+    seed: int = 0,
+    temperature: float = 1.0,
     layers: Sequence[int] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Any:
     """The draft before training, float32, in the target's vocabulary; a peft model when LoRA is asked for.
 
     Args:
-        config: the run's; its `student` section is followed.
+        config: the run's `student` section.
         target: the target model; it is left as it was.
         tokenizer: the target's.
         calibration: token ids of texts as the target will see them; `layers: auto` and `intermediate_size` measure on them.
+        seed: of random weights. temperature: the server's, at which layers are compared; 0 compares at the model's own.
         layers: what `layers: auto` chose earlier, so that a resumed run or another rank has the same without measuring.
         notes: is given what was chosen and measured, as plain values for JSON.
 
@@ -52,28 +52,27 @@ def make_student(
             keys. ValueError: something to measure and no calibration.
 
     """
-    student_config, notes = config.student, {} if notes is None else notes
+    notes = {} if notes is None else notes
     refuse_impossible(config)
-    if student_config.init == "carved":
-        student = _carved(config, target, calibration, layers, notes)
-    elif student_config.init == "config":
+    if config.init == "carved":
+        student = _carved(config, target, calibration, layers, temperature, notes)
+    elif config.init == "config":
         rows = vocabulary_rows(target.config)
-        student = from_architecture(student_config.architecture or {}, tokenizer, rows, config.seed)
-        if student_config.embeddings == "target":
-            notes["embeddings"] = fit_embeddings(student, target, config.seed)
+        student = from_architecture(config.architecture or {}, tokenizer, rows, seed)
+        if config.embeddings == "target":
+            notes["embeddings"] = fit_embeddings(student, target, seed)
     else:
         student = _pretrained(config, target, tokenizer, notes)
-    if student_config.gradient_checkpointing:
+    if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
-    if student_config.lora is not None:
-        lora = student_config.lora
+    if config.lora is not None:
+        lora = config.lora
         return add_lora(student, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
     return student
 
 
-def refuse_impossible(config: RunConfig, target_config: Any = None, vocab_rows: int | None = None) -> None:
+def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None:
     """Raises UserError when a key of `student` does nothing with this `init`, or asks for more than the target has."""
-    student = config.student
     for set_, key, init in (
         (student.layers == "auto", "layers: auto", "carved"),
         (student.intermediate_size is not None, f"intermediate_size: {student.intermediate_size}", "carved"),
@@ -90,61 +89,51 @@ def refuse_impossible(config: RunConfig, target_config: Any = None, vocab_rows: 
         ):
             if wanted and asked is not None and isinstance(there, int) and asked > there:
                 raise UserError(f"student.{key} = {asked}: the target has {there}")
-    if (
-        vocab_rows is not None
-        and config.signal.source != "online"
-        and config.signal.kind == "topk"
-        and config.signal.k > vocab_rows
-    ):
-        raise UserError(
-            f"signal.k = {config.signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that"
-        )
 
 
 def _carved(
-    config: RunConfig,
+    config: StudentConfig,
     target: PreTrainedModel,
     calibration: Sequence[Sequence[int]] | None,
     layers: Sequence[int] | None,
+    temperature: float,
     notes: dict[str, Any],
 ) -> PreTrainedModel:
-    student_config = config.student
-    measures = (student_config.layers == "auto" and layers is None) or student_config.intermediate_size is not None
+    measures = (config.layers == "auto" and layers is None) or config.intermediate_size is not None
     if measures and calibration is None:
         raise ValueError("student.layers: auto and student.intermediate_size are measured on text: pass calibration")
-    if student_config.layers != "auto":
-        layers = student_config.layers
+    if config.layers != "auto":
+        layers = config.layers
     elif layers is None:
-        choice = choose_layers(target, student_config.depth, calibration or (), settings=_serving(config))
+        # At temperature 0 that of the model itself: overlap says more there than whether the argmax is the same.
+        settings = SamplingSettings(temperature=temperature or 1.0)
+        choice = choose_layers(target, config.depth, calibration or (), settings=settings)
         notes["layers"] = choice.as_dict()
         layers = choice.layers
     student = carve(target, layers)
-    if student_config.intermediate_size is None:
+    if config.intermediate_size is None:
         return student
     # The kept layers as the draft runs them: what they are fed differs from what the whole target feeds them.
     with layers_only(target, layers):
         scores = channel_scores(target, calibration or ())
-    trimmed = trim_mlps(student, student_config.intermediate_size, scores)
-    sums = [(scores_F.sum(), scores_F.topk(student_config.intermediate_size).values.sum()) for scores_F in scores]
+    trimmed = trim_mlps(student, config.intermediate_size, scores)
+    sums = [(scores_F.sum(), scores_F.topk(config.intermediate_size).values.sum()) for scores_F in scores]
     notes["intermediate_size"] = {
-        "channels": student_config.intermediate_size,
+        "channels": config.intermediate_size,
         "of": len(scores[0]),
         "activity_kept": [float(kept / total) for total, kept in sums],
     }
     return trimmed
 
 
-def _serving(config: RunConfig) -> SamplingSettings:
-    """The server's temperature; at 0 that of the model itself, where overlap says more than whether the argmax is the same."""
-    return SamplingSettings(temperature=config.serving.temperature or 1.0)
-
-
-def _pretrained(config: RunConfig, target: PreTrainedModel, tokenizer: Any, notes: dict[str, Any]) -> PreTrainedModel:
-    path, revision, rows = str(config.student.path), config.student.revision, vocabulary_rows(target.config)
+def _pretrained(
+    config: StudentConfig, target: PreTrainedModel, tokenizer: Any, notes: dict[str, Any]
+) -> PreTrainedModel:
+    path, revision, rows = str(config.path), config.revision, vocabulary_rows(target.config)
     student = load_model("student.path", path, dtype=torch.float32, revision=revision)
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
-    if config.student.vocabulary == "transplant":
+    if config.vocabulary == "transplant":
         if compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows).verdict == "refuse":
             notes["vocabulary"] = transplant_vocabulary(student, own_tokenizer, tokenizer, rows).as_dict()
             return student
@@ -155,7 +144,7 @@ def _pretrained(config: RunConfig, target: PreTrainedModel, tokenizer: Any, note
     return student
 
 
-def context_of(student: "StudentConfig") -> int | None:
+def context_of(student: StudentConfig) -> int | None:
     """The context that a draft was made for, from its config alone; None when it is the target's own.
 
     Raises:
@@ -163,14 +152,14 @@ def context_of(student: "StudentConfig") -> int | None:
     """
     if student.init == "pretrained":
         config = _load("student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision)
-        return getattr(config.get_text_config(), "max_position_embeddings", None)
+        return max_positions(config)
     if student.init == "config":
         fields = dict(student.architecture or {})
         try:
             config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
         except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
             raise UserError(f"student.architecture: {_reason(error)}") from error
-        return getattr(config.get_text_config(), "max_position_embeddings", None)
+        return max_positions(config)
     return None
 
 
@@ -237,23 +226,26 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float, targ
 CALIBRATION_TEXTS = 32
 
 
-def carved_by_measurement(config: RunConfig) -> bool:
+def carved_by_measurement(student: StudentConfig) -> bool:
     """Whether the draft's first weights are chosen by what the target does on text."""
-    return config.student.layers == "auto" or config.student.intermediate_size is not None
+    return student.layers == "auto" or student.intermediate_size is not None
 
 
-def first_student(config: RunConfig, accelerator: Accelerator, target: ServedTarget, rows: Sequence[Row] = ()) -> Any:
+def first_student(config: RunConfig, accelerator: Accelerator, target: Target, rows: Sequence[Row] = ()) -> Any:
     """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
     source: Any = target.model if wants_weights else target.side
-    path, notes = config.folder / "student.json", dict[str, Any]()
+    path, notes = config.folder / STUDENT_NOTES, dict[str, Any]()
     # Every n-th response, so that all domains have a say.
     texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
     def made() -> Any:
         known = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
         layers = known["layers"] if isinstance(known, dict) else None
-        return make_student(config, source, target.tokenizer, texts or None, layers=layers, notes=notes)
+        return make_student(
+            config.student, source, target.tokenizer, texts or None, seed=config.seed,
+            temperature=config.serving.temperature, layers=layers, notes=notes,
+        )  # fmt: skip
 
     student = made() if accelerator.is_main_process else None
     if accelerator.is_main_process and notes and not path.exists():

@@ -13,9 +13,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from data.files import write_json
 from data.responses.endpoint import Endpoint, EndpointTarget
+from distill.config.layout import TARGET_FACTS
 from distill.config.sections import TargetConfig
 from distill.models.load import (
-    checkpoint_dtype,
     dtype_of,
     load_model,
     load_tokenizer,
@@ -24,10 +24,8 @@ from distill.models.load import (
     saved_dtype,
 )
 from distill.models.vocabulary import vocabulary_rows
-from speculative.engine.models import end_token_ids
+from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
-
-FACTS = "target.json"
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ class TargetFacts:
     parameters: int
 
 
-class ServedTarget:
-    """Tokenizer at once, weights on first use; facts are kept beside a run, so that a later start may do without weights."""
+class Target:
+    """The model to be imitated: tokenizer at once, weights on first use; facts are kept beside a run, so that a later start may do without weights."""
 
     def __init__(self, config: TargetConfig, device: torch.device, run: Path | None = None) -> None:
         """Reads the tokenizer, and the facts of an earlier start of ``run`` when they are of this path, revision and dtype.
@@ -79,7 +77,7 @@ class ServedTarget:
             found = self._found_facts(self._model)
             if self._facts is not None and found != self._facts:
                 raise UserError(
-                    f"{self.config.path}: its weights or their dtype are no longer those that {self._run}/{FACTS} tells of; give the run "
+                    f"{self.config.path}: its weights or their dtype are no longer those that {self._run}/{TARGET_FACTS} tells of; give the run "
                     "another name, or delete its folder"
                 )
             self._facts = found
@@ -100,7 +98,7 @@ class ServedTarget:
     def facts(self) -> TargetFacts:
         """What is known of the target; loads the weights when nothing is known yet."""
         if self._facts is None and self.config.endpoint is not None:
-            self._facts = self._served_facts()
+            self._facts = self._endpoint_facts()
         elif self._facts is None:
             _ = self.model
         assert self._facts is not None
@@ -119,33 +117,33 @@ class ServedTarget:
     def remember(self) -> None:
         """Writes the facts beside the run: one rank calls it."""
         if self._run is not None:
-            write_json(self._run / FACTS, asdict(self.facts) | {"asked": self._asked()})
+            write_json(self._run / TARGET_FACTS, asdict(self.facts) | {"asked": self._asked()})
 
     def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        saved = saved_dtype(self.config.path, model, **self._how)
+        limit = max_positions(model.config)
+        saved = saved_dtype(self.side.config)
         return TargetFacts(
             self.config.path, self.config.revision, model_fingerprint(model), _name(model.dtype), _name(saved),
             end_token_ids(model), limit, vocabulary_rows(model.config), sum(p.numel() for p in model.parameters()),
         )  # fmt: skip
 
-    def _served_facts(self) -> TargetFacts:
+    def _endpoint_facts(self) -> TargetFacts:
         """What config, tokenizer and generation config tell of a target that a server keeps."""
         side = self.side
         end = side.generation.eos_token_id
         eos_ids = () if end is None else tuple(end) if isinstance(end, list) else (int(end),)
-        saved = checkpoint_dtype(side.config)
+        saved = saved_dtype(side.config)
         asked = dtype_of(self.config.dtype, self.device)
         return TargetFacts(
             self.config.path, self.config.revision, f"endpoint {self.endpoint.model}",
             _name(saved if isinstance(asked, str) else asked), _name(saved), eos_ids,
-            getattr(side.config.get_text_config(), "max_position_embeddings", None), vocabulary_rows(side.config), 0,
+            max_positions(side.config), vocabulary_rows(side.config), 0,
         )  # fmt: skip
 
     @functools.cached_property
     def side(self) -> TargetSide:
         """Config, tokenizer and generation config: the target without its weights."""
-        return load_target_side(self.config.path, self.config.trust_remote_code, self.config.revision)
+        return load_target_side(self.config.path, self.config.trust_remote_code, self.config.revision, self.tokenizer)
 
     @functools.cached_property
     def endpoint(self) -> EndpointTarget:
@@ -167,7 +165,7 @@ class ServedTarget:
     def _known_facts(self) -> TargetFacts | None:
         """Facts of an earlier start; none when anything about them is odd, for the weights can always be asked again."""
         try:
-            values = json.loads((self._run / FACTS).read_text(encoding="utf-8")) if self._run else {}
+            values = json.loads((self._run / TARGET_FACTS).read_text(encoding="utf-8")) if self._run else {}
             asked = values.pop("asked")
             facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
         except (OSError, ValueError, KeyError, TypeError):
@@ -189,8 +187,10 @@ class TargetSide:
     generation: GenerationConfig
 
 
-def load_target_side(target: str, trust_remote_code: bool = False, revision: str | None = None) -> TargetSide:
-    """Config, tokenizer and generation config of the target.
+def load_target_side(
+    target: str, trust_remote_code: bool = False, revision: str | None = None, tokenizer: Any = None
+) -> TargetSide:
+    """Config, tokenizer (read anew when none is given) and generation config of the target.
 
     Raises:
         UserError: when the directory or hub id cannot be read.
@@ -205,7 +205,8 @@ def load_target_side(target: str, trust_remote_code: bool = False, revision: str
             "give a model directory" if Path(name).is_dir() else "give a local directory, or offline fill the hub cache"
         )
         raise UserError(f"target {target} cannot be read: {str(error).splitlines()[0]}; {fix}") from error
-    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
     try:
         generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:  # many targets have none; the model config then holds the ids

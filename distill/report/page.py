@@ -16,12 +16,13 @@ import jinja2
 from markupsafe import Markup
 
 from data.files import write_bytes
+from distill.config.layout import REPORT, RESULT
 from distill.report import markdown as report_text
 from distill.report import tables as report_tables
 from distill.report.durations import parse_seconds
 from distill.report.figures import figures_of, series_of
 from distill.report.tables import OUTCOMES, GivenTimes, judged, measured_times
-from distill.run.folder import RESULT, RESULT_FORMAT
+from distill.run.folder import RESULT_FORMAT
 from speculative.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -77,7 +78,7 @@ def report_command(source: Path, to: Path | None = None, given: GivenTimes | Non
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
     result = load_result(path)
-    html = to or path.parent / "report.html"
+    html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):
         raise UserError(f"--to {html}: must end in .html; report.md and report.json are written beside it")
     files = ReportFiles(html, html.with_suffix(".md"), html.with_suffix(".json"))

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from distill.config.layout import PLOT
 from distill.run.checkpoint import load_judgements
 
-PLOT = "plot.png"
 _PANELS = (("alpha", "alpha (acceptance rate)"), ("tau", "tau (tokens per target call)"))
 
 

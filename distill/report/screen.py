@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.export.export import ExportReport
 from speculative.decoder.responses import Response
 from speculative.measure.replay import agreement_words
@@ -157,10 +158,10 @@ def last_screen(
     parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = Table.grid(padding=(0, 2))
-    if (run / "report.html").exists():
+    if (run / REPORT).exists():
         places.add_row("report", f"{run / 'report.html'}  (open it in a browser)")
-    places.add_row("verdict", str(run / "verdict.json"))
-    places.add_row("best checkpoint", str(run / "best"))
+    places.add_row("verdict", str(run / VERDICT))
+    places.add_row("best checkpoint", str(run / BEST_LINK))
     if export is not None:
         places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")
     console.print(places, highlight=False)

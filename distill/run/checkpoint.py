@@ -12,8 +12,19 @@ from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
 from data.files import write_json
-from distill.config.run import RunConfig
-from distill.run.folder import AVERAGED, JUDGEMENT, PROGRESS, RAW, list_steps, step_folder
+from distill.config.layout import (
+    AVERAGED,
+    BEST_LINK,
+    CHECKPOINTS,
+    JUDGEMENT,
+    PROGRESS,
+    PROVENANCE,
+    RAW,
+    STATE,
+    STUDENT,
+    list_steps,
+    step_folder,
+)
 from speculative.errors import UserError
 
 
@@ -35,7 +46,7 @@ class Progress:
 
 def last_resumable(run: Path) -> int | None:
     """The newest checkpoint whose optimizer state is still kept."""
-    return next((step for step in reversed(list_steps(run)) if (step_folder(run, step) / "state").exists()), None)
+    return next((step for step in reversed(list_steps(run)) if (step_folder(run, step) / STATE).exists()), None)
 
 
 def save_checkpoint(
@@ -63,13 +74,13 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary / "state"))
+        accelerator.save_state(str(temporary / STATE))
         accelerator.wait_for_everyone()  # every rank's RNG is in the folder before it is renamed
         if accelerator.is_main_process:
             for name, student in students.items():
                 student.save_pretrained(str(temporary / name))
                 tokenizer.save_pretrained(str(temporary / name))
-            write_json(temporary / "provenance.json", provenance)
+            write_json(temporary / PROVENANCE, provenance)
             write_json(temporary / PROGRESS, asdict(progress))
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
@@ -89,9 +100,9 @@ def save_checkpoint(
 def settle_weights(folder: Path, judgement: dict[str, Any]) -> None:
     """Gives the better of raw and averaged weights the name `student`; the other stays beside it. May be called again."""
     if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():
-        if (folder / "student").exists():
-            os.replace(folder / "student", folder / RAW)
-        os.replace(folder / AVERAGED, folder / "student")
+        if (folder / STUDENT).exists():
+            os.replace(folder / STUDENT, folder / RAW)
+        os.replace(folder / AVERAGED, folder / STUDENT)
 
 
 def _is_disk_trouble(error: Exception) -> bool:
@@ -102,9 +113,9 @@ def _is_disk_trouble(error: Exception) -> bool:
 
 def prune_states(run: Path, keep: int) -> None:
     """Deletes the optimizer state of all but the newest ``keep`` checkpoints; students stay."""
-    with_state = [step for step in list_steps(run) if (step_folder(run, step) / "state").exists()]
+    with_state = [step for step in list_steps(run) if (step_folder(run, step) / STATE).exists()]
     for step in with_state[:-keep]:
-        shutil.rmtree(step_folder(run, step) / "state", ignore_errors=True)
+        shutil.rmtree(step_folder(run, step) / STATE, ignore_errors=True)
 
 
 def judged_scores(run: Path) -> list[tuple[int, float]]:
@@ -119,8 +130,8 @@ def point_best(run: Path, step: int) -> None:
     """Makes `best` a link to a step's checkpoint, in one rename."""
     temporary = run / ".best.tmp"
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(Path("checkpoints") / step_folder(run, step).name, target_is_directory=True)
-    os.replace(temporary, run / "best")
+    temporary.symlink_to(Path(CHECKPOINTS) / step_folder(run, step).name, target_is_directory=True)
+    os.replace(temporary, run / BEST_LINK)
 
 
 def load_judgements(run: Path) -> list[dict[str, Any]]:
@@ -141,10 +152,10 @@ def load_judgements(run: Path) -> list[dict[str, Any]]:
     return records
 
 
-def resume_point(config: RunConfig) -> tuple[Progress, Path | None]:
+def resume_point(run: Path) -> tuple[Progress, Path | None]:
     """Progress of the newest resumable checkpoint and its folder; fresh progress when there is none."""
-    step = last_resumable(config.folder)
+    step = last_resumable(run)
     if step is None:
         return Progress(), None
-    folder = step_folder(config.folder, step)
+    folder = step_folder(run, step)
     return Progress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8"))), folder

@@ -1,15 +1,4 @@
-"""A run's folder: what lies where, who may go on in it, and what an export needs to know of it.
-
-runs/NAME/config.yaml             the resolved config
-         metrics.jsonl            one line a step
-         responses/               token stores
-         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), state/ (optimizer, scheduler, RNG), progress.json,
-                                  judgement.json, provenance.json (commit, versions, machine, command)
-         self_checks.json         what was checked before anything was measured
-         best                     link to the best checkpoint
-         result.json, proposals.parquet, report.html, report.md, report.json
-         verdict.json, plot.png   verdict.json last: where it is, the run is finished
-"""
+"""A run's folder: who may go on in it, and what an export needs to know of it."""
 
 import json
 import os
@@ -17,16 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distill.config.layout import (
+    BEST_LINK,
+    CHECKPOINTS,
+    CONFIG,
+    PROVENANCE,
+    SELF_CHECKS,
+    STUDENT,
+    STUDENT_NOTES,
+    VERDICT,
+    run_of,
+    step_folder,
+)
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from speculative.errors import UserError
 
-PROGRESS = "progress.json"
-JUDGEMENT = "judgement.json"
-RESULT = "result.json"  # what distill/verdict/findings.py writes, and report, drift and compare read
 RESULT_FORMAT = 1
-AVERAGED = "student-ema"  # beside `student` while it is not known which of the two is better
-RAW = "student-raw"
 # Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
 MAY_DIFFER = (
     "resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
@@ -42,12 +38,12 @@ def claim_folder(config: RunConfig) -> None:
         UserError: another config is there (first differing line named), or the folder cannot be written.
     """
     folder, text = config.folder, dump_config(config)
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Before the first checkpoint only the responses could hang on the config, and their manifests guard them: a start
         # that failed may be mended.
-        if path.exists() and (folder / "checkpoints").exists():
+        if path.exists() and (folder / CHECKPOINTS).exists():
             may = set(MAY_DIFFER)
             if config.loss.weighting.name == "selected":
                 may.discard("train.micro_batch_size")  # it chooses within a micro-batch
@@ -64,7 +60,7 @@ def claim_folder(config: RunConfig) -> None:
                     f"{folder}: holds a run already and resume is never; choose another name=..., or delete the folder"
                 )
         elif path.exists() and path.read_text(encoding="utf-8") != text:
-            for stale in ("self_checks.json", "student.json"):
+            for stale in (SELF_CHECKS, STUDENT_NOTES):
                 (folder / stale).unlink(missing_ok=True)
         temporary = path.with_name(".config.yaml.tmp")
         temporary.write_text(text, encoding="utf-8")
@@ -86,17 +82,6 @@ def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple
     return None if old == new or key in may else (key, json.dumps(old), json.dumps(new))
 
 
-def step_folder(run: Path, step: int) -> Path:
-    """Folder of the checkpoint at a step."""
-    return run / "checkpoints" / f"step-{step:06d}"
-
-
-def list_steps(run: Path) -> list[int]:
-    """Steps that have a whole checkpoint, rising."""
-    found = (run / "checkpoints").glob("step-[0-9]*")
-    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / PROGRESS).exists())
-
-
 @dataclass(frozen=True)
 class RunFacts:
     """What an export needs to know of a run."""
@@ -116,28 +101,25 @@ def read_run(path: Path) -> RunFacts:
     Raises:
         UserError: neither a run's folder nor a checkpoint of one, or nothing judged yet.
     """
-    run = path if (path / "config.yaml").exists() else path.resolve().parent.parent
-    if not (run / "config.yaml").exists():
+    run = run_of(path)
+    if run is None:
         raise UserError(f"{path}: neither a run's folder (config.yaml in it) nor a checkpoint of one")
-    folder = path if run != path else run / "best"
-    if not (folder / "student").exists():
+    folder = path if run != path else run / BEST_LINK
+    if not (folder / STUDENT).exists():
         raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
-    config = load_config(run / "config.yaml")
-    verdict_file = run / "verdict.json"
+    config = load_config(run / CONFIG)
+    verdict_file = run / VERDICT
     verdict = json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None
     if verdict is not None and folder.resolve() != step_folder(run, verdict["best"]["step"]).resolve():
         verdict = None  # the verdict is of another checkpoint
-    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     data = [source.path for source in config.data.train]
     provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
     sampling = {key: getattr(config.serving, key) for key in ("temperature", "top_k", "top_p", "min_p")}
     where = config.target
     return RunFacts(
-        folder / "student", where.path, verdict, provenance, sampling, where.revision, where.trust_remote_code
+        folder / STUDENT, where.path, verdict, provenance, sampling, where.revision, where.trust_remote_code
     )
-
-
-VERDICT = "verdict.json"
 
 
 def load_verdict(run: Path) -> dict[str, Any]:
@@ -152,6 +134,3 @@ def load_verdict(run: Path) -> dict[str, Any]:
         raise UserError(
             f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again"
         ) from error
-
-
-PROPOSALS = "proposals.parquet"

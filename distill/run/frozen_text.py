@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from data.responses.store import Store
+from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.models.draft import load_draft, served_copy
-from distill.models.target import ServedTarget
+from distill.models.draft import as_exported, load_draft
+from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -28,7 +29,7 @@ class FrozenText:
     rule: Rule
     responses: list[HeldoutResponse]
     sampling: SamplingSettings
-    target: ServedTarget
+    target: Target
     manifest: dict[str, Any]
 
     def draft(self, path: str) -> PreTrainedModel:
@@ -37,8 +38,7 @@ class FrozenText:
         Raises:
             UserError: not there, or another vocabulary.
         """
-        loaded = load_draft(path, self.target, self.target.tokenizer)
-        return served_copy(loaded, self.target.saved_dtype, self.target)
+        return as_exported(load_draft(path, self.target), self.target)
 
 
 def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device | None = None) -> FrozenText:
@@ -47,13 +47,13 @@ def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device |
     Raises:
         UserError: no run there, or it stopped before its target had answered the held-out prompts.
     """
-    if not (run / "config.yaml").is_file():
+    if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_config(run / "config.yaml")
+    config = load_config(run / CONFIG)
     chosen: Rule = rule or config.judge_rule
-    folder = run / "responses" / ("heldout-greedy" if chosen == "greedy" else "heldout")
+    folder = run / RESPONSES / (HELDOUT_GREEDY if chosen == "greedy" else HELDOUT)
     if not folder.is_dir():
-        have = sorted(path.name for path in (run / "responses").glob("heldout*"))
+        have = sorted(path.name for path in (run / RESPONSES).glob("heldout*"))
         raise UserError(
             f"{folder}: not there: this run has held-out responses only in {', '.join(have) or 'no folder'}; "
             "choose a rule they are for, or finish the run"
@@ -66,6 +66,6 @@ def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device |
         chosen,
         frozen_responses_of(store.read()),
         SamplingSettings(**manifest["sampling"]),
-        ServedTarget(config.target, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), run),
+        Target(config.target, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), run),
         manifest,
     )

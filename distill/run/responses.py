@@ -5,17 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import PreTrainedModel
 
 from data.prompts.template import check_masks, template_fingerprint
 from data.responses.respond import RenderedPrompt, prompts_fingerprint, respond, store_references
 from data.responses.store import Row, Store
+from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
-from distill.models.load import model_fingerprint, tokenizer_fingerprint
-from distill.models.target import ServedTarget
+from distill.models.load import tokenizer_fingerprint
+from distill.models.target import Target
 from speculative.decoder.responses import DecodeSettings
-from speculative.engine.models import end_token_ids
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
@@ -23,64 +22,58 @@ from speculative.rules.verify import Rule
 STORE_FORMAT = 2
 
 
-def sampling_of(serving: ServingConfig) -> SamplingSettings:
-    """The serving section as sampling settings."""
-    return SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
-
-
-def decode_settings(
-    config: RunConfig, target: PreTrainedModel | ServedTarget, gamma: int = 0, rule: Rule | None = None
-) -> DecodeSettings:
-    """The serving settings of a run, for plain decoding (gamma 0) or judging. Rule `greedy` sets temperature 0."""
-    sampling = SamplingSettings(temperature=0.0) if rule == "greedy" else sampling_of(config.serving)
-    chosen: Rule = rule or ("greedy" if sampling.greedy else "sample")
-    eos_ids = target.facts.eos_ids if isinstance(target, ServedTarget) else end_token_ids(target)
-    return DecodeSettings(sampling, gamma, chosen, config.serving.max_tokens, eos_ids, config.seed)
+def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
+    """Plain decoding at the serving settings; `DecodeSettings.under` makes them those of a judgement."""
+    sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
+    rule: Rule = "greedy" if sampling.greedy else "sample"
+    return DecodeSettings(sampling, 0, rule, serving.max_tokens, target.facts.eos_ids, seed)
 
 
 class RunStores:
     """Makes and reads the stores of a run; every rank makes its share."""
 
-    def __init__(
-        self, config: RunConfig, accelerator: Accelerator, target: PreTrainedModel | ServedTarget, tokenizer: Any
-    ) -> None:
+    def __init__(self, config: RunConfig, accelerator: Accelerator, target: Target) -> None:
         """Fingerprints target and tokenizer; nothing is written yet."""
-        self.config, self.accelerator, self.target = config, accelerator, target
+        self.folder, self.serving, self.accelerator, self.target = (
+            config.folder / RESPONSES,
+            config.serving,
+            accelerator,
+            target,
+        )
+        self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
+        self.settings = decode_settings(config.serving, config.seed, target)
         template = config.data.template
         self.identity = {
             "format": STORE_FORMAT,
-            "target": target.facts.fingerprint if isinstance(target, ServedTarget) else model_fingerprint(target),
-            "target_dtype": str(target.dtype).removeprefix("torch."),
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
+            "target": target.facts.fingerprint,
+            "target_dtype": target.facts.dtype,
+            "tokenizer": tokenizer_fingerprint(target.tokenizer),
+            "template": template_fingerprint(target.tokenizer, template.mode, template.chat_template_kwargs)[:16],
         }
 
     def training(self, prompts: list[RenderedPrompt]) -> list[Row]:
         """Rows to train on: the target's answers, or the dataset's own."""
-        if self.config.data.responses == "target":
-            return self._make(
-                "train", prompts, decode_settings(self.config, self.target), self.config.serving.samples_per_prompt
-            )
-        store = Store(self.config.folder / "responses" / "train")
-        manifest = self._manifest(prompts, decode_settings(self.config, self.target), 1) | {"responses": "reference"}
+        if not self.of_dataset:
+            return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
+        store = Store(self.folder / TRAINING)
+        manifest = self._manifest(prompts, self.settings, 1) | {"responses": "reference"}
         if self.accelerator.is_main_process and not store.has_all(1, manifest):
-            sampling, max_tokens = sampling_of(self.config.serving), self.config.serving.max_tokens
-            store_references(store, manifest, self._model(), prompts, sampling, max_tokens)
+            store_references(
+                store, manifest, self.target.model, prompts, self.settings.sampling, self.serving.max_tokens
+            )
         self.accelerator.wait_for_everyone()
         return self._checked(store)
 
     def heldout(self, prompts: list[RenderedPrompt], rule: Rule) -> list[HeldoutResponse]:
         """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings."""
-        if rule == "greedy":
-            settings, name = decode_settings(self.config, self.target, rule="greedy"), "heldout-greedy"
-        else:
-            settings, name = decode_settings(self.config, self.target), "heldout"
+        greedy = rule == "greedy"
+        settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
         # Another seed than the training responses': the same prompt under both would give the same text.
         return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1))
 
     def heldout_by_rule(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Held-out responses for the configured rule, then greedy ones when that is another rule."""
-        rules: tuple[Rule, ...] = (self.config.judge_rule, "greedy")
+        rules: tuple[Rule, ...] = (self.judge_rule, "greedy")
         return {rule: self.heldout(prompts, rule) for rule in dict.fromkeys(rules)}
 
     def _manifest(self, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> dict[str, Any]:
@@ -90,47 +83,29 @@ class RunStores:
             "max_tokens": settings.max_tokens,
             "eos_ids": list(settings.eos_ids),
             "samples_per_prompt": samples,
-            "shard_size": self.config.serving.shard_size,
+            "shard_size": self.serving.shard_size,
             "seed": settings.seed,
             "responses": "target",
         }
 
     def _make(self, name: str, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> list[Row]:
-        store, manifest = Store(self.config.folder / "responses" / name), self._manifest(prompts, settings, samples)
+        store, manifest = Store(self.folder / name), self._manifest(prompts, settings, samples)
         if self.accelerator.is_main_process:
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it
-        shard_size = self.config.serving.shard_size
-        if not store.has_all(math.ceil(len(prompts) * samples / shard_size), manifest) and self._served():
-            assert isinstance(self.target, ServedTarget)
-            self.target.endpoint.respond(
-                store, manifest, prompts, settings, samples_per_prompt=samples, shard_size=shard_size,
-                rank=self.accelerator.process_index, ranks=self.accelerator.num_processes, label=f"{name} responses",
-            )  # fmt: skip
-        elif not store.has_all(math.ceil(len(prompts) * samples / shard_size), manifest):
-            respond(
-                store,
-                manifest,
-                self._model(),
-                prompts,
-                settings,
-                samples_per_prompt=samples,
-                batch_size=self.config.serving.batch_size,
-                shard_size=shard_size,
-                rank=self.accelerator.process_index,
-                ranks=self.accelerator.num_processes,
-                label=f"{name} responses",
-            )
+        shard_size = self.serving.shard_size
+        if not store.has_all(math.ceil(len(prompts) * samples / shard_size), manifest):
+            share: dict[str, Any] = {
+                "samples_per_prompt": samples, "shard_size": shard_size, "rank": self.accelerator.process_index,
+                "ranks": self.accelerator.num_processes, "label": f"{name} responses",
+            }  # fmt: skip
+            if self.target.config.endpoint is not None:
+                self.target.endpoint.respond(store, manifest, prompts, settings, **share)
+            else:
+                batch_size = self.serving.batch_size
+                respond(store, manifest, self.target.model, prompts, settings, batch_size=batch_size, **share)
         self.accelerator.wait_for_everyone()
         return self._checked(store)
-
-    def _served(self) -> bool:
-        """Whether a server answers."""
-        return isinstance(self.target, ServedTarget) and self.target.config.endpoint is not None
-
-    def _model(self) -> PreTrainedModel:
-        """The target's weights, loaded only when there is something to answer."""
-        return self.target.model if isinstance(self.target, ServedTarget) else self.target
 
     def _checked(self, store: Store) -> list[Row]:
         rows = store.read()

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +14,20 @@ from transformers import PreTrainedModel
 
 from data.files import write_json
 from data.responses.respond import RenderedPrompt
+from distill.config.layout import SELF_CHECKS
 from distill.config.run import RunConfig
-from distill.config.sections import TargetConfig
-from distill.models.target import ServedTarget
+from distill.models.draft import as_exported, load_draft
+from distill.models.target import Target
+from distill.run.prompts import load_prompts
 from distill.run.responses import decode_settings
+from speculative.decoder.responses import DecodeSettings
+from speculative.engine.models import max_positions
+from speculative.errors import UserError
 from speculative.measure.self_checks import self_checks
+from speculative.rules.verify import Rule
+
+# Held-out prompts that the self-checks decode.
+CHECKED_PROMPTS = 8
 
 
 def new_accelerator(**options: Any) -> Accelerator:
@@ -26,41 +37,64 @@ def new_accelerator(**options: Any) -> Accelerator:
     return Accelerator(cpu=torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
 
 
-def load_target(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, Any, torch.dtype]:
-    """(target on its device, its tokenizer, the dtype its weights are saved in).
+def context_limit(*limits: int | None) -> int:
+    """Tokens of prompt + response that fit: the smallest of the limits that are known (models', `data.context_length`)."""
+    return min([limit for limit in limits if limit], default=1 << 20)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft beside its target as they would be served, and held-out prompts that both have room for.
+
+    `context`: tokens of prompt and response that both take. `settings`: plain decoding at the serving settings.
+    """
+
+    target: Target
+    draft: PreTrainedModel
+    context: int
+    prompts: list[RenderedPrompt]
+    settings: DecodeSettings
+
+    @property
+    def keyed(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The prompts as the decoder takes them."""
+        return [(prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts]
+
+
+def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy") -> Pair:
+    """A config's target, a draft for it (run, checkpoint, directory, hub id), and its first held-out prompts by content hash.
 
     Raises:
-        UserError: not there, not loadable, hub not reachable.
+        UserError: a rule that contradicts the temperature, weights that are elsewhere, no draft there or of another
+            vocabulary, no prompts.
     """
-    target = ServedTarget(config, device)
-    return target.model, target.tokenizer, target.saved_dtype
-
-
-def context_limit(config: RunConfig, *limits: int | None) -> int:
-    """Tokens of prompt + response that fit: the smallest limit of the models, or a lower `data.context_length`."""
-    return min([limit for limit in (*limits, config.data.context_length) if limit], default=1 << 20)
-
-
-def positions_of(model: PreTrainedModel) -> int | None:
-    """The context that a model was made for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if rule != "greedy" and config.serving.temperature == 0:
+        raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
+    if prompts < 1:
+        raise UserError(f"--prompts {prompts}: give at least 1")
+    target = Target(config.target, new_accelerator().device)
+    draft = as_exported(load_draft(path, target), target)
+    positions = (max_positions(model.config) for model in (target.model, draft))
+    context = context_limit(*positions, config.data.context_length)
+    sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True)
+    return Pair(target, draft, context, sets.heldout, decode_settings(config.serving, config.seed, target))
 
 
 def check_instrument(
-    config: RunConfig, accelerator: Accelerator, target: ServedTarget, prompts: Sequence[RenderedPrompt]
+    run: Path, accelerator: Accelerator, target: Target, prompts: Sequence[RenderedPrompt], settings: DecodeSettings
 ) -> dict[str, Any]:
     """The self-checks on the first held-out prompts, once per run.
 
     Raises:
         SelfCheckError: the judge contradicts itself.
     """
-    path = config.folder / "self_checks.json"
+    path = run / SELF_CHECKS
     found = path.exists()
     accelerator.wait_for_everyone()  # all ranks have looked before one of them writes
     if found:
         return json.loads(path.read_text(encoding="utf-8"))
-    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
-    result = self_checks(target.model, keyed, decode_settings(config, target, config.judge.gamma, config.judge_rule))
+    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
+    result = self_checks(target.model, keyed, settings)
     if accelerator.is_main_process:
         write_json(path, result)
     accelerator.print(

@@ -21,7 +21,7 @@ from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.training.rollouts import Draft, Rollouts
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
@@ -177,7 +177,7 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
 def make_batches(
     config: RunConfig,
     accelerator: Accelerator,
-    target: ServedTarget,
+    target: Target,
     prompts: list[RenderedPrompt],
     examples: list[Example],
     context: int,

@@ -18,10 +18,10 @@ from accelerate import Accelerator
 
 from data.batches.collate import Batch
 from data.files import write_json
+from distill.config.layout import AVERAGED, JUDGEMENT, PROGRESS, STUDENT, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.config.sections import TrainConfig
 from distill.run import checkpoint
-from distill.run.folder import AVERAGED, JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
@@ -369,7 +369,7 @@ class Loop:
         full = self._full()
         if full is not None:
             # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
-            students["student"] = full.exported()
+            students[STUDENT] = full.exported()
             if self.average is not None:
                 students[AVERAGED] = self._averaged().exported()
         checkpoint.save_checkpoint(self.run, self.accelerator, students, self.tokenizer, self.progress, self.provenance)

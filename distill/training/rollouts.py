@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from data.batches.collate import Example
 from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, row_of
 from data.responses.store import Row, Store
+from distill.config.layout import ROLLOUTS
 from distill.config.run import RunConfig
-from distill.models.draft import served_copy
+from distill.models.draft import cast_copy
 from distill.models.load import model_fingerprint, tokenizer_fingerprint
 from distill.run import checkpoint
-from distill.run.responses import sampling_of
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
@@ -88,7 +88,7 @@ class Rollouts:
         `seconds` adds up the time spent in making and reading.
         """
         self.config, self.accelerator, self.target = config, accelerator, target
-        self.prompts, self.run, self.folder = prompts, run, run / "rollouts"
+        self.prompts, self.run, self.folder = prompts, run, run / ROLLOUTS
         self.identity = {
             "format": ROLLOUT_FORMAT,
             "target": model_fingerprint(target),
@@ -145,7 +145,7 @@ class Rollouts:
         if kind == "student":
             sampling = SamplingSettings(rollouts.temperature)
             return replace(settings, sampling=sampling, rule="greedy" if sampling.greedy else "sample")
-        sampling = sampling_of(serving)
+        sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
         drafts_greedily = self.config.serving_rule == "greedy-draft"
         rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
         return replace(settings, sampling=sampling, rule=rule, gamma=rollouts.gamma)
@@ -181,7 +181,8 @@ class Rollouts:
 
     def _as_served(self, draft: PreTrainedModel) -> PreTrainedModel:
         """The draft in the dtype that it is served in; itself when that is how it trains."""
-        return draft if draft.dtype == self.target.dtype else served_copy(draft, self.target.dtype, self.target)
+        target = self.target
+        return draft if draft.dtype == target.dtype else cast_copy(draft, (target.dtype,), target.device)
 
     def _decode_speculatively(
         self, store: Store, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, draft: PreTrainedModel

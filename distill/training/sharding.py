@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from distill.config.run import RunConfig
+from distill.config.sections import OptimConfig, TrainConfig
 from distill.models.layers import layer_list
 from distill.training.module import DraftModule
 from speculative.errors import UserError
@@ -55,7 +55,7 @@ def asked_for(engine: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
 
 
-def settle_launcher(accelerator: Accelerator, config: RunConfig) -> None:
+def settle_launcher(accelerator: Accelerator, optim: OptimConfig, train: TrainConfig) -> None:
     """Accepts what the launcher asks for, or says what to change.
 
     Accelerate turns FSDP and DeepSpeed on for accelerators only and would train plainly on CPU ranks without a word; both run
@@ -70,7 +70,6 @@ def settle_launcher(accelerator: Accelerator, config: RunConfig) -> None:
     engine = next((name for name in ("FSDP", "DEEPSPEED") if asked_for(name)), None)
     if engine is None or (accelerator.num_processes == 1 and kind in PLAIN):
         return
-    optim = config.optim
     if optim.name != "adamw":
         raise UserError(
             f"optim.name: {optim.name} needs whole matrices, which {engine} cuts; use adamw, or configs/accelerate/ddp.yaml"
@@ -82,7 +81,7 @@ def settle_launcher(accelerator: Accelerator, config: RunConfig) -> None:
     if engine == "FSDP":
         _settle_fsdp(accelerator)
     else:
-        _settle_deepspeed(accelerator, config)
+        _settle_deepspeed(accelerator, optim, train)
 
 
 def _turn_on(accelerator: Accelerator, kind: DistributedType) -> None:
@@ -109,7 +108,7 @@ def _settle_fsdp(accelerator: Accelerator) -> None:
     _turn_on(accelerator, DistributedType.FSDP)
 
 
-def _settle_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
+def _settle_deepspeed(accelerator: Accelerator, optim: OptimConfig, train: TrainConfig) -> None:
     plugin = accelerator.state.deepspeed_plugins if accelerator.distributed_type is DistributedType.DEEPSPEED else None
     if isinstance(plugin, dict):
         plugin = next(iter(plugin.values()))
@@ -126,7 +125,7 @@ def _settle_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
     stage = settings["zero_optimization"]["stage"]
     if stage not in (2, 3):
         raise UserError(f"zero_stage: {stage}; use 2 or 3 (configs/accelerate/), or ddp.yaml")
-    if config.optim.spike_factor:
+    if optim.spike_factor:
         raise UserError(
             "optim.spike_factor: DeepSpeed cannot skip an update; set it to 0, or use configs/accelerate/fsdp2.yaml"
         )
@@ -138,11 +137,11 @@ def _settle_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
     # The window is ours (see `micro_step`), so is the denominator; weights stay float32 and autocast does the rest, as without.
     settings["gradient_accumulation_steps"], settings["train_micro_batch_size_per_gpu"] = (
         1,
-        config.train.micro_batch_size,
+        train.micro_batch_size,
     )
-    settings["gradient_clipping"] = config.optim.max_grad_norm
+    settings["gradient_clipping"] = optim.max_grad_norm
     settings["bf16"] = settings["fp16"] = {"enabled": False}
-    if config.train.mixed_precision == "bf16":
+    if train.mixed_precision == "bf16":
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     unset_hf_deepspeed_config()
     _turn_on(accelerator, DistributedType.DEEPSPEED)

@@ -11,16 +11,15 @@ from data.batches.collate import Example, collate
 from data.files import MANIFEST
 from data.signals.codec import RELATIVE_ERROR
 from data.signals.store import SignalStore, signal_manifest
+from distill.config.layout import CONFIG, SIGNAL, find_student
 from distill.config.run import RunConfig
-from distill.models.draft import find_student
+from distill.config.sections import SignalConfig
 from distill.models.load import load_model
-from distill.models.target import ServedTarget, TargetFacts
+from distill.models.target import Target, TargetFacts
 from distill.models.vocabulary import vocabulary_rows
 from distill.training.capture import CapturingTeacher, StoredTeacher
 from distill.training.teacher import Teacher, TeacherSource
 from speculative.errors import UserError
-
-FOLDER = "signal"
 
 
 def open_signal_store(
@@ -33,12 +32,12 @@ def open_signal_store(
     Raises:
         UserError: made from another target, examples or settings; not there or not complete (the command is named); damaged.
     """
-    signal, store = config.signal, SignalStore(config.folder / FOLDER)
+    signal, store = config.signal, SignalStore(config.folder / SIGNAL)
     manifest = signal_manifest(
         signal.kind, signal.k if signal.kind == "topk" else signal.samples, examples, temperature=config.loss.temperature,
         vocab_rows=facts.vocab_rows, target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
     )  # fmt: skip
-    command = f"understudy respond {config.folder / 'config.yaml'} --signal {signal.kind}"
+    command = f"understudy respond {config.folder / CONFIG} --signal {signal.kind}"
     if not repair and not (store.folder / MANIFEST).exists():
         raise UserError(f"{store.folder}: signal.source is store, and there is none; run `{command}` first")
     lengths, rank = [example.response_tokens for example in examples], accelerator.process_index
@@ -54,8 +53,14 @@ def open_signal_store(
     return store
 
 
+def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
+    """Raises UserError when more is to be stored of each token than the target's vocabulary has."""
+    if signal.source != "online" and signal.kind == "topk" and signal.k > vocab_rows:
+        raise UserError(f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that")
+
+
 def fill(
-    config: RunConfig, store: SignalStore, target: ServedTarget, examples: Sequence[Example], accelerator: Accelerator
+    config: RunConfig, store: SignalStore, target: Target, examples: Sequence[Example], accelerator: Accelerator
 ) -> None:
     """Captures what the store lacks, this rank its share: micro-batches of like length, the longest first.
 
@@ -98,22 +103,22 @@ def _bar(total: int, show: bool) -> Progress:
     return bar
 
 
-def signal_line(config: RunConfig, facts: dict[str, Any]) -> str:
+def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
     """What is stored, in one line: size, and what truncation can do to an acceptance rate computed from it."""
     size = f"{facts['bytes_per_token']:.0f} bytes a token, {facts['tokens']:,} tokens of {facts['examples']:,} examples"
     if facts["kind"] == "topk":
         return (
-            f"signal: topk k {config.signal.k}, {size}; tail mass mean {facts['tail_mean']:.4f}, at most {facts['tail_max']:.4f} "
+            f"signal: topk k {signal.k}, {size}; tail mass mean {facts['tail_mean']:.4f}, at most {facts['tail_max']:.4f} "
             f"(alpha from the store is low by at most the mean, give or take {RELATIVE_ERROR} of rounding)"
         )
     return (
-        f"signal: sampled {config.signal.samples} draws, {size}; {facts['distinct_mean']:.1f} distinct ids a token, at most "
+        f"signal: sampled {signal.samples} draws, {size}; {facts['distinct_mean']:.1f} distinct ids a token, at most "
         f"{facts['distinct_max']:.0f} (unbiased for forward_kl and ce)"
     )
 
 
 def make_teacher(
-    config: RunConfig, target: ServedTarget, examples: Sequence[Example], accelerator: Accelerator
+    config: RunConfig, target: Target, examples: Sequence[Example], accelerator: Accelerator
 ) -> TeacherSource | None:
     """The target itself, the store of what it said, or the target asked once for each sequence; None when no objective needs one.
 
@@ -134,13 +139,12 @@ def make_teacher(
     )
 
 
-def make_reference(config: RunConfig, target: ServedTarget) -> Teacher | None:
+def make_reference(path: str | None, target: Target) -> Teacher | None:
     """The draft that loss.weighting: selected compares with.
 
     Raises:
         UserError: not there, or of another vocabulary.
     """
-    path = config.loss.weighting.reference
     if path is None:
         return None
     name = find_student(path)

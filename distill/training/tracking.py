@@ -9,9 +9,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available
 
+from distill.config.layout import METRICS
 from speculative.errors import UserError
 
-METRICS = "metrics.jsonl"
 STEP = "train/step"
 # What a tracker calls a value of metrics.jsonl: the part before the slash is the section its panel appears in. Judgements are
 # `judge/...` in both; a key that is in no table goes to train/.

@@ -5,22 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from data.files import write_json
+from distill.config.layout import PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, step_folder
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
-from distill.models.draft import load_draft, served_copy
+from distill.models.draft import as_exported, load_draft
 from distill.models.load import load_model
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.checkpoint import load_judgements
-from distill.run.folder import PROPOSALS, RESULT, VERDICT, step_folder
 from distill.run.responses import decode_settings
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
 from distill.verdict.findings import findings_of, serve_commands
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import verdict_of
+from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.target_view import target_entropies
@@ -31,7 +30,7 @@ SHOWN_RESPONSES = 8
 
 def conclude_run(
     config: RunConfig,
-    served: ServedTarget,
+    target: Target,
     heldout: Mapping[Rule, list[HeldoutResponse]],
     self_checks: dict[str, Any],
     seconds: Callable[[], Mapping[str, float]],
@@ -49,24 +48,23 @@ def conclude_run(
         trained_on: domains of the training prompts.
     """
     run, live = config.folder, config.judge.live != "never"
+    settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record["score"])
-    contestants = _contestants(config, served, records[0], best)
+    contestants = _contestants(run, config.judge.served, target, records[0], best)
     if live:
         # Replay records are of the dial; a verdict of what was decoded.
         known = {BASELINE: records[0]} if records[0].get("live", True) else {}
-        evidence = gather(
-            config, served.model, contestants, heldout, gamma=config.judge.gamma, rule=config.judge_rule, context=context,
-            known=known, log=run / PROPOSALS,
-        )  # fmt: skip
+        log = run / PROPOSALS
+        evidence = gather(config.judge, settings, target, contestants, heldout, context=context, known=known, log=log)
     else:
-        evidence = gather_by_replay(config, served, contestants, heldout, {BASELINE: records[0], BEST: best})
+        evidence = gather_by_replay(config.judge, settings, contestants, heldout, {BASELINE: records[0], BEST: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     result = findings_of(
-        evidence, verdict, served.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
-        serve=serve_commands(run, served, verdict["best_gamma"] or config.judge.gamma, config.judge_rule),
+        evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
+        serve=serve_commands(run, target, verdict["best_gamma"] or config.judge.gamma, config.judge_rule),
         provenance=_provenance(step_folder(run, best["step"])), config=dump_config(config),
-        files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, served.model, served.tokenizer) if live else {}),
+        files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, target) if live else {}),
     )  # fmt: skip
     verdict["seconds"] = {stage: round(value, 2) for stage, value in seconds().items()}
     return result
@@ -79,54 +77,49 @@ def write_conclusion(run: Path, result: dict[str, Any]) -> None:
     write_json(run / VERDICT, result["verdict"])
 
 
-def seen_by_both(evidence: Evidence, target: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
+def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
     """{entropies, token_view}: what only the target's weights can tell of frozen text and of the live run."""
-    settings = decode_settings(evidence.config, target, evidence.gamma, evidence.rule)
     of_prompt = {response.prompt: response.domain for response in evidence.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
     view = token_view(
-        target, evidence.best.draft, [responses[index] for index in chosen], [domains[index] for index in chosen],
-        tokenizer, settings, name=evidence.best.name,
+        target.model, evidence.best.draft, [responses[index] for index in chosen], [domains[index] for index in chosen],
+        target.tokenizer, evidence.settings, name=evidence.best.name,
     )  # fmt: skip
-    return {"entropies": target_entropies(target, evidence.frozen), "token_view": view}
+    return {"entropies": target_entropies(target.model, evidence.frozen), "token_view": view}
 
 
-def require_served(config: RunConfig, served: ServedTarget, longest: int) -> None:
+def require_served(path: str | None, target: Target, longest: int) -> None:
     """Refuses a judge.served that could not be judged in the end, before the long work.
 
     Raises:
         UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
     """
-    if config.judge.served is None:
+    if path is None:
         return
-    draft = load_draft(config.judge.served, served, served.tokenizer)
-    limit = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(load_draft(path, target).config)
     if limit is not None and limit < longest:
         raise UserError(
-            f"judge.served: {config.judge.served} takes {limit} tokens, the longest held-out prompt with its response up to "
+            f"judge.served: {path} takes {limit} tokens, the longest held-out prompt with its response up to "
             f"{longest}; leave it out, or lower data.max_prompt_tokens or serving.max_tokens"
         )
 
 
 def _contestants(
-    config: RunConfig, served: ServedTarget, first: dict[str, Any], best: dict[str, Any]
+    run: Path, served: str | None, target: Target, first: dict[str, Any], best: dict[str, Any]
 ) -> list[Contestant]:
     """Undistilled, served today (when the config names it), distilled."""
-    target = served.model if config.judge.live != "never" else served
     found = []
     for name, label, record in ((BASELINE, "undistilled", first), (BEST, "distilled", best)):
-        path = str(step_folder(config.folder, record["step"]) / "student")
-        draft = served_copy(load_model(name, path), served.saved_dtype, target)
-        found.append(Contestant(name, label, path, record["step"], draft))
-    if config.judge.served is not None:
-        loaded = load_draft(config.judge.served, target, served.tokenizer)
-        draft = served_copy(loaded, served.saved_dtype, target)
-        found.insert(1, Contestant(SERVED, "served today", config.judge.served, None, draft))
+        path = str(step_folder(run, record["step"]) / STUDENT)
+        found.append(Contestant(name, label, path, record["step"], as_exported(load_model(name, path), target)))
+    if served is not None:
+        draft = as_exported(load_draft(served, target), target)
+        found.insert(1, Contestant(SERVED, "served today", served, None, draft))
     return found
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
-    path = folder / "provenance.json"
+    path = folder / PROVENANCE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

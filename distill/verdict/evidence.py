@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from distill.config.run import RunConfig
-from distill.models.target import ServedTarget
-from distill.run.responses import decode_settings
+from distill.config.sections import JudgeConfig
+from distill.models.target import Target
 from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.decoder.responses import Response
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.engine.models import max_positions
 from speculative.evaluate import HeldoutResponse, compare_speed, judge
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
 
 BASELINE, SERVED, BEST = "baseline", "served", "best"
@@ -46,9 +45,8 @@ class Evidence:
     the target's weights are not here.
     """
 
-    config: RunConfig
-    rule: Rule
-    gamma: int
+    judge: JudgeConfig
+    settings: DecodeSettings
     contestants: tuple[Contestant, ...]
     texts: Mapping[Rule, list[HeldoutResponse]]
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
@@ -56,6 +54,16 @@ class Evidence:
     responses: list[Response] | None = None
     speed: Mapping[str, dict[str, Any]] | None = None
     costs: Mapping[str, StepCosts] | None = None
+
+    @property
+    def rule(self) -> Rule:
+        """The engine rule that drafts are judged under."""
+        return self.settings.rule
+
+    @property
+    def gamma(self) -> int:
+        """Drafted tokens per block."""
+        return self.settings.gamma
 
     @property
     def best(self) -> Contestant:
@@ -77,23 +85,15 @@ class Evidence:
         return list(self.scores[self.rule][name])
 
 
-def sampling_of_text(config: RunConfig, target: PreTrainedModel | ServedTarget, rule: Rule) -> SamplingSettings:
-    """How the frozen text for a rule was sampled."""
-    return decode_settings(config, target, rule=rule).sampling
-
-
 def score_all(
-    config: RunConfig,
-    target: PreTrainedModel | ServedTarget,
+    settings: DecodeSettings,
     contestants: Sequence[Contestant],
     texts: Mapping[Rule, list[HeldoutResponse]],
 ) -> dict[Rule, dict[str, list[TokenScores]]]:
     """One pass of every draft over every text; the last contestant's with its confidence."""
     return {
         rule: {
-            one.name: score_tokens(
-                one.draft, text, sampling_of_text(config, target, rule), confidence=one is contestants[-1]
-            )
+            one.name: score_tokens(one.draft, text, settings.under(rule, 0).sampling, confidence=one is contestants[-1])
             for one in contestants
         }
         for rule, text in texts.items()
@@ -101,13 +101,12 @@ def score_all(
 
 
 def gather(
-    config: RunConfig,
-    target: PreTrainedModel,
+    judging: JudgeConfig,
+    settings: DecodeSettings,
+    target: Target,
     contestants: Sequence[Contestant],
     texts: Mapping[Rule, list[HeldoutResponse]],
     *,
-    gamma: int,
-    rule: Rule,
     context: int,
     known: Mapping[str, dict[str, Any]] | None = None,
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]] | None = None,
@@ -115,11 +114,11 @@ def gather(
 ) -> Evidence:
     """Judges live, scores and times.
 
+    settings: with the rule and gamma to judge under. context: tokens of prompt and response that the pair takes.
     known: live records of contestants that need not be decoded again; the last one always is, so that its numbers, its
     responses and the proposals in ``log`` are of one and the same run. scores: `score_all`, where it was called already.
     """
-    scores = scores or score_all(config, target, contestants, texts)
-    settings = decode_settings(config, target, gamma, rule)
+    frozen, scores = texts[settings.rule], scores or score_all(settings, contestants, texts)
     judged = dict(known or {})
     responses: list[Response] = []
     for one in contestants:
@@ -128,40 +127,39 @@ def gather(
         writes = ProposalLog(log) if log is not None and one is contestants[-1] else contextlib.nullcontext()
         with writes as opened:
             record, responses = judge(
-                target, one.draft, texts[rule], settings, batch_size=config.judge.batch_size, log=opened,
-                scores=scores[rule][one.name],
+                target.model, one.draft, frozen, settings, batch_size=judging.batch_size, log=opened,
+                scores=scores[settings.rule][one.name],
             )  # fmt: skip
         judged[one.name] = {**record, "step": one.step, "live": True}
-    speed = time_drafts(config, target, {one.name: one.draft for one in contestants}, texts[rule], gamma, rule)
-    return Evidence(
-        config, rule, gamma, tuple(contestants), texts, scores, judged, responses, speed,
-        costs_of(config, target, contestants, rule, gamma, context, typical_length(texts[rule])),
-    )  # fmt: skip
+    with cpu_threads(judging.speed_threads):
+        prompts = [(one.key, one.prompt_ids) for one in timed_prompts(judging.speed_prompts, frozen)]
+        # Alternating at batch 1 on the same prompts.
+        speed = compare_speed(target.model, {one.name: one.draft for one in contestants}, prompts, settings)
+    costs = costs_of(judging, settings, target.model, contestants, context, typical_length(frozen))
+    return Evidence(judging, settings, tuple(contestants), texts, scores, judged, responses, speed, costs)
 
 
 def gather_by_replay(
-    config: RunConfig,
-    served: ServedTarget,
+    judging: JudgeConfig,
+    settings: DecodeSettings,
     contestants: Sequence[Contestant],
     texts: Mapping[Rule, list[HeldoutResponse]],
     known: Mapping[str, dict[str, Any]],
 ) -> Evidence:
     """Evidence without the target's weights: nothing is decoded or timed. known: the records that checkpoints have."""
-    rule, scores = config.judge_rule, score_all(config, served, contestants, texts)
-    judged = dict(known)
+    scores, judged = score_all(settings, contestants, texts), dict(known)
     for one in contestants:
         if one.name not in judged:
-            own = scores[rule][one.name]
-            judged[one.name] = judge_by_replay(config, served, one.draft, texts[rule], rule, own)
-    return Evidence(config, rule, config.judge.gamma, tuple(contestants), texts, scores, judged)
+            own = scores[settings.rule][one.name]
+            judged[one.name] = judge_by_replay(one.draft, texts[settings.rule], settings, own)
+    return Evidence(judging, settings, tuple(contestants), texts, scores, judged)
 
 
 def costs_of(
-    config: RunConfig,
+    judging: JudgeConfig,
+    settings: DecodeSettings,
     target: PreTrainedModel,
     contestants: Sequence[Contestant],
-    rule: Rule,
-    gamma: int,
     context: int,
     typical: int,
 ) -> dict[str, StepCosts]:
@@ -171,35 +169,33 @@ def costs_of(
     for one in reversed(contestants):
         shape = tuple((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters())
         if shape not in by_shape:
-            limit = getattr(one.draft.config.get_text_config(), "max_position_embeddings", None)
-            room = min(context, limit or context)
-            by_shape[shape] = step_costs(config, target, one.draft, rule, gamma, room, typical)
+            room = min(context, max_positions(one.draft.config) or context)
+            by_shape[shape] = step_costs(judging.speed_threads, settings, target, one.draft, room, typical)
         costs[one.name] = by_shape[shape]
     return costs
 
 
 def step_costs(
-    config: RunConfig,
+    threads: int | None,
+    settings: DecodeSettings,
     target: PreTrainedModel,
     draft: PreTrainedModel,
-    rule: Rule,
-    gamma: int,
     context_limit: int,
     typical: int = 128,
 ) -> StepCosts:
     """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
 
+    threads: of the CPU. settings: rule, sampling and the gamma that is measured in any case.
     typical: tokens of context that are timed, or fewer where there is no room for them.
     """
-    blocks = 8
+    blocks, gamma = 8, settings.gamma
     gammas = sorted(
         g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
     )
     context = max(2, min(typical, context_limit - (blocks + 3) * (max(gammas) + 1)))
-    settings = decode_settings(config, target, rule=rule)
-    with cpu_threads(config.judge.speed_threads):
+    with cpu_threads(threads):
         return measure_costs(
-            target, draft, gammas=gammas, sampling=settings.sampling, rule=rule, context=context, blocks=blocks
+            target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, context=context, blocks=blocks
         )
 
 
@@ -222,21 +218,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def timed_prompts(config: RunConfig, frozen: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:
-    """The held-out prompts that are timed, spread over the set, which is stored longest prompt first."""
-    spread = np.linspace(0, len(frozen) - 1, min(config.judge.speed_prompts, len(frozen))).astype(int)
+def timed_prompts(count: int, frozen: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:
+    """The held-out prompts that are timed, at most so many, spread over the set, which is stored longest prompt first."""
+    spread = np.linspace(0, len(frozen) - 1, min(count, len(frozen))).astype(int)
     return [frozen[index] for index in spread]
-
-
-def time_drafts(
-    config: RunConfig,
-    target: PreTrainedModel,
-    drafts: Mapping[str, PreTrainedModel],
-    frozen: Sequence[HeldoutResponse],
-    gamma: int,
-    rule: Rule,
-) -> dict[str, dict[str, Any]]:
-    """Tokens/s at batch 1 of the target alone and with each draft, alternating on the same held-out prompts."""
-    prompts = [(one.key, one.prompt_ids) for one in timed_prompts(config, frozen)]
-    with cpu_threads(config.judge.speed_threads):
-        return compare_speed(target, drafts, prompts, decode_settings(config, target, gamma, rule))

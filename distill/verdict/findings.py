@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from distill.config.layout import EXPORT, best_student
 from distill.export.engines import check_all, gather_facts
-from distill.models.target import ServedTarget, load_target_side
+from distill.models.target import Target, load_target_side
 from distill.run.folder import RESULT_FORMAT
 from distill.verdict.evidence import BASELINE, Evidence, timed_prompts
 from distill.verdict.verdict import describe_costs
@@ -207,7 +208,7 @@ def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
 def _costs(evidence: Evidence, costs: StepCosts | None) -> dict[str, Any] | None:
     if costs is None:
         return None
-    threads = evidence.config.judge.speed_threads or torch.get_num_threads()
+    threads = evidence.judge.speed_threads or torch.get_num_threads()
     return describe_costs(costs, evidence.gamma) | {"threads": threads}
 
 
@@ -267,19 +268,19 @@ def live_prompts(evidence: Evidence) -> list[dict[str, Any]] | None:
 def _timed(evidence: Evidence) -> list[dict[str, Any]] | None:
     if evidence.speed is None:
         return None
-    prompts = timed_prompts(evidence.config, evidence.frozen)
+    prompts = timed_prompts(evidence.judge.speed_prompts, evidence.frozen)
     return [
         {"key": one.key, "tokens_per_second": {name: of["rates"][index] for name, of in evidence.speed.items()}}
         for index, one in enumerate(prompts)
     ]
 
 
-def serve_commands(run: Path, served: ServedTarget, gamma: int, rule: str) -> list[dict[str, Any]]:
+def serve_commands(run: Path, target: Target, gamma: int, rule: str) -> list[dict[str, Any]]:
     """What starts each engine with this run's draft once it is exported to RUN/export."""
-    student = load_target_side(str(run / "best" / "student"), False)
+    student = load_target_side(str(best_student(run)), False)
     facts = gather_facts(
-        target=served.config.path, draft=str(run / "export"), gamma=gamma, target_config=served.side.config,
-        target_tokenizer=served.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer, measured_rule=rule,
+        target=target.config.path, draft=str(run / EXPORT), gamma=gamma, target_config=target.side.config,
+        target_tokenizer=target.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer, measured_rule=rule,
     )  # fmt: skip
     return [
         {"engine": one.engine, "ok": one.ok, "language": one.language, "command": one.command, "note": one.rule_note}

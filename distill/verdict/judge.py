@@ -8,12 +8,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from distill.config.run import RunConfig
-from distill.models.draft import served_copy
-from distill.models.target import ServedTarget
-from distill.run.responses import decode_settings
+from distill.config.sections import JudgeConfig
+from distill.models.draft import as_exported
+from distill.models.target import Target
 from distill.training.module import DraftModule
 from distill.training.sharding import gathered
+from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -21,17 +21,14 @@ from speculative.rules.verify import Rule
 
 
 def judge_by_replay(
-    config: RunConfig,
-    target: ServedTarget,
     draft: PreTrainedModel,
     heldout: list[HeldoutResponse],
-    rule: Rule,
+    settings: DecodeSettings,
     scores: Sequence[TokenScores] | None = None,
 ) -> dict[str, Any]:
     """The numbers of a draft that need no target in memory: alpha and tau from frozen text, or from its scores."""
-    gamma = config.judge.gamma
-    result = judge_frozen(draft, heldout, decode_settings(config, target, gamma, rule), scores=scores)
-    return {**result, "tau": result["replay"][gamma], "gamma": gamma, "live": False, "warnings": []}
+    result = judge_frozen(draft, heldout, settings, scores=scores)
+    return {**result, "tau": result["replay"][settings.gamma], "gamma": settings.gamma, "live": False, "warnings": []}
 
 
 class DraftJudge:
@@ -39,14 +36,15 @@ class DraftJudge:
 
     def __init__(
         self,
-        config: RunConfig,
+        judging: JudgeConfig,
+        settings: DecodeSettings,
         accelerator: Accelerator,
-        target: ServedTarget,
+        target: Target,
         heldout: dict[Rule, list[HeldoutResponse]],
     ) -> None:
-        """``heldout``: frozen target responses by rule, the configured rule first."""
-        self.config, self.accelerator, self.target = config, accelerator, target
-        self.saved_dtype, self.heldout = target.saved_dtype, heldout
+        """``settings``: with the rule and gamma to judge under. ``heldout``: frozen target responses by rule, that one first."""
+        self.judging, self.settings = judging, settings
+        self.accelerator, self.target, self.heldout = accelerator, target, heldout
 
     def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
@@ -60,33 +58,30 @@ class DraftJudge:
         return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
 
     def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
-        draft = served_copy(module.exported(), self.saved_dtype, self.target)
+        draft = as_exported(module.exported(), self.target)
         by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
-        main = by_rule.pop(self.config.judge_rule)
+        main = by_rule.pop(self.settings.rule)
         return {"step": step, "score": main["tau"], **main, **by_rule}
 
     def dial(self, module: DraftModule) -> dict[str, float]:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
-        rule, gamma = self.config.judge_rule, self.config.judge.gamma
-        settings = decode_settings(self.config, self.target, gamma, rule)
-        draft = served_copy(module.exported(), self.saved_dtype, self.target)
-        scores = score_tokens(draft, self.heldout[rule], settings.sampling)
+        rule, gamma = self.settings.rule, self.settings.gamma
+        draft = as_exported(module.exported(), self.target)
+        scores = score_tokens(draft, self.heldout[rule], self.settings.sampling)
         tokens = sum(map(len, scores))
         alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
         return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
 
     def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers of a draft under one rule."""
-        if self.config.judge.live == "checkpoint":
+        if self.judging.live == "checkpoint":
             return self.judge_live(draft, rule)
-        return judge_by_replay(self.config, self.target, draft, self.heldout[rule], rule)
+        return judge_by_replay(draft, self.heldout[rule], self.settings.under(rule, self.settings.gamma))
 
     def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
-        settings = decode_settings(self.config, self.target, self.config.judge.gamma, rule)
-        result, _ = judge(
-            self.target.model, draft, self.heldout[rule], settings, batch_size=self.config.judge.batch_size
-        )
+        settings = self.settings.under(rule, self.settings.gamma)
+        result, _ = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.judging.batch_size)
         return {**result, "live": True}
 
     def headline(self, record: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
-from speculative.rules.sampling import SamplingSettings
+from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 from speculative.rules.verify import Rule, draft_settings_for
 
@@ -73,6 +73,10 @@ class DecodeSettings:
                 raise UserError("rule = 'block' verifies a chain: leave the token tree out, or use rule 'sample'")
             if self.active_rules is not None:
                 raise UserError("logits rules with a token tree are not supported: use a chain (no tree)")
+
+    def under(self, rule: Rule, gamma: int) -> DecodeSettings:
+        """These settings for `gamma` drafted tokens a block under an engine rule; `greedy` decodes at temperature 0."""
+        return replace(self, sampling=GREEDY if rule == "greedy" else self.sampling, rule=rule, gamma=gamma)
 
     @property
     def active_rules(self) -> LogitsRules | None:

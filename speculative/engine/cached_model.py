@@ -60,7 +60,7 @@ class CachedModel:
         self._mask_dtype = cache_shapes(model)[0].dtype
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
-        longest = max_positions(model)
+        longest = max_positions(model.config)
         self._last_position = longest - 1 if longest is not None and capacity > longest else None
         # A window that no text can outgrow is no window.
         windows = [None if window is None or window >= capacity else window for window in attention_windows(model)]

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from speculative.errors import UserError
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Longest sequence the model can be decoded at, or None when its config does not say.
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Longest sequence that a model of this config can be decoded at, or None when it does not say.
 
     Position codes that change with the longest text of a call (LongRoPE of Phi-3, dynamic scaling) would make a row
     depend on its neighbours and on its future: such a model is decoded up to the length at which they change.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     value = getattr(config, "max_position_embeddings", None)
     longest = value if isinstance(value, int) and value > 0 else None
     rope = getattr(config, "rope_parameters", None) or {}

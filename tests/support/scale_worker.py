@@ -89,7 +89,7 @@ def new_accelerator(config: RunConfig, engine: str = "") -> Accelerator:
     os.environ |= ENGINES[engine]
     sharding.require_deepspeed()
     accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
-    sharding.settle_launcher(accelerator, config)
+    sharding.settle_launcher(accelerator, config.optim, config.train)
     return accelerator
 
 
@@ -99,7 +99,7 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
     accelerator = new_accelerator(config, engine)
     target = tiny_model(vocab_size=TOKENS, dtype=torch.float32 if "float32" in variant else torch.float64)
     module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5))
-    progress, _ = resume_point(config)
+    progress, _ = resume_point(config.folder)
     batches = BatchSource(config, uneven_examples(), 0, accelerator.process_index, accelerator.num_processes)
     return Loop(
         config, accelerator, module, Teacher(target), batches, tiny_tokenizer(), ScriptedJudge(), progress, {"seed": 0}

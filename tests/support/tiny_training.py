@@ -16,13 +16,13 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data.batches.collate import Example
+from distill.config.layout import list_steps, step_folder
 from distill.config.load import parse_config
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.embedded.train_target import train_tokenizer
 from distill.run.checkpoint import resume_point
-from distill.run.folder import list_steps, step_folder
 from distill.training.batches import BatchSource
 from distill.training.loop import Loop
 from distill.training.module import DraftModule
@@ -124,7 +124,7 @@ def make_loop(
     """A loop as `distill.train` makes it, on a random target and the draft carved from it; resumes as that does."""
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator = accelerator or fresh_accelerator(config.folder)
-    progress, _ = resume_point(config)
+    progress, _ = resume_point(config.folder)
     torch.manual_seed(config.seed)
     target = tiny_model(kind, vocab_size=TOKENS)
     module = DraftModule(

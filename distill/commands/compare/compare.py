@@ -20,12 +20,13 @@ from data.files import read_manifest, write_json
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import check_plot, plot_comparison
 from distill.commands.output import check_writable, writing
-from distill.models.draft import find_student
-from distill.models.target import FACTS
+from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
 from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.session import context_limit, positions_of
+from distill.run.responses import decode_settings
+from distill.run.session import context_limit
 from distill.verdict.evidence import step_costs, typical_length
 from distill.verdict.verdict import describe_costs
+from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, best_gamma, predicted_speed_up
 from speculative.measure.curves import rule_curve
@@ -121,21 +122,12 @@ def parse_gate(text: str, timing: bool = True) -> Gate:
     return Gate(text, metric, bool(dot), bound)
 
 
-def run_of(path: str) -> Path | None:
-    """The run that a path is of: its folder, or a checkpoint's; None for any other model."""
-    folder = Path(path)
-    if (folder / "config.yaml").is_file():
-        return folder
-    run = folder.resolve().parent.parent
-    return run if (folder / "student").is_dir() and (run / "config.yaml").is_file() else None
-
-
 def target_of(run: Path) -> str | None:
     """Fingerprint of the target that a run distils; None where the run does not tell (not started)."""
     try:
-        return str(json.loads((run / FACTS).read_text(encoding="utf-8"))["fingerprint"])
+        return str(json.loads((run / TARGET_FACTS).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
-        folders = sorted((run / "responses").glob("*/"))
+        folders = sorted((run / RESPONSES).glob("*/"))
     return next((str(found["target"]) for found in map(read_manifest, folders) if "target" in found), None)
 
 
@@ -187,7 +179,7 @@ def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool
         model = find_student(path)
         if model not in known:
             draft = _load(text, path)
-            limit = positions_of(draft)
+            limit = max_positions(draft.config)
             if limit is not None and limit < longest:
                 raise UserError(f"{path}: reads {limit} tokens and the text of {text.run} needs {longest}")
             scores = score_tokens(draft, text.responses, text.sampling)
@@ -205,7 +197,7 @@ def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool
 
 def _load(text: FrozenText, path: str) -> PreTrainedModel:
     run = run_of(path)
-    if run == Path(path) and not (run / "best" / "student").is_dir():
+    if run == Path(path) and not best_student(run).is_dir():
         raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or name one of its checkpoints")
     try:
         return text.draft(path)
@@ -215,8 +207,10 @@ def _load(text: FrozenText, path: str) -> PreTrainedModel:
 
 def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int) -> StepCosts:
     target = text.target.model
-    context = context_limit(text.config, positions_of(target), positions_of(draft))
-    return step_costs(text.config, target, draft, text.rule, gamma, context, typical_length(text.responses))
+    config = text.config
+    context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
+    settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
+    return step_costs(config.judge.speed_threads, settings, target, draft, context, typical_length(text.responses))
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
+from distill.config.layout import BEST_LINK
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.cusum import FEWEST_REQUESTS, Pool, pool_of
@@ -86,7 +87,7 @@ def other_best(run: Path, result: dict[str, Any], name: str) -> list[str]:
 
     `name` is the file's. Raises UserError where its contestants cannot be read.
     """
-    folder = (run / "best").resolve().name
+    folder = (run / BEST_LINK).resolve().name
     try:
         judged = result["contestants"][-1].get("step") if result.get("contestants") else None
     except (AttributeError, KeyError, TypeError) as error:

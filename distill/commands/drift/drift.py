@@ -38,13 +38,14 @@ from distill.commands.drift.baseline import (
 )
 from distill.commands.drift.options import DriftOptions
 from distill.commands.output import check_writable, writing
+from distill.config.layout import RESULT
 from distill.report.screen import interval
-from distill.run.folder import RESULT
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
-from distill.run.session import context_limit, positions_of
+from distill.run.session import context_limit
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.explain.cusum import (
     Monitored,
@@ -155,7 +156,7 @@ def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> t
     kwargs: dict[str, Any] = {
         "mode": "chat" if options.chat else template.mode, "chat_template_kwargs": template.chat_template_kwargs
     }  # fmt: skip
-    context = context_limit(config, positions_of(target), positions_of(draft))
+    context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
     prompts, labels = [], []
     for number, row in enumerate(rows):
         ids = render_prompt(row, frozen.target.tokenizer, **kwargs)
@@ -166,7 +167,7 @@ def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> t
     if not prompts:
         raise UserError(f"--prompts {options.prompts}: every prompt is too long for the context of {context} tokens")
     # Another seed than the run's own decoding: the same prompt under both would share its coins.
-    settings = decode_settings(config, frozen.target, baseline.gamma, baseline.rule)
+    settings = decode_settings(config.serving, config.seed, frozen.target).under(baseline.rule, baseline.gamma)
     settings = replace(settings, seed=config.seed + 3 + options.seed)
     responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=config.judge.batch_size)
     records = [

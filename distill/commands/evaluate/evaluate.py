@@ -5,12 +5,9 @@ from typing import Any
 
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
-from distill.models.draft import load_draft, served_copy
-from distill.models.target import ServedTarget
-from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
-from distill.run.responses import RunStores, decode_settings
-from distill.run.session import context_limit, new_accelerator, positions_of
+from distill.run.responses import RunStores
+from distill.run.session import CHECKED_PROMPTS, new_accelerator, open_pair
 from distill.verdict.conclusion import seen_by_both
 from distill.verdict.evidence import BEST, Contestant, gather, score_all, step_costs, typical_length
 from distill.verdict.findings import findings_of
@@ -49,39 +46,35 @@ def evaluate(
         UserError: see `load_draft` and `load_prompts`.
         SelfCheckError: the judge contradicts itself on this target.
     """
-    if (rule != "greedy") and config.serving.temperature == 0:
-        raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
-    accelerator = new_accelerator()
-    served = ServedTarget(config.target, accelerator.device)
-    target, tokenizer = served.model, served.tokenizer
-    draft = served_copy(load_draft(path, target, tokenizer), served.saved_dtype, target)
-    context = context_limit(config, positions_of(target), positions_of(draft))
-    max_tokens = config.serving.max_tokens
-    prompts = load_prompts(config.data, tokenizer, context, max_tokens, config.judge.prompts, heldout_only=True).heldout
-    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:8]]
-    checks = self_checks(target, keyed, decode_settings(config, target, gammas[0], rule))
-    frozen = RunStores(config, accelerator, target, tokenizer).heldout(prompts, rule)
-    contestant = Contestant(BEST, path, path, None, draft)
-    scores = score_all(config, target, [contestant], {rule: frozen})
+    pair = open_pair(config, path, config.judge.prompts, rule)
+    target = pair.target
+    checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], pair.settings.under(rule, gammas[0]))
+    frozen = RunStores(config, new_accelerator(), target).heldout(pair.prompts, rule)
+    contestant = Contestant(BEST, path, path, None, pair.draft)
+    scores = score_all(pair.settings, [contestant], {rule: frozen})
     by_gamma: dict[int, dict[str, Any]] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
-            settings = decode_settings(config, target, gamma, rule)
             by_gamma[gamma], _ = judge(
-                target, draft, frozen, settings, batch_size=config.judge.batch_size, scores=scores[rule][BEST]
-            )
-        costs = step_costs(config, target, draft, rule, max(gammas), context, typical_length(frozen))
+                target.model, pair.draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
+                scores=scores[rule][BEST],
+            )  # fmt: skip
+        costs = step_costs(
+            config.judge.speed_threads, pair.settings.under(rule, max(gammas)), target.model, pair.draft, pair.context,
+            typical_length(frozen),
+        )  # fmt: skip
         best = best_gamma_facts(by_gamma[chosen]["replay"], costs)
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best["best_gamma"] or 1)))
     evidence = gather(
-        config, target, [contestant], {rule: frozen}, gamma=chosen, rule=rule, context=context, scores=scores, log=log
-    )
+        config.judge, pair.settings.under(rule, chosen), target, [contestant], {rule: frozen}, context=pair.context,
+        scores=scores, log=log,
+    )  # fmt: skip
     by_gamma[chosen] = evidence.judged[BEST]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)
     result = findings_of(
-        evidence, verdict, tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
+        evidence, verdict, target.tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
         config=dump_config(config), files={"proposals": log.name if log is not None else None},
-        **seen_by_both(evidence, target, tokenizer),
+        **seen_by_both(evidence, target),
     )  # fmt: skip
     return result, by_gamma

@@ -37,9 +37,9 @@ import numpy as np
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from data.responses.respond import RenderedPrompt
-from distill.commands.evaluate.losslessness import Pair, load_pair
 from distill.config.run import RunConfig
-from speculative.decoder.responses import Response
+from distill.run.session import Pair, open_pair
+from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
@@ -231,24 +231,25 @@ def task_scores(
     certain of nothing and never fail it.
 
     Raises:
-        UserError: see `load_pair`, `load_scorer`, `read_references`, `score_texts`.
+        UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
     """
     function = load_scorer(scorer)
     known = read_references(config, references)
     if samples < 1:
         raise UserError(f"--samples {samples}: give at least 1")
-    pair = load_pair(config, draft, rule, gamma, prompts)
-    if samples > 1 and pair.settings.sampling.greedy:
+    pair = open_pair(config, draft, prompts, rule)
+    settings = pair.settings.under(rule, gamma)
+    if samples > 1 and settings.sampling.greedy:
         raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
     texts = [
         sampled_texts(
-            pair.target, drafter, pair.keyed, replace(pair.settings, seed=pair.settings.seed + number), samples,
+            pair.target.model, drafter, pair.keyed, replace(settings, seed=settings.seed + number), samples,
             batch_size=config.judge.batch_size,
         )
         for number, drafter in ((1, ModelDrafter(pair.draft)), (2, None))
     ]  # fmt: skip
     speculative_PS, alone_PS = (
-        score_texts(scorer, function, pair.tokenizer, pair.prompts, side, known) for side in texts
+        score_texts(scorer, function, pair.target.tokenizer, pair.prompts, side, known) for side in texts
     )
     same = [one.response_ids == other.response_ids for one, other in zip(*texts, strict=True)]
     for index in np.flatnonzero(same):
@@ -263,18 +264,18 @@ def task_scores(
         "with_reference": sum(one.prompt_id in known or one.text in known for one in pair.prompts),
         "same_texts": int(sum(same)), **summarise(speculative_PS, alone_PS),
     }  # fmt: skip
-    if not pair.settings.sampling.greedy:
+    if not settings.sampling.greedy:
         return result | _sampled_answer(result, summarise(speculative_PS, alone_PS, 1 - LEVEL)["difference"]["ci"])
-    return result | _greedy_answer(result, pair, config.judge.batch_size)
+    return result | _greedy_answer(result, pair, settings, config.judge.batch_size)
 
 
-def _greedy_answer(result: dict[str, Any], pair: Pair, batch_size: int) -> dict[str, Any]:
+def _greedy_answer(result: dict[str, Any], pair: Pair, settings: DecodeSettings, batch_size: int) -> dict[str, Any]:
     score, same, count = result["alone"]["score"], result["same_texts"], result["prompts"]
     if same == count:
         words = f"The same score, {score:.3f}, because all {count} texts are the same, token by token."
         # No estimate: the texts of other prompts would be the same too.
         return {"difference": {"value": 0.0, "ci": [0.0, 0.0]}, "passed": True, "sentence": words}
-    greedy = greedy_equality(pair.target, ModelDrafter(pair.draft), pair.keyed, pair.settings, batch_size=batch_size)
+    greedy = greedy_equality(pair.target.model, ModelDrafter(pair.draft), pair.keyed, settings, batch_size=batch_size)
     if not greedy["passed"]:
         return {"passed": False, "sentence": f"NOT the same text: {greedy['differences'][0]}"}
     words = (

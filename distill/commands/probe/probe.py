@@ -20,10 +20,13 @@ from distill.commands.generate.prompt_files import read_prompts
 from distill.commands.output import check_writable, writing
 from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
-from distill.models.draft import find_student, served_copy
+from distill.config.layout import find_student
+from distill.models.draft import cast_copy
 from distill.models.load import dtype_of, load_model, load_tokenizer, model_fingerprint, resolve, saved_dtype
+from distill.models.target import load_target_side
 from distill.models.vocabulary import compare_vocabularies, repair_rows, vocabulary_rows
 from distill.report.durations import parse_seconds
+from distill.run.session import context_limit
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
@@ -104,9 +107,10 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         place = place_of(options.device)
         target: PreTrainedModel = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
         tokenizer = load_tokenizer(options.target)
-        prompts, notes = _prompts(options, tokenizer, max_positions(target))
+        prompts, notes = _prompts(options, tokenizer, max_positions(target.config))
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        candidates = [_candidate(path, options.target, target, tokenizer, longest) for path in options.drafts or ()]
+        saved = saved_dtype(load_target_side(options.target, tokenizer=tokenizer).config)
+        candidates = [_candidate(path, saved, target, tokenizer, longest) for path in options.drafts or ()]
     _require_one(candidates)
     settings = _decode_settings(options, target, plan.lead[0])
     with stages("self-check"):
@@ -233,9 +237,9 @@ def _prompts(
 
 
 def _candidate(
-    path: str, target_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int
+    path: str, saved: torch.dtype, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> _Candidate:
-    """A draft as it would be served beside the target, or the reason why it cannot be.
+    """A draft as it would be served, in the dtype that the target is saved in, or the reason why it cannot be.
 
     Raises UserError for a folder or hub id that cannot be loaded: that is a typing mistake, not a finding.
     """
@@ -243,13 +247,9 @@ def _candidate(
     model = load_model("draft", name)
     rows = vocabulary_rows(target.config)
     agreement = compare_vocabularies(tokenizer, rows, load_tokenizer(name), vocabulary_rows(model.config))
-    record: dict[str, Any] = {
-        **_described(path, model),
-        "refused": None,
-        "notes": [],
-        "vocabulary": {"verdict": agreement.verdict, "detail": agreement.detail},
-    }
-    context = max_positions(model)
+    vocabulary = {"verdict": agreement.verdict, "detail": agreement.detail}
+    record: dict[str, Any] = {**_described(path, model), "refused": None, "notes": [], "vocabulary": vocabulary}
+    context: int | None = record["context"]
     if agreement.verdict == "refuse":
         record["refused"] = (
             f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
@@ -263,10 +263,11 @@ def _candidate(
     if agreement.verdict == "repair":
         repair_rows(model, rows, agreement.token_rows)
     try:
-        served = served_copy(model, saved_dtype(target_path, target), target)
+        served = cast_copy(model, (saved, target.dtype), target.device)
     except UserError as error:
-        reason = str(error).split(";")[0]
-        record["refused"] = f"{reason}: the file is damaged, or its numbers are too large for the dtype it is served in"
+        record["refused"] = (
+            f"{str(error).split(';')[0]}: the file is damaged, or its numbers are too large for the dtype it is served in"
+        )
         return _Candidate(record, None)
     if model_fingerprint(served) == model_fingerprint(target):
         record["notes"].append("it is the target itself: it accepts everything and saves nothing")
@@ -285,7 +286,7 @@ def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "name": name,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "layers": getattr(model.config.get_text_config(), "num_hidden_layers", None),
-        "context": max_positions(model),
+        "context": max_positions(model.config),
         "vocabulary_rows": vocabulary_rows(model.config),
     }
 
@@ -310,7 +311,7 @@ def _text(
 
 def _with_room(plan: _Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> _Plan:
     """The plan with the gammas and the context that the shortest model can be timed at."""
-    limit = min((limit for limit in map(max_positions, models) if limit is not None), default=1 << 20)
+    limit = context_limit(*(max_positions(model.config) for model in models))
     gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]
     if plan.given is None and gammas != plan.gammas:
         notes.append(

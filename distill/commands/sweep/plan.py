@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
+from distill.config.layout import CONFIG, VERDICT
 from distill.config.load import _Loader, load_config
 from distill.config.run import RunConfig
-from distill.run.folder import VERDICT
 from distill.verdict.verdict import JUDGED, SCHEMA
 from speculative.errors import UserError
 
@@ -139,7 +139,7 @@ def plan(sweep: SweepFile) -> list[Trial]:
             raise UserError(f"{sweep.path}: {name}: {error}") from error
         trials.append(Trial(values, overrides, config))
     folder = trials[0].config.folder.parent / sweep.name
-    if (folder / "config.yaml").exists():
+    if (folder / CONFIG).exists():
         raise UserError(f"{folder}: holds a training run; give the sweep another name")
     return trials
 
@@ -191,7 +191,7 @@ def finished(trial: Trial) -> bool:
     folder = trial.config.folder
     if not (folder / VERDICT).exists():
         return False
-    found = load_config(folder / "config.yaml")
+    found = load_config(folder / CONFIG)
     if found.model_copy(update={"resume": trial.config.resume}) != trial.config:
         raise UserError(
             f"{folder}: finished with another config than the sweep asks for now; give the sweep another name, or delete it"

@@ -32,11 +32,10 @@ from data.files import MANIFEST, write_json
 from data.signals.store import INDEX
 from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
+from distill.config.layout import CHECKPOINTS, RESPONSES, SIGNAL
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from speculative.errors import UserError
-
-RESPONSES, SIGNAL = "responses", "signal"
 
 
 class TrialFailed(Exception):
@@ -167,7 +166,7 @@ class _Runner:
         started = time.perf_counter()
         with self.console.status(f"training, log in {self._log(name)}"):
             arguments = [self.sweep.base, *trial.overrides]
-            if trial.config.signal.source == "store" and not (trial.config.folder / "checkpoints").exists():
+            if trial.config.signal.source == "store" and not (trial.config.folder / CHECKPOINTS).exists():
                 self._child("distill.respond", arguments, name)
             self._child("distill.train", arguments, name)
         if not finished(trial):

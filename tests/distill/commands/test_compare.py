@@ -24,7 +24,7 @@ from distill.commands.compare.compare import (
 )
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.replay import expected_blocks_of
@@ -93,7 +93,7 @@ def test_differences_are_paired_and_corrected_for_their_number(untimed):
 def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
     timed = []
 
-    def one_price(config, target, draft, rule, gamma, context, typical):
+    def one_price(threads, settings, target, draft, context, typical):
         timed.append(draft)
         return StepCosts(1.0, {g: 0.1 * g for g in (1, 3)}, {1: 1.1, 3: 1.2}, 1, 64)
 
@@ -112,7 +112,7 @@ def test_without_timing_the_target_s_weights_stay_where_they_are(tiny_run, worse
     def loaded(self):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(ServedTarget, "model", property(loaded))
+    monkeypatch.setattr(Target, "model", property(loaded))
     compare_command(options(tiny_run, worse))
     with pytest.raises(AssertionError, match="was loaded"):
         compare_command(options(tiny_run, worse, timing=True))
@@ -327,7 +327,7 @@ def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, m
     shutil.copy(tiny_run / "config.yaml", unfinished)
     with pytest.raises(UserError, match="unfinished: this run has no best checkpoint yet"):
         compare_command(options(tiny_run, unfinished))
-    monkeypatch.setattr(compare, "positions_of", lambda model: 20)
+    monkeypatch.setattr(compare, "max_positions", lambda config: 20)
     with pytest.raises(UserError, match=f"{worse}: reads 20 tokens and the text of"):
         compare_command(options(worse, tiny_run))
 

@@ -24,7 +24,7 @@ from data.signals.store import ENTRY, INDEX, SignalStore
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.models.target import ServedTarget, TargetFacts
+from distill.models.target import Target, TargetFacts
 from distill.respond import main, run
 from distill.training import signal as signal_module
 from distill.training.capture import CapturingTeacher
@@ -71,7 +71,7 @@ def stored(
     asked = [f"output={folder}", "signal.source=store", f"signal.kind={kind}", *overrides]
     config = load_config(config_path, asked)
     assert config.target is not None
-    facts = ServedTarget(config.target, torch.device("cpu"), config.folder).facts
+    facts = Target(config.target, torch.device("cpu"), config.folder).facts
     examples = [row.example() for row in Store(config.folder / "responses" / "train").read()]
     return open_signal_store(config, examples, facts, fresh_accelerator(folder), repair=repair), config
 

@@ -30,7 +30,10 @@ def target_of(**options: Any) -> Any:
 
 def student_of(folder: Path, student: dict[str, Any], target: Any = None, **options: Any) -> Any:
     config = run_config(folder, student=student)
-    return make_student(config, target_of() if target is None else target, tiny_tokenizer(), **options)
+    return make_student(
+        config.student, target_of() if target is None else target, tiny_tokenizer(), seed=config.seed,
+        temperature=config.serving.temperature, **options,
+    )  # fmt: skip
 
 
 def logits(model: Any) -> Tensor:
@@ -73,7 +76,9 @@ def test_layers_chosen_on_text(tmp_path: Path) -> None:
 def test_layers_are_chosen_at_the_servers_temperature(tmp_path: Path, served: float, measured: float) -> None:
     notes: dict[str, Any] = {}
     config = run_config(tmp_path, student={"layers": "auto", "depth": 1}, serving={"temperature": served})
-    make_student(config, target_of(), tiny_tokenizer(), TEXTS, notes=notes)
+    make_student(
+        config.student, target_of(), tiny_tokenizer(), TEXTS, temperature=config.serving.temperature, notes=notes
+    )
     scorer = LayerScorer(target_of(), TEXTS, SamplingSettings(temperature=measured))
     assert notes["layers"]["alpha"] == scorer.alphas([notes["layers"]["layers"]])[0]
 

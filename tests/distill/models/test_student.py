@@ -8,6 +8,7 @@ import torch
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 from torch import Tensor
+from transformers import AutoConfig
 
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
@@ -222,7 +223,7 @@ def test_saved_dtype_is_that_of_the_files(tmp_path: Path) -> None:
     model = load_model("target.path", str(tmp_path), dtype=dtype_of("auto", torch.device("cpu")))
     assert model.dtype == torch.float32
     assert not model.training
-    assert saved_dtype(str(tmp_path), model) == torch.bfloat16
+    assert saved_dtype(AutoConfig.from_pretrained(tmp_path)) == torch.bfloat16
     assert dtype_of("auto", torch.device("cuda")) == "auto"
     assert dtype_of("bfloat16", torch.device("cpu")) == torch.bfloat16
 

@@ -16,13 +16,13 @@ from result_example import GAMMA, bare, example_result, greedy, no_baseline, not
 from wandb_records import records_of
 
 from data.files import write_json
+from distill.config.layout import RESULT
 from distill.report import markdown as report_text
 from distill.report import tables as report_tables
 from distill.report import wandb_panels as report_panels
 from distill.report.figures import figures_of
 from distill.report.page import given_times, load_result, render_page, report_command, summary_of
 from distill.report.tables import OUTCOMES, GivenTimes, Table, measured_times
-from distill.run.folder import RESULT
 from speculative.errors import UserError
 from speculative.measure.cost import predicted_speed_up
 

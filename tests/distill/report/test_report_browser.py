@@ -15,8 +15,8 @@ import pytest
 from result_example import example_result
 
 from data.files import write_json
+from distill.config.layout import RESULT
 from distill.report.page import report_command
-from distill.run.folder import RESULT
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from tiny_training import fresh_accelerator, make_loop, run_config, tiny_tokenizer
 
+from distill.config.layout import PROGRESS, list_steps, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.run import checkpoint
-from distill.run.folder import PROGRESS, claim_folder, list_steps, step_folder
+from distill.run.folder import claim_folder
 from speculative.errors import UserError
 
 

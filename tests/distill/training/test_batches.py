@@ -29,11 +29,11 @@ from tiny_training import (
 from data.batches.collate import Batch, Example, collate
 from data.batches.packing import batches_per_epoch, micro_batches, plan_epoch
 from data.responses.respond import RenderedPrompt
+from distill.config.layout import list_steps
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.run.checkpoint import resume_point
-from distill.run.folder import list_steps
 from distill.training.batches import BatchSource, position_weighted
 from distill.training.loop import Loop
 from distill.training.module import DraftModule
@@ -265,7 +265,7 @@ def rollout_loop(config: RunConfig) -> Loop:
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator, tokenizer, target = fresh_accelerator(config.folder), tiny_tokenizer(), tiny_model(vocab_size=TOKENS)
-    progress, _ = resume_point(config)
+    progress, _ = resume_point(config.folder)
     module = DraftModule(carve(target, [0]), Objective(config.loss_weights(), chunk_tokens=5))
     prompts = [RenderedPrompt(key, "any", tuple(ids)) for key, ids in prompts_of([3, 5, 2, 4, 6, 3], vocab_size=TOKENS)]
     rollouts = Rollouts(config, accelerator, target, tokenizer, prompts, config.folder)

@@ -31,10 +31,10 @@ from tiny_training import (
 from data.batches.collate import Example, collate
 from data.responses.store import Store
 from distill import train
+from distill.config.layout import JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.loss.objective import eager_loss
 from distill.run import checkpoint
-from distill.run.folder import JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.training.loop import Interrupted, Loop, NotFinite
 from speculative.errors import UserError
 

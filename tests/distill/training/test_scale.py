@@ -28,11 +28,11 @@ from tiny_training import (
     run_config,
 )
 
+from distill.config.layout import step_folder
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
 from distill.models.layers import layer_list
 from distill.run import checkpoint
-from distill.run.folder import step_folder
 from distill.training import sharding
 from speculative.errors import UserError
 
@@ -234,6 +234,10 @@ def test_deepspeed_trains_as_one_process_does(tmp_path: Path, engine: str) -> No
         torch.testing.assert_close(results["resumed"]["weights"][name], value, rtol=0, atol=0)
 
 
+def settle(accelerator: Any, config: RunConfig) -> None:
+    sharding.settle_launcher(accelerator, config.optim, config.train)
+
+
 def launched(kind: str = "MULTI_CPU", ranks: int = 2, **state: Any) -> Any:
     """Stands for the accelerator of one of two ranks."""
     kind = sharding.DistributedType[kind]
@@ -261,7 +265,7 @@ def test_settings_that_would_train_something_else_are_refused(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        sharding.settle_launcher(launched(), run_config(tmp_path, optim=optim))
+        settle(launched(), run_config(tmp_path, optim=optim))
 
 
 @pytest.mark.parametrize(
@@ -278,12 +282,12 @@ def test_deepspeed_settings_that_are_not_supported_are_refused(
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage, **zero}})
     with pytest.raises(UserError, match=words):
-        sharding.settle_launcher(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path, optim=optim))
+        settle(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path, optim=optim))
 
 
 def test_other_launchers_and_a_missing_deepspeed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="MEGATRON_LM"):
-        sharding.settle_launcher(launched("MEGATRON_LM"), run_config(tmp_path))
+        settle(launched("MEGATRON_LM"), run_config(tmp_path))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install deepspeed"):

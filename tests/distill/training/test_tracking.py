@@ -9,8 +9,8 @@ import pytest
 from tiny_training import fresh_accelerator, make_loop, metrics_of, run_config
 from wandb_records import records_of
 
+from distill.config.layout import METRICS
 from distill.training.tracking import (
-    METRICS,
     SECTIONS,
     SUMMARIES,
     TRACKED_NAMES,

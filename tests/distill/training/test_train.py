@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from data.responses.store import Store
 from distill import train
+from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.carving import carve
 from distill.models.load import load_model
-from distill.run.folder import list_steps, step_folder
 from distill.training.optim import make_optimizers
 from distill.training.profiling import STAGES
 from distill.verdict.verdict import OF_THE_LAST_RUN, SCHEMA

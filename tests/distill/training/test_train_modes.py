@@ -13,10 +13,11 @@ from tiny_training import ScriptedJudge, final_weights, make_loop, metrics_of, r
 
 from distill import respond as respond_command
 from distill import train
+from distill.config.layout import AVERAGED, RAW, list_steps, step_folder
 from distill.config.load import load_config
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.run import checkpoint
-from distill.run.folder import AVERAGED, RAW, list_steps, load_verdict, step_folder
+from distill.run.folder import load_verdict
 from distill.training.loop import MOST_SKIPS, Loop, NotFinite
 
 
@@ -43,10 +44,10 @@ class TestStoredSignals:
         assert facts is not None
         assert facts["bytes_per_token"] < 70
         in_memory: list[bool] = []
-        started: list[ServedTarget] = []
-        make, step = ServedTarget.__init__, Loop.step
+        started: list[Target] = []
+        make, step = Target.__init__, Loop.step
 
-        def noting(self: ServedTarget, *arguments: Any) -> None:
+        def noting(self: Target, *arguments: Any) -> None:
             make(self, *arguments)
             started.append(self)
 
@@ -55,7 +56,7 @@ class TestStoredSignals:
             return step(self, window)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(ServedTarget, "__init__", noting)
+            patched.setattr(Target, "__init__", noting)
             patched.setattr(Loop, "step", watching)
             assert train.main([str(tiny_config), *overrides]) == 0
         assert in_memory == [False] * 6

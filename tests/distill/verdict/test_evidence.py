@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from distill.commands.evaluate.evaluate import evaluate
 from distill.config.load import load_config
 from distill.models.carving import carve
-from distill.models.target import ServedTarget
+from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict.evidence import BASELINE, BEST, Contestant, Evidence, gather, gather_by_replay
 from speculative.decode import decode
@@ -49,11 +49,11 @@ class Passes:
 def pair(tiny_config: Path):
     """(config, target, baseline and best, frozen text that the target sampled)."""
     config = load_config(tiny_config)
-    target = ServedTarget(config.target, torch.device("cpu"))
+    target = Target(config.target, torch.device("cpu"))
     drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
     contestants = [Contestant(name, name, name, 0, draft) for name, draft in zip((BASELINE, BEST), drafts, strict=True)]
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
-    responses, _ = decode(target.model, None, prompts, decode_settings(config, target, 0))
+    responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
@@ -71,7 +71,8 @@ def records_are_of_the_scores(evidence: Evidence) -> None:
 def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     config, target, contestants, frozen = pair
     passes = Passes(monkeypatch)
-    evidence = gather(config, target.model, contestants, {"sample": frozen}, gamma=2, rule="sample", context=100)
+    settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
+    evidence = gather(config.judge, settings, target, contestants, {"sample": frozen}, context=100)
     assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
     records_are_of_the_scores(evidence)
 
@@ -79,7 +80,8 @@ def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyP
 def test_by_replay_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     config, target, contestants, frozen = pair
     passes = Passes(monkeypatch)
-    evidence = gather_by_replay(config, target, contestants, {"sample": frozen}, {})
+    settings = decode_settings(config.serving, config.seed, target).under("sample", config.judge.gamma)
+    evidence = gather_by_replay(config.judge, settings, contestants, {"sample": frozen}, {})
     assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
     records_are_of_the_scores(evidence)
     assert evidence.judged[BEST]["live"] is False

@@ -1,12 +1,12 @@
 """The verdict's words and outcomes follow from its numbers, and from nothing else."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
+from distill.config.sections import JudgeConfig
 from distill.verdict.evidence import Contestant, Evidence
 from distill.verdict.verdict import OUTCOMES, SCHEMA, conclude, looks_of, verdict_of
+from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.ceilings import advice
 from speculative.measure.cost import StepCosts
@@ -47,9 +47,8 @@ def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True,
     if ratios is not None:
         speed = {name: {"tokens_per_second": 50.0, "ratios": ratios, "rates": ratios} for name in ("target", *names)}
     return Evidence(
-        config=SimpleNamespace(),  # not read
-        rule="sample",
-        gamma=GAMMA,
+        judge=JudgeConfig(),
+        settings=DecodeSettings(rule="sample", gamma=GAMMA),
         contestants=tuple(Contestant(name, {"best": "my-draft"}.get(name, name), name, 0, None) for name in names),
         texts={"sample": texts},
         scores={"sample": {name: scores[name] for name in names}},

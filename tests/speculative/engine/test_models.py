@@ -103,15 +103,15 @@ def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_
     target = tiny_model(
         "phi3", original_max_position_embeddings=40, rope_parameters=factors | {"original_max_position_embeddings": 40}
     )
-    assert max_positions(target) == 40
-    assert max_positions(tiny_model()) == 256
+    assert max_positions(target.config) == 40
+    assert max_positions(tiny_model().config) == 256
     prompts, settings = prompts_of([5, 1, 16]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
     assert texts(responses) == generated(target, prompts, 24)
     with pytest.raises(UserError, match="exceeds the context of 40 of the target"):
         decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=24))
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    assert max_positions(dynamic) == 256
+    assert max_positions(dynamic.config) == 256
 
 
 def test_a_model_that_wants_a_mask_for_each_row_gets_one():

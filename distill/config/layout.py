@@ -1,0 +1,63 @@
+"""What lies where in a run's folder: the one place of its names, and what a path that a person gives stands for.
+
+runs/NAME/config.yaml             the resolved config
+         metrics.jsonl            one line a step
+         target.json              what is known of the target without its weights
+         student.json             what was measured and chosen for the draft's first weights
+         responses/, signal/      token stores; what the teacher said
+         rollouts/                sequences made while training
+         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), state/ (optimizer, scheduler, RNG), progress.json,
+                                  judgement.json, provenance.json (commit, versions, machine, command)
+         self_checks.json         what was checked before anything was measured
+         best                     link to the best checkpoint
+         result.json, proposals.parquet, report.html, report.md, report.json
+         verdict.json, plot.png   verdict.json last: where it is, the run is finished
+         export/                  where `understudy demo` exports to, and the commands in a report point to
+"""
+
+from pathlib import Path
+
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
+RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
+SIGNAL, ROLLOUTS = "signal", "rollouts"
+CHECKPOINTS, BEST_LINK = "checkpoints", "best"
+STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"  # the last two while it is not known which is better
+STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
+SELF_CHECKS = "self_checks.json"
+RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
+EXPORT = "export"
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Folder of the checkpoint at a step."""
+    return run / CHECKPOINTS / f"step-{step:06d}"
+
+
+def list_steps(run: Path) -> list[int]:
+    """Steps that have a whole checkpoint, rising."""
+    found = (run / CHECKPOINTS).glob("step-[0-9]*")
+    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / PROGRESS).exists())
+
+
+def best_student(run: Path) -> Path:
+    """The model of a run's best checkpoint."""
+    return run / BEST_LINK / STUDENT
+
+
+def run_of(path: str | Path) -> Path | None:
+    """The run that a path is of: its folder, or a checkpoint's; None for any other model."""
+    folder = Path(path)
+    if (folder / CONFIG).is_file():
+        return folder
+    run = folder.resolve().parent.parent
+    return run if (folder / STUDENT).is_dir() and (run / CONFIG).is_file() else None
+
+
+def find_student(path: str) -> str:
+    """A run's folder, a checkpoint's folder or a model directory -> the model directory; a hub id stays as it is."""
+    folder = Path(path)
+    for candidate in (best_student(folder), folder / STUDENT, folder):
+        if (candidate / "config.json").exists():
+            return str(candidate)
+    return path
