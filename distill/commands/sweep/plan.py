@@ -47,11 +47,6 @@ class Trial:
     config: RunConfig
 
     @property
-    def params(self) -> dict[str, str]:
-        """The values as JSON text, which Optuna can store whatever they are."""
-        return {key: json.dumps(value, sort_keys=True) for key, value in self.values.items()}
-
-    @property
     def group(self) -> str:
         """What trials have in common that differ in their seed alone."""
         return json.dumps({key: value for key, value in self.values.items() if key != SEED}, sort_keys=True)

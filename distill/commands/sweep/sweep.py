@@ -1,18 +1,16 @@
 """`understudy sweep SWEEP.yaml`: every combination of a grid trained, each in a process of its own, and one table at the end.
 
-output/NAME/study.journal     Optuna's record of the trials (optuna-dashboard reads it)
-            logs/RUN.log      what each training run printed
+output/NAME/logs/RUN.log      what each training run printed
             sweep.json, .csv  trials and rows, rewritten after each trial
 output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
-Optuna keeps the queue and the outcomes; what a run has reached stands in its own folder. So a killed sweep goes on where it
-stood, and the run that was killed goes on from its last checkpoint. Responses (and teacher signals) depend on target, data,
+What a run has reached stands in its own folder, its verdict last. So a killed sweep goes on where it stood, and the run that
+was killed goes on from its last checkpoint. Responses (and teacher signals) depend on target, data,
 serving settings and seed alone: later runs get the files of an earlier one that agrees in these, and the target answers once
 per seed.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shlex
@@ -83,7 +81,6 @@ class _Runner:
 
     def __init__(self, sweep: SweepFile, trials: Sequence[Trial], launcher: str, console: Console) -> None:
         self.sweep, self.trials, self.console = sweep, trials, console
-        self.by_params = {json.dumps(trial.params, sort_keys=True): trial for trial in trials}
         self.folder = trials[0].config.folder.parent / sweep.name
         self.command = shlex.split(launcher) if launcher else [sys.executable]
         self.errors: dict[str, str] = {}
@@ -91,70 +88,22 @@ class _Runner:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
-        self.space = {key: [json.dumps(v, sort_keys=True) for v in values] for key, values in sweep.grid.items()}
-        self.study = self._study()
-
-    def _study(self) -> Any:
-        try:
-            import optuna
-            from optuna.storages import JournalStorage
-            from optuna.storages.journal import JournalFileBackend
-        except ImportError as error:
-            raise UserError("understudy sweep: `pip install optuna`") from error
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        # A grid that has grown is another study in the same journal: its parameters have other choices.
-        grid = hashlib.sha256(json.dumps(self.space, sort_keys=True).encode()).hexdigest()[:8]
-        return optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(self.folder / "study.journal"))),
-            study_name=f"{self.sweep.name}-{grid}",
-            # The queue says what comes next; Optuna's GridSampler, which would choose at random, cannot be used with one.
-            sampler=optuna.samplers.RandomSampler(seed=0),
-            direction=self.sweep.direction,
-            load_if_exists=True,
-        )
 
     def run(self) -> None:
         """Every trial that is not finished; a failed one is noted and the rest goes on.
 
-        Combinations are queued in the plan's order, seeds outermost: a sweep that is stopped early has whole passes over the grid.
+        In the plan's order, seeds outermost: a sweep that is stopped early has whole passes over the grid.
         """
-        import optuna
-
-        states = optuna.trial.TrialState
-        for left in self.study.get_trials(deepcopy=False, states=[states.RUNNING]):
-            self.study.tell(left.number, state=states.FAIL)  # by a sweep that was killed
-        if queued := self.study.get_trials(deepcopy=False, states=[states.WAITING]):
-            self.study.optimize(self._objective, n_trials=len(queued), catch=(TrialFailed,))
-        complete = [
-            trial.params for trial in self.study.get_trials(deepcopy=False, states=[states.COMPLETE]) if trial.params
-        ]
         for trial in self.trials:
-            if (trial.params in complete and finished(trial)) or trial.config.name in self.errors:
+            if finished(trial):
                 continue
-            self.study.enqueue_trial(trial.params)
-            self.study.optimize(self._objective, n_trials=1, catch=(TrialFailed,))
-
-    def _objective(self, asked: Any) -> float:
-        """The metric of one combination, from its run's folder or by training it.
-
-        Raises:
-            TrialFailed: the run ended without a verdict.
-        """
-        params = {key: asked.suggest_categorical(key, choices) for key, choices in self.space.items()}
-        trial = self.by_params[json.dumps(params, sort_keys=True)]
-        name = trial.config.name
-        asked.set_user_attr("run", name)
-        if not finished(trial):
             try:
                 self._make(trial)
             except TrialFailed as failed:
-                self.errors[name] = str(failed)
-                asked.set_user_attr("error", str(failed))
+                self.errors[trial.config.name] = str(failed)
                 self.console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
-                raise
             finally:
                 self.report()
-        return float(measures(self.sweep, trial)["metric"])
 
     def _make(self, trial: Trial) -> None:
         name, number = trial.config.name, self.trials.index(trial) + 1

@@ -32,8 +32,6 @@ from distill.config.load import dump_config, load_config
 from distill.faults import Interrupted
 from speculative.errors import UserError
 
-pytest.importorskip("optuna")
-
 BASE = """
 name: base
 output: {folder}/runs
@@ -156,9 +154,8 @@ def test_a_longer_grid_trains_only_what_is_new(tmp_path: Path) -> None:
     path, launcher = lab(tmp_path, grid={"loss.name": ["tv", "forward_kl", "jsd"], "seed": [0, 1]})
     result = run_sweep(path, launcher, console=quiet())
     assert calls(tmp_path)[4:] == ["s-jsd-seed0", "s-jsd-seed1"]
-    assert [row["note"] for row in result["rows"]] == ["best", "within noise of the best", ""] or len(
-        result["rows"]
-    ) == 3
+    assert [row["values"]["loss.name"] for row in result["rows"]] == ["tv", "jsd", "forward_kl"]
+    assert [row["note"] for row in result["rows"]] == ["best", "within noise of the best", ""]
 
 
 def test_another_base_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -472,23 +469,6 @@ def test_the_error_line_is_ours_where_there_is_one() -> None:
     assert error_line("a\nValueError: x\n\n", 1) == "ValueError: x"
     assert error_line("", 1) == "exit status 1"
     assert error_line("working\n", -9) == "killed by signal 9 (working)"
-
-
-def test_the_study_can_be_read_by_optuna(tmp_path: Path) -> None:
-    import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    path, launcher = lab(tmp_path)
-    (tmp_path / "fail-s-tv-seed1").touch()
-    run_sweep(path, launcher, console=quiet())
-    storage = JournalStorage(JournalFileBackend(str(tmp_path / "runs" / "s" / "study.journal")))
-    (summary,) = optuna.get_all_study_summaries(storage)
-    study = optuna.load_study(study_name=summary.study_name, storage=storage)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
-    assert study.best_trial.user_attrs["run"] == "s-tv-seed0"
-    assert study.best_trial.params == {"loss.name": '"tv"', "seed": "0"}
-    assert study.trials[2].user_attrs["error"] == "optim.lr is silly; lower it"
 
 
 def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) -> None:
