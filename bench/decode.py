@@ -1,7 +1,7 @@
 """The decoder beside transformers' own, and beside the floor that the two models set; ratios taken in one run.
 
     python bench/decode.py --out bench/results/decode.json                 # embedded target and a carved draft, code
-    python bench/decode.py --target DIR --draft DIR --prompts FILE.jsonl   # any pair
+    python bench/decode.py --target DIR --draft DIR --prompts FILE         # any pair
 
 The floor of a block is gamma bare one-token draft calls and one bare (gamma + 1)-token target call, with transformers'
 own cache and nothing else, alternating as in a block. `floor_share` is our tokens per second behind the prefill over
@@ -25,8 +25,11 @@ from rich.table import Table
 from transformers import DynamicCache, GenerationConfig
 
 from data.prompts import stdlib
+from data.prompts.sources import prompt_row
+from distill.config.command_line import MessagesColumn, PromptColumn
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
+from distill.run.prompts import asked_rows, render_rows
 from distill.run.provenance import describe_run
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt
@@ -302,26 +305,18 @@ def load_pair(target: str, draft: str, dtype_name: str, device: str) -> tuple[An
     return model.to(device).eval(), small.to(device).eval(), load_tokenizer(target)
 
 
-def load_prompts(path: Path | None, tokenizer: Any, chat: bool, count: int, longest: int) -> dict[str, list[Prompt]]:
-    """Prompts by kind: JSON lines ({"prompt": ..., "kind": optional}), or the embedded code domain."""
-
-    def encoded(text: str) -> list[int]:
-        if not chat:
-            return tokenizer(text, verbose=False).input_ids
-        messages = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids
-
-    if path is None:
-        rows = [("code", head) for _, head in stdlib.function_head_rows(True)]
+def load_prompts(
+    path: str, tokenizer: Any, chat: bool, count: int, longest: int, prompt_column: str = "", messages_column: str = ""
+) -> dict[str, list[Prompt]]:
+    """Prompts by kind: of a source as a config names it, with an optional column `kind`, or the embedded code domain."""
+    if path:
+        rows, _ = asked_rows(path, prompt_column, messages_column, label="kind")
     else:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        rows = [(str(line.get("kind", path.stem)), str(line["prompt"])) for line in lines]
+        rows = [prompt_row(head, None, "code", "", None) for _, head in stdlib.function_head_rows(True)]
     kinds: dict[str, list[Prompt]] = {}
-    for number, (kind, text) in enumerate(rows):
-        ids = encoded(text)
-        if 4 <= len(ids) <= longest and len(kinds.setdefault(kind, [])) < count:
-            kinds[kind].append((f"{kind}:{number}", ids))
+    for number, (row, (_, ids)) in enumerate(zip(rows, render_rows(rows, tokenizer, chat), strict=True)):
+        if 4 <= len(ids) <= longest and len(kinds.setdefault(row.domain, [])) < count:
+            kinds[row.domain].append((f"{row.domain}:{number}", ids))
     return kinds
 
 
@@ -352,7 +347,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
     target: Annotated[str, typer.Option(help="directory of the target, or `embedded`")] = "embedded",
     draft: Annotated[str, typer.Option(help="directory of the draft; empty = two layers of the target")] = "",
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines with "prompt" and optional "kind"')] = None,
+    prompts: Annotated[
+        str,
+        typer.Option(help="file (jsonl, json, csv, parquet, txt; .gz), directory or hub id; optional column `kind`"),
+    ] = "",
+    prompt_column: PromptColumn = "",
+    messages_column: MessagesColumn = "",
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False,
     gammas: Annotated[str, typer.Option(help="drafted tokens per block, comma-separated")] = "1,3,5",
     count: Annotated[int, typer.Option(help="prompts per kind", min=1)] = 12,
@@ -370,7 +370,7 @@ def main(
         torch.set_num_threads(threads)
     widths = [int(part) for part in gammas.split(",")]
     model, small, tokenizer = load_pair(target, draft, dtype, device)
-    kinds = load_prompts(prompts, tokenizer, chat, 4 * count, longest)
+    kinds = load_prompts(prompts, tokenizer, chat, 4 * count, longest, prompt_column, messages_column)
     bench = Bench(model, small, max_tokens)
     with_past(bench, kinds, count)
     cells: list[dict[str, Any]] = []

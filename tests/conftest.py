@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its pool of processes stays
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,18 @@ def write_heads(path: Path, modules: list[str], count: int) -> None:
     sources = [(library_folder() / f"{name}.py").read_text(encoding="utf-8") for name in modules]
     heads = [head for source in sources for head, _ in functions(source) if len(head) < 180]
     path.write_text("".join(json.dumps({"prompt": head}) + "\n" for head in heads[:count]), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def chat_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """`tiny_target` with a chat template: each turn is `role: content;`, and `assistant:` asks for the next one."""
+    folder = tmp_path_factory.mktemp("chat-target") / "target"
+    shutil.copytree(tiny_target, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return folder
 
 
 @pytest.fixture(scope="session")

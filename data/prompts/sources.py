@@ -128,12 +128,13 @@ def _stdlib_rows(split: str, domain: str, system: str | None, limit: int | None)
 
     heads = function_head_rows(heldout=split == "heldout")[:limit]
     return [
-        _prompt_row(head, None, domain, f"{STDLIB}/{module}:{number}", system)
+        prompt_row(head, None, domain, f"{STDLIB}/{module}:{number}", system)
         for number, (module, head) in enumerate(heads, start=1)
     ]
 
 
-def _prompt_row(text: str, reference: str | None, domain: str, origin: str, system: str | None) -> PromptRow:
+def prompt_row(text: str, reference: str | None, domain: str, origin: str, system: str | None) -> PromptRow:
+    """A plain prompt, or with a system message the conversation that begins with it."""
     if system is None:
         return PromptRow(text, None, reference, domain, origin)
     turns = ({"role": "system", "content": system}, {"role": "user", "content": text})
@@ -285,9 +286,12 @@ def _line_fault(path: Path, as_json: bool) -> str | None:
         try:
             text = line.decode("utf-8-sig")
             value = json.loads(text) if as_json and text.strip() else {}
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeDecodeError as error:
             number += line.count(b"\n", 0, error.start)
             return f"{path}:{number}: not UTF-8 (byte {line[error.start]:#04x}): save the file as UTF-8"
+        except UnicodeEncodeError:
+            return f"{path}:{number}: not valid Unicode (half of a surrogate pair, written \\ud8..): mend or remove this line"
         except json.JSONDecodeError as error:
             number += error.lineno - 1
             return f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}): mend or remove this line"
@@ -342,7 +346,7 @@ def _table_rows(table: _Table, mapping: _Mapping, limit: int | None) -> Iterator
             turns, own_answer = _conversation(values[messages], messages, origin, mapping.system)
             yield PromptRow(None, turns, reference or own_answer, domain, origin)
         elif prompt:
-            yield _prompt_row(_filled(values[prompt], prompt, origin), reference, domain, origin, mapping.system)
+            yield prompt_row(_filled(values[prompt], prompt, origin), reference, domain, origin, mapping.system)
 
 
 def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:

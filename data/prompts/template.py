@@ -180,12 +180,12 @@ def _template(tokenizer: Any) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def _required_template(tokenizer: Any, other_way: str) -> str:
+def _required_template(tokenizer: Any, other_way: str, where: str = "") -> str:
     template = _template(tokenizer)
     if template is None:
         name = tokenizer.name_or_path or "(unnamed)"
         raise UserError(
-            f"the tokenizer {name} has no chat template: {other_way}, or put a chat_template.jinja into its directory"
+            f"{where}the tokenizer {name} has no chat template: {other_way}, or put a chat_template.jinja into its directory"
         )
     return template
 
@@ -220,7 +220,7 @@ def _apply(
     row: PromptRow, turns: Sequence[dict[str, Any]], tokenizer: Any, kwargs: dict[str, Any], **options: bool
 ) -> Any:
     other_way = "set the template's mode to plain" if row.text is not None else "give prompts that are plain text"
-    _check_kwargs(_required_template(tokenizer, other_way), tokenizer, kwargs)
+    _check_kwargs(_required_template(tokenizer, other_way, f"{row.origin}: "), tokenizer, kwargs)
     try:
         return tokenizer.apply_chat_template(list(turns), return_dict=False, **options, **kwargs)
     except (jinja2.TemplateError, TypeError) as error:

@@ -8,6 +8,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+# Of every command with --prompts, named as in a config.
+PromptColumn = Annotated[str, typer.Option(help="of --prompts: column with a plain prompt; default: a usual name")]
+MessagesColumn = Annotated[str, typer.Option(help="of --prompts: column with chat messages (role, content)")]
+
 
 @dataclass(frozen=True)
 class TrainOptions:

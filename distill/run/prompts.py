@@ -1,5 +1,6 @@
-"""From the config's sources to rendered prompts: read, de-duplicate, split, render, check."""
+"""From the config's sources, or a command's, to rendered prompts: read, de-duplicate, split, render, check."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +8,10 @@ from typing import Any
 
 from data.prompts.sources import PromptRow, load_source
 from data.prompts.split import content_hash, deduplicate, remove_overlap, split_rows
-from data.prompts.template import check_lengths, render_prompt, render_reference
+from data.prompts.template import Mode, check_lengths, render_prompt, render_reference
 from data.responses.respond import RenderedPrompt
 from distill.config.sections import DataConfig, SourceConfig
+from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
 
@@ -68,6 +70,47 @@ def load_prompts(
         if count:
             parts.append(f"{count} left out ({what})")
     return PromptSets(train, heldout, ", ".join(parts))
+
+
+def asked_rows(
+    path: str, prompt_column: str = "", messages_column: str = "", *, system: str = "", label: str = ""
+) -> tuple[list[PromptRow], bool]:
+    """(rows of a command's `--prompts PATH`, read as a config's source is; whether a column `label` gives their domain).
+
+    Raises:
+        UserError: see `load_source`; the message begins with the option.
+    """
+    columns = {"prompt_column": prompt_column or None, "messages_column": messages_column or None}
+    source = SourceConfig(path=path, system=system or None, **columns)  # type: ignore[arg-type]
+    if label:
+        # No such column, or a fault that the second reading names.
+        with contextlib.suppress(UserError):
+            return _rows(source.model_copy(update={"domain_column": label})), True
+    try:
+        return _rows(source), False
+    except UserError as error:
+        raise UserError(f"--prompts {error}") from error
+
+
+def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[Prompt]:
+    """(key, ids) of each row: a conversation by the chat template, a bare prompt too when `chat` says so. The key is its
+    FILE:LINE.
+
+    Raises:
+        UserError: no template where one is needed, a row that it refuses, a prompt without a token.
+    """
+    if chat and not tokenizer.chat_template:
+        raise UserError("--chat: the target's tokenizer has no chat template")
+    keys = [row.origin.rpartition("/")[2] for row in rows]
+    prompts: list[Prompt] = []
+    # Files of one name in several folders keep their folders.
+    for row, key in zip(rows, keys if len(set(keys)) == len(keys) else [row.origin for row in rows], strict=True):
+        mode: Mode = "chat" if chat or row.messages is not None else "plain"
+        ids = render_prompt(row, tokenizer, mode=mode, chat_template_kwargs={})
+        if not ids:
+            raise UserError(f"{key}: the prompt has no token; write at least one character")
+        prompts.append((key, ids))
+    return prompts
 
 
 def _rows(source: SourceConfig) -> list[PromptRow]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from bench_modules import bench
 
+from distill.models.load import load_tokenizer
+
 CELL = {"device", "batch", "mode", "gamma", "drafter", "tokens_per_second", "tau", "floor_share", "vs_hf_assisted"}
 
 
@@ -25,7 +27,7 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
         out=tmp_path / "decode.json",
         target=str(tiny_target),
         draft=str(tiny_run / "best" / "student"),
-        prompts=prompts,
+        prompts=str(prompts),
         chat=False,
         gammas="1,2",
         count=2,
@@ -75,7 +77,7 @@ def test_the_floor_is_counted_for_the_blocks_that_are_counted(monkeypatch: pytes
 def test_retrieval_never_holds_the_answers_it_is_measured_on(tiny_target: Path, tiny_run: Path, prompts: Path) -> None:
     module = bench("decode")
     target, draft, tokenizer = module.load_pair(str(tiny_target), str(tiny_run / "best" / "student"), "float32", "cpu")
-    kinds = module.load_prompts(prompts, tokenizer, False, 8, 60)
+    kinds = module.load_prompts(str(prompts), tokenizer, False, 8, 60)
     full = module.Bench(target, draft, 8)
     module.with_past(full, dict(kinds), 4)  # all four are measured: nothing is left for the store
     assert "heads" not in full.stores
@@ -95,3 +97,13 @@ def test_the_accelerators_bench_knows_its_acceptance(tmp_path: Path) -> None:
         if cell["mode"] == "greedy":
             # 1 + .8 + .64 + .512 with few tokens, and budgets that cut last blocks.
             assert 2.0 < cell["tau"] < 3.8
+
+
+def test_the_decoder_bench_reads_what_a_config_reads(chat_target: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    rows = [{"talk": [{"role": "user", "content": text}]} for text in ("add two", "add three")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(str(chat_target))
+    kinds = bench("decode").load_prompts(str(path), tokenizer, False, 8, 60, "", "talk")
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in kinds["chats"]]
+    assert texts == ["user: add two;assistant:", "user: add three;assistant:"]

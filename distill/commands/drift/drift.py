@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from data.files import write_json
-from data.prompts.sources import PromptRow, load_source
 from data.prompts.split import content_hash
 from data.prompts.template import check_lengths, render_prompt
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord, read_acceptance_log
@@ -41,6 +40,7 @@ from distill.commands.output import check_writable, writing
 from distill.config.layout import RESULT
 from distill.report.screen import interval
 from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.prompts import asked_rows
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from speculative.decode import decode
@@ -106,10 +106,13 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
 
 
 def _check(options: DriftOptions) -> None:
-    if (options.log is None) == (options.prompts is None):
+    if (options.log is None) == (not options.prompts):
         raise UserError("give one of --log FILE (a server's log) and --prompts FILE (fresh prompts)")
-    if options.chat and options.prompts is None:
-        raise UserError("--chat is for --prompts: a log is of prompts that were rendered already")
+    for option, value in (
+        ("--chat", options.chat), ("--prompt-column", options.prompt_column), ("--messages-column", options.messages_column)
+    ):  # fmt: skip
+        if value and not options.prompts:
+            raise UserError(f"{option} is for --prompts: a log is of prompts that were rendered already")
     if not 0 < options.false_alarms <= 0.5:
         raise UserError(f"--false-alarms {options.false_alarms}: give a probability between 0 and 0.5, e.g. 0.01")
     if not 0 < options.drop < 1:
@@ -148,18 +151,15 @@ def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
 
 def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> tuple[AcceptanceLog, list[str]]:
     """Fresh prompts decoded live by target and best draft, as the run serves them; one record a prompt."""
-    assert options.prompts is not None
     config, target = frozen.config, frozen.target.model
     draft = frozen.draft(str(options.run))
-    rows, labelled = _fresh_rows(options.prompts)
+    rows, labelled = asked_rows(options.prompts, options.prompt_column, options.messages_column, label="domain")
     template = config.data.template
-    kwargs: dict[str, Any] = {
-        "mode": "chat" if options.chat else template.mode, "chat_template_kwargs": template.chat_template_kwargs
-    }  # fmt: skip
     context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
     prompts, labels = [], []
     for number, row in enumerate(rows):
-        ids = render_prompt(row, frozen.target.tokenizer, **kwargs)
+        mode = "chat" if options.chat or row.messages is not None else template.mode
+        ids = render_prompt(row, frozen.target.tokenizer, mode=mode, chat_template_kwargs=template.chat_template_kwargs)
         if check_lengths(ids, row.origin, context, config.serving.max_tokens, config.data.too_long):
             # Its coins belong to the prompt and its place, not to the file's name.
             prompts.append((f"{number}:{content_hash(row)}", ids))
@@ -185,17 +185,6 @@ def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> t
     if not labelled:
         notes.append(f"{options.prompts} has no column `domain`: one slice")
     return AcceptanceLog(records, "prompts", sums=False), notes
-
-
-def _fresh_rows(path: Path) -> tuple[list[PromptRow], bool]:
-    """(rows of the prompt file, whether it labels them by a column `domain`)."""
-    if not path.is_file():
-        raise UserError(f"--prompts {path}: no such file")
-    try:
-        return load_source(path=str(path), domain_column="domain"), True
-    except UserError:
-        # No such column, or a fault that the second reading names.
-        return load_source(path=str(path)), False
 
 
 def _counts(part: Slice) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from distill.config.command_line import MessagesColumn, PromptColumn
+
 
 @dataclass(frozen=True)
 class DriftOptions:
@@ -16,7 +18,14 @@ class DriftOptions:
         Path | None,
         typer.Option(help="acceptance log: vLLM or llama.cpp output, JSON lines, csv, proposal log; .gz too"),
     ] = None
-    prompts: Annotated[Path | None, typer.Option(help="or fresh prompts, decoded here: .jsonl or .txt")] = None
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="or fresh prompts, decoded here: file (jsonl, json, csv, parquet, txt; .gz), directory or hub id"
+        ),
+    ] = ""
+    prompt_column: PromptColumn = ""
+    messages_column: MessagesColumn = ""
     chat: Annotated[bool, typer.Option(help="wrap fresh prompts in the target's chat template")] = False
     format: Annotated[str, typer.Option(help="of the log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, typer.Option(help="drafted tokens per block of the server, if not in the log")] = None

@@ -85,7 +85,7 @@ def generate_command(options: GenerateOptions) -> list[str]:
     if loaded.drafter is None:
         settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
     settings = replace(settings, eos_ids=end_token_ids(loaded.target))
-    prompts = read_prompts(options.prompt or [], options.prompts, loaded.tokenizer, options.chat, options.system)
+    prompts = read_prompts(options, loaded.tokenizer)
     result = run(
         loaded,
         prompts,
@@ -123,6 +123,11 @@ def refuse_contradictions(options: GenerateOptions) -> None:
         (options.gamma, kind != "none", "--gamma without anything that drafts: give --draft DIR or --drafter"),
         (options.stop_below, kind in ("draft", "cascade", "early-exit"), "--stop-below needs a draft model"),
         (options.system, options.chat, "--system is a chat message: add --chat"),
+        (
+            options.prompt_column or options.messages_column,
+            options.prompts,
+            "a column is of --prompts, which is missing",
+        ),
     ):
         if given and not used:
             raise UserError(what)

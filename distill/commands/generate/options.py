@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from distill.config.command_line import MessagesColumn, PromptColumn
+
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -14,11 +16,13 @@ class GenerateOptions:
     target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")]
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None
     prompts: Annotated[
-        Path | None,
+        str,
         typer.Option(
-            help='file: JSON lines with "prompt" (.jsonl), else one prompt a line; without any, one on standard input'
+            help="file (jsonl, json, csv, parquet, txt; .gz), directory or hub id; without any, one on standard input"
         ),
-    ] = None
+    ] = ""
+    prompt_column: PromptColumn = ""
+    messages_column: MessagesColumn = ""
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False
     system: Annotated[str, typer.Option(help="system message (with --chat)")] = ""
     draft: Annotated[str, typer.Option(help="draft model: directory, hub id, run or checkpoint folder")] = ""

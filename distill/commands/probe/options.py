@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from distill.config.command_line import MessagesColumn, PromptColumn
+
 STDLIB = "stdlib"
 
 
@@ -19,8 +21,13 @@ class ProbeOptions:
         typer.Argument(help="candidate drafts: directories, hub ids, runs; none = prompt lookup and ceilings only"),
     ] = None
     prompts: Annotated[
-        str, typer.Option(help='.jsonl with "prompt", .txt one a line, or stdlib (the embedded domain)')
+        str,
+        typer.Option(
+            help="file (jsonl, json, csv, parquet, txt; .gz), directory, hub id, or stdlib (the embedded domain)"
+        ),
     ] = STDLIB
+    prompt_column: PromptColumn = ""
+    messages_column: MessagesColumn = ""
     chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False
     count: Annotated[int, typer.Option(help="prompts used, spread over the file", min=1)] = 32
     max_tokens: Annotated[int, typer.Option(help="tokens of a response at most", min=1)] = 96

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from data.files import write_json
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
-from distill.commands.generate.prompt_files import read_prompts
 from distill.commands.output import check_writable, writing
 from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
@@ -26,6 +24,7 @@ from distill.models.load import dtype_of, load_model, load_tokenizer, model_fing
 from distill.models.target import load_target_side
 from distill.models.vocabulary import compare_vocabularies, repair_rows, vocabulary_rows
 from distill.report.durations import parse_seconds
+from distill.run.prompts import asked_rows, render_rows
 from distill.run.session import context_limit
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.engine.models import end_token_ids, max_positions
@@ -171,6 +170,8 @@ def read_plan(options: ProbeOptions) -> _Plan:
             raise UserError(f"{option} {value}: give at least 1")
     if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
+    if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
+        raise UserError("--prompt-column and --messages-column: stdlib has no columns; name a source with --prompts")
     if bool(options.t_target) != bool(options.t_draft):
         raise UserError(
             "--t-target and --t-draft go together: c is one over the other; give both, or neither to measure"
@@ -212,11 +213,11 @@ def _prompts(
             f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
         )
     if embedded:
-        rows = sorted(load_source(path=STDLIB, split="heldout"), key=content_hash)
-        texts = [str(row.text) for row in rows[: 4 * options.count]]
-        prompts = read_prompts(texts, None, tokenizer, options.chat, "")
+        rows = sorted(load_source(path=STDLIB, split="heldout"), key=content_hash)[: 4 * options.count]
+        rows = [replace(row, origin=f"prompt-{number}") for number, row in enumerate(rows, start=1)]
     else:
-        prompts = read_prompts([], Path(options.prompts), tokenizer, options.chat, "")
+        rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
+    prompts = render_rows(rows, tokenizer, options.chat)
     distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
     if embedded:
         distinct = [prompt for prompt in distinct if len(prompt[1]) <= room] or distinct

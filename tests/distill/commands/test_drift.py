@@ -224,8 +224,9 @@ def test_the_same_seed_gives_the_same_answer(run: Path, tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({}, "one of --log FILE"),
-        ({"log": Path("a"), "prompts": Path("b")}, "one of --log FILE"),
+        ({"log": Path("a"), "prompts": "b"}, "one of --log FILE"),
         ({"log": Path("a"), "chat": True}, "--chat is for --prompts"),
+        ({"log": Path("a"), "prompt_column": "text"}, "--prompt-column is for --prompts"),
         ({"log": Path("a"), "false_alarms": 0.0}, "--false-alarms 0.0"),
         ({"log": Path("a"), "drop": 1.0}, "--drop 1.0"),
         ({"log": Path("a"), "gamma": 0}, "--gamma 0"),
@@ -266,7 +267,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     (tmp_path / "folder.svg").mkdir()
     for place in (tmp_path / "file" / "x.svg", tmp_path / "folder.svg"):
         with pytest.raises(UserError, match=rf"--{option} .*(cannot be written|not an ordinary file)"):
-            drift_command(DriftOptions(run, prompts=Path("fresh.jsonl"), **{option: place}), silent())
+            drift_command(DriftOptions(run, prompts="fresh.jsonl", **{option: place}), silent())
 
 
 def test_a_result_of_another_checkpoint_than_the_best_is_noted(tmp_path: Path) -> None:
@@ -410,7 +411,7 @@ def test_a_stale_result_gives_way_to_replay_of_the_best_draft(tiny_run: Path, tm
 
 def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) -> None:
     plain = write_prompts(tmp_path / "fresh.jsonl", 12)
-    result = drift_command(DriftOptions(tiny_run, prompts=plain), silent())
+    result = drift_command(DriftOptions(tiny_run, prompts=str(plain)), silent())
     assert result["source"] == {"kind": "prompts", "path": str(plain), "format": "prompts", "requests": 12}
     (facts,) = result["slices"]
     assert facts["name"] == "all"
@@ -420,10 +421,29 @@ def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) 
     labelled = tmp_path / "labelled.jsonl"
     rows = [json.loads(line) for line in plain.read_text().splitlines()]
     labelled.write_text("".join(json.dumps(row | {"domain": row["kind"]}) + "\n" for row in rows))
-    parts = drift_command(DriftOptions(tiny_run, prompts=labelled), silent())["slices"]
+    parts = drift_command(DriftOptions(tiny_run, prompts=str(labelled)), silent())["slices"]
     assert sorted(part["name"] for part in parts) == ["even", "odd"]
     assert sum(part["accepted"] for part in parts) == facts["accepted"]  # labels change nothing else
     with pytest.raises(UserError, match="no such file"):
-        drift_command(DriftOptions(tiny_run, prompts=tmp_path / "no.jsonl"), silent())
+        drift_command(DriftOptions(tiny_run, prompts=str(tmp_path / "no.jsonl")), silent())
     with pytest.raises(UserError, match="chat"):
-        drift_command(DriftOptions(tiny_run, prompts=plain, chat=True), silent())
+        drift_command(DriftOptions(tiny_run, prompts=str(plain), chat=True), silent())
+
+
+def test_fresh_conversations_are_read_by_the_template_though_the_run_is_plain(
+    tiny_run: Path, tiny_target: Path, chat_target: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run, symlinks=True)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(str(tiny_target), str(chat_target)))
+    texts = [f"def part_{number}(a, b):" for number in range(10)]
+    chats, plain = tmp_path / "chats.jsonl", tmp_path / "plain.jsonl"
+    chats.write_text("".join(json.dumps({"talk": [{"role": "user", "content": text}]}) + "\n" for text in texts))
+    plain.write_text("".join(json.dumps({"prompt": f"user: {text};assistant:"}) + "\n" for text in texts))
+    talked = drift_command(DriftOptions(run, prompts=str(chats), messages_column="talk"), silent())
+    written = drift_command(DriftOptions(run, prompts=str(plain)), silent())
+    assert talked["source"]["requests"] == 10
+    for result in (talked, written):
+        assert any("no column `domain`" in note for note in result["notes"])
+    assert talked["slices"][0]["drafted"] > 50

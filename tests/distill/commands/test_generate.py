@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from distill import cli
 from distill.commands.generate import generate as program
+from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
 from distill.models.load import load_model, load_tokenizer
@@ -103,6 +105,38 @@ def test_many_prompts_become_json_lines_in_their_order_and_a_datastore_for_retri
     assert run(str(tiny_target), "--max-tokens", "3", text=PROMPT)  # a prompt on standard input
 
 
+def test_prompts_are_what_a_config_reads(chat_target: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """Conversations, parquet, a named column, a whole folder; what is asked is what the target's template writes."""
+    turn = {"role": "user", "content": "add two"}
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": [turn] * count}) + "\n" for count in (1, 2)))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    pq.write_table(pa.table({"question": ["add two"], "answer": ["four"]}), folder / "train.parquet")
+
+    def asked(*options: str, target: Path = chat_target) -> dict[str, str]:
+        out = tmp_path / "out.jsonl"
+        run(str(target), *options, "--max-tokens", "2", "--out", str(out))
+        tokenizer = load_tokenizer(str(target))
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        return {row["key"]: tokenizer.decode(row["prompt_ids"], skip_special_tokens=True) for row in rows}
+
+    once, twice = "user: add two;assistant:", "user: add two;user: add two;assistant:"
+    assert asked("--prompts", str(chats)) == {"chats.jsonl:1": once, "chats.jsonl:2": twice}
+    be = "system: be brief;"
+    assert asked("--prompts", str(chats), "--chat", "--system", "be brief") == {
+        "chats.jsonl:1": be + once, "chats.jsonl:2": be + twice
+    }  # fmt: skip
+    assert asked("--prompts", str(folder)) == {"train.parquet:1": "add two"}
+    assert asked("--prompts", str(folder), "--chat", "--prompt", "add two") == {
+        "prompt-1": once,
+        "train.parquet:1": once,
+    }
+    assert asked("--prompts", str(folder), "--prompt-column", "answer") == {"train.parquet:1": "four"}
+    with pytest.raises(UserError, match=r"chats.jsonl:1: the tokenizer .* has no chat template"):
+        asked("--prompts", str(chats), target=tiny_target)
+
+
 def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft: str, plain_text: str) -> None:
     stop = plain_text[4:7]
     text = run(str(tiny_target), "--prompt", PROMPT, "--draft", draft, "--max-tokens", "20", "--stop", stop)
@@ -135,6 +169,8 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
         (["--min-tokens", "300"], "min_tokens = 300"),
         (["--chat"], "no chat template"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
+        (["--prompts", "x.json"], "--prompts x.json: no such file"),
+        (["--prompt-column", "question"], "a column is of --prompts"),
         (["--draft", "nowhere"], "nowhere"),
         (["--device", "abacus"], "--device abacus: cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "--device cuda:99"),
@@ -144,7 +180,6 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
         (["--out", "/dev/null"], "is not an ordinary file"),
         (["--out", "/"], "is not an ordinary file"),
         (["--numbers", "/dev/null"], "is not an ordinary file"),
-        (["--prompts", "x.json"], "give JSON lines"),
         (["--runner", "fast"], "runner = 'fast'"),
         (["--max-tokens", "0"], "max_tokens = 0"),
     ],
@@ -170,20 +205,26 @@ def test_files_of_other_systems_and_odd_lines_are_read_or_refused_plainly(tiny_t
 
     def read(name: str, raw: bytes) -> list[tuple[str, Any]]:
         (tmp_path / name).write_bytes(raw)
-        return read_prompts([], tmp_path / name, tokenizer, False, "")
+        return read_prompts(GenerateOptions("", prompts=str(tmp_path / name)), tokenizer)
 
     assert [key for key, _ in read("a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\x0cstill two\r\n")] == ["a.txt:1", "a.txt:3"]
-    ids = dict(read("b.jsonl", '\ufeff{"prompt": "a\u2028b"}\n'.encode()))["b.jsonl:1"]
+    ids: Any = dict(read("b.jsonl", '\ufeff{"prompt": "a\u2028b"}\n'.encode()))["b.jsonl:1"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a\u2028b"
     for name, raw, message in (
-        ("c.txt", b"\xff\xfe\x00", "c.txt: not UTF-8 text"),
-        ("d.jsonl", b'{"prompt": "\\ud800 lone"}', "d.jsonl:1: the prompt is not valid Unicode"),
-        ("e.jsonl", b'{"prompt": ""}', "e.jsonl:1: the prompt is empty"),
-        ("f.jsonl", b'{"text": "x"}', "f.jsonl:1: each line must be a JSON object"),
-        ("g.txt", b"\n\n", "no prompt in it"),
+        ("c.txt", b"\xff\xfe\x00", "--prompts .*c.txt:1: not UTF-8"),
+        ("d.jsonl", b'{"prompt": "x"}\n{"prompt": "\\ud800 lone"}', "d.jsonl:2: not valid Unicode"),
+        ("e.jsonl", b'{"prompt": ""}', "e.jsonl:1: column 'prompt' is empty"),
+        ("f.jsonl", b'{"words": "x"}', "f.jsonl: which column holds the prompt.*prompt_column"),
+        ("g.txt", b"\n\n", "g.txt: no rows"),
     ):
         with pytest.raises(UserError, match=message):
             read(name, raw)
+    for text, message in (
+        ("\ud800", "prompt-1: the prompt is not valid Unicode"),
+        ("", "prompt-1: the prompt is empty"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_prompts(GenerateOptions("", prompt=[text]), tokenizer)
     (tmp_path / "h.jsonl").write_text('{"prompt_ids": ["a"], "response_ids": [5]}')
     with pytest.raises(UserError, match=r"h.jsonl:1: not a line of"):
         read_datastore(tmp_path / "h.jsonl", load_model("target", str(tiny_target)))

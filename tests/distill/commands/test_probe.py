@@ -43,6 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     lines = [f"def f{index}(a{', b' * (index % 3)}):" for index in range(20)]
     (place / "prompts.txt").write_text("\n".join([*lines, lines[0]]), encoding="utf-8")
     (place / "long.jsonl").write_text(json.dumps({"prompt": "word " * 300}) + "\n", encoding="utf-8")
+    (place / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": [{"role": "user", "content": line}], "n": 1}) + "\n" for line in lines)
+    )
     (place / "empty.txt").write_text("\n", encoding="utf-8")
     return place
 
@@ -180,6 +183,13 @@ def test_a_repeated_prompt_counts_once(given):
     assert "20 distinct prompts, not the 32 asked for" in result["notes"][0]
 
 
+def test_conversations_are_probed_by_the_template(given, folder, chat_target):
+    bare = replace(given, target=str(chat_target), temperatures="0", max_tokens=4, drafts=[])
+    chats = probe(replace(bare, prompts=str(folder / "chats.jsonl"), messages_column="messages"))
+    assert chats["texts"] == probe(replace(bare, chat=True))["texts"]
+    assert chats["greedy_ceilings"] == probe(replace(bare, chat=True))["greedy_ceilings"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -201,7 +211,9 @@ def test_a_repeated_prompt_counts_once(given):
         ({"max_tokens": 125}, "that exceeds the target's context of 128"),
         ({"max_tokens": 1000, "prompts": "stdlib"}, "leaves no room for a prompt in the target's context of 128"),
         ({"prompts": "long.jsonl"}, "prompt long.jsonl:1 has "),
-        ({"prompts": "empty.txt"}, "no prompt in it"),
+        ({"prompts": "empty.txt"}, "empty.txt: no rows"),
+        ({"prompts": "chats.jsonl"}, "chats.jsonl:1: the tokenizer"),
+        ({"prompts": "stdlib", "prompt_column": "text"}, "stdlib has no columns"),
         ({"prompts": "missing.txt"}, "--prompts missing.txt: no such file"),
         ({"drafts": ["foreign"]}, "it does not share the target's vocabulary"),
         ({"drafts": ["short"]}, "its context of 16 tokens is too short"),
