@@ -6,7 +6,6 @@ response never holds the batch; when nobody waits, rows that are done are droppe
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, 
 from speculative.decoder.text import TextStream
 from speculative.drafters.drafter import Drafter
 from speculative.drafters.gamma import FixedGamma, GammaPolicy
-from speculative.engine.memory import check_memory
+from speculative.engine.memory import check_memory, peak_bytes
 from speculative.engine.models import (
     check_decodable,
     check_same_vocabulary,
@@ -280,7 +279,7 @@ def _events(
                 loop.keep(kept)
                 policy.keep(kept)
                 seats = [seats[row] for row in kept]
-        timing.peak_bytes = _peak_bytes(target.device)
+        timing.peak_bytes = peak_bytes(target.device)
 
 
 def _one_block(
@@ -348,10 +347,3 @@ def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: in
         None if draft_probs is None else draft_probs[row, :count],
         source,
     )
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Most memory in use: the device's since decoding began, or the process's since it started on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,21 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from distill.models.vocabulary import ROLES, row_tensors, special_ids, tokens_by_id
 from speculative.errors import UserError
 
 _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves, the others follow from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+# Character -> byte of byte-level BPE (GPT-2).
+_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

@@ -27,9 +27,10 @@ from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
-from distill.training.profiling import Profile, StepClock, mfu, peak_memory_mib, training_flops
+from distill.training.profiling import Profile, StepClock, mfu, training_flops
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
+from speculative.engine.memory import peak_bytes
 from speculative.errors import UserError
 
 # Updates skipped one after another before a run is given up: by then it is no spike.
@@ -270,7 +271,7 @@ class Loop:
         if result.skipped:
             values["skipped"] = True
         values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
-        values["peak_memory_mib"] = round(peak_memory_mib(device), 1)
+        values["peak_memory_mib"] = round(peak_bytes(device) / 2**20, 1)
         flops = self.flops.of(result.positions, result.tokens)
         share = mfu(1 / elapsed, flops, device, self.config.train.mixed_precision, ranks)
         if share is not None:

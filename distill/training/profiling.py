@@ -2,8 +2,6 @@
 
 import os
 import re
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,14 +90,6 @@ class Profile:
         temporary = self.folder / f".{TABLE}.tmp"
         temporary.write_text(table + "\n", encoding="utf-8")
         os.replace(temporary, self.folder / TABLE)
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Most memory so far, in MiB: of tensors on a CUDA device, else the whole process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest / 2**20 if sys.platform == "darwin" else largest / 2**10  # bytes there, KiB on Linux
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:

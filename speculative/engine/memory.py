@@ -5,10 +5,13 @@ Shapes: R rows, C capacity (positions a row can hold), Q query tokens of one cal
 
 from __future__ import annotations
 
+import resource
+import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -80,18 +83,21 @@ def free_bytes(device: torch.device) -> int | None:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
-    limits = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
+    limits = [psutil.virtual_memory().available]
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
         # Cached files count as used and are given back when memory is asked for.
         statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         limits.append(int(limit.read_text()) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
-    return min(limits, default=None)
+    return min(limits)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory so far: of tensors on a CUDA device, else the whole process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024  # bytes there, KiB on Linux
 
 
 def check_memory(
