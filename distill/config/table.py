@@ -1,4 +1,4 @@
-"""The configuration as a Markdown table, made from the config's own fields; README carries it and a test compares."""
+"""The configuration as a Markdown table, made from the config's own fields; docs/config.md carries it and a test compares."""
 
 import types
 import typing

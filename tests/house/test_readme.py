@@ -16,17 +16,32 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_config_table_is_the_configs_own() -> None:
-    between = README.split("<!-- config table -->")[1].split("<!-- end of config table -->")[0]
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    between = page.split("<!-- config table -->")[1].split("<!-- end of config table -->")[0]
     assert between.strip() == config_table().strip(), "paste the output of `understudy config` between the marks"
 
 
-def test_the_tree_names_every_module() -> None:
-    for package in ("distill", "speculative", "data"):
-        for path in (ROOT / package).rglob("*.py"):
-            if path.name != "__init__.py":
-                assert re.search(rf"\b{re.escape(path.name)}\b", README), (
-                    f"{package}/{path.name} is not in README's tree"
-                )
+def test_the_rooms_are_all_of_them_with_a_line_each() -> None:
+    listed = set(re.findall(r"^  ([a-z]+)/ ", README, re.M))
+    rooms = {
+        path.name
+        for package in ("distill", "speculative", "data")
+        for path in (ROOT / package).iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
+    assert listed == rooms
+
+
+def test_every_file_that_readme_and_docs_name_is_there() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        named = re.findall(
+            r"\b((?:distill|speculative|data|tests|bench|configs)/[\w/.-]+\.(?:py|yaml|json))", page.read_text()
+        )
+        assert [name for name in named if not (ROOT / name).exists()] == [], page.name
+
+
+def test_readme_is_read_in_two_minutes() -> None:
+    assert README.count("\n") <= 200
 
 
 def test_every_understudy_command_of_the_readme_exists() -> None:
