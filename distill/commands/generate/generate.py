@@ -19,9 +19,10 @@ from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
 from distill.commands.output import check_writable, writing
+from distill.config.sections import TargetConfig
 from distill.faults import Interrupted
 from distill.models.draft import load_draft
-from distill.models.load import dtype_of, load_model, load_tokenizer
+from distill.models.target import Target
 from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
@@ -151,11 +152,11 @@ def load(options: GenerateOptions) -> Loaded:
     if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
     kind = options.drafter or ("draft" if draft else "none")
-    model = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
-    tokenizer = load_tokenizer(options.target)
+    target = Target(TargetConfig(path=options.target, dtype=options.dtype), place)  # type: ignore[arg-type]
+    model = target.model
 
     def draft_model() -> ModelDrafter:
-        return ModelDrafter(load_draft(draft, model, tokenizer).to(device=place, dtype=model.dtype))  # type: ignore[call-arg]
+        return ModelDrafter(load_draft(draft, target).to(device=place, dtype=model.dtype))  # type: ignore[call-arg]
 
     makers: dict[str, Any] = {
         "none": lambda: None,
@@ -166,7 +167,7 @@ def load(options: GenerateOptions) -> Loaded:
         "jacobi": JacobiPool,
         "cascade": lambda: Cascade(PromptLookup(min_ngram=2), draft_model()),
     }
-    return Loaded(model, tokenizer, makers[kind]())
+    return Loaded(model, target.tokenizer, makers[kind]())
 
 
 def parse_tree(text: str) -> tuple[int, ...]:
