@@ -60,24 +60,43 @@ class Batch:
 def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = ()) -> Batch:
     """Right-pads. Causal attention never looks to the right, so padded rows need no attention mask."""
     width = max(len(example.input_ids) for example in examples)
-    input_ids_BT = np.full((len(examples), width), pad_id, dtype=np.int64)
-    predicts_BT = np.zeros((len(examples), width), dtype=bool)
-    labels_BT = np.zeros((len(examples), width), dtype=np.int64)
-    weights_BT = np.ones((len(examples), width), dtype=np.float32)
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids_BT[row, :length] = example.input_ids
-        predicts_BT[row, : length - 1] = example.loss_mask[1:]
-        labels_BT[row, : length - 1] = example.input_ids[1:]
-        if example.weights is not None:
-            weights_BT[row, : length - 1] = example.weights[1:]
+    return collate_rows([(example,) for example in examples], pad_id, width, indices)
+
+
+def collate_rows(
+    rows: Sequence[Sequence[Example]],
+    pad_id: int,
+    width: int,
+    indices: Sequence[int],
+    position_ids_BT: Tensor | None = None,
+) -> Batch:
+    """Sequences one behind the other in rows of `width`, the rest padded; no position predicts the first id of a sequence.
+
+    `indices`: the examples' numbers, row by row. No rows at all give a row of padding with R = 0.
+    """
+    shape = max(len(rows), 1), width
+    input_ids_BT = np.full(shape, pad_id, dtype=np.int64)
+    predicts_BT = np.zeros(shape, dtype=bool)
+    labels_BT = np.zeros(shape, dtype=np.int64)
+    weights_BT = np.ones(shape, dtype=np.float32)
+    for index, row in enumerate(rows):
+        start = 0
+        for example in row:
+            end = start + len(example.input_ids)
+            input_ids_BT[index, start:end] = example.input_ids
+            predicts_BT[index, start : end - 1] = example.loss_mask[1:]
+            labels_BT[index, start : end - 1] = example.input_ids[1:]
+            if example.weights is not None:
+                weights_BT[index, start : end - 1] = example.weights[1:]
+            start = end
     rows_R = np.flatnonzero(predicts_BT)
-    weighted = any(example.weights is not None for example in examples)
+    weighted = any(example.weights is not None for row in rows for example in row)
     return Batch(
         torch.from_numpy(input_ids_BT),
         torch.from_numpy(rows_R),
         torch.from_numpy(labels_BT.reshape(-1)[rows_R]),
-        weights_R=torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
-        indices=tuple(int(index) for index in indices),
-        positions=sum(len(example.input_ids) for example in examples),
+        position_ids_BT,
+        torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
+        tuple(int(index) for index in indices),
+        sum(len(example.input_ids) for row in rows for example in row),
     )

@@ -18,7 +18,7 @@ from data.signals.store import SignalStore, StoredSignal
 from distill.config.sections import SignalConfig
 from distill.training.teacher import TeacherSource
 from speculative.errors import UserError
-from speculative.rules.sampling import row_uniforms
+from speculative.rules.sampling import row_uniforms, sample_at
 
 Head = Callable[[Tensor], Tensor]
 CHUNK_BYTES = 64 << 20  # of one float32 (C, V) tensor; half a dozen of its size exist at once
@@ -75,28 +75,16 @@ def sampled_signal(
     2503.16870, proposal = the target), but a token of probability p is drawn floor(samples p) or ceil(samples p) times and
     never otherwise: its variance is at most 1 / (4 samples^2), not p (1 - p) / samples.
     """
-    parts = []
+    draws_N, parts = torch.arange(samples, dtype=torch.float64, device=hidden_RD.device), []
     for rows, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
         log_probs_CV = logits_CV.log_softmax(-1)
         probs_CV = log_probs_CV.exp()
         entropy_C = -torch.where(probs_CV > 0, probs_CV * log_probs_CV, 0.0).sum(-1)
-        ids_CS, weights_CS = _distinct(_systematic_draws(probs_CV, uniforms_R[rows], samples))
+        points_CN = (draws_N + uniforms_R[rows].to(probs_CV.device).double().unsqueeze(-1)) / samples
+        ids_CS, weights_CS = _distinct(sample_at(probs_CV, points_CN))
         log_probs_CS = torch.where(weights_CS > 0, log_probs_CV.gather(-1, ids_CS), -torch.inf)
         parts.append(SampledSignal(ids_CS, weights_CS, log_probs_CS, entropy_C))
     return join_sampled(parts).to(hidden_RD.device)
-
-
-def _systematic_draws(probs_CV: Tensor, uniforms_C: Tensor, samples: int) -> Tensor:
-    """Ids (C, N), rising within a row. The sum runs in float64, as in `speculative.rules.sampling.sample`."""
-    cumulative_CV = probs_CV.cumsum(-1, dtype=torch.float64)
-    if probs_CV.device.type != "cpu":
-        # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
-        cumulative_CV = cumulative_CV.masked_fill_(probs_CV <= 0, 0.0).cummax(-1).values
-    points_N = torch.arange(samples, dtype=torch.float64, device=probs_CV.device)
-    points_CN = (points_N + uniforms_C.to(probs_CV.device).double().unsqueeze(-1)) / samples
-    below_mass_C1 = cumulative_CV[:, -1:] * (1.0 - 2.0**-52)
-    ids_CN = torch.searchsorted(cumulative_CV, (points_CN * below_mass_C1).contiguous(), right=True)
-    return ids_CN.clamp_max_(probs_CV.shape[-1] - 1)
 
 
 def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,12 @@ def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torc
 
 
 def sample(probs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Ids (*R,) by inverse transform: the first token whose cumulative probability exceeds the uniform in [0, 1).
+    """Ids (*R,) by inverse transform: the first token whose cumulative probability exceeds the uniform in [0, 1)."""
+    return sample_at(probs_RV, uniforms_R.unsqueeze(-1)).squeeze(-1)
+
+
+def sample_at(probs_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
+    """Ids (*R, N): at each of a row's points in [0, 1) the first token whose cumulative probability exceeds it.
 
     Rows need not sum to one (they are scaled by their mass). A token of probability 0 is never returned as long as the
     row has any mass. The sum runs in float64: in float32 it is off by more than the tail of a large vocabulary.
@@ -110,13 +115,12 @@ def sample(probs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     if probs_RV.device.type != "cpu":
         # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
         cumulative_RV = cumulative_RV.masked_fill_(probs_RV <= 0, 0.0).cummax(-1).values
-    # One rounding below the mass, so that no uniform under 1 reaches it.
+    # One rounding below the mass, so that no point under 1 reaches it.
     below_mass_R1 = cumulative_RV[..., -1:] * (1.0 - 2.0**-52)
-    threshold_R1 = uniforms_R.unsqueeze(-1) * below_mass_R1
     # The running sum only rises at a token with probability, so the first entry above the threshold is one.
-    ids_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True).squeeze(-1)
+    ids_RN = torch.searchsorted(cumulative_RV, points_RN * below_mass_R1, right=True)
     # A row of NaN finds nothing; its id is not used, but must be one.
-    return ids_R.clamp_max_(probs_RV.shape[-1] - 1)
+    return ids_RN.clamp_max_(probs_RV.shape[-1] - 1)
 
 
 def row_uniforms(seed: int, key: str, length: int, columns: int = 3, purpose: str = "") -> torch.Tensor:
