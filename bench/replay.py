@@ -51,6 +51,7 @@ from speculative.measure.intervals import intervals_of_sums
 from speculative.measure.replay import agreement_of, block_variance_of, expected_blocks_of, law_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.verify import draft_draws
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 DOMAINS = {"wikisql/train": "question", "nl2bash/nl2bash": "nl", "gsm8k/train": "question"}
@@ -140,7 +141,7 @@ def load_prompts(tokenizer: Any, chat: bool, count: int, longest: int) -> list[P
 
 def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
     """One cell: blocks counted live against replay of the same text, round after round until the coins are averaged out."""
-    sizes, sampled = bench.sizes, rule in ("sample", "block")
+    sizes, sampled = bench.sizes, draft_draws(rule)
     tokens = counted = rounds = 0
     expected = variance = seconds = 0.0
     law = law_of(rule, bench.settings(rule, gamma).sampling)

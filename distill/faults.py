@@ -24,8 +24,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, Interrupted):
         return f"\ninterrupted: {error}", INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
-        kept = f"checkpoint {error} is written" if str(error) else "what was written stays"
-        return f"\ninterrupted: {kept}; the same command goes on from it", INTERRUPTED
+        return "\ninterrupted: what was written stays; the same command goes on from it", INTERRUPTED
     # Only here: `understudy --help` needs no torch.
     import torch
 

@@ -86,16 +86,15 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     longest = max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
     require_served(config.judge.served, target, longest)
     student = None if carved_by_measurement(config.student) else first_student(config, accelerator, target)
-    clock = _Clock(progress)
     # Without the target's weights there is no instrument to check: replay alone judges.
     live = config.judge.live != "never"
-    checks = check_instrument(config.folder, accelerator, target, sets.heldout, judged_at) if live else {}
-    clock.stop("self_checks")
-    stores = RunStores(config, accelerator, target)
-    wanted = config.data.mix.target or carved_by_measurement(config.student)
-    rows = stores.training(sets.train) if wanted else []  # on-policy alone trains on nothing of them
-    heldout = stores.heldout_by_rule(sets.heldout)
-    clock.stop("respond")
+    with progress.timed("self_checks"):
+        checks = check_instrument(config.folder, accelerator, target, sets.heldout, judged_at) if live else {}
+    with progress.timed("respond"):
+        stores = RunStores(config, accelerator, target)
+        wanted = config.data.mix.target or carved_by_measurement(config.student)
+        rows = stores.training(sets.train) if wanted else []  # on-policy alone trains on nothing of them
+        heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:
         student = first_student(config, accelerator, target, rows)
     module = DraftModule(student, make_objective(config))
@@ -152,29 +151,17 @@ def _conclude(
     trained_on: Sequence[str],
 ) -> None:
     """Verdict, report and plot, on the main process."""
-    clock = _Clock(progress)
+    started = time.perf_counter()
     plot_run(config.folder)
 
     def seconds() -> dict[str, float]:
-        clock.stop("verdict")
+        progress.spend("verdict", time.perf_counter() - started)
         return progress.seconds
 
     result = conclude_run(config, target, heldout, checks, seconds, context, trained_on)
     write_conclusion(config.folder, result)
     log_result(accelerator, result)
     accelerator.print(result["verdict"]["sentence"])
-
-
-class _Clock:
-    """Time since the last stop, booked under a stage."""
-
-    def __init__(self, progress: checkpoint.Progress) -> None:
-        self.progress, self.started = progress, time.perf_counter()
-
-    def stop(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.progress.spend(stage, now - self.started)
-        self.started = now
 
 
 def _parameters(model: torch.nn.Module) -> int:

@@ -19,8 +19,7 @@ from speculative.measure.curves import CURVE_GAMMAS
 from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
 from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
+from speculative.rules.verify import Rule, rules_of_text
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def judge_frozen(
     return {
         **numbers(range(len(heldout))),
         "rule": settings.rule,
-        "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(settings.sampling) if rule != law},
+        "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(law) if rule != law},
         # A domain of empty responses has nothing to judge.
         "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
         "per_response": {
@@ -89,11 +88,6 @@ def judge_frozen(
             "blocks": blocks_NK[:, -1].tolist(),
         },
     }
-
-
-def rules_of_text(sampling: SamplingSettings) -> tuple[Rule, ...]:
-    """The rules that text of the target can be replayed under: greedy text under `greedy`, sampled text under the others."""
-    return ("greedy",) if sampling.greedy else ("sample", "greedy-draft", "block")
 
 
 def _under_rule(scores: Sequence[TokenScores], rule: Rule, gammas: Sequence[int]) -> dict[str, Any]:

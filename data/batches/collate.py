@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Batch:
             self.labels_R.to(device, non_blocking=True), moved(self.position_ids_BT), moved(self.weights_R), self.indices,
             self.positions,
         )  # fmt: skip
+
+
+def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id behind the end of a sequence. Any will do where a tokenizer has none: nothing attends to it or predicts it."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = ()) -> Batch:

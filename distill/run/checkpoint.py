@@ -1,9 +1,12 @@
 """Checkpoints: written whole or not at all, found again, judged, pruned."""
 
+import contextlib
 import json
 import logging
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,13 @@ class Progress:
     def spend(self, stage: str, seconds: float) -> None:
         """Adds to the time spent in a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Books the seconds of the block by the wall clock; not those of one that fails."""
+        started = time.perf_counter()
+        yield
+        self.spend(stage, time.perf_counter() - started)
 
 
 def last_resumable(run: Path) -> int | None:

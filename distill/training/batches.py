@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.batches.collate import Batch, Example, collate
+from data.batches.collate import Batch, Example, collate, pad_id_of
 from data.batches.mixture import Mixture, Pool
 from data.batches.packed import collate_packed
 from data.batches.packing import micro_batches, packed_micro_batches
@@ -202,8 +202,9 @@ def make_batches(
                 f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
             )
         text = text_examples([source.model_dump() for source in data.text], tokenizer, data.text_window)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return BatchSource(config, examples, pad_id, accelerator.process_index, accelerator.num_processes, rollouts, text)
+    return BatchSource(
+        config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text
+    )
 
 
 def make_objective(config: RunConfig) -> Objective:

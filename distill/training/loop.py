@@ -21,24 +21,25 @@ from data.files import write_json
 from distill.config.layout import AVERAGED, JUDGEMENT, PROGRESS, STUDENT, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.config.sections import TrainConfig
+from distill.faults import Interrupted
 from distill.run import checkpoint
 from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
-from distill.training.profiling import Profile, StepClock, mfu, training_flops
+from distill.training.profiling import Profile, mfu, training_flops
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
+from speculative.decoder.stage_clock import StageClock
 from speculative.engine.memory import peak_bytes
 from speculative.errors import UserError
 
 # Updates skipped one after another before a run is given up: by then it is no spike.
 MOST_SKIPS = 20
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after the checkpoint was written."""
+# Of a step. data: micro-batches, rollouts when they are due; teacher: the target's layers, or reading its store; student: the
+# draft's layers, forward and backward; loss: the head products of both models and the divergence.
+STAGES = ("data", "teacher", "student", "loss", "optimizer")
 
 
 class NotFinite(UserError):
@@ -115,7 +116,7 @@ class Loop:
         self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
         averaged = [self.average] if self.average is not None else []
         accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *averaged)
-        self.clock = self.module.clock = StepClock(accelerator.device)
+        self.clock = self.module.clock = StageClock(accelerator.device)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
         if progress.step or (step_folder(self.run, 0) / "state").exists():
             state = step_folder(self.run, progress.step) / "state"
@@ -154,7 +155,8 @@ class Loop:
                     self._read_dial_if_due()
                     if self._any_rank(interrupt.requested):
                         self._save()
-                        raise Interrupted(str(step_folder(self.run, self.progress.step)))
+                        folder = step_folder(self.run, self.progress.step)
+                        raise Interrupted(f"checkpoint {folder} is written; the same command goes on from it")
         finally:
             interrupt.restore()
 
@@ -209,7 +211,15 @@ class Loop:
             self.average.update_parameters(self.module.student)
         self.clock.mark("optimizer")
         return StepResult(
-            mean_loss, mean_overlap, tokens, grad_norm, lr, mean_slack, skipped, positions, self.clock.seconds()
+            mean_loss,
+            mean_overlap,
+            tokens,
+            grad_norm,
+            lr,
+            mean_slack,
+            skipped,
+            positions,
+            dict.fromkeys(STAGES, 0.0) | self.clock.seconds(),
         )
 
     def _set_objective(self) -> None:
@@ -312,19 +322,18 @@ class Loop:
             or step == self.config.train.steps
         ):
             return
-        started = time.perf_counter()
-        self.wrapped.eval()
-        full = self._full()
-        if full is not None and self.accelerator.is_main_process:
-            with torch.random.fork_rng():
-                reading = self.validator.dial(full)
-            values = {f"dial/{key}": value for key, value in reading.items()}
-            self.metrics.write(step, values, always=True)
-            self.accelerator.print(
-                f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay"
-            )
-        self.accelerator.wait_for_everyone()
-        self.progress.spend("judge", time.perf_counter() - started)
+        with self.progress.timed("judge"):
+            self.wrapped.eval()
+            full = self._full()
+            if full is not None and self.accelerator.is_main_process:
+                with torch.random.fork_rng():
+                    reading = self.validator.dial(full)
+                values = {f"dial/{key}": value for key, value in reading.items()}
+                self.metrics.write(step, values, always=True)
+                self.accelerator.print(
+                    f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay"
+                )
+            self.accelerator.wait_for_everyone()
 
     def _judgement(self, path: Path) -> dict[str, Any]:
         """The record at ``path``, made first when there is none."""
@@ -333,15 +342,13 @@ class Loop:
         self.accelerator.wait_for_everyone()
         if judged:
             return json.loads(path.read_text(encoding="utf-8"))
-        started = time.perf_counter()
-        self.wrapped.eval()
         # What the judge draws must not reach the training: after a resume the judgement is not repeated.
-        with torch.random.fork_rng():
+        with self.progress.timed("judge"), torch.random.fork_rng():
+            self.wrapped.eval()
             record = self.validator(self.progress.step, self._full())
             if self.average is not None:
                 averaged = self._averaged() if self.accelerator.is_main_process else None
                 record = self._better(record, self.validator(self.progress.step, averaged))
-        self.progress.spend("judge", time.perf_counter() - started)
         if self.accelerator.is_main_process:
             write_json(path, record)
             self.accelerator.print(self.validator.headline(record))

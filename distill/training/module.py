@@ -10,7 +10,7 @@ from data.signals.signal import DenseSignal, Signal
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.models.heads import SplitModel
-from distill.training.profiling import StepClock
+from speculative.decoder.stage_clock import StageClock
 
 
 class DraftModule(nn.Module):
@@ -21,7 +21,7 @@ class DraftModule(nn.Module):
         super().__init__()
         self.student = student
         self.objective = objective
-        self.clock: StepClock | None = None
+        self.clock: StageClock | None = None
         # A peft model wraps a causal LM whose layers carry the adapters in place.
         adapted: Any = student
         inner: Any = adapted.get_base_model() if hasattr(student, "get_base_model") else student

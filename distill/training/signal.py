@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data.batches.collate import Example, collate
+from data.batches.collate import Example, collate, pad_id_of
 from data.files import MANIFEST
 from data.signals.codec import RELATIVE_ERROR
 from data.signals.store import SignalStore, signal_manifest
@@ -80,13 +80,12 @@ def fill(
     mine = [order[start : start + size] for start in range(0, len(order), size)]
     mine = mine[accelerator.process_index :: accelerator.num_processes]
     if mine:
-        pad_id = target.tokenizer.pad_token_id if target.tokenizer.pad_token_id is not None else 0
         teacher = CapturingTeacher(
             Teacher(target.model), store, config.signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
         )
         with _bar(sum(map(len, mine)), show) as bar:
             for indices in mine:
-                batch = collate([examples[index] for index in indices], pad_id, indices)
+                batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
                 teacher.fill(batch.to(accelerator.device))
                 bar.advance(bar.task_ids[0], len(indices))
     accelerator.wait_for_everyone()

@@ -26,7 +26,6 @@ from distill.models.target import Target, load_target_side
 from distill.run.folder import RESULT_FORMAT
 from distill.verdict.evidence import BASELINE, Evidence, timed_prompts
 from distill.verdict.verdict import describe_costs
-from speculative.evaluate import rules_of_text
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
@@ -34,8 +33,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.curves import CURVE_GAMMAS, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
-from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import RULES
+from speculative.rules.verify import RULES, rules_of_text
 
 
 def findings_of(
@@ -145,7 +143,7 @@ def curves_of(evidence: Evidence) -> dict[str, Any]:
     for text_rule, text in evidence.texts.items():
         keys = [response.prompt for response in text]
         sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
-        for rule in rules_of_text_rule(text_rule):
+        for rule in rules_of_text(text_rule):
             if rule in covered:
                 continue
             covered.add(rule)
@@ -172,11 +170,6 @@ def curves_of(evidence: Evidence) -> dict[str, Any]:
         if rule not in covered
     ]
     return {"gammas": list(CURVE_GAMMAS), "rules": rules, "refused": refused}
-
-
-def rules_of_text_rule(text_rule: str) -> tuple[str, ...]:
-    """The rules that frozen text made for a rule can be replayed under."""
-    return rules_of_text(SamplingSettings(0.0) if text_rule == "greedy" else SamplingSettings())
 
 
 def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> dict[str, Any]:

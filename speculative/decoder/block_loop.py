@@ -138,10 +138,9 @@ class BlockLoop:
         gamma = self.settings.gamma if gamma is None else gamma
         recordings = self._recordings()
         clock = StageClock(self._device, self._exact_stages)
-        clock.mark()
         uniforms = self._block_uniforms(gamma)
         proposal = self._propose(gamma, stop_below, uniforms)
-        clock.mark()
+        clock.mark("draft")
 
         last_R = self.tokens_RC[self._rows_R, self.lengths_R - 1]
         fed_ids = torch.cat((upload(last_R[:, None], self._device), proposal.ids_RG), 1)
@@ -149,21 +148,21 @@ class BlockLoop:
             logits = self.target.feed_tree(fed_ids, self.lengths_R - 1, proposal.tree)
         else:
             logits = self.target.feed(fed_ids, self.lengths_R - 1, fed_ids.shape[1])
-        clock.mark()
+        clock.mark("verify")
 
         if self._rules is not None:
             logits = self._apply_rules(logits, proposal.ids_RG)
         peaks, decision = self._decide(logits, proposal, uniforms)
         outcome = self._read(peaks, decision, logits, proposal, fed_ids)
-        clock.mark()
-        drafting, verifying, accepting = clock.seconds()
+        clock.mark("accept")
+        spent = clock.seconds()
         if self._recordings() > recordings:
-            self.timing.recording_seconds += drafting + verifying + accepting
+            self.timing.recording_seconds += sum(spent.values())
             self.timing.recording_calls += 1
         else:
-            self.timing.draft_seconds += drafting
-            self.timing.verify_seconds += verifying
-            self.timing.accept_seconds += accepting
+            self.timing.draft_seconds += spent["draft"]
+            self.timing.verify_seconds += spent["verify"]
+            self.timing.accept_seconds += spent["accept"]
         self.timing.draft_steps += proposal.ids_RG.shape[1] if proposal.tree is None else proposal.tree.depth
         self.timing.target_calls += 1
         return outcome

@@ -18,6 +18,7 @@ import numpy as np
 from speculative.explain.slices import SlicedText
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.token_scores import CONFIDENCE_EDGES, TokenScores
+from speculative.rules.verify import draft_draws
 
 BINS = len(CONFIDENCE_EDGES)
 EDGES = np.append(CONFIDENCE_EDGES, 1.0)
@@ -151,7 +152,7 @@ def _drafted(own: TokenScores, rule: str) -> _Drafted:
     rows, columns = np.arange(len(own)), _bin(_draft_probs(own, rule))
     accepted_TC = np.zeros((len(own), BINS))
     accepted_TC[rows, columns] = own.accept_probs(rule)
-    if not _samples(rule):
+    if not draft_draws(rule):
         drafted_TC = np.zeros((len(own), BINS))
         drafted_TC[rows, columns] = 1.0
         return _Drafted(drafted_TC, accepted_TC)
@@ -164,7 +165,7 @@ def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
     """Mean draft probability (C,) of a drafted token in each bin; its centre where nothing tells."""
     probs_T = np.concatenate([_draft_probs(own, rule) for own in scores])
     bins_T = _bin(probs_T)
-    if not _samples(rule):
+    if not draft_draws(rule):
         counts_C = np.bincount(bins_T, minlength=BINS)
         sums_C = np.bincount(bins_T, weights=probs_T, minlength=BINS)
         return np.where(counts_C > 0, sums_C / np.maximum(counts_C, 1), CENTRES)
@@ -179,13 +180,9 @@ def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
     return means_C
 
 
-def _samples(rule: str) -> bool:
-    return rule in ("sample", "block")
-
-
 def _draft_probs(own: TokenScores, rule: str) -> np.ndarray:
     """Of the token said, where the draft samples; of the draft's argmax, where it takes that."""
-    return np.exp(own.log_draft_probs) if _samples(rule) else own.choice_probs
+    return np.exp(own.log_draft_probs) if draft_draws(rule) else own.choice_probs
 
 
 def _bin(probs_T: np.ndarray) -> np.ndarray:

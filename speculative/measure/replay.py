@@ -23,6 +23,7 @@ import numpy as np
 
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import draft_draws
 
 GAMMAS = tuple(range(1, 17))
 WORRYING_Z = 4.0  # Beyond this the gap between live decoding and replay has a cause.
@@ -47,7 +48,7 @@ def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0) -> TextCos
 
     stop_below: the drafter ends a block behind a token whose draft probability is below it; `GammaPolicy.stop_below`.
     """
-    takes_argmax = rule not in ("sample", "block")
+    takes_argmax = not draft_draws(rule)
     if takes_argmax:
         costs_T = np.where(scores.matches, 0.0, np.inf)
     else:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from speculative.engine.models import evaluating, takes_logits_to_keep
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
-from speculative.rules.verify import draft_settings_for
+from speculative.rules.verify import draft_draws, draft_settings_for
 
 # Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
 LOGITS_PER_FORWARD = 1 << 26
@@ -78,7 +78,7 @@ class TokenScores:
         `block` judges whole blocks, so it has no such number of a token alone: its `sample` number is returned, whose
         mean is alpha all the same.
         """
-        if rule in ("sample", "block"):
+        if draft_draws(rule):
             return accept_probabilities(self.log_draft_probs, self.log_target_probs)
         return self.matches.astype(np.float64)
 

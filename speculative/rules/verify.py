@@ -16,6 +16,16 @@ Rule = Literal["sample", "greedy-draft", "greedy", "block"]
 RULES: tuple[str, ...] = get_args(Rule)
 
 
+def draft_draws(rule: str) -> bool:
+    """Whether the draft draws its tokens; under the other rules it takes its argmax."""
+    return rule in ("sample", "block")
+
+
+def rules_of_text(rule: str) -> tuple[Rule, ...]:
+    """The rules that text which the target wrote under a rule can be replayed under: greedy text under `greedy` alone."""
+    return ("greedy",) if rule == "greedy" else ("sample", "greedy-draft", "block")
+
+
 class Verified(NamedTuple):
     """Outcome of one block.
 
@@ -42,7 +52,7 @@ def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSetting
             f"rule = 'greedy' needs temperature 0, not {settings.temperature}: "
             "set temperature to 0, or use rule 'greedy-draft' for a sampling target"
         )
-    return settings if rule in ("sample", "block") else GREEDY
+    return settings if draft_draws(rule) else GREEDY
 
 
 def accept_probability(target_prob: torch.Tensor, draft_prob: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain.cusum import FEWEST_REQUESTS, Pool, pool_of
 from speculative.measure.replay import costs_of
 from speculative.measure.token_scores import TokenScores
-from speculative.rules.verify import Rule
+from speculative.rules.verify import Rule, draft_draws
 
 ALL = "all"  # The slice of requests without a label, and the pool of every held-out prompt.
 OTHERS = "others"
@@ -144,7 +144,7 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
 
 def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
     """A warning where an engine's own rule is probably not the baseline's."""
-    if log.format not in _ARGMAX_ENGINES or baseline.rule not in ("sample", "block"):
+    if log.format not in _ARGMAX_ENGINES or not draft_draws(baseline.rule):
         return []
     return [
         f"{log.format} drafts the argmax unless told otherwise, and the baseline is of rule {baseline.rule}: if the "

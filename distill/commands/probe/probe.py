@@ -33,10 +33,11 @@ from speculative.evaluate import HeldoutResponse, frozen_responses
 from speculative.explain import ceilings
 from speculative.measure.cost import StepCosts, best_gamma, given_costs, measure_costs
 from speculative.measure.effects import rough_detectable
+from speculative.measure.replay import law_of
 from speculative.measure.self_checks import self_checks
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
+from speculative.rules.verify import Rule, rules_of_text
 
 MOST_GAMMA = 16
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
@@ -78,8 +79,8 @@ class _Text:
     peaks: list[ceilings.TargetPeaks]
 
     @property
-    def rules(self) -> list[Rule]:
-        return ["greedy"] if self.sampling.greedy else ["sample", "greedy-draft", "block"]
+    def rules(self) -> tuple[Rule, ...]:
+        return rules_of_text(law_of("sample", self.sampling))
 
     @property
     def keys(self) -> list[Any]:

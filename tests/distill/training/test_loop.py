@@ -33,9 +33,10 @@ from data.responses.store import Store
 from distill import train
 from distill.config.layout import JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.config.run import RunConfig
+from distill.faults import Interrupted
 from distill.loss.objective import eager_loss
 from distill.run import checkpoint
-from distill.training.loop import Interrupted, Loop, NotFinite
+from distill.training.loop import Loop, NotFinite
 from speculative.errors import UserError
 
 # Response tokens per sequence: unequal between sequences, micro-batches and ranks.

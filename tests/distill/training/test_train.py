@@ -15,8 +15,8 @@ from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.carving import carve
 from distill.models.load import load_model
+from distill.training.loop import STAGES
 from distill.training.optim import make_optimizers
-from distill.training.profiling import STAGES
 from distill.verdict.verdict import OF_THE_LAST_RUN, SCHEMA
 from speculative.measure.replay import replay
 from speculative.measure.token_scores import score_responses
