@@ -1,13 +1,13 @@
 """General text as training examples: documents joined by the end token and cut into windows."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.batches.collate import Example
 from data.prompts import stdlib
+from data.prompts.prompt import PromptSource
 from data.prompts.sources import STDLIB, load_source
 from speculative.errors import UserError
 
@@ -18,34 +18,31 @@ def cut_windows(documents: Sequence[Sequence[int]], window: int, eos_id: int) ->
     return stream[: len(stream) // window * window].reshape(-1, window)
 
 
-def documents_of(source: Mapping[str, Any]) -> list[str]:
-    """Texts of a source (the keys of `load_source`): the standard library's corpus, or the prompt column of any other.
+def documents_of(source: PromptSource) -> list[str]:
+    """Texts of a source: the standard library's corpus, or the prompt column of any other.
 
     Raises:
         UserError: nothing there.
     """
-    if source["path"] == STDLIB:
-        return stdlib.corpus_documents(heldout=source.get("split") == "heldout")
-    rows = load_source(**source)
+    if source.path == STDLIB:
+        return stdlib.corpus_documents(heldout=source.split == "heldout")
+    rows = load_source(source)
     for row in rows:
         if row.text is None:
             raise UserError(f"{row.origin}: chat messages are no plain text; map prompt_column")
     return [str(row.text) for row in rows]
 
 
-def text_examples(
-    sources: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, window: int
-) -> list[Example]:
+def text_examples(sources: Sequence[PromptSource], tokenizer: PreTrainedTokenizerBase, window: int) -> list[Example]:
     """All documents of the sources in windows, every token but the first of a window to be predicted.
 
     Raises:
         UserError: nothing there, or less text than one window.
     """
-    sources = list(sources)
     documents = [ids for source in sources for ids in tokenizer(documents_of(source), verbose=False)["input_ids"]]
     windows = cut_windows(documents, window, tokenizer.eos_token_id)
     if not len(windows):
-        names = ", ".join(source["path"] for source in sources)
+        names = ", ".join(source.path for source in sources)
         raise UserError(f"data: less than one window of {window} tokens in {names}")
     mask = np.arange(window) > 0
     return [Example(ids, mask) for ids in windows]

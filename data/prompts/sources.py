@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.prompts.prompt import PromptRow, PromptSource
+from data.prompts.split import content_hash
 from speculative.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -34,33 +36,6 @@ OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 @dataclass(frozen=True)
-class PromptRow:
-    """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
-
-    ``reference`` is the dataset's own answer when one is mapped. ``origin`` tells the user where the row stands:
-    ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``, counted from 1.
-    """
-
-    text: str | None
-    messages: tuple[dict[str, Any], ...] | None
-    reference: str | None
-    domain: str
-    origin: str
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """Which column is what, as the user said it; None where nothing was said."""
-
-    prompt: str | None
-    reference: str | None
-    messages: str | None
-    domain: str | None
-    constant_domain: str
-    system: str | None
-
-
-@dataclass(frozen=True)
 class _Table:
     """One loaded dataset, its name for messages, and row index -> the number a user would count to."""
 
@@ -69,22 +44,8 @@ class _Table:
     number: Callable[[int], int]
 
 
-def load_source(
-    *,
-    path: str,
-    format: str = "auto",
-    split: str = "train",
-    subset: str | None = None,
-    prompt_column: str | None = None,
-    reference_column: str | None = None,
-    messages_column: str | None = None,
-    system: str | None = None,
-    domain: str | None = None,
-    domain_column: str | None = None,
-    limit: int | None = None,
-    revision: str | None = None,
-) -> list[PromptRow]:
-    """Read the prompts of one source, in their order, the first ``limit`` of them.
+def load_source(source: PromptSource) -> list[PromptRow]:
+    """Read the prompts of one source, in their order.
 
     ``path`` is a file (jsonl, json, parquet, csv, txt, also .gz), a glob of files, a directory as ``datasets`` reads it
     (README configs, splits by file name: a dataset repository copied from the hub works), a hub id, or ``stdlib``.
@@ -94,42 +55,36 @@ def load_source(
     With neither prompt nor messages column, a usual name is taken when exactly one is present. ``system`` becomes the
     first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the
     constant label (default: the file stem, folder name or last part of the hub id); ``domain_column`` comes before it.
+    A ``limit`` takes rows by content hash, so that they come from all over the source.
 
     Raises:
         UserError: nothing there, unreadable, a column that does not exist, a row without a usable prompt, no rows.
     """
-    if limit is not None and limit < 1:
-        raise UserError(f"limit of {path} is {limit}: give 1 or more, or leave it out to take every row")
-    if prompt_column and messages_column:
-        raise UserError(f"{path}: prompt_column and messages_column exclude each other: give one of them")
-    if path == STDLIB:
-        if prompt_column or messages_column or reference_column or domain_column:
-            raise UserError("stdlib has no columns: leave prompt, messages, reference and domain columns out")
-        return _stdlib_rows(split, domain or STDLIB, system, limit)
-
-    tables, default_domain = _open(path, format, split, subset, revision)
-    mapping = _Mapping(
-        prompt_column, reference_column, messages_column, domain_column, domain or default_domain, system
-    )
-    rows: list[PromptRow] = []
-    for table in tables:
-        rows.extend(_table_rows(table, mapping, None if limit is None else limit - len(rows)))
-        if limit is not None and len(rows) >= limit:
-            break
+    if source.prompt_column and source.messages_column:
+        raise UserError(f"{source.path}: prompt_column and messages_column exclude each other: give one of them")
+    if source.path == STDLIB:
+        rows = _stdlib_rows(source)
+    else:
+        tables, domain = _open(source)
+        rows = [row for table in tables for row in _table_rows(table, source, source.domain or domain)]
     if not rows:
-        raise UserError(f"{path}: no rows: the source is empty, give one that holds at least one prompt")
-    return rows
+        raise UserError(f"{source.path}: no rows: the source is empty, give one that holds at least one prompt")
+    if source.limit is None or source.limit >= len(rows):
+        return rows
+    chosen = {id(row) for row in sorted(rows, key=content_hash)[: source.limit]}
+    return [row for row in rows if id(row) in chosen]
 
 
-def _stdlib_rows(split: str, domain: str, system: str | None, limit: int | None) -> list[PromptRow]:
-    if split not in ("train", "heldout"):
-        raise UserError(f"stdlib has no split {split!r}: its splits are train and heldout")
+def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
+    if source.prompt_column or source.messages_column or source.reference_column or source.domain_column:
+        raise UserError("stdlib has no columns: leave prompt, messages, reference and domain columns out")
+    if source.split not in ("train", "heldout"):
+        raise UserError(f"stdlib has no split {source.split!r}: its splits are train and heldout")
     from data.prompts.stdlib import function_head_rows
 
-    heads = function_head_rows(heldout=split == "heldout")[:limit]
     return [
-        prompt_row(head, None, domain, f"{STDLIB}/{module}:{number}", system)
-        for number, (module, head) in enumerate(heads, start=1)
+        prompt_row(head, None, source.domain or STDLIB, f"{STDLIB}/{module}:{number}", source.system)
+        for number, (module, head) in enumerate(function_head_rows(heldout=source.split == "heldout"), start=1)
     ]
 
 
@@ -141,23 +96,22 @@ def prompt_row(text: str, reference: str | None, domain: str, origin: str, syste
     return PromptRow(None, turns, reference, domain, origin)
 
 
-def _open(path: str, format: str, split: str, subset: str | None, revision: str | None) -> tuple[Iterator[_Table], str]:
-    """The tables of a path, read one by one as they are asked for, and the domain they have by default."""
-    if format != "auto" and format not in FORMATS:
-        raise UserError(f"format {format!r} of {path} is not known{_near(format, FORMATS)}: {', '.join(FORMATS)}")
+def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
+    """The tables of a source, read one by one as they are asked for, and the domain they have by default."""
+    path, split = source.path, source.split
     local = Path(path).expanduser()
     if local.is_dir():
-        return _directory_tables(local, split, subset), local.resolve().name
+        return _directory_tables(local, split, source.subset), local.resolve().name
     if local.is_file():
-        return _file_tables([local], format, split), Path(local.name.removesuffix(".gz")).stem
+        return _file_tables([local], source.format, split), Path(local.name.removesuffix(".gz")).stem
     if glob.has_magic(path):
         files = sorted(Path(name) for name in glob.glob(str(local), recursive=True) if Path(name).is_file())
         if not files:
             raise UserError(f"{path}: the pattern matches no file: check the folder and the suffix")
-        return _file_tables(files, format, split), files[0].resolve().parent.name
-    if format != "auto" or not _looks_like_hub_id(path):
+        return _file_tables(files, source.format, split), files[0].resolve().parent.name
+    if source.format != "auto" or not _looks_like_hub_id(path):
         raise UserError(_missing_file(local))
-    return iter([_hub_table(path, split, subset, revision)]), path.split("/")[-1]
+    return iter([_hub_table(path, split, source.subset, source.revision)]), path.split("/")[-1]
 
 
 def _looks_like_hub_id(path: str) -> bool:
@@ -330,23 +284,21 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
     return _Table(dataset, f"{path}[{split}]", lambda index: index + 1)
 
 
-def _table_rows(table: _Table, mapping: _Mapping, limit: int | None) -> Iterator[PromptRow]:
-    prompt, messages = _content_columns(table, mapping)
-    wanted = sorted({column for column in (prompt, messages, mapping.reference, mapping.domain) if column})
+def _table_rows(table: _Table, source: PromptSource, domain: str) -> Iterator[PromptRow]:
+    prompt, messages = _content_columns(table, source)
+    named = source.reference_column
+    wanted = sorted({column for column in (prompt, messages, named, source.domain_column) if column})
     for column in wanted:
         _require_column(table, column)
-    dataset = table.dataset.select_columns(wanted)
-    if limit is not None:
-        dataset = dataset.select(range(min(limit, len(dataset))))
-    for index, values in enumerate(_rows_of(dataset)):
+    for index, values in enumerate(_rows_of(table.dataset.select_columns(wanted))):
         origin = f"{table.name}:{table.number(index)}"
-        reference = _filled(values[mapping.reference], mapping.reference, origin) if mapping.reference else None
-        domain = _domain_of(values, mapping, origin)
+        reference = _filled(values[named], named, origin) if named else None
+        label = _domain_of(values, source.domain_column, domain, origin)
         if messages:
-            turns, own_answer = _conversation(values[messages], messages, origin, mapping.system)
-            yield PromptRow(None, turns, reference or own_answer, domain, origin)
+            turns, own_answer = _conversation(values[messages], messages, origin, source.system)
+            yield PromptRow(None, turns, reference or own_answer, label, origin)
         elif prompt:
-            yield prompt_row(_filled(values[prompt], prompt, origin), reference, domain, origin, mapping.system)
+            yield prompt_row(_filled(values[prompt], prompt, origin), reference, label, origin, source.system)
 
 
 def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -356,13 +308,13 @@ def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, values, strict=True))
 
 
-def _content_columns(table: _Table, mapping: _Mapping) -> tuple[str | None, str | None]:
+def _content_columns(table: _Table, source: PromptSource) -> tuple[str | None, str | None]:
     """(prompt column, None) or (None, messages column): the named one, or the only usual name there is."""
-    if mapping.prompt or mapping.messages:
-        return mapping.prompt, mapping.messages
+    if source.prompt_column or source.messages_column:
+        return source.prompt_column, source.messages_column
     columns = table.dataset.column_names
     # A column that has another role cannot be the prompt too.
-    taken = (mapping.reference, mapping.domain)
+    taken = (source.reference_column, source.domain_column)
     usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in columns and name not in taken]
     if len(usual) != 1:
         found = f"{len(usual)} columns could be it ({', '.join(usual)})" if usual else "no column has a usual name"
@@ -392,16 +344,16 @@ def _filled(value: Any, column: str, origin: str) -> str:
     raise UserError(f"{origin}: column {column!r} holds a {type(value).__name__}, not a string: {hint}")
 
 
-def _domain_of(values: dict[str, Any], mapping: _Mapping, origin: str) -> str:
+def _domain_of(values: dict[str, Any], column: str | None, default: str, origin: str) -> str:
     """The label of a row; a list of strings (several services of one dialogue) is joined by ``+``."""
-    value = values[mapping.domain] if mapping.domain else None
+    value = values[column] if column else None
     if value is None or value == "" or value == []:
-        return mapping.constant_domain
+        return default
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "+".join(value)
     if isinstance(value, str | int):
         return str(value)
-    raise UserError(f"{origin}: domain column {mapping.domain!r} holds a {type(value).__name__}: a label is a string")
+    raise UserError(f"{origin}: domain column {column!r} holds a {type(value).__name__}: a label is a string")
 
 
 def _conversation(

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.prompts.sources import PromptRow
+from data.prompts.prompt import PromptRow
 from speculative.errors import UserError
 
 HASH_DIGITS = 16

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jinja2
 import jinja2.meta
 
-from data.prompts.sources import PromptRow
+from data.prompts.prompt import PromptRow
 from speculative.errors import UserError
 
 log = logging.getLogger(__name__)

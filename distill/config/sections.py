@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from data.prompts.prompt import PromptSource
 from speculative.rules.verify import Rule
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
@@ -95,21 +96,8 @@ class StudentConfig(Section):
     )
 
 
-class SourceConfig(Section):
+class SourceConfig(PromptSource, Section):
     """One place prompts come from."""
-
-    path: str = Field(description="file, directory, glob, `datasets` hub id, or `stdlib` (the embedded Python domain)")
-    format: Literal["auto", "jsonl", "json", "parquet", "csv", "txt"] = Field("auto", description="auto = by suffix")
-    split: str = Field("train", description="split of a hub id; `train` or `heldout` of stdlib")
-    subset: str | None = Field(None, description="configuration name of a hub dataset")
-    revision: str | None = Field(None, description="hub revision")
-    prompt_column: str | None = Field(None, description="column with a plain prompt")
-    reference_column: str | None = Field(None, description="column with the dataset's own answer")
-    messages_column: str | None = Field(None, description="column with chat messages (role, content)")
-    system: str | None = Field(None, description="system message put before every prompt (chat)")
-    domain: str | None = Field(None, description="domain label of every row")
-    domain_column: str | None = Field(None, description="column with the domain label")
-    limit: int | None = Field(None, ge=1, description="use only this many rows, spread over the source by content hash")
 
 
 class TemplateConfig(Section):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.prompts.sources import PromptRow, load_source
+from data.prompts.prompt import PromptRow
+from data.prompts.sources import load_source
 from data.prompts.split import content_hash, deduplicate, remove_overlap, split_rows
 from data.prompts.template import Mode, check_lengths, render_prompt, render_reference
 from data.responses.respond import RenderedPrompt
@@ -43,9 +44,9 @@ def load_prompts(
     Raises:
         UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template.
     """
-    train_rows, repeats = deduplicate([row for source in data.train for row in _rows(source)])
+    train_rows, repeats = deduplicate([row for source in data.train for row in load_source(source)])
     if data.heldout:
-        heldout_rows, _ = deduplicate([row for source in data.heldout for row in _rows(source)])
+        heldout_rows, _ = deduplicate([row for source in data.heldout for row in load_source(source)])
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
     else:
         train_rows, heldout_rows = split_rows(
@@ -85,9 +86,9 @@ def asked_rows(
     if label:
         # No such column, or a fault that the second reading names.
         with contextlib.suppress(UserError):
-            return _rows(source.model_copy(update={"domain_column": label})), True
+            return load_source(source.model_copy(update={"domain_column": label})), True
     try:
-        return _rows(source), False
+        return load_source(source), False
     except UserError as error:
         raise UserError(f"--prompts {error}") from error
 
@@ -111,15 +112,6 @@ def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[P
             raise UserError(f"{key}: the prompt has no token; write at least one character")
         prompts.append((key, ids))
     return prompts
-
-
-def _rows(source: SourceConfig) -> list[PromptRow]:
-    """A source's rows; a limit takes them by content hash, so that they come from all over the source."""
-    rows = load_source(**source.model_dump(exclude={"limit"}), limit=None)
-    if source.limit is None or source.limit >= len(rows):
-        return rows
-    chosen = {id(row) for row in _by_hash(rows)[: source.limit]}
-    return [row for row in rows if id(row) in chosen]
 
 
 def _by_hash(rows: Sequence[PromptRow]) -> list[PromptRow]:

@@ -201,7 +201,7 @@ def make_batches(
             raise UserError(
                 f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
             )
-        text = text_examples([source.model_dump() for source in data.text], tokenizer, data.text_window)
+        text = text_examples(data.text, tokenizer, data.text_window)
     return BatchSource(
         config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text
     )

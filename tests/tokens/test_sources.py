@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.prompts.sources import PromptRow, load_source
+from data.prompts.prompt import PromptRow, PromptSource
+from data.prompts.sources import load_source
 from speculative.errors import UserError
 
 datasets = pytest.importorskip("datasets", reason="reading files needs the package datasets")
@@ -30,9 +31,13 @@ def write(path: Path, content: str | bytes | list) -> str:
     return str(path)
 
 
+def load(**keys) -> list[PromptRow]:
+    return load_source(PromptSource(**keys))
+
+
 def refusal(**arguments) -> str:
     with pytest.raises(UserError) as caught:
-        load_source(**arguments)
+        load(**arguments)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -51,19 +56,18 @@ def test_every_format_gives_the_same_rows(tmp_path):
             PromptRow(row["question"], None, row["answer"], row["topic"], f"{path}:{number}")
             for number, row in enumerate(ROWS, start=1)
         ]
-        assert load_source(path=path, **mapping) == expected
+        assert load(path=path, **mapping) == expected
 
 
 def test_format_overrides_the_suffix(tmp_path):
     path = write(tmp_path / "prompts.data", ROWS)
     assert "suffix tells no format" in refusal(path=path)
-    assert len(load_source(path=path, format="jsonl")) == 3
-    assert "(near: parquet)" in refusal(path=path, format="parqet")
+    assert len(load(path=path, format="jsonl")) == 3
 
 
 def test_text_is_one_prompt_a_line_without_blank_lines(tmp_path):
     path = write(tmp_path / "p.txt", "\ufefffirst\n\n  \nsecond\u2028still second\r\nthird")
-    rows = load_source(path=path)
+    rows = load(path=path)
     assert [row.text for row in rows] == ["first", "second\u2028still second", "third"]
     assert [row.origin for row in rows] == [f"{path}:{n}" for n in (1, 4, 5)]
     assert rows[0].domain == "p"
@@ -71,19 +75,20 @@ def test_text_is_one_prompt_a_line_without_blank_lines(tmp_path):
 
 def test_origin_counts_the_lines_of_the_file_blank_ones_too(tmp_path):
     path = write(tmp_path / "p.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert [row.origin for row in load_source(path=path)] == [f"{path}:1", f"{path}:3"]
+    assert [row.origin for row in load(path=path)] == [f"{path}:1", f"{path}:3"]
 
 
 def test_glob_directory_and_limit(tmp_path):
     write(tmp_path / "set" / "b.jsonl", ROWS[1:])
     write(tmp_path / "set" / "a.jsonl", ROWS[:1])
     for path in (str(tmp_path / "set" / "*.jsonl"), str(tmp_path / "set")):
-        rows = load_source(path=path)
+        rows = load(path=path)
         assert [row.text for row in rows] == [row["question"] for row in ROWS]
         assert {row.domain for row in rows} == {"set"}
-        assert len(load_source(path=path, limit=2)) == 2
+        limited = load(path=path, limit=2)
+        assert len(limited) == 2
+        assert [row for row in rows if row in limited] == limited, "in their order"
     assert "matches no file" in refusal(path=str(tmp_path / "*.parquet"))
-    assert "limit" in refusal(path=str(tmp_path / "set"), limit=0)
 
 
 def test_directory_of_a_downloaded_hub_dataset(tmp_path):
@@ -92,8 +97,8 @@ def test_directory_of_a_downloaded_hub_dataset(tmp_path):
     write(tmp_path / "README.md", config.format("one", second))
     write(tmp_path / "one" / "x.jsonl", ROWS)
     write(tmp_path / "two" / "t.jsonl", ROWS[:1])
-    assert len(load_source(path=str(tmp_path), subset="one")) == 3
-    assert len(load_source(path=str(tmp_path), subset="two", split="test")) == 1
+    assert len(load(path=str(tmp_path), subset="one")) == 3
+    assert len(load(path=str(tmp_path), subset="two", split="test")) == 1
     assert "['one', 'two']" in refusal(path=str(tmp_path))
     assert "no split 'tests' (near: test): it has test" in refusal(path=str(tmp_path), subset="two", split="tests")
     (tmp_path / "void").mkdir()
@@ -101,14 +106,14 @@ def test_directory_of_a_downloaded_hub_dataset(tmp_path):
 
 
 def test_an_unused_split_is_said(tmp_path, caplog):
-    load_source(path=write(tmp_path / "p.jsonl", ROWS), split="test")
+    load(path=write(tmp_path / "p.jsonl", ROWS), split="test")
     assert "split 'test' is not used" in caplog.text
 
 
 def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="data.prompts.sources")
     path = write(tmp_path / "p.jsonl", ROWS)
-    assert load_source(path=path)[0].text == "What is 2 + 2?"
+    assert load(path=path)[0].text == "What is 2 + 2?"
     assert "taking column 'question' as the prompt" in caplog.text
 
     both = refusal(path=write(tmp_path / "two.jsonl", [{"prompt": "a", "input": "b"}]))
@@ -117,7 +122,7 @@ def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, c
     assert "no column has a usual name" in none
     assert "ask, say" in none
     # A column that has a role already is not a candidate.
-    row = load_source(path=write(tmp_path / "ref.jsonl", [{"prompt": "a", "text": "b"}]), reference_column="text")[0]
+    row = load(path=write(tmp_path / "ref.jsonl", [{"prompt": "a", "text": "b"}]), reference_column="text")[0]
     assert (row.text, row.reference) == ("a", "b")
 
 
@@ -170,8 +175,6 @@ def test_row_without_a_usable_prompt_is_named(tmp_path, value, complaint):
     message = refusal(path=path)
     assert message.startswith(f"{path}:2: column 'prompt'")
     assert complaint in message
-    # A row past the limit is not looked at.
-    assert len(load_source(path=path, limit=1)) == 1
 
 
 def test_dates_that_the_reader_converts_are_explained(tmp_path):
@@ -199,24 +202,24 @@ def test_missing_file_names_near_ones(tmp_path, monkeypatch):
 def test_domains(tmp_path):
     rows = [{"prompt": "a", "d": ["x", "y"]}, {"prompt": "b", "d": None}, {"prompt": "c", "d": []}]
     path = write(tmp_path / "p.jsonl", rows)
-    assert [row.domain for row in load_source(path=path, domain_column="d")] == ["x+y", "p", "p"]
-    assert [row.domain for row in load_source(path=path, domain_column="d", domain="rest")] == ["x+y", "rest", "rest"]
-    assert load_source(path=path, domain="all")[0].domain == "all"
+    assert [row.domain for row in load(path=path, domain_column="d")] == ["x+y", "p", "p"]
+    assert [row.domain for row in load(path=path, domain_column="d", domain="rest")] == ["x+y", "rest", "rest"]
+    assert load(path=path, domain="all")[0].domain == "all"
     numbers = write(tmp_path / "n.jsonl", [{"prompt": "a", "d": 7}])
-    assert load_source(path=numbers, domain_column="d")[0].domain == "7"
+    assert load(path=numbers, domain_column="d")[0].domain == "7"
     nested = write(tmp_path / "o.jsonl", [{"prompt": "a", "d": {"k": 1}}])
     assert "domain column 'd' holds a dict" in refusal(path=nested, domain_column="d")
 
 
 def test_system_message_makes_a_conversation_and_keeps_an_existing_one(tmp_path):
-    plain = load_source(path=write(tmp_path / "p.jsonl", ROWS), reference_column="answer", system="Be kind.")[0]
+    plain = load(path=write(tmp_path / "p.jsonl", ROWS), reference_column="answer", system="Be kind.")[0]
     assert plain.text is None
     assert plain.reference == "4"
     assert plain.messages == ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 2 + 2?"})
 
     own = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
     path = write(tmp_path / "m.jsonl", [{"messages": own}, {"messages": own[1:]}])
-    first, second = load_source(path=path, system="Be kind.")
+    first, second = load(path=path, system="Be kind.")
     assert [first.messages[0]["content"], second.messages[0]["content"]] == ["Be terse.", "Be kind."]
 
 
@@ -231,7 +234,7 @@ def test_conversation_is_cut_before_the_turn_to_be_written(tmp_path):
             {"messages": [user, assistant, *more, {"role": "assistant", "content": "and on"}]},
         ],
     )
-    rows = load_source(path=path)
+    rows = load(path=path)
     assert [row.text for row in rows] == [None] * 3
     assert [row.reference for row in rows] == [None, "Hello", "On"]
     assert [row.messages for row in rows] == [(user,), (user,), (user, assistant, more[0])]
@@ -239,7 +242,7 @@ def test_conversation_is_cut_before_the_turn_to_be_written(tmp_path):
 
 def test_sharegpt_conversation(tmp_path):
     turns = [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    row = load_source(path=write(tmp_path / "s.jsonl", [{"conversations": turns}]))[0]
+    row = load(path=write(tmp_path / "s.jsonl", [{"conversations": turns}]))[0]
     assert row.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "Hi"})
     assert row.reference == "Hello"
 
@@ -251,7 +254,7 @@ def test_tool_turns_keep_what_templates_read(tmp_path):
         call,
         {"role": "tool", "name": "clock", "content": "noon", "id": "9"},
     ]
-    row = load_source(path=write(tmp_path / "t.jsonl", [{"messages": turns}]))[0]
+    row = load(path=write(tmp_path / "t.jsonl", [{"messages": turns}]))[0]
     assert row.messages[1] == {**call, "content": ""}
     assert row.messages[2] == {"role": "tool", "content": "noon", "name": "clock"}
 
@@ -286,11 +289,11 @@ def test_stdlib_domain(monkeypatch):
         True: [("csv.py", "def sniff():\n")],
     }
     monkeypatch.setattr(stdlib, "function_head_rows", lambda heldout: heads[heldout])
-    rows = load_source(path="stdlib")
+    rows = load(path="stdlib")
     assert rows[0] == PromptRow("def parse(source):\n", None, None, "stdlib", "stdlib/ast.py:1")
     assert len(rows) == 2
-    assert len(load_source(path="stdlib", limit=1)) == 1
-    assert load_source(path="stdlib", split="heldout", domain="py")[0].domain == "py"
+    assert len(load(path="stdlib", limit=1)) == 1
+    assert load(path="stdlib", split="heldout", domain="py")[0].domain == "py"
     assert "train and heldout" in refusal(path="stdlib", split="test")
     assert "no columns" in refusal(path="stdlib", prompt_column="x")
 
@@ -303,7 +306,7 @@ def test_hub_id_goes_to_the_hub_with_everything_said(monkeypatch):
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    row = load_source(path="some-org/maths-2.5", split="train[:3]", subset="main", revision="abc")[0]
+    row = load(path="some-org/maths-2.5", split="train[:3]", subset="main", revision="abc")[0]
     assert asked == {"path": "some-org/maths-2.5", "name": "main", "split": "train[:3]", "revision": "abc"}
     assert (row.text, row.domain, row.origin) == ("What is 2 + 2?", "maths-2.5", "some-org/maths-2.5[train[:3]]:1")
 
@@ -336,7 +339,7 @@ def test_nothing_is_left_behind_and_switches_are_put_back(tmp_path, monkeypatch)
     home_cache = Path(datasets.config.HF_DATASETS_CACHE)
     before = sorted(home_cache.rglob("*")) if home_cache.exists() else None
     verbosity, bars_off = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    load_source(path=write(tmp_path / "p.jsonl.gz", ROWS))
+    load(path=write(tmp_path / "p.jsonl.gz", ROWS))
     refusal(path=write(tmp_path / "bad.jsonl", "{"))
     assert list(scratch.iterdir()) == []
     assert (sorted(home_cache.rglob("*")) if home_cache.exists() else None) == before
@@ -345,9 +348,9 @@ def test_nothing_is_left_behind_and_switches_are_put_back(tmp_path, monkeypatch)
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the lab's shared data is not on this machine")
 def test_real_files():
-    gsm8k = load_source(path=str(SHARED_DATA / "gsm8k" / "test.jsonl"), reference_column="answer")
+    gsm8k = load(path=str(SHARED_DATA / "gsm8k" / "test.jsonl"), reference_column="answer")
     assert len(gsm8k) == 1319
     assert all(row.text and row.reference for row in gsm8k)
     path = str(SHARED_DATA / "sgd" / "dialogues.jsonl.gz")
-    dialogues = load_source(path=path, domain_column="services", limit=50)
+    dialogues = load(path=path, domain_column="services", limit=50)
     assert all(row.messages[-1]["role"] == "user" and row.reference for row in dialogues)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.prompts.sources import PromptRow
+from data.prompts.prompt import PromptRow
 from data.prompts.split import content_hash, deduplicate, in_heldout, normalised_hash, remove_overlap, split_rows
 from speculative.errors import UserError
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data.prompts.sources import PromptRow
+from data.prompts.prompt import PromptRow
 from data.prompts.template import (
     check_lengths,
     check_masks,

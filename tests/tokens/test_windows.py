@@ -11,6 +11,7 @@ from tiny_training import tiny_tokenizer
 
 from data.batches.windows import cut_windows, documents_of, text_examples
 from data.prompts import stdlib
+from data.prompts.prompt import PromptSource
 from speculative.errors import UserError
 
 
@@ -28,23 +29,23 @@ def test_windows_are_the_documents_in_order(documents: list[list[int]], window: 
 def test_general_text_comes_in_windows(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("def add(first, second):\n    return first + second\n" * 40, encoding="utf-8")
-    examples = text_examples([{"path": str(path)}], tiny_tokenizer(), 16)
+    examples = text_examples([PromptSource(path=str(path))], tiny_tokenizer(), 16)
     assert len(examples) > 5
     for example in examples:
         assert len(example.input_ids) == 16
         assert example.loss_mask.tolist() == [False] + [True] * 15
     with pytest.raises(UserError, match="less than one window"):
-        text_examples([{"path": str(path)}], tiny_tokenizer(), 10**6)
+        text_examples([PromptSource(path=str(path))], tiny_tokenizer(), 10**6)
 
 
 def test_chats_are_no_general_text(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"chat.jsonl:1: chat messages are no plain text"):
-        documents_of({"path": str(path)})
+        documents_of(PromptSource(path=str(path)))
 
 
 def test_the_standard_library_is_a_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib, "corpus_documents", lambda heldout: ["held out" if heldout else "trained"])
-    assert documents_of({"path": "stdlib", "split": "train"}) == ["trained"]
-    assert documents_of({"path": "stdlib", "split": "heldout"}) == ["held out"]
+    assert documents_of(PromptSource(path="stdlib")) == ["trained"]
+    assert documents_of(PromptSource(path="stdlib", split="heldout")) == ["held out"]

@@ -132,7 +132,7 @@ def read_references(config: RunConfig, file: Path | None) -> dict[str, str]:
     found: dict[str, str] = {}
     if file is None:
         for source in config.data.heldout or config.data.train:
-            for row in load_source(**source.model_dump(exclude={"limit"}), limit=None):
+            for row in load_source(source):
                 if row.reference is not None:
                     found.setdefault(content_hash(row), row.reference)
         return found

@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import write_json
+from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
@@ -214,7 +215,7 @@ def _prompts(
             f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
         )
     if embedded:
-        rows = sorted(load_source(path=STDLIB, split="heldout"), key=content_hash)[: 4 * options.count]
+        rows = sorted(load_source(PromptSource(path=STDLIB, split="heldout")), key=content_hash)[: 4 * options.count]
         rows = [replace(row, origin=f"prompt-{number}") for number, row in enumerate(rows, start=1)]
     else:
         rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)

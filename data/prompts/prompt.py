@@ -1,0 +1,40 @@
+"""Where a prompt comes from, as a user says it, and what is then read."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PromptSource(BaseModel):
+    """One place prompts come from; a config's keys are these."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    path: str = Field(description="file, directory, glob, `datasets` hub id, or `stdlib` (the embedded Python domain)")
+    format: Literal["auto", "jsonl", "json", "parquet", "csv", "txt"] = Field("auto", description="auto = by suffix")
+    split: str = Field("train", description="split of a hub id; `train` or `heldout` of stdlib")
+    subset: str | None = Field(None, description="configuration name of a hub dataset")
+    revision: str | None = Field(None, description="hub revision")
+    prompt_column: str | None = Field(None, description="column with a plain prompt")
+    reference_column: str | None = Field(None, description="column with the dataset's own answer")
+    messages_column: str | None = Field(None, description="column with chat messages (role, content)")
+    system: str | None = Field(None, description="system message put before every prompt (chat)")
+    domain: str | None = Field(None, description="domain label of every row")
+    domain_column: str | None = Field(None, description="column with the domain label")
+    limit: int | None = Field(None, ge=1, description="use only this many rows, spread over the source by content hash")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
+
+    ``reference`` is the dataset's own answer when one is mapped. ``origin`` tells the user where the row stands:
+    ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``, counted from 1.
+    """
+
+    text: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    reference: str | None
+    domain: str
+    origin: str
