@@ -161,7 +161,7 @@ def _conclude(
     result = conclude_run(config, target, heldout, checks, seconds, context, trained_on)
     write_conclusion(config.folder, result)
     log_result(accelerator, result)
-    accelerator.print(result["verdict"]["sentence"])
+    accelerator.print(result.verdict.sentence)
 
 
 def _parameters(model: torch.nn.Module) -> int:

@@ -23,7 +23,7 @@ def show_run(run: Path, exported: Path | None) -> None:
     """
     verdict = load_verdict(run)
     # A target that is only served elsewhere cannot show what it accepts.
-    shown = held_out_completions(run, count=3) if verdict["target_tokens_per_second"] is not None else []
+    shown = held_out_completions(run, count=3) if verdict.target_tokens_per_second is not None else []
     last_screen(Console(), run, verdict, shown, exported)
 
 

@@ -1,6 +1,6 @@
 """The pages a person reads in an exported directory: README.md (model card) and SERVING.md. Pure: records in, text out.
 
-The records are `serving.json` (see `distill.export.export`) and a run's `verdict.json`.
+`serving` is the directory's serving.json (see `distill.export.export`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from distill.run.verdict_record import Interval, Verdict
+
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
     "No gain for certain: on the run's machine the target with this draft was not certainly faster than the target alone. "
@@ -19,12 +21,12 @@ NO_GAIN = (
 NOT_MEASURED = "not measured: this export carries no verdict; run `understudy evaluate` on it before serving it."
 
 
-def model_card(serving: dict[str, Any], verdict: dict[str, Any] | None, provenance: dict[str, Any] | None) -> str:
+def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None) -> str:
     """README.md of the exported directory: YAML front matter for the hub, then the verdict and how to reproduce it.
 
     Args:
         serving: the directory's `serving.json`.
-        verdict: the run's `verdict.json`, or None when nothing was measured.
+        verdict: the run's, or None when nothing was measured.
         provenance: what the run wrote about itself; `base`, `data` (name or list), `license`, `command` (or
             `argv`) are shown by name and the rest as it is.
 
@@ -109,39 +111,42 @@ def _front_matter(target: str, base: str | None, data: list[str], licence: str |
     return "---\n" + yaml.safe_dump(fields, sort_keys=False, allow_unicode=True) + "---\n"
 
 
-def _verdict_lines(serving: dict[str, Any], verdict: dict[str, Any] | None) -> list[str]:
+def _verdict_lines(serving: dict[str, Any], verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return [NOT_MEASURED[0].upper() + NOT_MEASURED[1:]]
     lines = []
     if serving["gain"] is False:
         lines += [NO_GAIN.format(gamma=serving["gamma"]), ""]
-    if verdict.get("sentence"):
-        lines += [str(verdict["sentence"]), ""]
+    if verdict.sentence:
+        lines += [verdict.sentence, ""]
     lines += [
         (
-            f"Rule `{verdict.get('rule')}`, gamma {verdict.get('gamma')}, {_number(verdict.get('prompts'))} held-out "
-            f"prompts, {_number(verdict.get('tokens'))} tokens. alpha is the acceptance rate per position, tau the "
+            f"Rule `{verdict.rule}`, gamma {verdict.gamma}, {verdict.prompts:,} held-out "
+            f"prompts, {verdict.tokens:,} tokens. alpha is the acceptance rate per position, tau the "
             "tokens per target call with the corrected or bonus token counted; intervals are 95 %, over prompts."
         ),
         "",
         "| draft | step | alpha | tau | accepted / drafted | tokens/s |",
         "|---|---|---|---|---|---|",
     ]
-    labels = (("undistilled baseline", "baseline"), ("served before", "served"), ("this draft", "best"))
-    for label, row in ((label, verdict.get(key)) for label, key in labels):
-        if row:
-            cells = [label, _number(row.get("step")), _with_interval(row, "alpha"), _with_interval(row, "tau")]
-            cells += [_number(row.get("accepted_per_drafted")), _number(row.get("tokens_per_second"), 1)]
+    drafts = (
+        ("undistilled baseline", verdict.baseline),
+        ("served before", verdict.served),
+        ("this draft", verdict.best),
+    )
+    for label, row in drafts:
+        if row is not None:
+            cells = [label, _number(row.step), _number(row.alpha) + _interval(row.alpha_ci)]
+            cells += [_number(row.tau) + _interval(row.tau_ci)]
+            cells += [_number(row.accepted_per_drafted), _number(row.tokens_per_second, 1)]
             lines.append(f"| {' | '.join(cells)} |")
-    lines.append(f"| the target alone | | | | | {_number(verdict.get('target_tokens_per_second'), 1)} |")
-    paired = verdict.get("paired") or {}
-    if paired.get("alpha_gain") is not None:
-        interval = _interval(paired.get("ci"))
-        lines += ["", f"Gain in alpha over the baseline, prompt by prompt: {paired['alpha_gain']:+.3f}{interval}."]
-    lines += ["", f"Best measured gamma: {_number(verdict.get('best_gamma'))}."]
-    replay = verdict.get("replay") or {}
-    if replay:
-        expected = ", ".join(f"{gamma}: {tau:.2f}" for gamma, tau in replay.items() if 1 <= int(gamma) <= 16)
+    lines.append(f"| the target alone | | | | | {_number(verdict.target_tokens_per_second, 1)} |")
+    if verdict.paired is not None:
+        gain = f"{verdict.paired.alpha_gain:+.3f}{_interval(verdict.paired.ci)}"
+        lines += ["", f"Gain in alpha over the baseline, prompt by prompt: {gain}."]
+    lines += ["", f"Best measured gamma: {_number(verdict.best_gamma)}."]
+    if verdict.replay:
+        expected = ", ".join(f"{gamma}: {tau:.2f}" for gamma, tau in verdict.replay.items() if 1 <= gamma <= 16)
         lines += ["", f"tau by gamma, from replay of stored responses: {expected}."]
     return lines
 
@@ -168,15 +173,11 @@ def _names(data: Any) -> list[str]:
     return [data] if isinstance(data, str) else [str(name) for name in data]
 
 
-def _number(value: Any, digits: int = 3) -> str:
+def _number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "not measured"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
-def _interval(bounds: Any) -> str:
-    return "" if not bounds or None in bounds else f" [{bounds[0]:.3f}, {bounds[1]:.3f}]"
-
-
-def _with_interval(row: dict[str, Any], name: str) -> str:
-    return _number(row.get(name)) + _interval(row.get(f"{name}_ci"))
+def _interval(bounds: Interval | None) -> str:
+    return "" if bounds is None else f" [{bounds[0]:.3f}, {bounds[1]:.3f}]"

@@ -23,6 +23,7 @@ from distill.models.draft import cast_weights
 from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
+from distill.run.verdict_record import Verdict
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 
@@ -56,7 +57,7 @@ def export_draft(
     target: str,
     to: Path,
     dtype: str = "auto",
-    verdict: dict[str, Any] | None = None,
+    verdict: Verdict | None = None,
     provenance: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
     overwrite: bool = False,
@@ -130,18 +131,18 @@ def export_draft(
     )
 
 
-def serving_gamma(verdict: dict[str, Any] | None) -> tuple[int, str, bool | None]:
+def serving_gamma(verdict: Verdict | None) -> tuple[int, str, bool | None]:
     """(gamma of the commands, where it comes from, whether speculation was measured to pay; None = not measured)."""
     if verdict is None:
         return GAMMA_WITHOUT_VERDICT, "a default, not measured", None
-    judged_gamma = max(1, int(verdict.get("gamma") or GAMMA_WITHOUT_VERDICT))
-    best_gamma = verdict.get("best_gamma")
+    judged_gamma = max(1, verdict.gamma or GAMMA_WITHOUT_VERDICT)
+    best_gamma = verdict.best_gamma
     if best_gamma is None:
         return judged_gamma, "the gamma of the verdict; the best one was not measured", None
     if best_gamma == 0:
         return judged_gamma, "the gamma of the verdict; no gamma gained", False
     # best_gamma is the best by measured step times; whether it paid was measured by the clock (pays_off).
-    return int(best_gamma), "the best measured gamma", verdict.get("pays_off") is not False
+    return best_gamma, "the best measured gamma", verdict.pays_off is not False
 
 
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
@@ -193,7 +194,7 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
 
 
 def _check_engines(
-    working: Path, path: Path, target_side: TargetSide, gamma: int, verdict: dict[str, Any] | None, trust: bool
+    working: Path, path: Path, target_side: TargetSide, gamma: int, verdict: Verdict | None, trust: bool
 ) -> list[EngineVerdict]:
     """The engines' rules on the written directory itself, with the path it will have."""
     facts = gather_facts(
@@ -204,7 +205,7 @@ def _check_engines(
         target_tokenizer=target_side.tokenizer,
         draft_config=AutoConfig.from_pretrained(working, trust_remote_code=trust),
         draft_tokenizer=AutoTokenizer.from_pretrained(working, trust_remote_code=trust),
-        measured_rule=(verdict or {}).get("rule"),
+        measured_rule=verdict.rule if verdict else None,
     )
     return check_all(facts)
 
@@ -229,25 +230,22 @@ def _draft_record(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _measured(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+def _measured(verdict: Verdict | None) -> dict[str, Any] | None:
     """The numbers of the exported draft, with the rule and gamma they hold for."""
     if verdict is None:
         return None
-    best = verdict.get("best") or {}
-    numbers = {name: best.get(name) for name in ("alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted")}
-    speeds = {
-        "tokens_per_second": best.get("tokens_per_second"),
-        "target_tokens_per_second": verdict.get("target_tokens_per_second"),
-    }
-    return {"rule": verdict.get("rule"), "gamma": verdict.get("gamma"), **numbers, **speeds}
+    told = ("alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "tokens_per_second")
+    numbers = {name: getattr(verdict.best, name) for name in told}
+    alone = verdict.target_tokens_per_second
+    return {"rule": verdict.rule, "gamma": verdict.gamma, **numbers, "target_tokens_per_second": alone}
 
 
 def _write_pages(
-    working: Path, serving: dict[str, Any], verdict: dict[str, Any] | None, provenance: dict[str, Any] | None
+    working: Path, serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None
 ) -> list[str]:
     """Write cards, records and the engines' own files; the names of everything in the directory, sorted."""
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
-    for record, name in ((verdict, VERDICT), (provenance, PROVENANCE)):
+    for record, name in ((verdict and verdict.record(), VERDICT), (provenance, PROVENANCE)):
         if record is not None:
             texts[name] = json.dumps(record, indent=2, default=str) + "\n"
     for engine in serving["engines"].values():

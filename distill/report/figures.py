@@ -6,13 +6,14 @@ matplotlib knows nothing of light and dark, so it draws in stand-in colours that
 import io
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from distill.report.tables import GivenTimes, judged, labels_of, main_curves, number, timed_speed_ups
+from distill.run.result import Calibration, Curve, Result, RuleCurves
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone
 INK, MUTED, RULE = "#010101", "#020202", "#030303"
@@ -34,41 +35,41 @@ SETTINGS: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def figures_of(result: Mapping[str, Any], given: GivenTimes) -> dict[str, str]:
+def figures_of(result: Result, given: GivenTimes) -> dict[str, str]:
     """{name: SVG element} of every figure this result has data for.
 
     Names: steps_alpha, steps_tau, survival, tau, speed, given, calibration.
     """
     drawn: dict[str, str] = {}
-    if len(result.get("steps") or []) > 1:
+    if len(result.steps) > 1:
         for key in ("alpha", "tau"):
             drawn[f"steps_{key}"] = _draw(f"steps_{key}", f"{key} over optimizer steps", _steps, result, key)
-    if any(row.get("survival") for row in result["contestants"]):
+    if any(row.survival for row in result.contestants):
         drawn["survival"] = _draw("survival", "survival by position in a block", _survival, result)
     curves = main_curves(result)
     if curves is not None:
         drawn["tau"] = _draw("tau", "tau over gamma", _taus, result, curves)
-        if any(timed_speed_ups(result, curve) for curve in curves["contestants"].values()):
+        if any(timed_speed_ups(result, curve) for curve in curves.contestants.values()):
             drawn["speed"] = _draw("speed", "speed-up over gamma on this machine", _speeds, result, curves)
         drawn["given"] = _draw("given", "speed-up over gamma at the given times", _given_speeds, result, curves, given)
-    if result.get("calibration"):
+    if result.calibration:
         drawn["calibration"] = _draw(
-            "calibration", "accepted share over the draft's confidence", _reliability, result["calibration"]
+            "calibration", "accepted share over the draft's confidence", _reliability, result.calibration
         )
     return drawn
 
 
-def series_of(result: Mapping[str, Any]) -> dict[str, str]:
+def series_of(result: Result) -> dict[str, str]:
     """{contestant: CSS variable of its colour}, the same in every figure."""
     return {name: VARIABLES[_colour(result, name)] for name in labels_of(result)}
 
 
-def _colour(result: Mapping[str, Any], name: str) -> str:
+def _colour(result: Result, name: str) -> str:
     others = [known for known in labels_of(result) if known not in SERIES]
     return SERIES.get(name) or OTHERS[others.index(name) % len(OTHERS) if name in others else 0]
 
 
-def _style(result: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _style(result: Result, name: str) -> dict[str, Any]:
     marker, line = SHAPES.get(name, ("D", ":"))
     # SVG is XML, which has no signs for control characters.
     label = "".join(
@@ -144,24 +145,24 @@ def _band(axis: Any, ends: Sequence[float] | None, colour: str) -> None:
         axis.axhspan(*ends, color=colour, alpha=0.18, linewidth=0)
 
 
-def _steps(axis: Any, result: Mapping[str, Any], key: str) -> None:
-    steps, main = result["steps"], judged(result)
-    style = _style(result, main["name"])
+def _steps(axis: Any, result: Result, key: str) -> None:
+    steps, main = result.steps, judged(result)
+    style = _style(result, main.name)
     baseline = steps[0]
-    base_style = {**_style(result, "baseline"), "marker": ""} if baseline["step"] == 0 else None
+    base_style = {**_style(result, "baseline"), "marker": ""} if baseline.step == 0 else None
     if base_style:
-        _band(axis, baseline.get(f"{key}_ci"), base_style["color"])
-        axis.axhline(baseline[key], **base_style)
-    at, values = [step["step"] for step in steps], [step[key] for step in steps]
-    if all(step.get(f"{key}_ci") for step in steps):
-        low, high = zip(*(step[f"{key}_ci"] for step in steps), strict=True)
+        _band(axis, getattr(baseline, f"{key}_ci"), base_style["color"])
+        axis.axhline(getattr(baseline, key), **base_style)
+    at, values = [step.step for step in steps], [getattr(step, key) for step in steps]
+    if all(getattr(step, f"{key}_ci") for step in steps):
+        low, high = zip(*(getattr(step, f"{key}_ci") for step in steps), strict=True)
         axis.fill_between(at, low, high, color=style["color"], alpha=0.18, linewidth=0)
     axis.plot(at, values, **style)
-    best = next((step for step in steps if step["step"] == main.get("step")), None)
+    best = next((step for step in steps if step.step == main.step), None)
     if best is not None:
         axis.annotate(
-            number(best[key], 3 if key == "alpha" else 2),
-            (best["step"], best[key]),
+            number(getattr(best, key), 3 if key == "alpha" else 2),
+            (best.step, getattr(best, key)),
             xytext=(0, 7),
             textcoords="offset points",
             ha="center",
@@ -171,31 +172,31 @@ def _steps(axis: Any, result: Mapping[str, Any], key: str) -> None:
     axis.set(xlabel="optimizer step", ylabel=key)
 
 
-def _survival(axis: Any, result: Mapping[str, Any]) -> None:
-    for row in result["contestants"]:
-        if row.get("survival"):
-            places = range(len(row["survival"]) + 1)
-            axis.plot(places, [1.0, *row["survival"]], **_style(result, row["name"]))
+def _survival(axis: Any, result: Result) -> None:
+    for row in result.contestants:
+        if row.survival:
+            places = range(len(row.survival) + 1)
+            axis.plot(places, [1.0, *row.survival], **_style(result, row.name))
     axis.set(xlabel="j, drafted tokens", ylabel="first j all accepted", ylim=(0, 1.03))
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _shown(curve: Mapping[str, Any], values: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    pairs = [(gamma, value) for gamma, value in zip(curve["gammas"], values, strict=True) if gamma <= LAST_GAMMA]
+def _shown(curve: Curve, values: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    pairs = [(gamma, value) for gamma, value in zip(curve.gammas, values, strict=True) if gamma <= LAST_GAMMA]
     return [gamma for gamma, _ in pairs], [value for _, value in pairs]
 
 
-def _in_order(result: Mapping[str, Any], curves: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, curves["contestants"][name]) for name in labels_of(result) if name in curves["contestants"]]
+def _in_order(result: Result, curves: RuleCurves) -> list[tuple[str, Curve]]:
+    return [(name, curves.contestants[name]) for name in labels_of(result) if name in curves.contestants]
 
 
-def _taus(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> None:
+def _taus(axis: Any, result: Result, curves: RuleCurves) -> None:
     for name, curve in _in_order(result, curves):
         style = _style(result, name)
-        if curve.get("tau_ci") and all(ends is not None for ends in curve["tau_ci"]):
-            gammas, ends = _shown(curve, curve["tau_ci"])
+        if curve.tau_ci and all(ends is not None for ends in curve.tau_ci):
+            gammas, ends = _shown(curve, curve.tau_ci)
             axis.fill_between(gammas, *zip(*ends, strict=True), color=style["color"], alpha=0.18, linewidth=0)
-        axis.plot(*_shown(curve, curve["tau"]), **{**style, "markersize": 3})
+        axis.plot(*_shown(curve, curve.tau), **{**style, "markersize": 3})
     axis.set(xlabel="gamma, drafted tokens a block", ylabel="tau")
 
 
@@ -226,8 +227,8 @@ def _peak(axis: Any, gammas: Sequence[int], values: Sequence[float], colour: str
     )
 
 
-def _speeds(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> None:
-    main, gamma = judged(result), result["verdict"]["gamma"]
+def _speeds(axis: Any, result: Result, curves: RuleCurves) -> None:
+    main, gamma = judged(result), result.verdict.gamma
     for name, curve in _in_order(result, curves):
         fast = {gamma: value for gamma, value in timed_speed_ups(result, curve).items() if gamma <= LAST_GAMMA}
         if not fast:
@@ -235,14 +236,14 @@ def _speeds(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> 
         style = _style(result, name)
         gammas, values = list(fast), list(fast.values())
         axis.plot(gammas, values, **{**style, "markersize": 3})
-        if name == main["name"]:
+        if name == main.name:
             _peak(axis, gammas, values, INK)
-    if main.get("speed_up") is not None and curves["rule"] == result["verdict"]["rule"]:
-        ends = main.get("speed_up_ci")
-        error = [[abs(main["speed_up"] - end)] for end in ends] if ends else None
+    if main.speed_up is not None and curves.rule == result.verdict.rule:
+        ends = main.speed_up_ci
+        error = [[abs(main.speed_up - end)] for end in ends] if ends else None
         axis.errorbar(
             [gamma],
-            [main["speed_up"]],
+            [main.speed_up],
             yerr=error,
             color=INK,
             fmt="*",
@@ -254,25 +255,25 @@ def _speeds(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any]) -> 
     _speed_axis(axis)
 
 
-def _given_speeds(axis: Any, result: Mapping[str, Any], curves: Mapping[str, Any], given: GivenTimes) -> None:
+def _given_speeds(axis: Any, result: Result, curves: RuleCurves, given: GivenTimes) -> None:
     for name, curve in _in_order(result, curves):
-        gammas, taus = _shown(curve, curve["tau"])
+        gammas, taus = _shown(curve, curve.tau)
         values = [given.speed_up(gamma, tau) for gamma, tau in zip(gammas, taus, strict=True)]
         axis.plot(gammas, values, **{**_style(result, name), "markersize": 3})
-        if name == judged(result)["name"]:
+        if name == judged(result).name:
             _peak(axis, gammas, values, INK)
     _speed_axis(axis)
 
 
-def _reliability(axis: Any, calibration: Mapping[str, Any]) -> None:
-    bins = [one for one in calibration["bins"] if one["weight"] > 0 and one["accepted"] is not None]
-    heaviest = max((one["weight"] for one in bins), default=1.0)
+def _reliability(axis: Any, calibration: Calibration) -> None:
+    bins = [one for one in calibration.bins if one.weight > 0]
+    heaviest = max((one.weight for one in bins), default=1.0)
     for one in bins:
         # How often this confidence occurs, as a bar from below, at most a quarter of the height.
         axis.bar(
-            one["low"],
-            0.25 * one["weight"] / heaviest,
-            width=0.96 * (one["high"] - one["low"]),
+            one.low,
+            0.25 * one.weight / heaviest,
+            width=0.96 * (one.high - one.low),
             align="edge",
             color=RULE,
             linewidth=0,
@@ -280,11 +281,9 @@ def _reliability(axis: Any, calibration: Mapping[str, Any]) -> None:
     axis.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1, label="perfectly calibrated")
     colour = SERIES["best"]
     for one in bins:
-        if one.get("ci"):
-            axis.plot([one["confidence"]] * 2, one["ci"], color=colour, linewidth=1.2)
-    axis.plot(
-        [one["confidence"] for one in bins], [one["accepted"] for one in bins], color=colour, marker="o", label="draft"
-    )
-    if calibration.get("stop_below"):
-        axis.axvline(calibration["stop_below"], color=INK, linestyle=":", linewidth=1.2, label="stop below")
+        if one.ci:
+            axis.plot([one.confidence] * 2, one.ci, color=colour, linewidth=1.2)
+    axis.plot([one.confidence for one in bins], [one.accepted for one in bins], color=colour, marker="o", label="draft")
+    if calibration.stop_below:
+        axis.axvline(calibration.stop_below, color=INK, linestyle=":", linewidth=1.2, label="stop below")
     axis.set(xlabel="probability the draft gave its token", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1.02))

@@ -1,4 +1,4 @@
-"""The Markdown twin of the report, and the words both twins use. Pure: a result.json as a dict in, text out.
+"""The Markdown twin of the report, and the words both twins use. Pure: a result in, text out.
 
 Text of the models stands in code spans, and signs that mean something in Markdown or HTML are escaped everywhere else.
 """
@@ -6,7 +6,6 @@ Text of the models stands in code spans, and signs that mean something in Markdo
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Any
 
 from distill.report.tables import (
     OUTCOMES,
@@ -28,6 +27,8 @@ from distill.report.tables import (
     slice_tables,
     times,
 )
+from distill.run.result import Calibration, Result
+from distill.run.verdict_record import BestDraft, Interval, Judgement, Verdict
 from speculative.measure.effects import words
 from speculative.measure.replay import agreement_words
 
@@ -64,70 +65,71 @@ def times_words(given: GivenTimes) -> str:
     )
 
 
-def missing_lines(result: Mapping[str, Any]) -> dict[str, str]:
+def missing_lines(result: Result) -> dict[str, str]:
     """{section: one line} for what a reader may look for and this result does not hold."""
     lines = {}
-    if len(result.get("steps") or []) < 2:
+    if len(result.steps) < 2:
         lines["steps"] = "Only one checkpoint was judged, so there is no curve over steps."
-    if not any(row.get("survival") for row in result["contestants"]):
+    if not any(row.survival for row in result.contestants):
         lines["survival"] = "Survival by position was not measured: it needs live decoding."
-    if not (result.get("curves") or {}).get("rules"):
+    if not (result.curves and result.curves.rules):
         lines["curves"] = "There are no curves over gamma: no rule could be replayed on this held-out text."
-    elif not result.get("costs"):
+    elif not result.costs:
         lines["speed"] = "Nothing was timed on this machine; the curve below is for other times."
-    if not result.get("slices"):
+    if not result.slices:
         lines["slices"] = "There are no slices."
-    if not result.get("token_view"):
+    if not result.token_view:
         lines["tokens"] = "There is no token view: nothing was decoded live."
-    if not result.get("disagreements"):
+    if not result.disagreements:
         lines["disagreements"] = "No disagreements were recorded."
-    if not result.get("calibration"):
+    if not result.calibration:
         lines["calibration"] = "The draft's confidence was not measured under this rule."
     return lines
 
 
-def speed_line(result: Mapping[str, Any]) -> str:
+def speed_line(result: Result) -> str:
     """Best gamma and what it should give on this machine."""
-    verdict, costs = result["verdict"], result.get("costs")
-    if not costs or verdict.get("best_gamma") is None:
+    verdict, costs = result.verdict, result.costs
+    if costs is None or verdict.best_gamma is None:
         return ""
-    if verdict["best_gamma"] == 0:
-        return f"No gamma pays on this machine (c = {costs['cost_ratio']:.2f})."
+    if verdict.best_gamma == 0:
+        return f"No gamma pays on this machine (c = {costs.cost_ratio:.2f})."
     return (
-        f"Best gamma on this machine: {verdict['best_gamma']}, predicted speed-up {times(verdict.get('predicted_speed_up'))} "
-        f"(c = {costs['cost_ratio']:.2f}, batch {costs.get('batch_size')})."
+        f"Best gamma on this machine: {verdict.best_gamma}, predicted speed-up {times(verdict.predicted_speed_up)} "
+        f"(c = {costs.cost_ratio:.2f}, batch {costs.batch_size})."
     )
 
 
-def effect_lines(verdict: Mapping[str, Any]) -> list[str]:
+def effect_lines(verdict: Verdict) -> list[str]:
     """How sure the gain is, and what these prompts could have seen."""
-    effects, against_served = verdict.get("effects"), verdict.get("against_served")
-    served = [f"Against the served draft, paired by prompt: {words(against_served)}."] if against_served else []
+    effects, against_served = verdict.effects, verdict.against_served
+    served = (
+        [f"Against the served draft, paired by prompt: {words(against_served.record())}."] if against_served else []
+    )
     if not effects:
         return served
-    looks = effects.get("looks") or 1
-    method = effects["method"]
-    sure = f"intervals of {percent(effects['confidence'])}"
+    looks, method = effects.looks, effects.method
+    sure = f"intervals of {percent(effects.confidence)}"
     if looks > 1:
-        sure = f"intervals of {percent(effects['corrected_confidence'], 2)} each, {percent(effects['confidence'])} over all looks"
+        sure = f"intervals of {percent(effects.corrected_confidence, 2)} each, {percent(effects.confidence)} over all looks"
     return [
-        f"Gain over the baseline, paired by prompt: {words(effects)}.",
+        f"Gain over the baseline, paired by prompt: {words(effects.record())}.",
         *served,
-        f"Both drafts on the same {count(effects['prompts'], 'prompt')} ({effects['tokens']:,} tokens), tau and speed-up by replay: so a gain can "
+        f"Both drafts on the same {count(effects.prompts, 'prompt')} ({effects.tokens:,} tokens), tau and speed-up by replay: so a gain can "
         f"differ from the difference of two live runs. {method[0].upper()}{method[1:]}; {sure}.",
     ]
 
 
-def calibration_line(calibration: Mapping[str, Any]) -> str:
+def calibration_line(calibration: Calibration) -> str:
     """What to do with the draft's confidence."""
-    said = calibration["words"].rstrip(".")
+    said = calibration.words.rstrip(".")
     return f"{said[:1].upper()}{said[1:]}."
 
 
-def steps_line(result: Mapping[str, Any]) -> str:
+def steps_line(result: Result) -> str:
     """What the numbers of the checkpoints were measured on."""
     # Only counted blocks have an interval of tau.
-    if any(step.get("tau_ci") for step in result["steps"]):
+    if any(step.tau_ci for step in result.steps):
         return (
             "alpha is of the same frozen held-out text for every checkpoint. tau was counted live on the same prompts, so each "
             "checkpoint was counted on text of its own."
@@ -135,11 +137,11 @@ def steps_line(result: Mapping[str, Any]) -> str:
     return "Every checkpoint was judged on the same frozen held-out text, tau by replay."
 
 
-def slices_line(result: Mapping[str, Any]) -> str:
+def slices_line(result: Result) -> str:
     """What the intervals of the gains hold for, and when a slice is marked."""
-    marks = ("“worse” and “forgotten”" if result.get("forgetting") else "“worse”") + " marks"
-    levels = [group["corrected_confidence"] for group in result["slices"] if group.get("corrected_confidence")]
-    if not any(row.get("gain") is not None for group in result["slices"] for row in group["rows"]):
+    marks = ("“worse” and “forgotten”" if result.forgetting else "“worse”") + " marks"
+    levels = [group.corrected_confidence for group in result.slices if group.corrected_confidence]
+    if not any(row.gain is not None for group in result.slices for row in group.rows):
         return "Each interval stands alone."
     if not levels:
         return "Each interval stands alone at 95 %; nothing is marked as worse, because among many rows some look so by chance."
@@ -149,19 +151,19 @@ def slices_line(result: Mapping[str, Any]) -> str:
     )
 
 
-def serve_warning(result: Mapping[str, Any]) -> str:
+def serve_warning(result: Result) -> str:
     """Why the commands may not be worth running, "" where the draft pays off."""
-    verdict = result["verdict"]
-    outcome, pays, reasons = verdict["outcome"], verdict.get("pays_off"), []
+    verdict = result.verdict
+    outcome, pays, reasons = verdict.outcome, verdict.pays_off, []
     if outcome == "loss":
         reasons.append("this draft is worse than the undistilled one")
-    elif judged(result).get("step") == 0:
+    elif judged(result).step == 0:
         reasons.append("this draft is the undistilled one")
     elif outcome == "no_measurable_gain":
         reasons.append("this draft is not certainly better than the undistilled one")
     if pays is False or outcome == "no_speed":
         reasons.append("the target with this draft was not certainly faster than the target alone")
-    if verdict.get("best_gamma") == 0:
+    if verdict.best_gamma == 0:
         reasons.append("by the measured steps no gamma is predicted to pay")
     if reasons:
         return f"Before serving it: {'; '.join(reasons)}. The commands are given all the same."
@@ -170,9 +172,9 @@ def serve_warning(result: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_lines(result: Mapping[str, Any]) -> list[str]:
+def check_lines(result: Result) -> list[str]:
     """The instrument's own checks, in words; what has no words here is shown as key and value."""
-    checks = dict(result.get("checks") or {})
+    checks = dict(result.checks)
     lines = []
     if "alpha_replay" in checks:
         size = [f"{checks.pop(key)} {key}" for key in ("prompts", "tokens") if key in checks] + [
@@ -198,23 +200,25 @@ def check_lines(result: Mapping[str, Any]) -> list[str]:
     return [*(lines or ["No self-check was run here (nothing was decoded)."]), _agreement_line(result)]
 
 
-def _agreement_line(result: Mapping[str, Any]) -> str:
+def _agreement_line(result: Result) -> str:
     """Live decoding against replay of its own text: both of one run, the last one that was counted."""
-    verdict, main = result["verdict"], judged(result)
-    records = [record for record in verdict.get("checkpoints") or [] if record.get("step") == main.get("step")]
-    record = next((one for one in (verdict.get("best") or {}, *records) if one.get("replay_check")), None)
+    verdict, main = result.verdict, judged(result)
+    records = [record for record in verdict.checkpoints if record.step == main.step]
+    runs: list[BestDraft | Judgement] = [verdict.best, *records]
+    checked = ((one.replay_check, one.live_tokens) for one in runs)
+    check, tokens = next(((check, tokens) for check, tokens in checked if check and tokens), (None, 0))
     start = "Live decoding against replay of its own text:"
-    if record is not None:
-        check, tokens = record["replay_check"], record["live_tokens"]
-        return f"{start} tau {number(tokens / check['live_blocks'], 2)} beside {agreement_words(check, tokens)}."
-    if main.get("tau_by") == "replay":
-        return f"{start} not compared, nothing was decoded live: tau {number(main['tau'], 2)} is by replay."
+    if check is not None:
+        told = agreement_words(check.record(), tokens)
+        return f"{start} tau {number(tokens / check.live_blocks, 2)} beside {told}."
+    if main.tau_by == "replay":
+        return f"{start} not compared, nothing was decoded live: tau {number(main.tau, 2)} is by replay."
     return f"{start} not compared, the result holds no replay of the live run."
 
 
-def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def run_facts(result: Result) -> list[tuple[str, str]]:
     """What was run, on what: (name, value), values that are not recorded left out."""
-    facts, costs, verdict = dict(result.get("provenance") or {}), result.get("costs") or {}, result["verdict"]
+    facts, costs, verdict = dict(result.provenance), result.costs, result.verdict
     dirty = facts.pop("uncommitted_changes", None)
     commit, argv = facts.pop("commit", None), facts.pop("argv", None)
     versions = facts.pop("versions", None) or {}
@@ -222,10 +226,10 @@ def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     threads = facts.pop("threads", None)
     sampling = facts.pop("sampling", None) or {}
     rows = [
-        ("run", f"{result['name']} ({result['kind']}), {result.get('made', '')}"),
+        ("run", f"{result.name} ({result.kind}), {result.made or ''}"),
         (
             "judged",
-            f"rule {verdict['rule']}, gamma {verdict['gamma']}, {verdict['prompts']} held-out prompts, {verdict['tokens']:,} tokens",
+            f"rule {verdict.rule}, gamma {verdict.gamma}, {verdict.prompts} held-out prompts, {verdict.tokens:,} tokens",
         ),
         ("serving settings", ", ".join(f"{key} {value}" for key, value in sampling.items())),
         ("command", shlex.join(map(str, argv)) if argv else ""),
@@ -236,11 +240,11 @@ def run_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             else "",
         ),
         ("machine", ", ".join(machine) + (f", {threads} threads" if threads else "")),
-        ("prompts timed", f"{len(result['timed_prompts'])}" if result.get("timed_prompts") else ""),
-        ("timed at", f"batch {costs.get('batch_size')}, context {costs.get('context')} tokens" if costs else ""),
+        ("prompts timed", f"{len(result.timed_prompts)}" if result.timed_prompts else ""),
+        ("timed at", f"batch {costs.batch_size}, context {costs.context} tokens" if costs else ""),
         (
             "step times",
-            f"target {1e3 * costs['target_step_seconds']:.2f} ms, draft {1e3 * costs['draft_step_seconds']:.2f} ms, c = {costs['cost_ratio']:.3f}"
+            f"target {1e3 * costs.target_step_seconds:.2f} ms, draft {1e3 * costs.draft_step_seconds:.2f} ms, c = {costs.cost_ratio:.3f}"
             if costs
             else "",
         ),
@@ -292,17 +296,17 @@ def _cell(cell: Cell) -> str:
     return " ".join(part for part in (text, escaped(cell.note), mark) if part)
 
 
-def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
+def markdown(result: Result, given: GivenTimes) -> str:
     """The whole report as Markdown, in the order of the page; what needs a screen (figures, single tokens) is left to the page."""
-    verdict, missing = result["verdict"], missing_lines(result)
+    verdict, missing = result.verdict, missing_lines(result)
     parts = [
-        f"# {escaped(result['name'])}: {OUTCOMES.get(verdict['outcome'], escaped(verdict['outcome']))}",
-        f"**{escaped(verdict['sentence'])}**",
-        f"Rule {escaped(verdict['rule'])}, gamma {verdict['gamma']}, {verdict['prompts']} held-out prompts, {verdict['tokens']:,} tokens; "
+        f"# {escaped(result.name)}: {OUTCOMES[verdict.outcome]}",
+        f"**{escaped(verdict.sentence)}**",
+        f"Rule {escaped(verdict.rule)}, gamma {verdict.gamma}, {verdict.prompts} held-out prompts, {verdict.tokens:,} tokens; "
         "\\[95 % interval\\].",
         markdown_table(headline_table(result)),
         *(escaped(line) for line in effect_lines(verdict)),
-        *(f"> Warning: {escaped(line)}" for line in verdict.get("warnings") or []),
+        *(f"> Warning: {escaped(line)}" for line in verdict.warnings),
         "## Acceptance over steps",
         *([missing["steps"]] if "steps" in missing else [steps_line(result), markdown_table(_steps_table(result))]),
         "## Survival by position",
@@ -321,82 +325,88 @@ def markdown(result: Mapping[str, Any], given: GivenTimes) -> str:
     parts += ["## Held-out responses", missing.get("tokens") or markdown_table(_responses_table(result))]
     expensive = disagreement_table(result, 0, SHOWN_DISAGREEMENTS)
     parts += ["## Most expensive disagreements", markdown_table(expensive) if expensive else missing["disagreements"]]
-    more = len(result.get("disagreements") or []) - SHOWN_DISAGREEMENTS
+    more = len(result.disagreements) - SHOWN_DISAGREEMENTS
     parts += [f"{more} more are on the page."] if more > 0 else []
-    calibration = result.get("calibration")
+    calibration = result.calibration
     parts += [
         "## Calibration of the draft",
         escaped(calibration_line(calibration)) if calibration else missing["calibration"],
     ]
     parts += ["## What was run", "\n".join(f"- {escaped(name)}: {escaped(value)}" for name, value in run_facts(result))]
-    if result.get("config"):
-        parts += [f"<details><summary>Config</summary>\n\n{code_block(result['config'], 'yaml')}\n\n</details>"]
+    if result.config:
+        parts += [f"<details><summary>Config</summary>\n\n{code_block(result.config, 'yaml')}\n\n</details>"]
     parts += ["## Checks of the instrument", "\n".join(f"- {escaped(line)}" for line in check_lines(result))]
-    if result.get("serve"):
+    if result.serve:
         warning = serve_warning(result)
         parts += ["## Serve it", *([f"> Warning: {warning}"] if warning else [])]
-    for engine in result.get("serve") or []:
-        takes = "takes this pair" if engine["ok"] else "does not take this pair"
-        note = f". {escaped(engine['note'])}" if engine.get("note") else ""
-        parts.append(
-            f"**{escaped(engine['engine'])}** {takes}{note}\n\n{code_block(engine['command'], engine['language'])}"
-        )
+    for engine in result.serve:
+        takes = "takes this pair" if engine.ok else "does not take this pair"
+        note = f". {escaped(engine.note)}" if engine.note else ""
+        parts.append(f"**{escaped(engine.engine)}** {takes}{note}\n\n{code_block(engine.command, engine.language)}")
     return "\n\n".join(parts) + "\n"
 
 
-def _speed_parts(result: Mapping[str, Any], given: GivenTimes, missing: Mapping[str, str]) -> list[str]:
+def _speed_parts(result: Result, given: GivenTimes, missing: Mapping[str, str]) -> list[str]:
     rules, at_times = rules_table(result), given_table(result, given)
     if at_times is None:
         return [missing["curves"]]
     parts = [missing.get("speed") or escaped(speed_line(result)), markdown_table(rules) if rules else ""]
     parts += [
-        f"Rule {escaped(row['rule'])} is left out: {escaped(row['why'])}."
-        for row in result["curves"].get("refused") or []
+        f"Rule {escaped(row.rule)} is left out: {escaped(row.why)}."
+        for row in (result.curves.refused if result.curves else [])
     ]
     parts += [f"Speed-up at these times: {escaped(times_words(given))}.", markdown_table(at_times)]
     return [part for part in parts if part]
 
 
-def _steps_table(result: Mapping[str, Any]) -> Table:
+def _steps_table(result: Result) -> Table:
     rows = []
-    for step in result["steps"]:
-        gain = step.get("gain") or {}
-        ends = gain.get("ci")
+    for step in result.steps:
+        gain = step.gain
         rows.append(
             [
-                Cell(str(step["step"])),
-                Cell(number(step["alpha"]), _ends(step.get("alpha_ci"))),
-                Cell(number(step["tau"], 2), _ends(step.get("tau_ci"), 2)),
-                Cell(f"{gain['alpha_gain']:+.3f}" if gain else "", _ends(ends)),
+                Cell(str(step.step)),
+                Cell(number(step.alpha), _ends(step.alpha_ci)),
+                Cell(number(step.tau, 2), _ends(step.tau_ci, 2)),
+                Cell(f"{gain.alpha_gain:+.3f}" if gain else "", _ends(gain.ci if gain else None)),
             ]
         )
     return Table(("step", "alpha", "tau", "gain in alpha"), rows)
 
 
-def _ends(ends: Any, digits: int = 3) -> str:
+def _ends(ends: Interval | None, digits: int = 3) -> str:
     return "" if ends is None else f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
 
 
-def _survival_table(result: Mapping[str, Any]) -> Table:
-    rows, labels = [row for row in result["contestants"] if row.get("survival")], labels_of(result)
-    longest = max(len(row["survival"]) for row in rows)
+def _survival_table(result: Result) -> Table:
+    rows = [(row, row.survival) for row in result.contestants if row.survival]
+    longest, labels = max(len(survival) for _, survival in rows), labels_of(result)
     cells = [
-        [Cell(labels[row["name"]], strong=row is judged(result)), *(Cell(number(value)) for value in row["survival"])]
-        + [Cell("")] * (longest - len(row["survival"]))
-        for row in rows
+        [Cell(labels[row.name], strong=row is judged(result)), *(Cell(number(value)) for value in survival)]
+        + [Cell("")] * (longest - len(survival))
+        for row, survival in rows
     ]
     return Table(("first j accepted", *(f"j = {place}" for place in range(1, longest + 1))), cells)
 
 
-def _responses_table(result: Mapping[str, Any]) -> Table:
+def _responses_table(result: Result) -> Table:
     rows = []
-    for response in result["token_view"]["responses"]:
+    for response in result.token_view.responses if result.token_view else []:
         written = response_facts(response)
         rows.append(
             [
-                Cell(response["key"], response["domain"]),
-                *(Cell(str(response[key])) for key in ("tokens_count", "blocks", "accepted", "drafted")),
-                *(Cell(str(written[by])) for by in ("target", "bonus")),
+                Cell(response.key, response.domain),
+                *(
+                    Cell(str(count_of))
+                    for count_of in (
+                        response.tokens_count,
+                        response.blocks,
+                        response.accepted,
+                        response.drafted,
+                        written["target"],
+                        written["bonus"],
+                    )
+                ),
             ]
         )
     return Table(("response", "tokens", "target calls", "accepted", "drafted", "corrected", "bonus"), rows)

@@ -6,6 +6,7 @@ from typing import Any
 
 from distill.config.layout import PLOT
 from distill.run.checkpoint import load_judgements
+from distill.run.verdict_record import Judgement
 
 _PANELS = (("alpha", "alpha (acceptance rate)"), ("tau", "tau (tokens per target call)"))
 
@@ -18,12 +19,12 @@ def plot_run(run: Path) -> Path:
     import matplotlib.pyplot as plt
 
     records = load_judgements(run)
-    best = max(records, key=lambda record: record["score"])
+    best = max(records, key=lambda record: record.score or 0.0)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, (key, label) in zip(axes, _PANELS, strict=True):
         _panel(axis, records, best, key, label)
     figure.suptitle(
-        f"{run.name}: rule {records[0]['rule']}, gamma {records[0]['gamma']}, {records[0]['prompts']} held-out prompts"
+        f"{run.name}: rule {records[0].rule}, gamma {records[0].gamma}, {records[0].prompts} held-out prompts"
     )
     temporary = run / f".{PLOT}.tmp"
     figure.savefig(temporary, dpi=120, format="png")
@@ -32,14 +33,16 @@ def plot_run(run: Path) -> Path:
     return run / PLOT
 
 
-def _panel(axis: Any, records: list[dict[str, Any]], best: dict[str, Any], key: str, label: str) -> None:
-    steps = [record["step"] for record in records]
-    if all(f"{key}_ci" in record for record in records):  # replay alone gives tau no interval
-        low, high = zip(*(record[f"{key}_ci"] for record in records), strict=True)
+def _panel(axis: Any, records: list[Judgement], best: Judgement, key: str, label: str) -> None:
+    steps = [record.step for record in records]
+    if all(getattr(record, f"{key}_ci") for record in records):  # replay alone gives tau no interval
+        low, high = zip(*(getattr(record, f"{key}_ci") for record in records), strict=True)
         axis.fill_between(steps, low, high, alpha=0.2, label="95 % interval")
-    axis.plot(steps, [record[key] for record in records], marker="o", label="distilled")
-    axis.axhline(records[0][key], linestyle="--", color="grey", label="baseline (step 0)")
-    axis.plot([best["step"]], [best[key]], marker="*", markersize=14, linestyle="none", color="tab:red", label="best")
+    axis.plot(steps, [getattr(record, key) for record in records], marker="o", label="distilled")
+    axis.axhline(getattr(records[0], key), linestyle="--", color="grey", label="baseline (step 0)")
+    axis.plot(
+        [best.step], [getattr(best, key)], marker="*", markersize=14, linestyle="none", color="tab:red", label="best"
+    )
     axis.set(xlabel="optimizer step", ylabel=label)
     axis.legend(fontsize=8, loc="lower right")
     axis.grid(alpha=0.3)

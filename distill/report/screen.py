@@ -12,6 +12,8 @@ from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.export.export import ExportReport
+from distill.report.tables import interval, number
+from distill.run.verdict_record import Costs, Judgement, OnText, Verdict
 from speculative.decoder.responses import Response
 from speculative.measure.replay import agreement_words
 
@@ -19,55 +21,52 @@ ACCEPTED_STYLE = "green"
 OWN_STYLE = "bold yellow"
 
 
-def interval(values: Sequence[float], digits: int = 3) -> str:
-    """`[low, high]`."""
-    return f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
-
-
-def verdict_table(verdict: dict[str, Any]) -> Table:
+def verdict_table(verdict: Verdict) -> Table:
     """Target alone, baseline and best draft side by side."""
     table = Table(
-        title=f"{verdict['prompts']} held-out prompts ({verdict['tokens']:,} tokens), rule {verdict['rule']}, gamma {verdict['gamma']}",
+        title=f"{verdict.prompts} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}, gamma {verdict.gamma}",
         caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]",
         box=box.SIMPLE_HEAD,
     )
     for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"):
         table.add_column(column, justify="left" if column == "draft" else "right", no_wrap=True)
-    alone = verdict["target_tokens_per_second"]
+    alone = verdict.target_tokens_per_second
     if alone is not None:
         table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
     for name, key in (("undistilled", "baseline"), ("served today", "served"), ("distilled", "best")):
-        row = verdict.get(key)
+        row = getattr(verdict, key)
         if row is None:
             continue
         table.add_row(
-            name if row["step"] is None else f"{name}\n  (step {row['step']})",
-            f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
-            f"{row['tau']:.2f}" + (f"\n{interval(row['tau_ci'], 2)}" if "tau_ci" in row else "\n(replay)"),
-            f"{row['accepted_per_drafted']:.3f}" if "accepted_per_drafted" in row else "",
-            f"{row['tokens_per_second']:.0f}" if alone is not None else "",
-            f"{verdict['speed_up'][key]:.2f}x" if alone is not None else "",
+            name if row.step is None else f"{name}\n  (step {row.step})",
+            f"{row.alpha:.3f}\n{interval(row.alpha_ci)}",
+            f"{row.tau:.2f}" + (f"\n{interval(row.tau_ci, 2)}" if row.tau_ci else "\n(replay)"),
+            f"{row.accepted_per_drafted:.3f}" if row.accepted_per_drafted is not None else "",
+            f"{row.tokens_per_second:.0f}" if alone is not None else "",
+            f"{verdict.speed_up[key]:.2f}x" if verdict.speed_up else "",
             style="bold" if key == "best" else "",
         )
     return table
 
 
-def judgement_table(title: str, result: dict[str, Any]) -> Table:
+def judgement_table(title: str, judgement: Judgement) -> Table:
     """Numbers of one draft: overall and by domain."""
-    caption = f"tau beside {agreement_words(result['replay_check'], result['live_tokens'])}"
+    check = judgement.replay_check
+    caption = f"tau beside {agreement_words(check.record() if check else None, judgement.live_tokens or 0)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, caption=caption)
     for column in ("", "alpha", "tau", "accepted\n/drafted", "survival 1..gamma", "prompts", "tokens"):
         table.add_column(column, justify="left" if not column else "right")
-    rows = [("all", result)] + (sorted(result["domains"].items()) if len(result["domains"]) > 1 else [])
+    rows: list[tuple[str, OnText]] = [("all", judgement)]
+    rows += sorted(judgement.domains.items()) if len(judgement.domains) > 1 else []
     for name, row in rows:
         table.add_row(
             name,
-            f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
-            f"{row['tau']:.2f}\n{interval(row['tau_ci'], 2)}",
-            f"{row['accepted_per_drafted']:.3f}",
-            " ".join(f"{value:.2f}" for value in row["survival"]),
-            str(row["prompts"]),
-            f"{row['tokens']:,}",
+            f"{row.alpha:.3f}\n{interval(row.alpha_ci)}",
+            f"{number(row.tau, 2)}\n{interval(row.tau_ci, 2)}",
+            number(row.accepted_per_drafted),
+            " ".join(f"{value:.2f}" for value in row.survival or []),
+            str(row.prompts),
+            f"{row.tokens:,}",
         )
     return table
 
@@ -124,26 +123,25 @@ def outside_check_lines(found: dict[str, Any], gamma: int) -> list[str]:
     return lines
 
 
-def _cost_line(verdict: dict[str, Any]) -> str:
+def _cost_line(verdict: Verdict, costs: Costs) -> str:
     """Best gamma, its predicted speed-up, the cost ratio and the break-even alpha."""
-    costs, gamma = verdict["costs"], verdict["best_gamma"]
+    gamma = verdict.best_gamma
     best = (
-        f"best gamma {gamma}, predicted speed-up {verdict['predicted_speed_up']:.2f}x"
+        f"best gamma {gamma}, predicted speed-up {verdict.predicted_speed_up:.2f}x"
         if gamma
         else "no gamma pays on this machine"
     )
-    break_even = costs["break_even_alpha"]
-    return f"{best}; cost ratio c = {costs['cost_ratio']:.2f}, break-even alpha at gamma {verdict['gamma']} = " + (
+    break_even = costs.break_even_alpha
+    return f"{best}; cost ratio c = {costs.cost_ratio:.2f}, break-even alpha at gamma {verdict.gamma} = " + (
         "none" if break_even is None else f"{break_even:.2f}"
     )
 
 
 def last_screen(
-    console: Console, run: Path, verdict: dict[str, Any], completions: Sequence[Panel], export: Path | None
+    console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
     """The screen that ends a demo."""
-    # A verdict of an earlier version has no outcome.
-    style = "green" if verdict.get("outcome", "pays_off" if verdict["pays_off"] else "") == "pays_off" else "yellow"
+    style = "green" if verdict.outcome == "pays_off" else "yellow"
     console.print()
     if completions:
         legend = Text.assemble(
@@ -151,10 +149,10 @@ def last_screen(
         )
         console.print(Group(legend, *completions))
     console.print(verdict_table(verdict))
-    console.print(Text(verdict["sentence"], style=f"bold {style}"))
-    if verdict["costs"] is not None:
-        console.print(_cost_line(verdict))
-    seconds = verdict["seconds"]
+    console.print(Text(verdict.sentence, style=f"bold {style}"))
+    if verdict.costs is not None:
+        console.print(_cost_line(verdict, verdict.costs))
+    seconds = verdict.seconds
     parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = Table.grid(padding=(0, 2))

@@ -1,17 +1,19 @@
-"""The tables and single lines of a report, for the page and for its Markdown twin. Pure: a result.json as a dict in, text out.
+"""The tables and single lines of a report, for the page and for its Markdown twin. Pure: a result in, text out.
 
 The page draws a cell's `bar`, Markdown leaves it out. Numbers are shown as they are in the
 result; what is null there is shown as an en dash.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distill.run.result import Contestant, Curve, ResponseSeen, Result, RuleCurves, SliceRow
+from distill.run.verdict_record import Outcome
 from speculative.measure.cost import predicted_speed_up
 
 NOTHING = "\N{EN DASH}"
-OUTCOMES = {
+OUTCOMES: dict[Outcome, str] = {
     "pays_off": "Pays off",
     "no_speed": "No speed-up",
     "no_measurable_gain": "No measurable gain",
@@ -121,106 +123,99 @@ def token_text(text: str) -> str:
     return "".join(sign if sign in "\n\t" or ord(sign) >= 32 else chr(0x2400 + ord(sign)) for sign in shown)
 
 
-def find(rows: Iterable[Mapping[str, Any]], name: str) -> Any:
+def find(rows: Iterable[Contestant], name: str) -> Contestant | None:
     """The row of that name, or None."""
-    return next((row for row in rows if row["name"] == name), None)
+    return next((row for row in rows if row.name == name), None)
 
 
-def judged(result: Mapping[str, Any]) -> Any:
+def judged(result: Result) -> Contestant:
     """The contestant that the report is about: the best, or the only one."""
-    return find(result["contestants"], "best") or result["contestants"][-1]
+    return find(result.contestants, "best") or result.contestants[-1]
 
 
-def main_curves(result: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def main_curves(result: Result) -> RuleCurves | None:
     """Curves of the rule that was judged; of the first rule where that one has none."""
-    rules = (result.get("curves") or {}).get("rules") or []
-    return next(
-        (curves for curves in rules if curves["rule"] == result["verdict"]["rule"]), rules[0] if rules else None
-    )
+    rules = result.curves.rules if result.curves else []
+    return next((curves for curves in rules if curves.rule == result.verdict.rule), rules[0] if rules else None)
 
 
-def measured_times(result: Mapping[str, Any]) -> GivenTimes:
+def measured_times(result: Result) -> GivenTimes:
     """The times that were measured, v as a slope; without any, an example."""
-    costs = result.get("costs")
+    costs = result.costs
     if not costs:
         return GivenTimes(0.025, 0.003, 0.02, "example")
-    measured = {int(gamma): ratio for gamma, ratio in costs["verify_ratio"].items()}
-    gamma = min(measured, key=lambda known: abs(known - result["verdict"]["gamma"]), default=0)
+    measured = costs.verify_ratio
+    gamma = min(measured, key=lambda known: abs(known - result.verdict.gamma), default=0)
     extra = max(0.0, (measured[gamma] - 1) / gamma) if gamma else 0.0
-    return GivenTimes(costs["target_step_seconds"], costs["draft_step_seconds"], extra, "measured")
+    return GivenTimes(costs.target_step_seconds, costs.draft_step_seconds, extra, "measured")
 
 
-def timed_speed_ups(result: Mapping[str, Any], curve: Mapping[str, Any]) -> dict[int, float]:
+def timed_speed_ups(result: Result, curve: Curve) -> dict[int, float]:
     """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""
-    last = max(map(int, ((result.get("costs") or {}).get("verify_ratio") or {})), default=None)
+    last = max(result.costs.verify_ratio, default=None) if result.costs else None
     return {
         gamma: value
-        for gamma, value in zip(curve["gammas"], curve.get("speed_up") or [], strict=False)
+        for gamma, value in zip(curve.gammas, curve.speed_up or [], strict=False)
         if value is not None and (last is None or gamma <= last)
     }
 
 
-def labels_of(result: Mapping[str, Any]) -> dict[str, str]:
+def labels_of(result: Result) -> dict[str, str]:
     """{name: what a reader is told}, in the order of the result."""
-    return {row["name"]: row.get("label") or row["name"] for row in result["contestants"]}
+    return {row.name: row.label or row.name for row in result.contestants}
 
 
-def headline_table(result: Mapping[str, Any]) -> Table:
+def headline_table(result: Result) -> Table:
     """The judged draft, then every other contestant: alpha, tau, accepted / drafted, speed-up, tokens per second."""
-    verdict, main = result["verdict"], judged(result)
-    rows = [main, *(row for row in result["contestants"] if row is not main)]
+    verdict, main = result.verdict, judged(result)
+    rows = [main, *(row for row in result.contestants if row is not main)]
     # Best minus baseline and best minus served, each paired on the frozen text.
-    known = {"gain, same text": verdict.get("effects"), "against the served draft": verdict.get("against_served")}
-    compared = [effects for effects in known.values() if effects]
-    heads = [
-        f"{row.get('label') or row['name']}" + (f" (step {row['step']})" if row.get("step") is not None else "")
-        for row in rows
-    ]
+    known = {"gain, same text": verdict.effects, "against the served draft": verdict.against_served}
+    compared = {name: effects for name, effects in known.items() if effects}
+    heads = [f"{row.label or row.name}" + (f" (step {row.step})" if row.step is not None else "") for row in rows]
 
-    def line(name: str, key: str, digits: int, ci: str, how: Any = number, effect: str = "") -> list[Cell]:
+    def line(name: str, key: str, digits: int, how: Any = number) -> list[Cell]:
         cells = [Cell(name)]
         for row in rows:
-            note = interval(row.get(ci), digits)
-            if key == "speed_up" and row.get(key) is not None and not note:
+            note = interval(getattr(row, f"{key}_ci", None), digits)
+            if key == "speed_up" and row.speed_up is not None and not note:
                 note = TOO_FEW_TIMED
-            if key == "tau" and row.get("tau_by") == "replay":
+            if key == "tau" and row.tau_by == "replay":
                 note = f"{note} by replay".strip()
-            cells.append(Cell(how(row.get(key)), note, strong=row is main))
-        for against in compared:
-            gain = against.get(effect) or {}
-            cells.append(Cell(signed(gain.get("gain"), digits), interval(gain.get("ci"), digits, sign=True)))
+            cells.append(Cell(how(getattr(row, key)), note, strong=row is main))
+        for effects in compared.values():
+            gain = getattr(effects, key, None)
+            cells.append(
+                Cell(signed(gain.gain, digits), interval(gain.ci, digits, sign=True)) if gain else Cell(NOTHING)
+            )
         return cells
 
     table = [
-        line("alpha", "alpha", 3, "alpha_ci", effect="alpha"),
-        line("tau", "tau", 2, "tau_ci", lambda value: number(value, 2), effect="tau"),
-        line(f"accepted / drafted at gamma {verdict['gamma']}", "accepted_per_drafted", 3, "accepted_per_drafted_ci"),
-        line("speed-up", "speed_up", 2, "speed_up_ci", times, effect="speed_up"),
-        line("tokens/s", "tokens_per_second", 0, "", lambda value: number(value, 0)),
+        line("alpha", "alpha", 3),
+        line("tau", "tau", 2, lambda value: number(value, 2)),
+        line(f"accepted / drafted at gamma {verdict.gamma}", "accepted_per_drafted", 3),
+        line("speed-up", "speed_up", 2, times),
+        line("tokens/s", "tokens_per_second", 0, lambda value: number(value, 0)),
     ]
     shown = [cells for cells in table if any(cell.text != NOTHING for cell in cells[1:])]
-    return Table(("", *heads, *(name for name, effects in known.items() if effects)), shown)
+    return Table(("", *heads, *compared), shown)
 
 
-def rules_table(result: Mapping[str, Any]) -> Table | None:
+def rules_table(result: Result) -> Table | None:
     """Each engine rule: what the judged draft reaches under it, at this gamma and at the best one."""
-    rules, name, gamma = (
-        (result.get("curves") or {}).get("rules") or [],
-        judged(result)["name"],
-        result["verdict"]["gamma"],
-    )
+    name, gamma = judged(result).name, result.verdict.gamma
     rows = []
-    for curves in rules:
-        curve = curves["contestants"].get(name)
+    for curves in result.curves.rules if result.curves else []:
+        curve = curves.contestants.get(name)
         if curve is None:
             continue
-        taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
+        taus = dict(zip(curve.gammas, curve.tau, strict=True))
         fast = timed_speed_ups(result, curve)
         best = max(fast, key=fast.__getitem__, default=None)
         rows.append(
             [
-                Cell(curves["rule"], curves.get("note") or "", strong=curves["rule"] == result["verdict"]["rule"]),
-                Cell(number(curve["alpha"]), interval(curve.get("alpha_ci"))),
+                Cell(curves.rule, curves.note or "", strong=curves.rule == result.verdict.rule),
+                Cell(number(curve.alpha), interval(curve.alpha_ci)),
                 Cell(number(taus.get(gamma), 2)),
                 Cell(NOTHING if best is None else "none" if best == 0 else str(best)),
                 Cell(times(None if best is None else fast[best])),
@@ -229,15 +224,15 @@ def rules_table(result: Mapping[str, Any]) -> Table | None:
     return Table(("rule", "alpha", f"tau at gamma {gamma}", "best gamma", "speed-up there"), rows) if rows else None
 
 
-def given_table(result: Mapping[str, Any], given: GivenTimes) -> Table | None:
+def given_table(result: Result, given: GivenTimes) -> Table | None:
     """Speed-up over gamma at other step times, one column a contestant, the best of each in bold."""
     curves = main_curves(result)
     if curves is None:
         return None
-    labels = {name: label for name, label in labels_of(result).items() if name in curves["contestants"]}
+    labels = {name: label for name, label in labels_of(result).items() if name in curves.contestants}
     columns = {
-        name: {gamma: given.speed_up(gamma, tau) for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)}
-        for name, curve in ((name, curves["contestants"][name]) for name in labels)
+        name: {gamma: given.speed_up(gamma, tau) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
+        for name, curve in ((name, curves.contestants[name]) for name in labels)
     }
     gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns.values())]
     best = {name: max(gammas, key=column.__getitem__, default=0) for name, column in columns.items()}
@@ -251,91 +246,90 @@ def given_table(result: Mapping[str, Any], given: GivenTimes) -> Table | None:
     return Table(("gamma", *labels.values()), rows, texts=0)
 
 
-def slice_tables(result: Mapping[str, Any]) -> list[Table]:
+def slice_tables(result: Result) -> list[Table]:
     """One table a dimension; what has no order of its own is sorted by lost tokens, worst first."""
-    labels, main = labels_of(result), judged(result)["name"]
+    labels, main = labels_of(result), judged(result).name
     tables = []
-    for group in result.get("slices") or []:
-        rows = list(group["rows"])
+    for group in result.slices:
+        rows = list(group.rows)
         if not rows:
             continue
-        if group["dimension"] not in ORDERED_DIMENSIONS:
-            rows.sort(key=lambda row: -(row.get("lost_share") or 0.0))
-        names = [name for name in labels if any(name in row["alpha"] for row in rows)]
-        worst = max(rows, key=lambda row: row.get("lost_share") or 0.0) if len(rows) > 1 else None
-        has_gain = any(row.get("gain") is not None for row in rows)
+        if group.dimension not in ORDERED_DIMENSIONS:
+            rows.sort(key=lambda row: -(row.lost_share or 0.0))
+        names = [name for name in labels if any(name in row.alpha for row in rows)]
+        worst = max(rows, key=lambda row: row.lost_share or 0.0) if len(rows) > 1 else None
+        has_gain = any(row.gain is not None for row in rows)
         names.sort(key=lambda name: name != main)
         alphas = [f"alpha {labels[name]}" for name in names]
         columns = (
-            group["dimension"],
+            group.dimension,
             alphas[0],
             *(["gain"] if has_gain else []),
             "share of losses",
             *alphas[1:],
             "tokens",
         )
-        unit = f" ({group['unit']})" if group.get("unit") else ""
+        unit = f" ({group.unit})" if group.unit else ""
         cells = [_slice_cells(row, names, row is worst, has_gain) for row in rows]
-        tables.append(Table(columns, cells, f"By {group['dimension']}{unit}"))
+        tables.append(Table(columns, cells, f"By {group.dimension}{unit}"))
     return tables
 
 
-def _slice_cells(row: Mapping[str, Any], names: Sequence[str], worst: bool, has_gain: bool) -> list[Cell]:
+def _slice_cells(row: SliceRow, names: Sequence[str], worst: bool, has_gain: bool) -> list[Cell]:
     """`names` begins with the judged draft, whose bar carries the baseline as a tick."""
-    falls = row.get("certain") == "loss"
-    alphas = [Cell(number(row["alpha"].get(name)), interval((row.get("alpha_ci") or {}).get(name))) for name in names]
-    alphas[0] = replace(alphas[0], bar=row["alpha"].get(names[0]), tick=row["alpha"].get("baseline"), strong=True)
-    gain = Cell(signed(row.get("gain")), interval(row.get("gain_ci"), sign=True), "worse" if falls else "")
+    falls = row.certain == "loss"
+    alphas = [Cell(number(row.alpha.get(name)), interval(row.alpha_ci.get(name))) for name in names]
+    alphas[0] = replace(alphas[0], bar=row.alpha.get(names[0]), tick=row.alpha.get("baseline"), strong=True)
+    gain = Cell(signed(row.gain), interval(row.gain_ci, sign=True), "worse" if falls else "")
     return [
-        Cell(str(row["name"]), count(row["prompts"], "prompt"), "loses most" if worst else ""),
+        Cell(str(row.name), count(row.prompts, "prompt"), "loses most" if worst else ""),
         alphas[0],
         *([gain] if has_gain else []),
-        Cell(percent(row.get("lost_share")), bar=row.get("lost_share")),
+        Cell(percent(row.lost_share), bar=row.lost_share),
         *alphas[1:],
-        Cell(f"{row['tokens']:,}"),
+        Cell(f"{row.tokens:,}"),
     ]
 
 
-def forgetting_table(result: Mapping[str, Any]) -> Table | None:
+def forgetting_table(result: Result) -> Table | None:
     """Every domain, trained on or not: alpha of each contestant and the change from baseline to best."""
-    rows, labels = result.get("forgetting") or [], labels_of(result)
-    names = [name for name in labels if any(name in row["alpha"] for row in rows)]
-    groups = result.get("slices") or []
-    domains = {row["name"]: row for group in groups if group["dimension"] == "domain" for row in group["rows"]}
+    rows, labels = result.forgetting, labels_of(result)
+    names = [name for name in labels if any(name in row.alpha for row in rows)]
+    domains = {row.name: row for group in result.slices if group.dimension == "domain" for row in group.rows}
     cells = []
     for row in rows:
-        change = row.get("change") or {}
-        # The same row as in the slices by domain.
-        certain = change.get("certain") or domains.get(row["domain"], {}).get("certain")
+        change, same = row.change, domains.get(row.domain)
+        certain = (change and change.certain) or (same and same.certain)
         falls = certain == "loss"
         cells.append(
             [
-                Cell(str(row["domain"]), "" if row["trained_on"] else "not trained on"),
-                Cell(f"{row['tokens']:,}"),
-                *(
-                    Cell(number(row["alpha"].get(name)), interval((row.get("alpha_ci") or {}).get(name)))
-                    for name in names
+                Cell(str(row.domain), "" if row.trained_on else "not trained on"),
+                Cell(f"{row.tokens:,}"),
+                *(Cell(number(row.alpha.get(name)), interval(row.alpha_ci.get(name))) for name in names),
+                Cell(
+                    signed(change.gain if change else None),
+                    interval(change.ci if change else None, sign=True),
+                    "forgotten" if falls else "",
                 ),
-                Cell(signed(change.get("gain")), interval(change.get("ci"), sign=True), "forgotten" if falls else ""),
             ]
         )
     return Table(("domain", "tokens", *(f"alpha {labels[name]}" for name in names), "change"), cells) if rows else None
 
 
-def disagreement_table(result: Mapping[str, Any], start: int = 0, stop: int | None = None) -> Table | None:
+def disagreement_table(result: Result, start: int = 0, stop: int | None = None) -> Table | None:
     """Where the draft loses most: what the target said and what the draft wanted; rows from `start` to `stop`."""
-    every = result.get("disagreements") or []
+    every = result.disagreements
     rows = every[start:stop]
-    timed = any(row.get("tokens_per_second_lost") is not None for row in every)
+    timed = any(row.tokens_per_second_lost is not None for row in every)
     cells = [
         [
-            Cell(visible(row["context"]), code=True),
-            Cell(visible(row["target_said"]), code=True),
-            Cell(visible(row["draft_wanted"]), code=True),
-            Cell(f"{row['count']}", f"in {count(row['prompts'], 'prompt')}"),
-            Cell(percent(row.get("lost_share"), 1), bar=row.get("lost_share")),
-            Cell(number(row.get("tau_if_agreed"), 3)),
-            *([Cell(number(row.get("tokens_per_second_lost"), 1))] if timed else []),
+            Cell(visible(row.context), code=True),
+            Cell(visible(row.target_said), code=True),
+            Cell(visible(row.draft_wanted), code=True),
+            Cell(f"{row.count}", f"in {count(row.prompts, 'prompt')}"),
+            Cell(percent(row.lost_share, 1), bar=row.lost_share),
+            Cell(number(row.tau_if_agreed, 3)),
+            *([Cell(number(row.tokens_per_second_lost, 1))] if timed else []),
         ]
         for row in rows
     ]
@@ -351,6 +345,6 @@ def disagreement_table(result: Mapping[str, Any], start: int = 0, stop: int | No
     return Table(columns, cells, texts=3) if rows else None
 
 
-def response_facts(response: Mapping[str, Any]) -> dict[str, int]:
+def response_facts(response: ResponseSeen) -> dict[str, int]:
     """How many tokens of a response each writer wrote."""
-    return {by: sum(token["by"] == by for token in response["tokens"]) for by in WRITERS}
+    return {by: sum(token.by == by for token in response.tokens) for by in WRITERS}

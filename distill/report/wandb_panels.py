@@ -3,10 +3,10 @@
 wandb is imported only here and only when a run has it as a tracker.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distill.report.page import completed, render_page
+from distill.report.page import render_page
 from distill.report.tables import (
     GivenTimes,
     Table,
@@ -20,6 +20,7 @@ from distill.report.tables import (
     slice_tables,
     timed_speed_ups,
 )
+from distill.run.result import Result
 from speculative.errors import UserError
 
 PREFIX = "report"
@@ -27,7 +28,7 @@ HEADLINES = ("alpha", "tau", "accepted_per_drafted", "speed_up", "tokens_per_sec
 
 
 def log_result(
-    accelerator_or_run: Any, result: Mapping[str, Any], *, given: GivenTimes | None = None, page: str | None = None
+    accelerator_or_run: Any, result: Result, *, given: GivenTimes | None = None, page: str | None = None
 ) -> list[str]:
     """Logs what a report shows to wandb, in one step; returns the names of the panels, [] where the run has no wandb tracker.
 
@@ -46,7 +47,6 @@ def log_result(
         import wandb
     except ImportError as error:
         raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
-    result = completed(result)
     given = given or measured_times(result)
     panels: dict[str, Any] = {f"{PREFIX}/headline": _table(wandb, headline_table(result))}
     panels |= _charts(wandb, result, given)
@@ -55,15 +55,15 @@ def log_result(
     for name, table in (("disagreements", disagreement_table(result)), ("forgetting", forgetting_table(result))):
         if table is not None:
             panels[f"{PREFIX}/{name}"] = _table(wandb, table)
-    if result["token_view"]:
+    if result.token_view:
         panels[f"{PREFIX}/tokens"] = _tokens(wandb, result)
     # inject would add a style sheet of wandb's servers to a page that needs no network.
     panels[f"{PREFIX}/page"] = wandb.Html(page or render_page(result, given), inject=False, data_is_not_path=True)
     run.log(panels)
-    verdict, main = result["verdict"], judged(result)
+    verdict, main = result.verdict, judged(result)
     run.summary.update(
-        {f"{PREFIX}/outcome": verdict["outcome"], f"{PREFIX}/sentence": verdict["sentence"]}
-        | {f"{PREFIX}/{key}": main[key] for key in HEADLINES if main.get(key) is not None}
+        {f"{PREFIX}/outcome": verdict.outcome, f"{PREFIX}/sentence": verdict.sentence}
+        | {f"{PREFIX}/{key}": value for key in HEADLINES if (value := getattr(main, key)) is not None}
     )
     return list(panels)
 
@@ -85,26 +85,26 @@ def _table(wandb: Any, table: Table) -> Any:
     return wandb.Table(columns=[column or "measure" for column in table.columns], data=rows)
 
 
-def _charts(wandb: Any, result: Mapping[str, Any], given: GivenTimes) -> dict[str, Any]:
+def _charts(wandb: Any, result: Result, given: GivenTimes) -> dict[str, Any]:
     """Line charts; a series is left out where its values are null."""
     labels, charts = labels_of(result), {}
 
-    def chart(name: str, title: str, xname: str, series: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    def chart(name: str, title: str, xname: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
         if series:
             xs, ys = zip(*series.values(), strict=True)
             charts[f"{PREFIX}/{name}"] = wandb.plot.line_series(
                 xs=xs, ys=ys, keys=list(series), title=title, xname=xname
             )
 
-    steps = result["steps"] or []
+    steps = result.steps
     if len(steps) > 1:
-        at = [step["step"] for step in steps]
+        at = [step.step or 0 for step in steps]
         for key in ("alpha", "tau"):
-            ours = {"judged": (at, [step[key] for step in steps])}
-            if steps[0]["step"] == 0:
-                ours[labels.get("baseline", "baseline")] = (at, [steps[0][key]] * len(at))
+            ours = {"judged": (at, [getattr(step, key) for step in steps])}
+            if steps[0].step == 0:
+                ours[labels.get("baseline", "baseline")] = (at, [getattr(steps[0], key)] * len(at))
             chart(f"{key} over steps", f"{key} over steps", "optimizer step", ours)
-    rows = {labels[row["name"]]: row["survival"] for row in result["contestants"] if row["survival"]}
+    rows = {labels[row.name]: row.survival for row in result.contestants if row.survival}
     chart(
         "survival",
         "first j drafted tokens accepted",
@@ -113,11 +113,9 @@ def _charts(wandb: Any, result: Mapping[str, Any], given: GivenTimes) -> dict[st
     )
     curves = main_curves(result)
     if curves is not None:
-        known = {labels.get(name, name): curve for name, curve in curves["contestants"].items()}
+        known = {labels.get(name, name): curve for name, curve in curves.contestants.items()}
         timed = {name: fast for name, curve in known.items() if (fast := timed_speed_ups(result, curve))}
-        chart(
-            "tau", "tau over gamma", "gamma", {name: (curve["gammas"], curve["tau"]) for name, curve in known.items()}
-        )
+        chart("tau", "tau over gamma", "gamma", {name: (curve.gammas, curve.tau) for name, curve in known.items()})
         chart(
             "speed-up",
             "speed-up here",
@@ -126,35 +124,35 @@ def _charts(wandb: Any, result: Mapping[str, Any], given: GivenTimes) -> dict[st
         )
         at_times = {
             name: (
-                curve["gammas"],
-                [given.speed_up(gamma, tau) for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)],
+                curve.gammas,
+                [given.speed_up(gamma, tau) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)],
             )
             for name, curve in known.items()
         }
         chart("speed-up at given times", "speed-up at given times", "gamma", at_times)
-    if result["calibration"]:
-        bins = [one for one in result["calibration"]["bins"] if one["accepted"] is not None]
-        confidence = [one["confidence"] for one in bins]
-        points = {"draft": (confidence, [one["accepted"] for one in bins]), "calibrated": (confidence, confidence)}
+    if result.calibration:
+        bins = result.calibration.bins
+        confidence = [one.confidence for one in bins]
+        points = {"draft": (confidence, [one.accepted for one in bins]), "calibrated": (confidence, confidence)}
         chart("calibration", "share accepted over the draft's probability", "probability", points)
     return charts
 
 
-def _tokens(wandb: Any, result: Mapping[str, Any]) -> Any:
+def _tokens(wandb: Any, result: Result) -> Any:
     """Every token of the view in one table."""
     columns = ["response", "place", "token", "id", "written by", "block", "target_prob", "draft_prob"]
     rows = [
         [
-            response["key"],
+            response.key,
             place,
-            token["text"],
-            token["id"],
-            token["by"],
-            token["block"],
-            token.get("target_prob"),
-            token.get("draft_prob"),
+            token.text,
+            token.id,
+            token.by,
+            token.block,
+            token.target_prob,
+            token.draft_prob,
         ]
-        for response in result["token_view"]["responses"]
-        for place, token in enumerate(response["tokens"])
+        for response in (result.token_view.responses if result.token_view else [])
+        for place, token in enumerate(response.tokens)
     ]
     return wandb.Table(columns=columns, data=rows)

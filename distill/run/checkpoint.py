@@ -28,6 +28,7 @@ from distill.config.layout import (
     list_steps,
     step_folder,
 )
+from distill.run.verdict_record import Judgement
 from speculative.errors import UserError
 
 
@@ -144,17 +145,18 @@ def point_best(run: Path, step: int) -> None:
     os.replace(temporary, run / BEST_LINK)
 
 
-def load_judgements(run: Path) -> list[dict[str, Any]]:
+def load_judgements(run: Path) -> list[Judgement]:
     """The record of every judged checkpoint, step 0 first.
 
     Raises:
-        UserError: the run has none.
+        UserError: the run has none, or one is not whole.
     """
     records = []
     for step in list_steps(run):
         path = step_folder(run, step) / JUDGEMENT
         if path.exists():
-            records.append(json.loads(path.read_text(encoding="utf-8")))
+            remedy = "delete it, and start the run's command again: it judges that checkpoint anew"
+            records.append(Judgement.of(path, json.loads(path.read_text(encoding="utf-8")), remedy))
     if not records:
         raise UserError(
             f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`"

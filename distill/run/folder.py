@@ -20,9 +20,9 @@ from distill.config.layout import (
 )
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
+from distill.run.verdict_record import Verdict, read_json
 from speculative.errors import UserError
 
-RESULT_FORMAT = 1
 # Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
 MAY_DIFFER = (
     "resume", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
@@ -88,7 +88,7 @@ class RunFacts:
 
     student: Path
     target: str
-    verdict: dict[str, Any] | None
+    verdict: Verdict | None
     provenance: dict[str, Any]
     sampling: dict[str, Any]
     revision: str | None
@@ -108,9 +108,8 @@ def read_run(path: Path) -> RunFacts:
     if not (folder / STUDENT).exists():
         raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
     config = load_config(run / CONFIG)
-    verdict_file = run / VERDICT
-    verdict = json.loads(verdict_file.read_text(encoding="utf-8")) if verdict_file.exists() else None
-    if verdict is not None and folder.resolve() != step_folder(run, verdict["best"]["step"]).resolve():
+    verdict = load_verdict(run) if (run / VERDICT).exists() else None
+    if verdict is not None and folder.resolve() != step_folder(run, verdict.best.step or 0).resolve():
         verdict = None  # the verdict is of another checkpoint
     provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     data = [source.path for source in config.data.train]
@@ -122,15 +121,16 @@ def read_run(path: Path) -> RunFacts:
     )
 
 
-def load_verdict(run: Path) -> dict[str, Any]:
+def load_verdict(run: Path) -> Verdict:
     """verdict.json of a finished run.
 
     Raises:
-        UserError: not there or damaged.
+        UserError: not there or damaged, or a key is missing or holds something else (it is named).
     """
     try:
-        return json.loads((run / VERDICT).read_text(encoding="utf-8"))
+        tree = read_json(run / VERDICT)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again"
         ) from error
+    return Verdict.of(run / VERDICT, tree, "another version wrote it: delete it, and start the run's command again")

@@ -15,6 +15,8 @@ from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import decode_settings
+from distill.run.result import Result
+from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
 from distill.verdict.findings import findings_of, serve_commands
 from distill.verdict.token_view import spread_over, token_view
@@ -36,8 +38,8 @@ def conclude_run(
     seconds: Callable[[], Mapping[str, float]],
     context: int,
     trained_on: Sequence[str],
-) -> dict[str, Any]:
-    """result.json of a run whose last checkpoint is judged, finished: verdict and findings.
+) -> Result:
+    """The result of a run whose last checkpoint is judged, finished: verdict and findings.
 
     With judge.live: never, nothing is decoded or timed: what only that measures is null.
 
@@ -50,11 +52,11 @@ def conclude_run(
     run, live = config.folder, config.judge.live != "never"
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
-    best = max(records, key=lambda record: record["score"])
+    best = max(records, key=lambda record: record.score or 0.0)
     contestants = _contestants(run, config.judge.served, target, records[0], best)
     if live:
         # Replay records are of the dial; a verdict of what was decoded.
-        known = {BASELINE: records[0]} if records[0].get("live", True) else {}
+        known = {BASELINE: records[0]} if records[0].live else {}
         log = run / PROPOSALS
         evidence = gather(config.judge, settings, target, contestants, heldout, context=context, known=known, log=log)
     else:
@@ -62,19 +64,19 @@ def conclude_run(
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
-        serve=serve_commands(run, target, verdict["best_gamma"] or config.judge.gamma, config.judge_rule),
-        provenance=_provenance(step_folder(run, best["step"])), config=dump_config(config),
+        serve=serve_commands(run, target, verdict.best_gamma or config.judge.gamma, config.judge_rule),
+        provenance=_provenance(step_folder(run, best.step or 0)), config=dump_config(config),
         files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, target) if live else {}),
     )  # fmt: skip
-    verdict["seconds"] = {stage: round(value, 2) for stage, value in seconds().items()}
-    return result
+    spent = {stage: round(value, 2) for stage, value in seconds().items()}
+    return result.model_copy(update={"verdict": verdict.model_copy(update={"seconds": spent})})
 
 
-def write_conclusion(run: Path, result: dict[str, Any]) -> None:
+def write_conclusion(run: Path, result: Result) -> None:
     """result.json, the report, and last verdict.json: where that is, a run is finished."""
-    write_json(run / RESULT, result)
+    write_json(run / RESULT, result.record())
     report_command(run)
-    write_json(run / VERDICT, result["verdict"])
+    write_json(run / VERDICT, result.verdict.record())
 
 
 def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
@@ -106,14 +108,12 @@ def require_served(path: str | None, target: Target, longest: int) -> None:
         )
 
 
-def _contestants(
-    run: Path, served: str | None, target: Target, first: dict[str, Any], best: dict[str, Any]
-) -> list[Contestant]:
+def _contestants(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Contestant]:
     """Undistilled, served today (when the config names it), distilled."""
     found = []
     for name, label, record in ((BASELINE, "undistilled", first), (BEST, "distilled", best)):
-        path = str(step_folder(run, record["step"]) / STUDENT)
-        found.append(Contestant(name, label, path, record["step"], as_exported(load_model(name, path), target)))
+        path = str(step_folder(run, record.step or 0) / STUDENT)
+        found.append(Contestant(name, label, path, record.step, as_exported(load_model(name, path), target)))
     if served is not None:
         draft = as_exported(load_draft(served, target), target)
         found.insert(1, Contestant(SERVED, "served today", served, None, draft))

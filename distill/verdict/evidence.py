@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from distill.config.sections import JudgeConfig
 from distill.models.target import Target
+from distill.run.verdict_record import Judgement
 from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Response
@@ -40,7 +41,7 @@ class Evidence:
     """The last contestant is the one in question.
 
     texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then.
-    judged: record of `speculative.evaluate.judge`, or of replay alone, by contestant.
+    judged: by contestant, live or by replay alone.
     responses: of the live run of the last contestant. speed: `compare_speed`; costs: by contestant. None and empty where
     the target's weights are not here.
     """
@@ -50,7 +51,7 @@ class Evidence:
     contestants: tuple[Contestant, ...]
     texts: Mapping[Rule, list[HeldoutResponse]]
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
-    judged: Mapping[str, dict[str, Any]]
+    judged: Mapping[str, Judgement]
     responses: list[Response] | None = None
     speed: Mapping[str, dict[str, Any]] | None = None
     costs: Mapping[str, StepCosts] | None = None
@@ -108,7 +109,7 @@ def gather(
     texts: Mapping[Rule, list[HeldoutResponse]],
     *,
     context: int,
-    known: Mapping[str, dict[str, Any]] | None = None,
+    known: Mapping[str, Judgement] | None = None,
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]] | None = None,
     log: Path | None = None,
 ) -> Evidence:
@@ -130,7 +131,7 @@ def gather(
                 target.model, one.draft, frozen, settings, batch_size=judging.batch_size, log=opened,
                 scores=scores[settings.rule][one.name],
             )  # fmt: skip
-        judged[one.name] = {**record, "step": one.step, "live": True}
+        judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
     with cpu_threads(judging.speed_threads):
         prompts = [(one.key, one.prompt_ids) for one in timed_prompts(judging.speed_prompts, frozen)]
         # Alternating at batch 1 on the same prompts.
@@ -144,14 +145,15 @@ def gather_by_replay(
     settings: DecodeSettings,
     contestants: Sequence[Contestant],
     texts: Mapping[Rule, list[HeldoutResponse]],
-    known: Mapping[str, dict[str, Any]],
+    known: Mapping[str, Judgement],
 ) -> Evidence:
     """Evidence without the target's weights: nothing is decoded or timed. known: the records that checkpoints have."""
     scores, judged = score_all(settings, contestants, texts), dict(known)
     for one in contestants:
         if one.name not in judged:
             own = scores[settings.rule][one.name]
-            judged[one.name] = judge_by_replay(one.draft, texts[settings.rule], settings, own)
+            record = judge_by_replay(one.draft, texts[settings.rule], settings, own)
+            judged[one.name] = Judgement.model_validate(record)
     return Evidence(judging, settings, tuple(contestants), texts, scores, judged)
 
 

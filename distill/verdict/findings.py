@@ -1,16 +1,4 @@
-"""result.json: everything that a report, a comparison or a drift test reads of a judged draft. No models are loaded here.
-
-format, kind, name, made          kind: run or evaluation
-verdict                           verdict.json
-contestants, steps                every draft side by side; every judged checkpoint
-curves                            alpha, tau and speed over gamma 0..32 under every rule that the frozen text has a law for
-costs                             measured seconds
-slices, forgetting                alpha by domain, length, position, token class, entropy; domains that were not trained on
-disagreements, calibration        where the draft loses most; what its confidence is worth
-live_prompts, token_view          the logged live run: counts of every prompt, some responses token by token
-timed_prompts                     tokens/s of every contestant on every timed prompt, which the speed-ups are medians of
-checks, serve, config, provenance, files
-"""
+"""What a result holds beside its verdict, made from the same evidence. Its shape: distill/run/result.py. No models are loaded here."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -23,7 +11,27 @@ import torch
 from distill.config.layout import EXPORT, best_student
 from distill.export.engines import check_all, gather_facts
 from distill.models.target import Target, load_target_side
-from distill.run.folder import RESULT_FORMAT
+from distill.run.result import (
+    RESULT_FORMAT,
+    Calibration,
+    Contestant,
+    Curve,
+    Curves,
+    Disagreement,
+    DomainChange,
+    ForgettingRow,
+    LivePrompt,
+    RefusedRule,
+    Result,
+    RuleCurves,
+    ServeCommand,
+    SliceTable,
+    Step,
+    TimedCosts,
+    TimedPrompt,
+    TokenView,
+)
+from distill.run.verdict_record import Judgement, PairedGain, Verdict
 from distill.verdict.evidence import BASELINE, Evidence, timed_prompts
 from distill.verdict.verdict import describe_costs
 from speculative.explain.calibration import calibration, stop_below
@@ -38,21 +46,21 @@ from speculative.rules.verify import RULES, rules_of_text
 
 def findings_of(
     evidence: Evidence,
-    verdict: dict[str, Any],
+    verdict: Verdict,
     tokenizer: Any,
     *,
     kind: str,
     name: str,
-    checkpoints: Sequence[dict[str, Any]],
+    checkpoints: Sequence[Judgement],
     entropies: list[np.ndarray] | None = None,
-    token_view: dict[str, Any] | None = None,
+    token_view: TokenView | None = None,
     trained_on: Sequence[str] | None = None,
-    serve: list[dict[str, Any]] | None = None,
+    serve: list[ServeCommand] | None = None,
     provenance: dict[str, Any] | None = None,
     config: str = "",
     files: Mapping[str, str | None] | None = None,
-) -> dict[str, Any]:
-    """The whole of result.json. checkpoints: the judged ones with their sums by response, which the verdict lacks.
+) -> Result:
+    """The whole result. checkpoints: the judged ones with their sums by response, which the verdict lacks.
 
     entropies: the target's at every frozen token, where its weights were here.
 
@@ -65,79 +73,83 @@ def findings_of(
         evidence.frozen, contestants, rule=evidence.rule, pieces=pieces, entropies=entropies, baseline=baseline,
         best=evidence.best.name,
     )  # fmt: skip
+    tables = [SliceTable.model_validate(table) for table in slices]
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
-    return {
-        "format": RESULT_FORMAT,
-        "kind": kind,
-        "name": name,
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "verdict": verdict,
-        "contestants": [_contestant(evidence, verdict, one.name) for one in evidence.contestants],
-        "steps": steps_of(checkpoints, [response.prompt for response in evidence.frozen]),
-        "curves": curves_of(evidence),
-        "costs": _costs(evidence, costs),
-        "slices": slices,
-        "disagreements": disagreements(
-            evidence.frozen, evidence.own_scores(evidence.best.name), rule=evidence.rule, gamma=evidence.gamma,
-            tokenizer=tokenizer, seconds_per_block=_seconds_per_block(costs, evidence.gamma),
-        ),
-        "calibration": _calibration(evidence, verdict, costs),
-        "forgetting": _forgetting(slices, trained_on),
-        "live_prompts": live_prompts(evidence),
-        "timed_prompts": _timed(evidence),
-        "token_view": token_view,
-        "checks": verdict["self_checks"],
-        "serve": serve or [],
-        "config": config,
-        "provenance": provenance or {},
-        "files": dict(files or {}),
-    }  # fmt: skip
+    worst = disagreements(
+        evidence.frozen, evidence.own_scores(evidence.best.name), rule=evidence.rule, gamma=evidence.gamma,
+        tokenizer=tokenizer, seconds_per_block=_seconds_per_block(costs, evidence.gamma),
+    )  # fmt: skip
+    return Result(
+        format=RESULT_FORMAT,
+        kind=kind,
+        name=name,
+        made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        verdict=verdict,
+        contestants=[_contestant(evidence, verdict, one.name) for one in evidence.contestants],
+        steps=steps_of(checkpoints, [response.prompt for response in evidence.frozen]),
+        curves=curves_of(evidence),
+        costs=_costs(evidence, costs),
+        slices=tables,
+        disagreements=[Disagreement.model_validate(row) for row in worst],
+        calibration=_calibration(evidence, verdict, costs),
+        forgetting=_forgetting(tables, trained_on),
+        live_prompts=live_prompts(evidence),
+        timed_prompts=_timed(evidence),
+        token_view=token_view,
+        checks=verdict.self_checks,
+        serve=serve or [],
+        config=config,
+        provenance=provenance or {},
+        files=dict(files or {}),
+    )
 
 
-def _contestant(evidence: Evidence, verdict: dict[str, Any], name: str) -> dict[str, Any]:
+def _contestant(evidence: Evidence, verdict: Verdict, name: str) -> Contestant:
     one = next(one for one in evidence.contestants if one.name == name)
     record = evidence.judged[name]
-    speed, interval = verdict["speed_up"], verdict["speed_up_ci"]
-    return {
-        "name": name,
-        "label": one.label,
-        "path": one.path,
-        "step": one.step,
-        "alpha": record["alpha"],
-        "alpha_ci": record["alpha_ci"],
-        "tau": record["tau"],
-        "tau_ci": record.get("tau_ci"),
-        "tau_by": "live" if record.get("live", True) else "replay",
-        "accepted_per_drafted": record.get("accepted_per_drafted"),
-        "survival": record.get("survival"),
-        "speed_up": speed[name] if speed else None,
-        "speed_up_ci": interval[name] if interval else None,
-        "tokens_per_second": evidence.speed[name]["tokens_per_second"] if evidence.speed else None,
-    }
+    speed, interval = verdict.speed_up, verdict.speed_up_ci
+    return Contestant(
+        name=name,
+        label=one.label,
+        path=one.path,
+        step=one.step,
+        alpha=record.alpha,
+        alpha_ci=record.alpha_ci,
+        tau=record.tau,
+        tau_ci=record.tau_ci,
+        tau_by="live" if record.live else "replay",
+        accepted_per_drafted=record.accepted_per_drafted,
+        survival=record.survival,
+        speed_up=speed[name] if speed else None,
+        speed_up_ci=interval[name] if interval else None,
+        tokens_per_second=evidence.speed[name]["tokens_per_second"] if evidence.speed else None,
+    )
 
 
-def steps_of(records: Sequence[dict[str, Any]], keys: Sequence[Any]) -> list[dict[str, Any]]:
+def steps_of(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Step]:
     """Every judged checkpoint with its gain over the first, paired by prompt on the same text; each interval stands alone."""
-    first = records[0].get("per_response") if records else None
+    first = records[0].per_response if records else None
     rows = []
     for record in records:
-        own, gain = record.get("per_response"), None
-        if first is not None and own is not None and record is not records[0] and own["tokens"] == first["tokens"]:
-            gains_P = sum_by_prompt(keys, np.subtract(own["accept_sums"], first["accept_sums"]))
-            tokens_P = sum_by_prompt(keys, np.array(own["tokens"]))
-            gain = {
-                "alpha_gain": float(gains_P.sum() / tokens_P.sum()),
-                "ci": list(ratio_interval(gains_P, tokens_P)),
-            }
+        own, gain = record.per_response, None
+        if first is not None and own is not None and record is not records[0] and own.tokens == first.tokens:
+            gains_P = sum_by_prompt(keys, np.subtract(own.accept_sums, first.accept_sums))
+            tokens_P = sum_by_prompt(keys, np.array(own.tokens))
+            gain = PairedGain(alpha_gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
         rows.append(
-            {"step": record["step"]}
-            | {key: record.get(key) for key in ("alpha", "alpha_ci", "tau", "tau_ci")}
-            | {"gain": gain}
+            Step(
+                step=record.step,
+                alpha=record.alpha,
+                alpha_ci=record.alpha_ci,
+                tau=record.tau,
+                tau_ci=record.tau_ci,
+                gain=gain,
+            )
         )
     return rows
 
 
-def curves_of(evidence: Evidence) -> dict[str, Any]:
+def curves_of(evidence: Evidence) -> Curves:
     """Every rule that some frozen text has a law for; the others with the reason."""
     rules, covered = [], set()
     for text_rule, text in evidence.texts.items():
@@ -152,39 +164,36 @@ def curves_of(evidence: Evidence) -> dict[str, Any]:
                 for name, scores in evidence.scores[text_rule].items()
             }
             rules.append(
-                {
-                    "rule": rule,
-                    "contestants": of,
-                    "note": f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}",
-                }
+                RuleCurves(
+                    rule=rule,
+                    contestants=of,
+                    note=f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}",
+                )
             )
-    rules.sort(key=lambda entry: entry["rule"] != evidence.rule)
+    rules.sort(key=lambda entry: entry.rule != evidence.rule)
     refused = [
-        {
-            "rule": rule,
-            "why": "needs text that the target answered at temperature 0, and this run has none"
+        RefusedRule(
+            rule=rule,
+            why="needs text that the target answered at temperature 0, and this run has none"
             if rule == "greedy"
             else "needs text that the target sampled, and this run serves at temperature 0",
-        }
+        )
         for rule in RULES
         if rule not in covered
     ]
-    return {"gammas": list(CURVE_GAMMAS), "rules": rules, "refused": refused}
+    return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
 
 
-def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> dict[str, Any]:
+def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> Curve:
     """The curve with the predicted speed-up at every gamma; None beyond the measured ones."""
-    if not evidence.costs:
-        return curve | {"speed_up": None}
-    costs = evidence.costs[name]
-    return curve | {
-        "speed_up": [
-            predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
-            if gamma <= max(costs.verify_seconds)
-            else None
-            for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)
-        ]
-    }
+    costs = evidence.costs[name] if evidence.costs else None
+    speeds = costs and [
+        predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
+        if gamma <= max(costs.verify_seconds)
+        else None
+        for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)
+    ]
+    return Curve.model_validate(curve | {"speed_up": speeds})
 
 
 def _costs_note(evidence: Evidence, rule: str) -> str:
@@ -198,77 +207,78 @@ def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
     return costs.target_seconds * (gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma))
 
 
-def _costs(evidence: Evidence, costs: StepCosts | None) -> dict[str, Any] | None:
+def _costs(evidence: Evidence, costs: StepCosts | None) -> TimedCosts | None:
     if costs is None:
         return None
     threads = evidence.judge.speed_threads or torch.get_num_threads()
-    return describe_costs(costs, evidence.gamma) | {"threads": threads}
+    return TimedCosts(**dict(describe_costs(costs, evidence.gamma)), threads=threads)
 
 
-def _calibration(evidence: Evidence, verdict: dict[str, Any], costs: StepCosts | None) -> dict[str, Any]:
+def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) -> Calibration:
     scores = evidence.own_scores(evidence.best.name)
     found = calibration(evidence.frozen, scores, evidence.rule) | {"name": evidence.best.name}
     if costs is None:
-        return found | {"words": f"{found['words']}; no advice on a confidence stop: nothing was timed"}
+        words = f"{found['words']}; no advice on a confidence stop: nothing was timed"
+        return Calibration.model_validate(found | {"words": words})
     gamma = evidence.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
-    speed_up = verdict["predicted_speed_up"]  # at the best gamma, 1 where none pays
+    speed_up = verdict.predicted_speed_up  # at the best gamma, 1 where none pays
     threshold, words = stop_below(
-        scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up
+        scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0
     )
-    return found | {"stop_below": threshold, "words": f"{found['words']}. {words}"}
+    return Calibration.model_validate(found | {"stop_below": threshold, "words": f"{found['words']}. {words}"})
 
 
-def _forgetting(slices: Sequence[dict[str, Any]], trained_on: Sequence[str] | None) -> list[dict[str, Any]]:
+def _forgetting(slices: Sequence[SliceTable], trained_on: Sequence[str] | None) -> list[ForgettingRow]:
     """The held-out domains side by side, those without training prompts marked; none when all were trained on."""
-    domains: list[dict[str, Any]] = next((table["rows"] for table in slices if table["dimension"] == "domain"), [])
-    if trained_on is None or all(row["name"] in trained_on for row in domains):
+    domains = next((table.rows for table in slices if table.dimension == "domain"), [])
+    if trained_on is None or all(row.name in trained_on for row in domains):
         return []
     return [
-        {
-            "domain": row["name"],
-            "trained_on": row["name"] in trained_on,
-            "tokens": row["tokens"],
-            "alpha": row["alpha"],
-            "alpha_ci": row["alpha_ci"],
-            "change": None
-            if row["gain"] is None
-            else {"gain": row["gain"], "ci": row["gain_ci"], "certain": row["certain"]},
-        }
+        ForgettingRow(
+            domain=row.name,
+            trained_on=row.name in trained_on,
+            tokens=row.tokens,
+            alpha=row.alpha,
+            alpha_ci=row.alpha_ci,
+            change=None
+            if row.gain is None or row.gain_ci is None
+            else DomainChange(gain=row.gain, ci=row.gain_ci, certain=row.certain),
+        )
         for row in domains
     ]
 
 
-def live_prompts(evidence: Evidence) -> list[dict[str, Any]] | None:
+def live_prompts(evidence: Evidence) -> list[LivePrompt] | None:
     """Counts of every prompt of the live run; drafted and accepted are the uncut ones, as in the proposal log."""
     if evidence.responses is None:
         return None
     domains = {response.prompt: response.domain for response in evidence.frozen}
     return [
-        {
-            "key": response.key,
-            "domain": domains[tuple(response.prompt_ids)],
-            "prompt_tokens": len(response.prompt_ids),
-            "tokens": len(response.response_ids),
-            "blocks": response.blocks,
-            "drafted": sum(response.drafted_counts),
-            "accepted": sum(response.accepted_counts),
-        }
+        LivePrompt(
+            key=response.key,
+            domain=domains[tuple(response.prompt_ids)],
+            prompt_tokens=len(response.prompt_ids),
+            tokens=len(response.response_ids),
+            blocks=response.blocks,
+            drafted=sum(response.drafted_counts),
+            accepted=sum(response.accepted_counts),
+        )
         for response in evidence.responses
     ]
 
 
-def _timed(evidence: Evidence) -> list[dict[str, Any]] | None:
+def _timed(evidence: Evidence) -> list[TimedPrompt] | None:
     if evidence.speed is None:
         return None
     prompts = timed_prompts(evidence.judge.speed_prompts, evidence.frozen)
     return [
-        {"key": one.key, "tokens_per_second": {name: of["rates"][index] for name, of in evidence.speed.items()}}
+        TimedPrompt(key=one.key, tokens_per_second={name: of["rates"][index] for name, of in evidence.speed.items()})
         for index, one in enumerate(prompts)
     ]
 
 
-def serve_commands(run: Path, target: Target, gamma: int, rule: str) -> list[dict[str, Any]]:
+def serve_commands(run: Path, target: Target, gamma: int, rule: str) -> list[ServeCommand]:
     """What starts each engine with this run's draft once it is exported to RUN/export."""
     student = load_target_side(str(best_student(run)), False)
     facts = gather_facts(
@@ -276,6 +286,6 @@ def serve_commands(run: Path, target: Target, gamma: int, rule: str) -> list[dic
         target_tokenizer=target.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer, measured_rule=rule,
     )  # fmt: skip
     return [
-        {"engine": one.engine, "ok": one.ok, "language": one.language, "command": one.command, "note": one.rule_note}
+        ServeCommand(engine=one.engine, ok=one.ok, language=one.language, command=one.command, note=one.rule_note)
         for one in check_all(facts)
     ]

@@ -9,22 +9,25 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from distill.run.result import ResponseSeen, TokenSeen, TokenView, Writer
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.explain.target_view import top_tokens
 from speculative.explain.token_class import token_pieces, token_text
 from speculative.measure.token_scores import score_tokens
 
-DRAFT, TARGET, BONUS = "draft", "target", "bonus"
+DRAFT: Writer = "draft"
+TARGET: Writer = "target"
+BONUS: Writer = "bonus"
 LONGEST_PROMPT = 1200  # characters of a prompt that are shown
 
 
-def writers(response: Response) -> list[tuple[str, int]]:
+def writers(response: Response) -> list[tuple[Writer, int]]:
     """(who wrote it, number of its block) of every token, T of them.
 
     draft: a drafted token that the target accepted. target: the correction behind a rejected one. bonus: the target's token
     behind a block that was accepted whole (or that drafted nothing).
     """
-    found: list[tuple[str, int]] = []
+    found: list[tuple[Writer, int]] = []
     for block, (drafted, accepted) in enumerate(zip(response.drafted_counts, response.accepted_counts, strict=True)):
         found += [(DRAFT, block)] * accepted
         found.append((BONUS if accepted == drafted else TARGET, block))
@@ -42,8 +45,8 @@ def token_view(
     *,
     name: str,
     top: int = 5,
-) -> dict[str, Any]:
-    """The token view of these responses: see distill/verdict/findings.py.
+) -> TokenView:
+    """The token view of these responses.
 
     Probabilities are those under the serving settings, which decide about acceptance; at temperature 0, where those
     say nothing but 0 and 1, the models' own at temperature 1.
@@ -66,33 +69,33 @@ def token_view(
         probs = {who: np.exp(of[index].log_draft_probs) for who, of in scores.items()}
         listed = {who: _listed(tokenizer, *of[index]) for who, of in tops.items()}
         tokens = [
-            {
-                "text": pieces[place], "id": int(token_id), "by": by, "block": block,
-                "target_prob": float(probs["target"][place]), "draft_prob": float(probs["draft"][place]),
-                "target_top": listed["target"][place], "draft_top": listed["draft"][place],
-            }
+            TokenSeen(
+                text=pieces[place], id=int(token_id), by=by, block=block,
+                target_prob=float(probs["target"][place]), draft_prob=float(probs["draft"][place]),
+                target_top=listed["target"][place], draft_top=listed["draft"][place],
+            )
             for place, (token_id, (by, block)) in enumerate(zip(response.response_ids, writers(response), strict=True))
         ]  # fmt: skip
         prompt = tokenizer.decode(response.prompt_ids)
         shown.append(
-            {
-                "key": response.key,
-                "domain": domain,
-                "prompt": prompt if len(prompt) <= LONGEST_PROMPT else "... " + prompt[-LONGEST_PROMPT:],
-                "tokens": tokens,
-                "tokens_count": len(tokens),
-                "blocks": response.blocks,
-                "drafted": sum(response.drafted_counts),
-                "accepted": sum(response.accepted_counts),
-            }
+            ResponseSeen(
+                key=response.key,
+                domain=domain,
+                prompt=prompt if len(prompt) <= LONGEST_PROMPT else "... " + prompt[-LONGEST_PROMPT:],
+                tokens=tokens,
+                tokens_count=len(tokens),
+                blocks=response.blocks,
+                drafted=sum(response.drafted_counts),
+                accepted=sum(response.accepted_counts),
+            )
         )
-    return {"contestant": name, "rule": settings.rule, "gamma": settings.gamma, "responses": shown}
+    return TokenView(contestant=name, rule=settings.rule, gamma=settings.gamma, responses=shown)
 
 
-def _listed(tokenizer: Any, ids_TK: np.ndarray, probs_TK: np.ndarray) -> list[list[list[Any]]]:
+def _listed(tokenizer: Any, ids_TK: np.ndarray, probs_TK: np.ndarray) -> list[list[tuple[str, float]]]:
     texts = {int(token_id): token_text(tokenizer, int(token_id)) for token_id in np.unique(ids_TK)}
     return [
-        [[texts[int(token_id)], float(prob)] for token_id, prob in zip(ids, probs, strict=True)]
+        [(texts[int(token_id)], float(prob)) for token_id, prob in zip(ids, probs, strict=True)]
         for ids, probs in zip(ids_TK, probs_TK, strict=True)
     ]
 

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from key_table import key_table
 from typer.testing import CliRunner
 
 from distill.cli import app
@@ -19,6 +20,13 @@ def test_the_config_table_is_the_configs_own() -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     between = page.split("<!-- config table -->")[1].split("<!-- end of config table -->")[0]
     assert between.strip() == config_table().strip(), "paste the output of `understudy config` between the marks"
+
+
+def test_the_key_tables_of_the_verdicts_page_are_the_types_own() -> None:
+    page = (ROOT / "docs" / "verdict.md").read_text(encoding="utf-8")
+    between = page.split("<!-- key tables -->")[1].split("<!-- end of key tables -->")[0]
+    assert between.strip() == key_table(), "paste the output of `python tests/support/key_table.py` between the marks"
+    assert not re.search(r"\|\s*\|$", between, flags=re.M), "every key has its meaning"
 
 
 def test_the_rooms_are_all_of_them_with_a_line_each() -> None:

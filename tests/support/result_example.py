@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from distill.run.result import Result
 from speculative.measure.replay import replay
 
 GAMMA = 4
@@ -330,6 +331,11 @@ def example_result(seed: int = 0, responses: int = 8) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def typed(tree: dict[str, Any]) -> Result:
+    """The result that such a file holds."""
+    return Result.model_validate(copy.deepcopy(tree))
+
+
 def not_timed(result: dict[str, Any]) -> dict[str, Any]:
     """The same run judged without the target's weights: replay alone, nothing decoded, nothing timed."""
     made = copy.deepcopy(result)
@@ -357,7 +363,8 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
     }
     for effects in ("effects", "against_served"):
         made["verdict"][effects]["speed_up"] = None
-    made["verdict"]["checkpoints"], made["verdict"]["best"] = [{"step": 120}], {"step": 120}
+    best = {key: made["verdict"]["best"][key] for key in ("step", "alpha", "tau")}
+    made["verdict"] |= {"checkpoints": [best], "best": best}
     return made | dict.fromkeys(("costs", "token_view", "live_prompts", "timed_prompts")) | {"checks": {}}
 
 

@@ -255,8 +255,8 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> dict[s
 
 def _target_side(costs: StepCosts, gamma: int) -> dict[str, Any]:
     """What all drafts share of `describe_costs`; the rest stands in each draft's row."""
-    shared = ("target_step_seconds", "verify_ratio", "batch_size", "context")
-    return {name: value for name, value in describe_costs(costs, gamma).items() if name in shared}
+    shared = {"target_step_seconds", "verify_ratio", "batch_size", "context"}
+    return describe_costs(costs, gamma).model_dump(mode="json", include=shared)
 
 
 def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from distill.report.screen import interval
+from distill.report.tables import interval
 from speculative.errors import UserError
 from speculative.measure.effects import too_few
 

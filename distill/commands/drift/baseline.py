@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.config.layout import BEST_LINK
+from distill.run.result import LivePrompt, Result
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.cusum import FEWEST_REQUESTS, Pool, pool_of
@@ -62,36 +62,23 @@ class Slice:
     prompts: list[BaselinePrompt]
 
 
-def prompts_of_result(live_prompts: Sequence[dict[str, Any]], name: str) -> list[BaselinePrompt]:
+def prompts_of_result(live_prompts: Sequence[LivePrompt], name: str) -> list[BaselinePrompt]:
     """The rows of result.json's `live_prompts`; those that drafted nothing are left out.
 
     Raises:
-        UserError: a row without the counts; `name` is the file's.
+        UserError: more accepted than drafted; `name` is the file's.
     """
-    try:
-        rows = [
-            BaselinePrompt(str(row["domain"]), int(row["drafted"]), int(row["accepted"]), int(row["blocks"]))
-            for row in live_prompts
-        ]
-        if any(not 0 <= row.accepted <= row.drafted for row in rows):
-            raise ValueError("accepted beyond drafted")
-    except (KeyError, TypeError, ValueError) as error:
+    if any(row.accepted > row.drafted for row in live_prompts):
         raise UserError(
-            f"{name}: live_prompts lacks domain, drafted, accepted or blocks, or they contradict each other; start the run's own command again, which judges it anew"
-        ) from error
-    return [row for row in rows if row.drafted > 0]
+            f"{name}: live_prompts: more tokens accepted than drafted; start the run's own command again, which judges it anew"
+        )
+    return [BaselinePrompt(row.domain, row.drafted, row.accepted, row.blocks) for row in live_prompts if row.drafted]
 
 
-def other_best(run: Path, result: dict[str, Any], name: str) -> list[str]:
-    """A note when RUN/best is by now another checkpoint than the one that the result judged, [] otherwise.
-
-    `name` is the file's. Raises UserError where its contestants cannot be read.
-    """
+def other_best(run: Path, result: Result, name: str) -> list[str]:
+    """A note when RUN/best is by now another checkpoint than the one that the result judged, [] otherwise; `name` is the file's."""
     folder = (run / BEST_LINK).resolve().name
-    try:
-        judged = result["contestants"][-1].get("step") if result.get("contestants") else None
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{name}: damaged; start the run's own command again, which judges it anew") from error
+    judged = result.contestants[-1].step
     if judged is None or not folder.removeprefix("step-").isdecimal() or int(folder.removeprefix("step-")) == judged:
         return []
     return [

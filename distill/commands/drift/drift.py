@@ -9,7 +9,6 @@ for other things. So an alarm says that acceptance on this traffic is below the 
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,10 +37,11 @@ from distill.commands.drift.baseline import (
 from distill.commands.drift.options import DriftOptions
 from distill.commands.output import check_writable, writing
 from distill.config.layout import RESULT
-from distill.report.screen import interval
+from distill.report.tables import interval
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.prompts import asked_rows
 from distill.run.responses import decode_settings
+from distill.run.result import load_result
 from distill.run.session import context_limit
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
@@ -132,14 +132,11 @@ def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
     """The run's live counts where they are of its best draft and of this gamma and rule, else drawn along its frozen text."""
     path, stored, notes = options.run / RESULT, None, []
     if path.is_file():
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            own_rule, own_gamma = str(stored["verdict"]["rule"]), int(stored["verdict"]["gamma"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: damaged; start the run's own command again, which judges it anew") from error
+        stored = load_result(path)
+        own_rule, own_gamma = stored.verdict.rule, stored.verdict.gamma
         notes = other_best(options.run, stored, str(path))
-        if not notes and stored.get("live_prompts") and gamma in (None, own_gamma) and options.rule in ("", own_rule):
-            prompts = prompts_of_result(stored["live_prompts"], str(path))
+        if not notes and stored.live_prompts and gamma in (None, own_gamma) and options.rule in ("", own_rule):
+            prompts = prompts_of_result(stored.live_prompts, str(path))
             return Baseline(own_gamma, own_rule, "live", prompts)  # type: ignore[arg-type]
     wanted: Any = options.rule or (own_rule if stored else None)
     frozen = load_frozen_text(options.run, wanted)

@@ -46,21 +46,20 @@ def _judge(config: RunConfig, options: EvaluateOptions, rule: Rule, gammas: list
     check_writable("--out", out)
     if _is_of_a_run(out):
         raise UserError(f"--out {out}: holds the result of a training run; give another name")
-    result, by_gamma = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
-    result["gammas"] = {str(number): record for number, record in by_gamma.items()}
+    result = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
     with writing("--out", out):
-        write_json(out, result)
-    verdict = result["verdict"]
+        write_json(out, result.record())
+    verdict = result.verdict
     if options.as_json:
-        print(json.dumps(verdict, indent=2))
+        print(json.dumps(verdict.record(), indent=2))
         return
     console = Console()
-    for number, record in sorted(by_gamma.items()):
+    for number, record in sorted((result.gammas or {}).items()):
         console.print(judgement_table(f"rule {rule}, gamma {number}", record))
-    console.print(verdict["sentence"], style="bold")
+    console.print(verdict.sentence, style="bold")
     console.print(
-        f"best gamma {verdict['best_gamma']}, predicted speed-up {verdict['predicted_speed_up']:.2f}x; "
-        f"target alone {verdict['target_tokens_per_second']:.0f} tokens/s, with the draft {verdict['best']['tokens_per_second']:.0f}; "
+        f"best gamma {verdict.best_gamma}, predicted speed-up {verdict.predicted_speed_up:.2f}x; "
+        f"target alone {verdict.target_tokens_per_second:.0f} tokens/s, with the draft {verdict.best.tokens_per_second:.0f}; "
         f"written to {out} (a page of it: understudy report {out})",
         highlight=False,
     )

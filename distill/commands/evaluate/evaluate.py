@@ -1,17 +1,18 @@
 """Judges one draft by a config's target, held-out prompts and serving settings: what `understudy evaluate` does."""
 
 from pathlib import Path
-from typing import Any
 
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores
+from distill.run.result import Result
 from distill.run.session import CHECKED_PROMPTS, new_accelerator, open_pair
+from distill.run.verdict_record import Judgement
 from distill.verdict.conclusion import seen_by_both
 from distill.verdict.evidence import BEST, Contestant, gather, score_all, step_costs, typical_length
 from distill.verdict.findings import findings_of
-from distill.verdict.verdict import best_gamma_facts, verdict_of
+from distill.verdict.verdict import best_timed_gamma, verdict_of
 from speculative.errors import UserError
 from speculative.evaluate import judge
 from speculative.measure.self_checks import self_checks
@@ -34,10 +35,8 @@ def parse_gammas(text: str) -> list[int]:
     return gammas
 
 
-def evaluate(
-    config: RunConfig, path: str, gammas: list[int], rule: Rule, log: Path | None = None
-) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """(result.json of one draft at the listed gamma nearest to the best one, judgement of every gamma).
+def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: Path | None = None) -> Result:
+    """The result of one draft at the listed gamma nearest to the best one, with the judgement of every gamma.
 
     The held-out responses are taken from the config's run folder, or made there. log: every drafted token of the live
     run that the result tells of.
@@ -52,20 +51,21 @@ def evaluate(
     frozen = RunStores(config, new_accelerator(), target).heldout(pair.prompts, rule)
     contestant = Contestant(BEST, path, path, None, pair.draft)
     scores = score_all(pair.settings, [contestant], {rule: frozen})
-    by_gamma: dict[int, dict[str, Any]] = {}
+    by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
-            by_gamma[gamma], _ = judge(
+            record, _ = judge(
                 target.model, pair.draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
                 scores=scores[rule][BEST],
             )  # fmt: skip
+            by_gamma[gamma] = Judgement.model_validate(record)
         costs = step_costs(
             config.judge.speed_threads, pair.settings.under(rule, max(gammas)), target.model, pair.draft, pair.context,
             typical_length(frozen),
         )  # fmt: skip
-        best = best_gamma_facts(by_gamma[chosen]["replay"], costs)
-        chosen = min(gammas, key=lambda gamma: abs(gamma - (best["best_gamma"] or 1)))
+        best, _ = best_timed_gamma(by_gamma[chosen].replay, costs)
+        chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
     evidence = gather(
         config.judge, pair.settings.under(rule, chosen), target, [contestant], {rule: frozen}, context=pair.context,
         scores=scores, log=log,
@@ -77,4 +77,4 @@ def evaluate(
         config=dump_config(config), files={"proposals": log.name if log is not None else None},
         **seen_by_both(evidence, target),
     )  # fmt: skip
-    return result, by_gamma
+    return result.model_copy(update={"gammas": by_gamma})

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distill.report.screen import interval
+from distill.report.tables import interval
 from speculative.explain.ceilings import WORTHWHILE
 from speculative.measure.effects import too_few
 

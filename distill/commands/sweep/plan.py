@@ -15,7 +15,7 @@ import yaml
 from distill.config.layout import CONFIG, VERDICT
 from distill.config.load import _Loader, load_config
 from distill.config.run import RunConfig
-from distill.verdict.verdict import JUDGED, SCHEMA
+from distill.run.verdict_record import JudgedDraft, Verdict
 from speculative.errors import UserError
 
 KEYS = ("base", "name", "grid", "overrides", "metric", "direction")
@@ -101,9 +101,9 @@ def load_sweep(path: Path) -> SweepFile:
 
 def _check_metric(sweep: SweepFile) -> None:
     head, *rest = str(sweep.metric).split(".")
-    known: Sequence[str] = tuple(SCHEMA)
+    known: Sequence[str] = tuple(Verdict.model_fields)
     if head in ("best", "baseline") and rest:
-        head, known = rest[0], (*JUDGED, "tokens_per_second")
+        head, known = rest[0], tuple(JudgedDraft.model_fields)
     if head not in known:
         raise UserError(f"{sweep.path}: metric = {sweep.metric}: no verdict has it; {_near(head, known)}")
 

@@ -26,7 +26,7 @@ def measures(sweep: SweepFile, trial: Trial) -> dict[str, Any]:
     Raises:
         UserError: no verdict, or none with a number for the sweep's metric.
     """
-    verdict = load_verdict(trial.config.folder)
+    verdict = load_verdict(trial.config.folder).model_dump(mode="json")  # a tree, in which the metric is a path
     paths = {**MEASURES, "metric": sweep.metric}
     found: dict[str, Any] = {name: _number(verdict, path) for name, path in paths.items()}
     if found["metric"] is None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from distill import cli
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
-from distill.verdict.verdict import SCHEMA
+from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 
 
@@ -52,7 +52,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     text = run("evaluate", str(tiny_run), "--config", str(tiny_config), "--gamma", "1:3", "--out", str(out))
     result = json.loads(out.read_text())
     found = result["verdict"]
-    assert set(found) == set(SCHEMA)
+    assert set(found) == set(Verdict.model_fields)
     assert list(result["gammas"]) == ["1", "2", "3"]
     assert found["baseline"] is None
     assert (tmp_path / result["files"]["proposals"]).exists()

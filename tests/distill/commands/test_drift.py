@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from result_example import bare, example_result, typed
 from rich.console import Console
 from tiny_models import perturbed, prompts_of, tiny_model
 from tiny_training import write_prompts
@@ -28,6 +29,7 @@ from distill.commands.drift.baseline import (
 )
 from distill.commands.drift.drift import drift_command
 from distill.commands.drift.options import DriftOptions
+from distill.run.result import LivePrompt, Result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
@@ -61,7 +63,8 @@ def requests(rng: np.random.Generator, count: int, domain: str, ease: float | No
 
 def write_run(folder: Path, rows: list[dict[str, Any]] | None, rule: str = "sample") -> Path:
     folder.mkdir()
-    result = {"format": 1, "verdict": {"rule": rule, "gamma": GAMMA}, "live_prompts": rows}
+    result = bare(example_result())
+    result |= {"verdict": result["verdict"] | {"rule": rule, "gamma": GAMMA}, "live_prompts": rows}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return folder
 
@@ -250,8 +253,13 @@ def test_runs_without_a_baseline_say_what_is_missing(run: Path, tmp_path: Path) 
     (few / "result.json").write_text("{")
     with pytest.raises(UserError, match=r"result\.json: damaged"):
         drifted(few, log)
-    with pytest.raises(UserError, match=r"live_prompts lacks"):
-        prompts_of_result([{"domain": "a", "drafted": 4, "accepted": 5, "blocks": 1}], "x/result.json")
+    row = {"key": "k", "domain": "a", "drafted": 4, "accepted": 5, "blocks": 1}
+    with pytest.raises(UserError, match=r"x/result\.json: live_prompts: more tokens accepted than drafted"):
+        prompts_of_result([LivePrompt.model_validate(row)], "x/result.json")
+    del row["blocks"]
+    without = write_run(tmp_path / "without", [row])
+    with pytest.raises(UserError, match=r"result\.json: key live_prompts\[0\]\.blocks is missing"):
+        drifted(without, log)
 
 
 @pytest.mark.parametrize("option", ["out", "plot"])
@@ -272,16 +280,19 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
 
 def test_a_result_of_another_checkpoint_than_the_best_is_noted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [])
-    assert other_best(run, {"contestants": [{"step": 100}]}, "x") == [], "no link says which is best"
+
+    def judged(*steps: int | None) -> Result:
+        tree = bare(example_result())
+        return typed(tree | {"contestants": [tree["contestants"][-1] | {"step": step} for step in steps]})
+
+    assert other_best(run, judged(100), "x") == [], "no link says which is best"
     folder = run / "checkpoints" / "step-000300"
     folder.mkdir(parents=True)
     (run / "best").symlink_to(Path("checkpoints") / folder.name)
-    assert other_best(run, {"contestants": [{"step": 0}, {"step": 300}]}, "x") == []
-    assert other_best(run, {}, "x") == other_best(run, {"contestants": [{"step": None}]}, "x") == []
-    (note,) = other_best(run, {"contestants": [{"step": 300}, {"step": 100}]}, "run/result.json")
+    assert other_best(run, judged(0, 300), "x") == []
+    assert other_best(run, judged(None), "x") == []
+    (note,) = other_best(run, judged(300, 100), "run/result.json")
     assert "run/result.json is of step 100 and the best draft is step-000300 by now" in note
-    with pytest.raises(UserError, match="x: damaged"):
-        other_best(run, {"contestants": ["best"]}, "x")
 
 
 # Slices and gamma.

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import forked
+from result_example import example_result
 from rich.console import Console
 from scipy import stats
 
@@ -74,7 +75,8 @@ while (control / f"hang-{name}").exists():
     time.sleep(0.01)
 alpha = {"tv": 0.8, "forward_kl": 0.6, "jsd": 0.79}[json.loads(values["loss.name"])] + 0.01 * seed
 best = {"alpha": alpha, "alpha_ci": [alpha - 0.02, alpha + 0.02], "tau": 4 * alpha, "tau_ci": [4 * alpha - 0.1, 4 * alpha + 0.1]}
-(folder / "verdict.json").write_text(json.dumps({"best": best, "speed_up": {"best": 2 * alpha}, "speed_up_ci": {"best": [2 * alpha - 0.3, 2 * alpha + 0.3]}}))
+told = {"rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "sentence": "No."}
+(folder / "verdict.json").write_text(json.dumps(told | {"best": best, "speed_up": {"best": 2 * alpha}, "speed_up_ci": {"best": [2 * alpha - 0.3, 2 * alpha + 0.3]}}))
 """
 
 
@@ -442,11 +444,12 @@ def test_the_judged_interval_stands_where_the_verdict_has_it(tmp_path: Path, met
     path, _ = lab(tmp_path, grid={"loss.name": ["tv"], "seed": [0]}, metric=metric)
     sweep = load_sweep(path)
     (trial,) = plan(sweep)
-    verdict = {
+    known = example_result()["verdict"]
+    verdict = known | {
         "best": {"alpha": 0.7, "alpha_ci": [0.6, 0.8], "tau": 2.5, "tau_ci": [2.4, 2.6]},
         "speed_up": {"best": 1.4},
         "speed_up_ci": {"best": [1.3, 1.5]},
-        "effects": {"tau": {"gain": 0.4, "ci": [0.3, 0.5]}},
+        "effects": known["effects"] | {"tau": {"gain": 0.4, "ci": [0.3, 0.5]}},
     }
     trial.config.folder.mkdir(parents=True)
     (trial.config.folder / "verdict.json").write_text(json.dumps(verdict))

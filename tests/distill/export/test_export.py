@@ -16,6 +16,7 @@ from distill.export import export as export_module
 from distill.export.check import check_with_transformers
 from distill.export.export import export_draft, serving_gamma
 from distill.models.vocabulary import repair_rows
+from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 
 TEXT = ["def main():", "    return value", "for name in names:", "the draft proposes, the target decides"]
@@ -90,7 +91,7 @@ def make_verdict(**changes):
     verdict |= {"baseline": {"step": 0, **row}, "best": {"step": 30, **row, "alpha": 0.75, "tau": 3.25}}
     verdict |= {"target_tokens_per_second": 600.0, "paired": {"alpha_gain": 0.25, "ci": [0.2, 0.3]}}
     verdict |= {"replay": {"1": 1.7, "3": 2.8}, "best_gamma": 3, "checkpoints": [], "self_checks": {}, "seconds": {}}
-    return verdict | changes
+    return Verdict.model_validate(verdict | {"outcome": "no_speed", "sentence": ""} | changes)
 
 
 def export(student_dir, target_dir, to, **options):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from result_example import GAMMA, bare, example_result, greedy, no_baseline, not_timed
+from result_example import GAMMA, bare, example_result, greedy, no_baseline, not_timed, typed
 from wandb_records import records_of
 
 from data.files import write_json
@@ -21,8 +21,9 @@ from distill.report import markdown as report_text
 from distill.report import tables as report_tables
 from distill.report import wandb_panels as report_panels
 from distill.report.figures import figures_of
-from distill.report.page import given_times, load_result, render_page, report_command, summary_of
+from distill.report.page import given_times, render_page, report_command, summary_of
 from distill.report.tables import OUTCOMES, GivenTimes, Table, measured_times
+from distill.run.result import Calibration, load_result
 from speculative.errors import UserError
 from speculative.measure.cost import predicted_speed_up
 
@@ -44,7 +45,7 @@ def result() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(result: dict[str, Any]) -> str:
-    return render_page(result)
+    return render_page(typed(result))
 
 
 class Reader(html.parser.HTMLParser):
@@ -98,7 +99,7 @@ def outside_references(source: str) -> list[str]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_of_result_makes_a_whole_page_without_a_network(variant: str, result: dict[str, Any]) -> None:
     made = VARIANTS[variant](result)
-    source = render_page(made)
+    source = render_page(typed(made))
     read = Reader(source)
     assert read.open == [], "every tag is closed"
     assert outside_references(source) == []
@@ -114,7 +115,7 @@ def test_every_kind_of_result_makes_a_whole_page_without_a_network(variant: str,
     assert OUTCOMES[made["verdict"]["outcome"]] in texts
     assert not re.search(r"\b(None|nan|Undefined)\b", re.sub(r"<(script|style).*?</\1>", "", source, flags=re.S))
     assert len(source.encode()) < 2_000_000
-    for name in report_text.missing_lines(made).values():
+    for name in report_text.missing_lines(typed(made)).values():
         assert name.replace("'", "&#39;") in source
 
 
@@ -161,7 +162,7 @@ def test_hostile_text_of_models_stays_text(result: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize("variant", ["full", "greedy", "no baseline"])
 def test_the_token_view_is_the_results(variant: str, result: dict[str, Any]) -> None:
     made = VARIANTS[variant](result)
-    read = Reader(render_page(made))
+    read = Reader(render_page(typed(made)))
     spans = [attributes for tag, attributes in read.tags if tag == "span" and "data-block" in attributes]
     tokens = [token for response in made["token_view"]["responses"] for token in response["tokens"]]
     assert [(s["data-by"], s["data-id"], s["data-block"]) for s in spans] == [
@@ -181,14 +182,16 @@ def test_the_example_agrees_with_itself(result: dict[str, Any]) -> None:
     assert best["tau"] == pytest.approx(sums["tokens"] / sums["blocks"])
     assert best["accepted_per_drafted"] == pytest.approx(sums["accepted"] / sums["drafted"])
     assert sum(best["survival"]) == pytest.approx(best["tau"] - 1), "each survivor is a token"
-    for response, row in zip(result["token_view"]["responses"], live, strict=False):
+    view = typed(result).token_view
+    assert view is not None
+    for response, row in zip(view.responses, live, strict=False):
         facts = report_tables.response_facts(response)
         assert (facts["draft"], facts["target"] + facts["bonus"]) == (row["accepted"], row["blocks"])
     assert sum(row["lost_share"] for row in result["slices"][0]["rows"]) == pytest.approx(1)
 
 
 def test_tables_hold_the_results_numbers(result: dict[str, Any]) -> None:
-    table = report_tables.headline_table(result)
+    table = report_tables.headline_table(typed(result))
     best, baseline = result["contestants"][-1], result["contestants"][0]
     assert table.columns == (
         "", "distilled (step 120)", "undistilled (step 0)", "last served", "gain, same text", "against the served draft",
@@ -200,11 +203,11 @@ def test_tables_hold_the_results_numbers(result: dict[str, Any]) -> None:
     assert rows["alpha"][3].text == f"{result['verdict']['effects']['alpha']['gain']:+.3f}"
     assert (rows["alpha"][4].text, rows["alpha"][4].note) == ("+0.040", "[+0.010, +0.070]")
     assert rows["speed-up"][2].text == rows["speed-up"][4].text == report_tables.NOTHING
-    assert "speed-up" not in {row[0].text for row in report_tables.headline_table(not_timed(result)).rows}
+    assert "speed-up" not in {row[0].text for row in report_tables.headline_table(typed(not_timed(result))).rows}
 
 
 def test_slices_are_sorted_and_marked(result: dict[str, Any]) -> None:
-    tables = {table.columns[0]: table for table in report_tables.slice_tables(result)}
+    tables = {table.columns[0]: table for table in report_tables.slice_tables(typed(result))}
     shares = [float(row[3].text.split()[0]) for row in tables["token class"].rows]
     assert shares == sorted(shares, reverse=True)
     assert [row[0].text for row in tables["position"].rows] == ["1-16", "17-64", "65 and more"], (
@@ -217,14 +220,14 @@ def test_slices_are_sorted_and_marked(result: dict[str, Any]) -> None:
     assert row[1].bar == pytest.approx(float(row[1].text), abs=1e-3)
     assert row[1].tick is not None
     assert "gain" not in {
-        column for table in report_tables.slice_tables(no_baseline(result)) for column in table.columns
+        column for table in report_tables.slice_tables(typed(no_baseline(result))) for column in table.columns
     }
 
 
 def test_only_a_certain_loss_is_marked(result: dict[str, Any]) -> None:
     def marks(made: dict[str, Any]) -> list[str]:
-        rows = [row for table in report_tables.slice_tables(made) for row in table.rows]
-        forgotten = report_tables.forgetting_table(made)
+        rows = [row for table in report_tables.slice_tables(typed(made)) for row in table.rows]
+        forgotten = report_tables.forgetting_table(typed(made))
         assert forgotten is not None
         return [cell.mark for row in rows + forgotten.rows for cell in row if cell.mark in ("worse", "forgotten")]
 
@@ -233,8 +236,8 @@ def test_only_a_certain_loss_is_marked(result: dict[str, Any]) -> None:
     assert made["forgetting"][0]["domain"] == domains[0]["name"]
     domains[0]["certain"] = "loss"
     assert marks(made) == ["worse", "worse", "forgotten"]
-    assert "hold together at 95 %" in report_text.slices_line(made)
-    assert "each at up to 99.2 %" in report_text.slices_line(made), "six classes"
+    assert "hold together at 95 %" in report_text.slices_line(typed(made))
+    assert "each at up to 99.2 %" in report_text.slices_line(typed(made)), "six classes"
     for row in (*domains, *classes):
         row["certain"] = "none"
     assert marks(made) == [], "an interval below 0 alone is not enough"
@@ -247,15 +250,15 @@ def test_only_a_certain_loss_is_marked(result: dict[str, Any]) -> None:
             del row["certain"]
     assert marks(old) == []
     for made in (result, old, no_baseline(result)):
-        line = report_text.slices_line(made)
-        assert line in render_page(made)
-        assert line in report_text.markdown(made, measured_times(made))
-    assert "nothing is marked" in report_text.slices_line(old)
+        line = report_text.slices_line(typed(made))
+        assert line in render_page(typed(made))
+        assert line in report_text.markdown(typed(made), measured_times(typed(made)))
+    assert "nothing is marked" in report_text.slices_line(typed(old))
 
 
 def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     def best_of(made: dict[str, Any]) -> list[str]:
-        table = report_tables.rules_table(made)
+        table = report_tables.rules_table(typed(made))
         assert table is not None
         return [cell.text for cell in table.rows[0][3:]]
 
@@ -266,19 +269,23 @@ def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     curve = beyond["curves"]["rules"][0]["contestants"]["best"]
     curve["speed_up"][17:] = [9.0] * 16
     assert best_of(beyond) == expected, "an older result holds extrapolated ones"
-    assert figures_of(beyond, measured_times(beyond)) == figures_of(result, measured_times(result))
+    assert figures_of(typed(beyond), measured_times(typed(beyond))) == figures_of(
+        typed(result), measured_times(typed(result))
+    )
     curve["speed_up"] = [None] * 33
     assert best_of(beyond) == [report_tables.NOTHING] * 2
-    assert "9.00x" not in render_page(beyond)
+    assert "9.00x" not in render_page(typed(beyond))
 
 
 def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) -> None:
     def line(made: dict[str, Any]) -> str:
-        (found,) = [one for one in report_text.check_lines(made) if one.startswith("Live decoding against replay")]
+        (found,) = [
+            one for one in report_text.check_lines(typed(made)) if one.startswith("Live decoding against replay")
+        ]
         return found
 
-    assert line(result) in render_page(result)
-    assert line(not_timed(result)) in render_page(not_timed(result))
+    assert line(result) in render_page(typed(result))
+    assert line(not_timed(result)) in render_page(typed(not_timed(result)))
     best, (passing,) = result["verdict"]["best"], result["verdict"]["checkpoints"]
     assert line(result).endswith(
         f"tau {best['tau']:.2f} beside replay {best['live_tokens'] / best['replay_check']['predicted_blocks']:.2f}, z -0.2."
@@ -313,10 +320,10 @@ def test_commands_for_a_draft_without_gain_carry_a_warning(
     made = copy.deepcopy(result)
     made["verdict"] |= verdict
     made["contestants"][-1]["step"] = step
-    warning = report_text.serve_warning(made)
+    warning = report_text.serve_warning(typed(made))
     assert said in warning
     assert bool(said) == bool(warning)
-    page, twin = render_page(made), report_text.markdown(made, measured_times(made))
+    page, twin = render_page(typed(made)), report_text.markdown(typed(made), measured_times(typed(made)))
     served = page[page.index('<section id="serve">') :], twin[twin.index("## Serve it") :]
     for text in served:
         assert text.count("Warning") == bool(said)
@@ -327,24 +334,24 @@ def test_commands_for_a_draft_without_gain_carry_a_warning(
 
 def test_what_checkpoints_were_judged_on_is_told(result: dict[str, Any]) -> None:
     for made, said in ((result, "on text of its own"), (not_timed(result), "tau by replay")):
-        line = report_text.steps_line(made)
+        line = report_text.steps_line(typed(made))
         assert said in line
-        assert line in render_page(made)
-        assert line in report_text.markdown(made, measured_times(made))
+        assert line in render_page(typed(made))
+        assert line in report_text.markdown(typed(made), measured_times(typed(made)))
 
 
 def test_the_served_draft_is_compared_with_everywhere(result: dict[str, Any]) -> None:
-    twin = report_text.markdown(result, measured_times(result))
-    for text in (render_page(result), twin.replace("\\", "")):
+    twin = report_text.markdown(typed(result), measured_times(typed(result)))
+    for text in (render_page(typed(result)), twin.replace("\\", "")):
         assert "against the served draft" in text
         assert "Against the served draft, paired by prompt: alpha +0.040 [+0.010, +0.070]" in text
-    told = summary_of(result)["against_served"]
+    told = summary_of(typed(result))["against_served"]
     assert told["alpha"] == result["verdict"]["against_served"]["alpha"]
     assert told["certain"] == "gain"
     without = copy.deepcopy(result)
     without["verdict"]["against_served"] = None
-    assert "gainst the served draft" not in render_page(without)
-    assert summary_of(without)["against_served"] is None
+    assert "gainst the served draft" not in render_page(typed(without))
+    assert summary_of(typed(without))["against_served"] is None
 
 
 def test_a_speed_up_of_too_few_prompts_has_no_interval(result: dict[str, Any]) -> None:
@@ -352,30 +359,33 @@ def test_a_speed_up_of_too_few_prompts_has_no_interval(result: dict[str, Any]) -
     for row in made["contestants"]:
         row["speed_up_ci"] = None
     made["verdict"]["speed_up_ci"] = dict.fromkeys(made["verdict"]["speed_up_ci"])
-    rows = {row[0].text: row[1:] for row in report_tables.headline_table(made).rows}
+    rows = {row[0].text: row[1:] for row in report_tables.headline_table(typed(made)).rows}
     assert [cell.note for cell in rows["speed-up"]][:3] == [report_tables.TOO_FEW_TIMED] * 2 + [""]
     assert rows["speed-up"][0].text == f"{result['contestants'][-1]['speed_up']:.2f}x"
-    for text in (render_page(made), report_text.markdown(made, measured_times(made))):
+    for text in (render_page(typed(made)), report_text.markdown(typed(made), measured_times(typed(made)))):
         assert "too few prompts timed for an interval" in text
-    assert "too few prompts" not in render_page(result)
-    assert summary_of(made)["contestants"]["best"]["speed_up_ci"] is None
+    assert "too few prompts" not in render_page(typed(result))
+    assert summary_of(typed(made))["contestants"]["best"]["speed_up_ci"] is None
 
 
 def test_how_many_prompts_were_timed_is_told(result: dict[str, Any]) -> None:
-    assert ("prompts timed", "7") in report_text.run_facts(result)
+    assert ("prompts timed", "7") in report_text.run_facts(typed(result))
     old = {key: value for key, value in result.items() if key != "timed_prompts"}
-    assert "prompts timed" not in dict(report_text.run_facts(old))
-    assert "prompts timed" not in render_page(old)
+    assert "prompts timed" not in dict(report_text.run_facts(typed(old)))
+    assert "prompts timed" not in render_page(typed(old))
 
 
 def test_the_calibration_line_is_the_words_of_the_result(result: dict[str, Any]) -> None:
-    assert report_text.calibration_line({"words": "it is sure. Stop below 0.3."}) == "It is sure. Stop below 0.3."
-    assert report_text.calibration_line(result["calibration"]) in render_page(result)
+    assert (
+        report_text.calibration_line(Calibration(bins=[], words="it is sure. Stop below 0.3."))
+        == "It is sure. Stop below 0.3."
+    )
+    assert report_text.calibration_line(typed(result).calibration) in render_page(typed(result))
 
 
 def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
     given = GivenTimes(0.025, 0.003, 0.02)
-    table = report_tables.given_table(result, given)
+    table = report_tables.given_table(typed(result), given)
     assert table is not None
     curve = result["curves"]["rules"][0]["contestants"]["best"]
     for row in table.rows:
@@ -386,11 +396,11 @@ def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
             predicted_speed_up(curve["tau"][gamma], gamma, given.cost_ratio, 1 + 0.02 * gamma)
         )
     assert [row[-1].strong for row in table.rows].count(True) == 1
-    measured = measured_times(result)
+    measured = measured_times(typed(result))
     assert (measured.source, measured.cost_ratio) == ("measured", pytest.approx(result["costs"]["cost_ratio"]))
     assert curve["speed_up"][17:] == [None] * 16
     assert measured.speed_up(GAMMA, curve["tau"][GAMMA]) == pytest.approx(curve["speed_up"][GAMMA])
-    assert measured_times(not_timed(result)).source == "example"
+    assert measured_times(typed(not_timed(result))).source == "example"
 
 
 def test_times_on_the_command_line() -> None:
@@ -405,7 +415,7 @@ def test_times_on_the_command_line() -> None:
 
 
 def test_figures_are_ready_for_a_page(result: dict[str, Any]) -> None:
-    drawn = figures_of(result, measured_times(result))
+    drawn = figures_of(typed(result), measured_times(typed(result)))
     assert set(drawn) == {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given", "calibration"}
     ids: list[str] = []
     for name, svg in drawn.items():
@@ -417,8 +427,8 @@ def test_figures_are_ready_for_a_page(result: dict[str, Any]) -> None:
         assert "var(--" in svg
         ids += own
     assert len(ids) == len(set(ids))
-    assert figures_of(result, measured_times(result)) == drawn, "the same result makes the same bytes"
-    assert set(figures_of(bare(result), GivenTimes(1.0, 0.1))) == {"survival"}
+    assert figures_of(typed(result), measured_times(typed(result))) == drawn, "the same result makes the same bytes"
+    assert set(figures_of(typed(bare(result)), GivenTimes(1.0, 0.1))) == {"survival"}
 
 
 @pytest.mark.parametrize(
@@ -434,13 +444,12 @@ def test_figures_are_ready_for_a_page(result: dict[str, Any]) -> None:
 )
 def test_any_label_can_be_drawn(label: str, drawn: str, result: dict[str, Any]) -> None:
     contestants = [row | {"label": label} for row in result["contestants"]]
-    named = {"contestants": contestants, "verdict": result["verdict"]}
-    svg = figures_of(named, GivenTimes(1.0, 0.1))["survival"]
+    svg = figures_of(typed(bare({**result, "contestants": contestants})), GivenTimes(1.0, 0.1))["survival"]
     assert re.findall(r"<text[^>]*>([^<]*)", svg)[-1] == drawn
 
 
 def test_markdown_follows_the_page(result: dict[str, Any], page: str) -> None:
-    twin = report_text.markdown(result, measured_times(result))
+    twin = report_text.markdown(typed(result), measured_times(typed(result)))
     titles = re.findall(r"^## (.*)$", twin, flags=re.M)
     assert titles == [
         "Acceptance over steps", "Survival by position", "Speed-up over gamma", "Slices", "Forgetting", "Held-out responses",
@@ -457,7 +466,7 @@ def test_markdown_follows_the_page(result: dict[str, Any], page: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_markdown_of_every_kind(variant: str, result: dict[str, Any]) -> None:
-    twin = report_text.markdown(VARIANTS[variant](result), GivenTimes(0.025, 0.003))
+    twin = report_text.markdown(typed(VARIANTS[variant](result)), GivenTimes(0.025, 0.003))
     assert not re.search(r"\b(None|nan)\b", twin)
 
 
@@ -488,7 +497,7 @@ def test_all_three_files_are_written(result: dict[str, Any], tmp_path: Path) -> 
     files = report_command(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md", RESULT]
     summary = json.loads(files.summary.read_text(encoding="utf-8"))
-    assert summary == summary_of(result, files)
+    assert summary == summary_of(typed(result), files)
     assert (summary["outcome"], summary["pays_off"]) == ("pays_off", True)
     assert summary["contestants"]["best"]["tau"] == result["contestants"][-1]["tau"]
     assert summary["gain"]["alpha"] == result["verdict"]["effects"]["alpha"]
@@ -515,8 +524,14 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
         (lambda r: r["token_view"]["responses"][2].pop("blocks"), r"key token_view\.responses\[2\]\.blocks is missing"),
         (lambda r: r["token_view"]["responses"][0]["tokens"][1].pop("by"), r"tokens\[1\]\.by is missing"),
         (lambda r: r["calibration"].pop("words"), r"key calibration\.words is missing"),
-        (lambda r: r["slices"][0]["rows"][0].pop("alpha"), "a key is missing .*alpha"),
-        (lambda r: r["curves"]["rules"][0]["contestants"]["best"].pop("tau"), "a key is missing .*tau"),
+        (lambda r: r["slices"][0]["rows"][0].pop("alpha"), r"key slices\[0\]\.rows\[0\]\.alpha is missing"),
+        (
+            lambda r: r["curves"]["rules"][0]["contestants"]["best"].pop("tau"),
+            r"key curves\.rules\[0\]\.contestants\.best\.tau is missing",
+        ),
+        (lambda r: r["contestants"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
+        (lambda r: r["verdict"].update(best=None), r"key verdict\.best holds something else"),
+        (lambda r: r["live_prompts"][3].update(drafted=-1), r"key live_prompts\[3\]\.drafted holds something else"),
         (lambda r: r.update(format=2), "format 2, this version reads 1"),
         (lambda r: r.pop("format"), "no key `format`"),
         (lambda r: r.update(contestants=[]), "key contestants is missing"),
@@ -549,7 +564,7 @@ def test_the_result_itself_is_never_overwritten(result: dict[str, Any], tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         report_command(tmp_path, tmp_path / "file" / "report.html")
-    assert load_result(tmp_path / RESULT)["verdict"] == result["verdict"]
+    assert load_result(tmp_path / RESULT) == typed(result)
 
 
 def test_wandb_gets_the_panels_offline(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +572,7 @@ def test_wandb_gets_the_panels_offline(result: dict[str, Any], tmp_path: Path, m
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="understudy", name="report", dir=str(tmp_path)) as run:
-        names = report_panels.log_result(run, result)
+        names = report_panels.log_result(run, typed(result))
     assert {
         "report/headline",
         "report/page",
@@ -574,7 +589,7 @@ def test_wandb_gets_the_panels_offline(result: dict[str, Any], tmp_path: Path, m
         name for name in names if f"{name}_table" in logged
     }
     page = next(files[0].parent.rglob("*.html")).read_text(encoding="utf-8")
-    assert page == render_page(result), "nothing of wandb's servers is put into it"
+    assert page == render_page(typed(result)), "nothing of wandb's servers is put into it"
     summary = {item.key or item.nested_key[0] for r in records if r.HasField("summary") for item in r.summary.update}
     assert {"report/outcome", "report/tau", "report/alpha"} <= summary
 
@@ -592,7 +607,7 @@ def test_panels_of_every_kind(variant: str, result: dict[str, Any]) -> None:
             self.logged |= values
 
     run = Run()
-    names = report_panels.log_result(run, VARIANTS[variant](result), page="<p>made already</p>")
+    names = report_panels.log_result(run, typed(VARIANTS[variant](result)), page="<p>made already</p>")
     assert set(names) == set(run.logged)
     assert ("report/tokens" in names) == (variant not in ("not timed", "bare"))
     assert run.summary["report/outcome"] == VARIANTS[variant](result)["verdict"]["outcome"]
@@ -603,4 +618,4 @@ def test_a_run_without_wandb_gets_nothing(result: dict[str, Any]) -> None:
         is_main_process = True
         trackers: tuple[Any, ...] = ()
 
-    assert report_panels.log_result(Accelerator(), result) == []
+    assert report_panels.log_result(Accelerator(), typed(result)) == []

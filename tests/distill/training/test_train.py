@@ -15,9 +15,9 @@ from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.carving import carve
 from distill.models.load import load_model
+from distill.run.verdict_record import BestDraft, JudgedDraft, Verdict
 from distill.training.loop import STAGES
 from distill.training.optim import make_optimizers
-from distill.verdict.verdict import OF_THE_LAST_RUN, SCHEMA
 from speculative.measure.replay import replay
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
@@ -42,15 +42,11 @@ def test_a_run_leaves_what_the_documentation_says(tiny_run: Path) -> None:
 
 
 def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
-    assert set(verdict) == set(SCHEMA)
-    for key, kind in SCHEMA.items():
-        assert isinstance(verdict[key], kind), key
-    for name in ("baseline", "best"):
+    assert set(verdict) == set(Verdict.model_fields)
+    Verdict.model_validate(verdict)
+    for name, kind in (("baseline", JudgedDraft), ("best", BestDraft)):
         row = verdict[name]
-        assert set(row) == {
-            "step", "alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival", "tokens_per_second",
-            *(() if name == "baseline" else OF_THE_LAST_RUN),
-        }  # fmt: skip
+        assert set(row) == set(kind.model_fields)
         assert row["alpha_ci"][0] <= row["alpha"] <= row["alpha_ci"][1]
         assert row["tau_ci"][0] <= row["tau"] <= row["tau_ci"][1]
         assert len(row["survival"]) == verdict["gamma"]

@@ -64,10 +64,10 @@ class TestStoredSignals:
 
     def test_the_verdict_is_live_though_checkpoints_were_judged_by_replay(self, stored: Path) -> None:
         verdict = load_verdict(stored)
-        assert [record["live"] for record in verdict["checkpoints"]] == [False] * 3
-        assert verdict["best"]["tau_ci"][0] <= verdict["best"]["tau"] <= verdict["best"]["tau_ci"][1]
-        best = next(r for r in verdict["checkpoints"] if r["step"] == verdict["best"]["step"])
-        assert best["tau"] == best["replay"][str(verdict["gamma"])]
+        assert [record.live for record in verdict.checkpoints] == [False] * 3
+        assert verdict.best.tau_ci[0] <= verdict.best.tau <= verdict.best.tau_ci[1]
+        best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
+        assert best.tau == best.replay[verdict.gamma]
 
     def test_metrics_say_how_low_the_estimate_of_alpha_may_be(self, stored: Path) -> None:
         lines = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
@@ -106,13 +106,13 @@ def test_averaged_weights_are_judged_beside_the_raw_ones(tiny_config: Path) -> N
     assert train.main([str(tiny_config), *overrides]) == 0
     run = load_config(tiny_config, overrides).folder
     verdict = load_verdict(run)
-    for record in verdict["checkpoints"][1:]:
-        assert record["score"] == max(record["score_raw"], record["score_ema"])
-        other = RAW if record["weights"] == "ema" else AVERAGED
-        assert {path.name for path in step_folder(run, record["step"]).glob("student*")} == {"student", other}
+    for record in verdict.checkpoints[1:]:
+        assert record.score == max(record.score_raw, record.score_ema)
+        other = RAW if record.weights == "ema" else AVERAGED
+        assert {path.name for path in step_folder(run, record.step).glob("student*")} == {"student", other}
     # What is measured at the end are the weights that won: their score is an alpha by replay of the same text.
-    best = next(record for record in verdict["checkpoints"] if record["step"] == verdict["best"]["step"])
-    assert verdict["best"]["alpha"] == pytest.approx(best["alpha"], abs=1e-5)
+    best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
+    assert verdict.best.alpha == pytest.approx(best.alpha, abs=1e-5)
 
 
 @pytest.mark.parametrize("weights", ["raw", "ema"])

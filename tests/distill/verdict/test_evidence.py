@@ -64,7 +64,7 @@ def records_are_of_the_scores(evidence: Evidence) -> None:
     for one in evidence.contestants:
         scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.frozen)
         alpha = sum(own.accept_probs(evidence.rule).sum() for own in scores) / tokens
-        assert evidence.judged[one.name]["alpha"] == pytest.approx(alpha, rel=1e-12)
+        assert evidence.judged[one.name].alpha == pytest.approx(alpha, rel=1e-12)
         assert (scores[0].confidence_mass_TC is not None) == (one is evidence.best)
 
 
@@ -84,7 +84,7 @@ def test_by_replay_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pyte
     evidence = gather_by_replay(config.judge, settings, contestants, {"sample": frozen}, {})
     assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
     records_are_of_the_scores(evidence)
-    assert evidence.judged[BEST]["live"] is False
+    assert evidence.judged[BEST].live is False
 
 
 def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
@@ -99,9 +99,9 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
         return score_tokens(draft, texts, *rest, **options)
 
     monkeypatch.setattr("distill.verdict.evidence.score_tokens", scored)
-    result, by_gamma = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
-    assert set(by_gamma) == {1, 2, 3}
-    assert len({record["alpha"] for record in by_gamma.values()}) == 1
-    assert result["contestants"][-1]["alpha"] == by_gamma[1]["alpha"]
+    result = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
+    assert result.gammas is not None
+    assert set(result.gammas) == {1, 2, 3}
+    assert {record.alpha for record in result.gammas.values()} == {result.contestants[-1].alpha}
     (frozen,) = read
     assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"

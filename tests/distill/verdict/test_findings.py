@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from distill import train
+from distill.run.result import load_result
+from distill.run.verdict_record import Judgement, PerResponse
 from distill.verdict import conclusion
 from distill.verdict.findings import steps_of
 from distill.verdict.token_view import spread_over, writers
@@ -127,12 +129,15 @@ def test_steps_pair_every_checkpoint_with_the_first(result: dict) -> None:
 
 
 def test_steps_of_text_that_differs_are_not_paired() -> None:
-    first = {"step": 0, "alpha": 0.5, "per_response": {"accept_sums": [1.0, 2.0], "tokens": [2, 4]}}
-    other = {"step": 1, "alpha": 0.6, "per_response": {"accept_sums": [1.0, 3.0], "tokens": [2, 5]}}
-    same = {"step": 2, "alpha": 0.6, "per_response": {"accept_sums": [1.5, 2.5], "tokens": [2, 4]}}
-    rows = steps_of([first, other, same], ["a", "b"])
-    assert [row["gain"] is None for row in rows] == [True, True, False]
-    assert rows[2]["gain"]["alpha_gain"] == pytest.approx(1.0 / 6.0)
+    sums = [([1.0, 2.0], [2, 4]), ([1.0, 3.0], [2, 5]), ([1.5, 2.5], [2, 4])]
+    records = [
+        Judgement(step=step, alpha=0.5, tau=1.5, per_response=PerResponse(accept_sums=accepted, tokens=tokens))
+        for step, (accepted, tokens) in enumerate(sums)
+    ]
+    rows = steps_of(records, ["a", "b"])
+    assert [row.gain is None for row in rows] == [True, True, False]
+    assert rows[2].gain is not None
+    assert rows[2].gain.alpha_gain == pytest.approx(1.0 / 6.0)
 
 
 def test_writers_of_a_block_that_was_accepted_whole_cut_and_empty() -> None:
@@ -228,7 +233,7 @@ def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(conclusion, "report_command", full)
-    result = json.loads((tiny_run / "result.json").read_text())
+    result = load_result(tiny_run / "result.json")
     with pytest.raises(OSError, match="No space"):
         conclusion.write_conclusion(tmp_path, result)
     assert (tmp_path / "result.json").exists()

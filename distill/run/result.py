@@ -1,0 +1,291 @@
+"""The shape of result.json: everything that a report, a comparison or a drift test reads of a judged draft."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from distill.config.layout import RESULT
+from distill.run.verdict_record import (
+    Certain,
+    Costs,
+    Gain,
+    Interval,
+    Judgement,
+    Numbers,
+    PairedGain,
+    Record,
+    Text,
+    Verdict,
+    read_json,
+)
+from speculative.errors import UserError
+
+RESULT_FORMAT: Literal[1] = 1
+Writer = Literal["draft", "target", "bonus"]
+
+
+class Contestant(Numbers):
+    """A draft beside the others."""
+
+    name: str = Field(description="baseline, served or best")
+    label: Text | None = Field(None, description="what a reader is told")
+    path: Text | None = Field(None, description="where its weights are")
+    step: int | None = Field(None, description="checkpoint; null: none of this run")
+    tau: float = Field(description="tokens per target call at the judged gamma")
+    tau_by: Literal["live", "replay"] | None = Field(None, description="counted live, or by replay")
+    speed_up: float | None = Field(None, description="median over prompts of tokens/s over the target's")
+    speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null too where prompts are too few")
+    tokens_per_second: float | None = Field(None, description="with this draft, at batch 1")
+
+
+class Step(Record):
+    """A judged checkpoint beside the first."""
+
+    step: int | None = Field(description="optimizer step; null: none of this run")
+    alpha: float = Field(description="acceptance rate")
+    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
+    tau: float = Field(description="tokens per target call")
+    tau_ci: Interval | None = Field(None, description="its 95 % interval; only live")
+    gain: PairedGain | None = Field(None, description="over the first, paired by prompt; the interval stands alone")
+
+
+class Curve(Record):
+    """A draft under one rule, by replay."""
+
+    rule: str = Field(description="engine rule")
+    alpha: float = Field(description="acceptance rate")
+    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
+    tokens: int | None = Field(None, description="of the text")
+    prompts: int | None = Field(None, description="of the text")
+    gammas: list[int] = Field(description="0 to 32")
+    tau: list[float] = Field(description="at each gamma")
+    tau_ci: list[Interval | None] | None = Field(None, description="at each gamma")
+    survival: list[float] | None = Field(None, description="at the verdict's gamma")
+    speed_up: list[float | None] | None = Field(None, description="predicted at each gamma; null beyond the timed ones")
+
+
+class RuleCurves(Record):
+    """Every draft under one rule."""
+
+    rule: str = Field(description="engine rule")
+    contestants: dict[str, Curve] = Field(description="by draft")
+    note: Text | None = Field(None, description="how the text was answered, and whose step times hold")
+
+
+class RefusedRule(Record):
+    """A rule that the frozen text has no law for."""
+
+    rule: str = Field(description="engine rule")
+    why: Text = Field(description="why it cannot be told")
+
+
+class Curves(Record):
+    """Alpha, tau and speed over gamma."""
+
+    gammas: list[int] = Field(description="0 to 32")
+    rules: list[RuleCurves] = Field(description="under every rule that the text has a law for, the run's own first")
+    refused: list[RefusedRule] = Field([], description="the others")
+
+
+class TimedCosts(Costs):
+    """The verdict's costs, and the threads they were measured with."""
+
+    threads: int | None = Field(None, description="CPU threads")
+
+
+class SliceRow(Record):
+    """A part of the frozen text."""
+
+    name: Text = Field(description="the slice")
+    tokens: int = Field(description="in it")
+    prompts: int = Field(description="in it")
+    alpha: dict[str, float] = Field(description="by draft")
+    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft; each stands alone")
+    gain: float | None = Field(None, description="best minus baseline")
+    gain_ci: Interval | None = Field(None, description="at `corrected_confidence`")
+    certain: Certain | None = Field(None, description="whether that excludes 0, on enough prompts")
+    lost_share: float | None = Field(None, description="of all rejected probability")
+
+
+class SliceTable(Record):
+    """The frozen text cut along one dimension."""
+
+    dimension: Text = Field(description="domain, position, token class, ...")
+    unit: Text | None = Field(None, description="of its bounds")
+    corrected_confidence: float | None = Field(None, description="of each gain's interval (Bonferroni over the rows)")
+    rows: list[SliceRow] = Field(description="they partition the tokens")
+
+
+class Disagreement(Record):
+    """What the target said where the draft wanted something else."""
+
+    context: Text = Field(description="text before a place of it")
+    target_said: Text = Field(description="token")
+    draft_wanted: Text = Field(description="token")
+    count: int = Field(description="places")
+    prompts: int = Field(description="prompts with such a place")
+    lost_share: float | None = Field(None, description="of all rejected probability")
+    tau_if_agreed: float | None = Field(None, description="by replay, had the draft been right there")
+    tokens_per_second_lost: float | None = Field(None, description="at the measured steps")
+    example: dict[str, Any] | None = Field(None, description="{key, position} of a place")
+
+
+class CalibrationBin(Record):
+    """Drafted tokens of one confidence."""
+
+    low: float = Field(description="lower edge of the confidence")
+    high: float = Field(description="upper edge")
+    weight: float = Field(description="share of drafted tokens")
+    confidence: float = Field(description="mean probability the draft gave")
+    accepted: float = Field(description="share accepted")
+    ci: Interval | None = Field(None, description="its 95 % interval")
+
+
+class Calibration(Record):
+    """What the judged draft's confidence is worth."""
+
+    rule: str | None = Field(None, description="engine rule")
+    name: str | None = Field(None, description="of the draft")
+    bins: list[CalibrationBin] = Field(description="by confidence")
+    expected_error: float | None = Field(None, description="mean distance of acceptance and confidence")
+    stop_below: float | None = Field(
+        None, description="advised confidence stop; 0: none; null: not known, or none pays"
+    )
+    words: Text = Field(description="the advice in words")
+
+
+class DomainChange(Gain):
+    """What training changed on a domain."""
+
+    certain: Certain | None = Field(None, description="whether its interval excludes 0, on enough prompts")
+
+
+class ForgettingRow(Record):
+    """A held-out domain, trained on or not."""
+
+    domain: Text = Field(description="of held-out prompts")
+    trained_on: bool = Field(description="whether training prompts were of it")
+    tokens: int = Field(description="of its text")
+    alpha: dict[str, float] = Field(description="by draft")
+    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft")
+    change: DomainChange | None = Field(None, description="best minus baseline")
+
+
+class LivePrompt(Record):
+    """Counts of one prompt of the live run; drafted and accepted are uncut, as in the proposal log."""
+
+    key: Text = Field(description="of the prompt")
+    domain: Text = Field(description="of the prompt")
+    prompt_tokens: int | None = Field(None, description="its length")
+    tokens: int | None = Field(None, description="of the response")
+    blocks: int = Field(ge=0, description="target calls")
+    drafted: int = Field(ge=0, description="drafted tokens, uncut as in the proposal log")
+    accepted: int = Field(ge=0, description="accepted ones of them")
+
+
+class TimedPrompt(Record):
+    """Tokens per second on one prompt, which the speed-ups are medians of."""
+
+    key: Text = Field(description="of the prompt")
+    tokens_per_second: dict[str, float] = Field(description="by draft, and of `target` alone")
+
+
+class TokenSeen(Record):
+    """A token of the view, and what both models held most probable at its place."""
+
+    text: Text = Field(description="as it is read")
+    id: int = Field(description="in the vocabulary")
+    by: Writer = Field(description="who wrote it")
+    block: int = Field(description="in which round")
+    target_prob: float | None = Field(None, description="of the token")
+    draft_prob: float | None = Field(None, description="of the token")
+    target_top: list[tuple[Text, float]] = Field(description="the target's five most probable: [text, probability]")
+    draft_top: list[tuple[Text, float]] = Field(description="the draft's")
+
+
+class ResponseSeen(Record):
+    """A response of the live run, token by token."""
+
+    key: Text = Field(description="of the prompt")
+    domain: Text = Field(description="of the prompt")
+    prompt: Text = Field(description="its end")
+    tokens: list[TokenSeen] = Field(description="of the response")
+    tokens_count: int = Field(description="how many")
+    blocks: int = Field(description="target calls")
+    drafted: int = Field(description="drafted tokens")
+    accepted: int = Field(description="accepted ones of them")
+
+
+class TokenView(Record):
+    """Some responses of the logged live run."""
+
+    contestant: str = Field(description="the draft that was decoded with")
+    rule: str = Field(description="engine rule")
+    gamma: int = Field(description="drafted tokens per block")
+    responses: list[ResponseSeen] = Field(description="domains in turn")
+
+
+class ServeCommand(Record):
+    """An engine and what starts it with this pair."""
+
+    engine: Text = Field(description="its name")
+    ok: bool = Field(description="whether it takes the pair")
+    language: str = Field(description="of the command")
+    command: Text = Field(description="that starts it")
+    note: Text | None = Field(None, description="how it accepts")
+
+
+class Result(Record):
+    """result.json. Sections that are not there are null or empty."""
+
+    format: Literal[1] = Field(description="of this file")
+    kind: str = Field(description="run or evaluation")
+    name: Text = Field(description="of the run, or the draft's path")
+    made: str | None = Field(None, description="when, UTC")
+    verdict: Verdict = Field(description="verdict.json")
+    contestants: list[Contestant] = Field(min_length=1, description="every draft side by side, the judged one last")
+    steps: list[Step] = Field([], description="every judged checkpoint")
+    curves: Curves | None = Field(None, description="over gamma, by replay of the frozen text")
+    costs: TimedCosts | None = Field(None, description="measured seconds; null: not timed")
+    slices: list[SliceTable] = Field([], description="the frozen text by dimension")
+    disagreements: list[Disagreement] = Field([], description="where the draft loses most, worst first")
+    calibration: Calibration | None = Field(None, description="what its confidence is worth")
+    forgetting: list[ForgettingRow] = Field([], description="held-out domains, when not all were trained on")
+    live_prompts: list[LivePrompt] | None = Field(None, description="counts of the live run; null: nothing was decoded")
+    timed_prompts: list[TimedPrompt] | None = Field(None, description="speeds by prompt; null: not timed")
+    token_view: TokenView | None = Field(None, description="some responses token by token")
+    checks: dict[str, Any] = Field({}, description="`verdict.self_checks`")
+    serve: list[ServeCommand] = Field([], description="how to start each engine with it")
+    config: Text = Field("", description="the resolved config, YAML")
+    provenance: dict[str, Any] = Field({}, description="commit, versions, command, machine, fingerprints")
+    files: dict[str, str | None] = Field({}, description="beside this one: {proposals}")
+    gammas: dict[int, Judgement] | None = Field(
+        None, description="of an evaluation: the judgement at every gamma asked for"
+    )
+
+
+def load_result(path: Path) -> Result:
+    """A result.json.
+
+    Raises:
+        UserError: missing, damaged, of another format, or a key is missing or holds something else (it is named).
+    """
+    try:
+        tree = read_json(path)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path}: not there; finish the run (start its command again), or make one with "
+            "`understudy evaluate DRAFT --config CONFIG --out result.json`"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({' '.join(str(error).split())}); make it again") from error
+    if not isinstance(tree, dict) or "format" not in tree:
+        raise UserError(f"{path}: no result of a run (it has no key `format`); give a run's folder or its {RESULT}")
+    if tree["format"] != RESULT_FORMAT:
+        raise UserError(
+            f"{path}: format {tree['format']!r}, this version reads {RESULT_FORMAT}; make it again with this version"
+        )
+    return Result.of(path, tree, "make it again with `understudy evaluate` or by ending the run")

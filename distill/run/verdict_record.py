@@ -1,0 +1,232 @@
+"""The shape of verdict.json and of a judgement: read by whatever compares, reports, exports or sweeps runs."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+
+from speculative.errors import UserError
+
+# Text of models may hold what no UTF-8 has, so it is only asked to be text.
+Text = InstanceOf[str]
+Interval = tuple[float, float]
+Certain = Literal["gain", "loss", "none"]
+Outcome = Literal["pays_off", "no_speed", "no_measurable_gain", "loss", "not_timed"]
+
+
+class Record(BaseModel):
+    """Frozen. A key that is not known here stays as it is, and one that was never set is not written."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, as they are written to disk."""
+        return self.model_dump(exclude_unset=True)
+
+    @classmethod
+    def of(cls, path: Path, tree: Any, remedy: str) -> Self:
+        """The record that a file holds.
+
+        Raises:
+            UserError: a key is missing or holds something else; file, key and `remedy` are named.
+        """
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            absent = first["type"] in ("missing", "too_short")
+            fault = "is missing" if absent else f"holds something else ({first['msg']})"
+            raise UserError(f"{path}: key {_dotted(first['loc'])} {fault}; {remedy}") from error
+
+
+def _dotted(place: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged; NaN is no number of JSON.
+    """
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+class ReplayCheck(Record):
+    """Blocks that a live run counted beside what replay of its own text predicts."""
+
+    predicted_blocks: float = Field(description="by replay")
+    live_blocks: int = Field(description="counted")
+    z: float | None = Field(None, description="how far apart, in standard errors; null: apart though nothing is drawn")
+    agrees: bool = Field(True, description="whether that can be chance")
+
+
+class PerResponse(Record):
+    """Sums by held-out response, so that two judgements on the same text can be paired without a model."""
+
+    accept_sums: list[float] = Field(description="of the acceptance probabilities")
+    tokens: list[int] = Field(description="of each response")
+    blocks: list[float] | None = Field(None, description="expected at the judged gamma")
+
+
+class Numbers(Record):
+    """How a draft does on the held-out prompts. Null: only live decoding tells, and nothing was decoded."""
+
+    alpha: float = Field(description="acceptance rate on the frozen text")
+    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
+    tau: float | None = Field(None, description="tokens per target call at the judged gamma")
+    tau_ci: Interval | None = Field(None, description="its 95 % interval; null: tau is by replay")
+    accepted_per_drafted: float | None = Field(None, description="accepted over drafted tokens")
+    survival: list[float] | None = Field(
+        None, description="share of blocks whose first j tokens are all accepted, j from 1"
+    )
+
+
+class OnText(Numbers):
+    """Numbers, and the text they are of."""
+
+    prompts: int | None = Field(None, description="held-out prompts")
+    tokens: int | None = Field(None, description="tokens of their frozen responses")
+    replay: dict[int, float] = Field({}, description="tau by gamma, from the frozen text")
+
+
+class Judgement(OnText):
+    """judgement.json of a checkpoint: what `speculative.evaluate.judge` (or replay alone) found, and when."""
+
+    step: int | None = Field(None, description="of the checkpoint; null: none of this run")
+    score: float | None = Field(None, description="what checkpoints are picked by: tau under the configured rule")
+    tau: float = Field(description="tokens per target call: counted live, else by replay")
+    rule: str | None = Field(None, description="engine rule")
+    gamma: int | None = Field(None, description="drafted tokens per block")
+    domains: dict[str, OnText] = Field({}, description="the same numbers by domain")
+    live: bool = Field(True, description="whether the prompts were decoded live")
+    live_tokens: int | None = Field(None, description="tokens of the live run")
+    replay_check: ReplayCheck | None = Field(None, description="the live run's blocks beside replay of its very text")
+    warnings: list[Text] = Field([], description="where live decoding and replay part")
+    weights: str | None = Field(None, description="raw or ema: which were better, where averaged ones were judged too")
+    score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")
+    score_ema: float | None = Field(None, description="score of the averaged ones")
+    per_response: PerResponse | None = Field(None, description="sums by response; in judgement.json only")
+
+    def without_sums(self) -> "Judgement":
+        """The judgement without its lists by response, those under other rules included."""
+        return Judgement.model_validate(_without_sums(self.record()))
+
+
+def _without_sums(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_sums(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if key != "per_response"
+    }
+
+
+class JudgedDraft(Numbers):
+    """A draft in the verdict."""
+
+    step: int | None = Field(None, description="checkpoint; null: none of this run")
+    tau: float = Field(description="tokens per target call at the judged gamma")
+    tokens_per_second: float | None = Field(None, description="with this draft, at batch 1; only where timed")
+
+
+class BestDraft(JudgedDraft):
+    """The draft in question, with what belongs to the very run that its tau is of."""
+
+    replay_check: ReplayCheck | None = Field(None, description="that run's blocks beside replay of its very text")
+    live_tokens: int | None = Field(None, description="tokens of that run")
+    live: bool | None = Field(None, description="false: by replay, nothing was decoded")
+
+
+class Gain(Record):
+    """A difference and its interval."""
+
+    gain: float = Field(description="the difference")
+    ci: Interval = Field(description="its interval")
+
+
+class Detectable(Record):
+    """The smallest true differences that would be told from 0; null where prompts are too few or show no spread."""
+
+    alpha: float | None = Field(None, description="with 80 % power")
+    tau: float | None = Field(None, description="with 80 % power")
+
+
+class Effects(Record):
+    """What one draft gains over another on the same frozen text, paired by prompt (speculative/measure/effects.py)."""
+
+    alpha: Gain = Field(description="in alpha")
+    tau: Gain = Field(description="in tau, by replay")
+    speed_up: Gain | None = Field(None, description="in predicted speed-up; null: not timed")
+    confidence: float = Field(description="of all looks together")
+    looks: int = Field(description="judged drafts of which this one is the best")
+    corrected_confidence: float = Field(description="of each interval (Bonferroni over the looks)")
+    method: str = Field(description="how the intervals were made")
+    prompts: int = Field(description="prompts compared on")
+    tokens: int = Field(description="their tokens")
+    fewest_prompts: int = Field(0, description="fewer are never certain")
+    minimal_detectable: Detectable = Field(description="smallest differences told from 0")
+    prompts_for_half: int = Field(description="prompts that would see half of that")
+    certain: Certain = Field(description="whether the interval of alpha excludes 0, on enough prompts")
+    certain_tau: Certain = Field("none", description="the same of tau")
+
+
+class PairedGain(Record):
+    """The gain in alpha alone."""
+
+    alpha_gain: float = Field(description="best minus baseline")
+    ci: Interval = Field(description="its interval, widened for the looks")
+
+
+class Costs(Record):
+    """Measured seconds at batch 1, c and v."""
+
+    target_step_seconds: float = Field(description="one step of the target")
+    draft_step_seconds: float = Field(description="one step of the draft")
+    cost_ratio: float = Field(description="c: draft step over target step")
+    cost_ratio_at: dict[int, float] = Field({}, description="c by gamma")
+    verify_ratio: dict[int, float] = Field(description="v by gamma: verifying call over target step")
+    break_even_alpha: float | None = Field(
+        None, description="alpha below which nothing is won at `gamma`; null: none does"
+    )
+    batch_size: int | None = Field(None, description="rows at once")
+    context: int | None = Field(None, description="tokens before the timed steps")
+
+
+class Verdict(Record):
+    """verdict.json: baseline against best, paired, timed, with the best gamma. Null: not measured, or nothing to compare."""
+
+    rule: str = Field(description="engine rule that was judged")
+    gamma: int = Field(description="drafted tokens per block")
+    prompts: int = Field(description="held-out prompts")
+    tokens: int = Field(description="tokens of their frozen responses")
+    baseline: JudgedDraft | None = Field(None, description="the undistilled draft")
+    served: JudgedDraft | None = Field(None, description="the draft that is served today (judge.served)")
+    best: BestDraft = Field(description="the draft in question")
+    target_tokens_per_second: float | None = Field(None, description="the target alone, on the same prompts in turn")
+    speed_up: dict[str, float] | None = Field(
+        None, description="by draft: median over prompts of tokens/s over the target's"
+    )
+    speed_up_ci: dict[str, Interval | None] | None = Field(
+        None, description="its interval; null by draft: too few prompts"
+    )
+    effects: Effects | None = Field(None, description="best minus baseline")
+    against_served: Effects | None = Field(None, description="best minus served, the same keys")
+    paired: PairedGain | None = Field(None, description="alpha of `effects`")
+    replay: dict[int, float] = Field({}, description="tau of the best by gamma, 0 to 32, from the frozen text")
+    best_gamma: int | None = Field(None, description="argmax of tau / (gamma c + v); 0: no gamma pays")
+    predicted_speed_up: float | None = Field(None, description="there; 1 where none pays")
+    costs: Costs | None = Field(None, description="of the best and the target")
+    checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first")
+    self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
+    domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")
+    pays_off: bool | None = Field(None, description="whether the target with the draft is certainly faster than alone")
+    outcome: Outcome = Field(description="what distilling brought, as in the table above")
+    sentence: Text = Field(description="the answer in words")
+    warnings: list[Text] = Field([], description="where live decoding and replay part")
+    seconds: dict[str, float] = Field({}, description="by stage, of the whole run; empty for an evaluation")
