@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON under a temporary name, then renames."""
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def open_modes(folder: Path) -> None:
+    """Gives a folder and all in it the modes that the umask gives: safetensors and mkdtemp make theirs private."""
+    trial = folder / ".mode"
+    trial.mkdir()
+    mode = stat.S_IMODE(trial.stat().st_mode)
+    trial.rmdir()
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.files import open_modes
 from distill.export.engines import check_directory_name
 from speculative.errors import UserError
 
@@ -55,7 +56,7 @@ def appearing_directory(path: Path) -> Iterator[Path]:
     working = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
     try:
         yield working
-        working.chmod(0o755)  # mkdtemp makes it private, and a server often runs as another user
+        open_modes(working)  # a server often runs as another user
         _swap(working, path)
     finally:
         shutil.rmtree(working, ignore_errors=True)

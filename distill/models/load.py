@@ -36,8 +36,11 @@ def _load(what: str, path: str, load: Any, **options: Any) -> Any:
     """Calls a `from_pretrained` and turns its ways of failing into one line."""
     local = resolve(path)
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
-    if looks_local and not (Path(local) / "config.json").exists() and what != "tokenizer":
-        raise UserError(f"{what} {path!r}: no config.json there; give a Hugging Face model directory or a hub id")
+    needed = "" if what == "tokenizer" else "config.json"
+    if looks_local and not (Path(local) / needed).exists():
+        raise UserError(
+            f"{what} {path!r}: no {needed or 'folder'} there; give a Hugging Face model directory or a hub id"
+        )
     # A bar is for downloads: the ones for reading local weights break our own progress lines.
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
-from data.files import write_json
+from data.files import open_modes, write_json
 from distill.config.layout import (
     AVERAGED,
     BEST_LINK,
@@ -93,6 +93,7 @@ def save_checkpoint(
                 tokenizer.save_pretrained(str(temporary / name))
             write_json(temporary / PROVENANCE, provenance)
             write_json(temporary / PROGRESS, asdict(progress))
+            open_modes(temporary)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
         accelerator.wait_for_everyone()

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, Proposal, Seats
@@ -87,7 +87,8 @@ class Datastore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                save_file(arrays, temporary, metadata={"format": FORMAT, **numbers})
+                # save_file would make it private to this user.
+                temporary.write_bytes(save(arrays, metadata={"format": FORMAT, **numbers}))
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from data.batches.windows import cut_windows
-from data.files import write_json
+from data.files import open_modes, write_json
 from data.prompts import stdlib
 from distill.models.load import EMBEDDED_FOLDER, model_fingerprint
 
@@ -203,6 +203,7 @@ def ship(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict
         tokenizer.save_pretrained(working)
         write_json(Path(working) / "card.json", card)
         (Path(working) / "README.md").write_text(card_text(card), encoding="utf-8")
+        open_modes(Path(working))
         for file in Path(working).iterdir():
             os.replace(file, to / file.name)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from file_modes import other_modes, umask
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -342,6 +343,14 @@ def test_only_an_earlier_export_is_overwritten(tmp_path, student_dir, target_dir
     call = {"student_dir": student_dir, "target": str(target_dir), "to": report.path, "overwrite": True}
     refused("'notes.txt' in it was not exported by us", **call)
     assert (report.path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_files_have_the_mode_that_the_umask_gives(tmp_path, student_dir, target_dir, mask):
+    with umask(mask):
+        to = export(student_dir, target_dir, tmp_path / "draft").path
+    assert (to / "model.safetensors").exists()
+    assert other_modes(to, mask) == []
 
 
 @pytest.mark.parametrize("earlier", [False, True])

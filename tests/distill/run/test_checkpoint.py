@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from file_modes import other_modes, umask
 from tiny_training import fresh_accelerator, make_loop, run_config, tiny_tokenizer
 
 from distill.config.layout import PROGRESS, list_steps, step_folder
@@ -165,6 +166,13 @@ def test_a_checkpoint_has_everything(tmp_path: Path) -> None:
     for name, value in run.loop.module.student.state_dict().items():
         torch.testing.assert_close(student.state_dict()[name], value, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(folder / "student").get_vocab() == tiny_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_its_files_have_the_mode_that_the_umask_gives(tmp_path: Path, mask: int) -> None:
+    with umask(mask):
+        folder = Run(tmp_path).save()
+    assert other_modes(folder, mask) == []
 
 
 class Killed(BaseException):

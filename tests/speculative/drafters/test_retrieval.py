@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_modes import other_modes, umask
 from host_rows import (
     SMALL_VOCAB,
     TARGET,
@@ -152,6 +153,12 @@ def test_files_that_are_no_datastore_are_refused(tmp_path: Path):
         with pytest.raises(UserError, match=message) as refused:
             Datastore.load(path)
         assert "\n" not in str(refused.value)
+
+
+def test_the_file_has_the_mode_that_the_umask_gives(tmp_path: Path):
+    with umask(0o027):
+        Datastore.build([[1, 2]], 4).save(tmp_path / "made" / "store")
+    assert other_modes(tmp_path / "made", 0o027) == []
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path):
