@@ -54,7 +54,6 @@ class LoraConfig(Section):
         64, ge=1, description="rank of the update; distillation moves more than a style, so more than the usual 16"
     )
     alpha: int = Field(128, gt=0, description="scale: the update is multiplied by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input")
     target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
         "all-linear", description="module names that get an adapter"
     )

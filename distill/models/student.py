@@ -67,7 +67,7 @@ def make_student(
         student.gradient_checkpointing_enable()
     if config.lora is not None:
         lora = config.lora
-        return add_lora(student, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
+        return add_lora(student, lora.rank, lora.alpha, lora.target_modules)
     return student
 
 
@@ -196,7 +196,7 @@ def from_architecture(
         raise UserError(f"student.architecture: {_reason(error)}") from error
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: Sequence[str] | str) -> Any:
+def add_lora(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str] | str) -> Any:
     """The model with trainable low-rank adapters and everything else frozen (peft).
 
     Raises:
@@ -205,7 +205,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float, targ
     from peft import LoraConfig, get_peft_model
 
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
-    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
     try:
         adapted = get_peft_model(model, lora)
     except ValueError as error:

@@ -69,7 +69,7 @@ def tiny_student(variant: str) -> Any:
         model.gradient_checkpointing_enable()
     if "lora" in variant:
         torch.manual_seed(3)
-        return add_lora(model, 4, 8, 0.0, "all-linear").to(dtype)
+        return add_lora(model, 4, 8, "all-linear").to(dtype)
     return model
 
 

@@ -532,7 +532,7 @@ def test_gradient_under_bf16_autocast_points_the_same_way() -> None:
 @pytest.mark.parametrize("modules", ["all-linear", ("q_proj", "lm_head")])
 def test_gradient_of_adapters_with_everything_else_frozen(modules: str | tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    student = add_lora(tiny_model(seed=0), rank=4, alpha=8.0, dropout=0.0, target_modules=modules)
+    student = add_lora(tiny_model(seed=0), rank=4, alpha=8.0, target_modules=modules)
     # Adapters start with B = 0, where half of the gradients vanish: move away from there.
     with torch.no_grad():
         for name, weight in student.named_parameters():
@@ -553,7 +553,7 @@ def test_gradient_checkpointing_changes_no_gradient(lora: bool) -> None:
         student = tiny_model(seed=0)
         if checkpointing:
             student.gradient_checkpointing_enable()
-        wrapped = add_lora(student, 4, 8.0, 0.0, "all-linear") if lora else student
+        wrapped = add_lora(student, 4, 8.0, "all-linear") if lora else student
         module = DraftModule(wrapped, Objective(MIXES["forward_kl"], chunk_tokens=4)).train()
         teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7], 50)
         loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch))

@@ -150,13 +150,13 @@ def test_impossible_architectures_are_refused_in_one_line(change: dict[str, Any]
 
 def test_unknown_adapter_module_is_refused() -> None:
     with pytest.raises(UserError, match=r"target_modules.*q_prj") as error:
-        add_lora(tiny_model(), 4, 8.0, 0.0, ["q_prj"])
+        add_lora(tiny_model(), 4, 8.0, ["q_prj"])
     one_line(error)
 
 
 def test_export_of_adapters_is_the_adapted_model() -> None:
     torch.manual_seed(0)
-    adapted = add_lora(tiny_model(), 4, 8.0, 0.0, "all-linear")
+    adapted = add_lora(tiny_model(), 4, 8.0, "all-linear")
     plain = logits(adapted)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():

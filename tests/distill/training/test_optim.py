@@ -59,7 +59,7 @@ def test_default_learning_rate_falls_with_size_and_adapters_take_their_own() -> 
     assert default_lr(small) == DEFAULT_LR[0][1]
     (optimizer,) = make_optimizers(small, OptimConfig())
     assert optimizer.param_groups[0]["lr"] == DEFAULT_LR[0][1]
-    assert default_lr(add_lora(tiny_model(), 2, 4, 0.0, "all-linear")) == DEFAULT_LR[0][2]
+    assert default_lr(add_lora(tiny_model(), 2, 4, "all-linear")) == DEFAULT_LR[0][2]
 
 
 def test_adamw_is_fused_and_updates_as_the_plain_one() -> None:

@@ -334,7 +334,7 @@ def test_dropout_is_off_while_decoding(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_part_of_the_draft(tmp_path: Path) -> None:
-    module = DraftModule(add_lora(draft_model(), 4, 8, 0.0, "all-linear"), Objective({"forward_kl": 1.0}))
+    module = DraftModule(add_lora(draft_model(), 4, 8, "all-linear"), Objective({"forward_kl": 1.0}))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "lora_B" in name:
