@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_child_outlives_its_test() -> Iterator[None]:
     before = processes.descendants()
     yield
-    left = processes.end(processes.descendants() - before)
+    left = processes.end(processes.started_since(before))
     assert not left, f"the test left processes behind: {left}"
 
 

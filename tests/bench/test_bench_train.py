@@ -71,11 +71,13 @@ def test_a_step_has_a_cell_for_every_policy_and_objective(tiny_target: Path, tmp
     assert set(cells) == reading | writing
     for (_, objective, _), cell in cells.items():
         assert set(cell) >= CELL
-        assert cell["tokens_per_second"] > 0
-        assert cell["vs_floor"] > 0
         assert (cell["vs_trl"] is not None) == (trl_is_here() and objective in module.BETA)
         assert cell["peak_memory_mb"] is None
-    assert result["contestants"]["floor/off/forward_kl"]["tokens_per_second"] > 0
+    # Speed of the floor and time over its time are one measurement.
+    floor = result["contestants"]["floor/off/forward_kl"]["tokens_per_second"]
+    for (policy, *_), cell in cells.items():
+        if policy != "on":
+            assert cell["vs_floor"] == pytest.approx(floor / cell["tokens_per_second"])
     assert {"commit", "versions", "threads"} <= set(result["machine"])
 
 
@@ -189,12 +191,13 @@ def test_a_stepped_trainers_failure_is_the_callers() -> None:
         stepped.step()
 
 
+@pytest.mark.alone
 def test_a_budget_ends_before_the_step_that_would_break_it() -> None:
     trainer = ScriptedTrainer(100, pause=0.05)
     spent = bench("trl_peer").train_for(trainer, 0.32)
     assert spent["steps"] == trainer.made
     assert 2 <= trainer.made <= 6
-    assert spent["seconds"] < 0.37  # a sleep may take a little longer than asked
+    assert spent["seconds"] < 0.37  # a sleep may take a little longer than asked; the test runs alone
 
 
 def test_the_yardstick_measures_a_target_as_its_own_draft(tiny_target: Path, tmp_path: Path) -> None:
@@ -250,7 +253,7 @@ def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Pat
         assert set(run["tau"]) == {"3", "5"}
     for run in result["runs"]:
         assert run["steps"] >= 1
-        assert run["tokens_trained"] > 0
+        assert run["tokens_trained"] >= 4 * run["steps"]  # a token or more of each sequence of a batch
     assert result["recipe"]["batch"] == 4
     module.main([], minutes=0.0, modes="ours", **options)
     assert json.loads(out.read_text())["runs"] == []
@@ -307,7 +310,14 @@ def test_the_race_has_everyone_and_intervals(
     expected = {"ours", "forward_kl"} | ({"trl_gkd"} if trl_is_here() else set())
     assert set(result["summary"]) == expected
     assert {(run["name"], run["seed"]) for run in result["runs"]} == {(name, s) for name in expected for s in (0, 1)}
-    assert result["summary"]["forward_kl"]["sampled"]["reference_gain_half_width"] >= 0
+    gains = [
+        by[("ours", seed)]["sampled"] - by[("forward_kl", seed)]["sampled"]
+        for by in [{(run["name"], run["seed"]): run for run in result["runs"]}]
+        for seed in (0, 1)
+    ]
+    gain = result["summary"]["forward_kl"]["sampled"]
+    assert gain["reference_gain"] == pytest.approx(sum(gains) / 2)
+    assert gain["reference_gain_half_width"] == pytest.approx(module.interval(gains)[1])
     module.main(["batch=4", "k=4096"], minutes=1, contestants="", compare="store", steps=4, **options)
     result = json.loads(out.read_text())
     assert {run["steps"] for run in result["runs"]} == {4}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import descendants, end, forked, run_ranks
+from processes import descendants, end, forked, run_ranks, started_since
 
 
 def _leave_an_orphan(note: Path) -> None:
@@ -21,7 +21,7 @@ def test_an_orphan_in_a_session_of_its_own_is_found_and_ended(tmp_path: Path) ->
     before = descendants()
     with forked(_leave_an_orphan, tmp_path / "pid") as child:
         child.join(30)
-    (orphan,) = descendants() - before
+    (orphan,) = started_since(before)
     assert orphan.pid == int((tmp_path / "pid").read_text(encoding="utf-8"))
     assert end({orphan}) == ["sleep 600"]
     assert orphan not in descendants() or orphan.status() == psutil.STATUS_ZOMBIE

@@ -36,6 +36,18 @@ def descendants() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
+def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
+    """Descendants that were not there, but for children of those that were: a browser takes and ends processes as it likes."""
+    return {one for one in descendants() - before if not before & _parents(one)}
+
+
+def _parents(process: psutil.Process) -> set[psutil.Process]:
+    try:
+        return set(process.parents())
+    except psutil.NoSuchProcess:
+        return set()
+
+
 def end(processes: set[psutil.Process]) -> list[str]:
     """Kills what still runs of ``processes``; the command line of each that had to be killed."""
     # One that is on its way out may take a moment.

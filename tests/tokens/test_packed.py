@@ -17,7 +17,6 @@ from data.batches.packed import WIDTH_STEP, collate_packed
 from data.batches.packing import pack
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
-from distill.training import batches
 from distill.training.batches import check_packing
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
@@ -223,7 +222,13 @@ def test_a_model_that_takes_no_positions_is_refused(monkeypatch: pytest.MonkeyPa
         check_packing(split)
 
 
-def test_the_distance_of_nan_is_infinite() -> None:
-    expected = torch.ones(2, 3)
-    assert batches._distances(expected * torch.nan, expected).tolist() == [torch.inf, torch.inf]
-    assert batches._distances(expected * 1.5, expected).tolist() == pytest.approx([0.5, 0.5])
+def test_hidden_states_that_are_no_numbers_are_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = SplitModel(tiny_model())
+    right = split.hidden
+
+    def broken(input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor | None = None) -> torch.Tensor:
+        return right(input_ids_BT, position_ids_BT) * (1 if position_ids_BT is None else torch.nan)
+
+    monkeypatch.setattr(split, "hidden", broken)
+    with pytest.raises(UserError, match="packed sequences"):
+        check_packing(split)

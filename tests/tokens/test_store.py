@@ -107,7 +107,11 @@ def test_a_store_from_something_else_is_refused_by_key(tmp_path: Path, key: str,
 
 def test_the_same_manifest_is_accepted_again_whatever_the_order_and_tuples(tmp_path: Path) -> None:
     store = opened(tmp_path)
+    store.write_shard(0, [row_of(0)])
+    before = (store.folder / MANIFEST).read_bytes()
     store.open(dict(reversed(IDENTITY.items())) | {"eos_ids": (2,)})
+    assert (store.folder / MANIFEST).read_bytes() == before
+    assert store.read() == [row_of(0)]
 
 
 def test_a_manifest_that_lost_a_key_is_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def worse(tiny_run, tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in draft.parameters():
-            weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator)
+            weight += 1.0 * weight.std() * torch.randn(weight.shape, generator=generator)
     draft.save_pretrained(folder)
     AutoTokenizer.from_pretrained(best).save_pretrained(folder)
     return folder

@@ -64,12 +64,16 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -
     assert load_config(write(tmp_path, MINIMAL), [f"optim.lr={text}"]).optim.lr == value
 
 
-@pytest.mark.parametrize("quoted", ['"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "[1]", ".inf", ".nan", "-1e-4", "0"])
-def test_a_learning_rate_that_is_no_positive_number_is_refused(tmp_path: Path, quoted: str) -> None:
+@pytest.mark.parametrize(
+    ("quoted", "said"),
+    [(quoted, "number") for quoted in ('"1e-4"', "'0.1'", "fast", "1e-4.5", "true", "[1]", ".inf", ".nan")]
+    + [(quoted, "greater than 0") for quoted in ("-1e-4", "0")],
+)
+def test_a_learning_rate_that_is_no_positive_number_is_refused(tmp_path: Path, quoted: str, said: str) -> None:
     text = refused(lambda: load_config(write(tmp_path, MINIMAL + f"optim: {{lr: {quoted}}}\n")))
     assert "config.yaml" in text
     assert "`optim.lr`" in text
-    assert "number" in text or "greater than 0" in text
+    assert said in text
 
 
 def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def test_names_that_vllm_reroutes_are_refused(path):
 @pytest.mark.parametrize("path", ["/m/draft", "/m/eagle/draft", "runs/flash", "/home/beagle/x"])
 def test_other_names_pass(path):
     check_directory_name(path)
+    assert rerouted_word(path) is None
 
 
 class Vocabulary:

@@ -328,6 +328,7 @@ def test_missing_and_overflowing_weights_are_refused(tmp_path, target_dir, token
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "student" / "model.safetensors", metadata={"format": "pt"})
     refused("model.norm.weight is missing", **call)
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_an_earlier_export_is_overwritten(tmp_path, student_dir, target_dir, tokenizer):
@@ -377,3 +378,5 @@ def test_an_interruption_leaves_no_half_directory(tmp_path, student_dir, target_
 def test_a_parent_that_is_a_file_is_refused(tmp_path, student_dir, target_dir):
     (tmp_path / "file").write_text("x")
     refused("cannot write", student_dir=student_dir, target=str(target_dir), to=tmp_path / "file" / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "x"

@@ -83,8 +83,11 @@ def test_a_model_without_a_head_is_refused() -> None:
         SplitModel(tiny_model().model)
 
 
-def test_a_half_precision_target_is_accepted() -> None:
-    SplitModel(tiny_model(dtype=torch.bfloat16))
+def test_a_half_precision_target_is_split_into_the_same_operations() -> None:
+    model, ids_BT = tiny_model(dtype=torch.bfloat16), torch.arange(1, 19).view(2, 9)
+    split = SplitModel(model)
+    with torch.no_grad():
+        torch.testing.assert_close(split.head(split.hidden(ids_BT)), model(input_ids=ids_BT).logits, rtol=0, atol=0)
 
 
 def test_training_mode_survives_the_check() -> None:

@@ -68,6 +68,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     started = Chrome(options=options, service=Service(DRIVER, log_output=subprocess.DEVNULL))
+    # A window without the system's focus tells the page of no focus.
+    started.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     yield started
     started.quit()
 
@@ -317,6 +319,14 @@ def test_commands_can_be_copied(browser: Chrome) -> None:
     button.click()
     # The clipboard answers later than the click.
     WebDriverWait(browser, 5).until(lambda _: button.text in ("copied", "selected"))
+    command = block.find_element(By.TAG_NAME, "code").text
+    assert command
+    if button.text == "copied":
+        browser.execute_cdp_cmd("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
+        taken = browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    else:
+        taken = browser.execute_script("return getSelection().toString()")
+    assert taken.strip() == command.strip()
 
 
 def test_what_a_page_without_javascript_has(chromium: Chrome, page: str, result: dict[str, Any]) -> None:

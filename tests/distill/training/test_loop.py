@@ -35,6 +35,7 @@ from distill.config.layout import JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.loss.objective import eager_loss
+from distill.models.heads import SplitModel
 from distill.run import checkpoint
 from distill.training.loop import Loop, NotFinite
 from speculative.errors import UserError
@@ -137,7 +138,7 @@ def test_two_ranks_hold_the_same_weights_and_judge_the_same_checkpoints(steps: d
 def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     loop = make_loop(step_config(tmp_path, 8), examples=uneven_examples())
     batch = collate(uneven_examples(), 0)
-    split, teacher = loop.module._split[0], loop.teacher
+    split, teacher = SplitModel(loop.module.student), loop.teacher
     assert teacher is not None
     hidden_BTD = split.hidden(batch.input_ids_BT)
     sums = eager_loss(

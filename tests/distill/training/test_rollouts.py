@@ -19,6 +19,7 @@ from data.batches.collate import Example
 from data.responses.respond import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
+from distill.models.draft import cast_copy
 from distill.models.student import add_lora
 from distill.run import checkpoint
 from distill.training.module import DraftModule
@@ -348,14 +349,15 @@ def test_an_adapter_is_part_of_the_draft(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> None:
-    rollouts = rollouts_of(config_of(tmp_path), target=target_model(dtype=torch.bfloat16))
-    draft = draft_model()
-    served = rollouts._as_served(draft)
-    assert served.dtype == torch.bfloat16
+    draft, half = draft_model(), target_model(dtype=torch.bfloat16)
+    for kind in ("student", "speculative"):
+        rounded, trained = (
+            getattr(rollouts_of(config_of(tmp_path / f"{kind}-{name}"), target=half), kind)(0, Draft(one))
+            for name, one in (("rounded", cast_copy(draft, [torch.bfloat16], draft.device)), ("trained", draft))
+        )
+        assert same(trained, rounded)
     assert draft.dtype == torch.float32
     assert all(parameter.requires_grad for parameter in draft.parameters())
-    assert len(rollouts.speculative(0, Draft(draft))) == 6
-    assert rollouts_of(config_of(tmp_path / "same"))._as_served(draft) is draft
 
 
 @pytest.mark.parametrize("harm", ["cut", "empty", "gone"])

@@ -57,6 +57,7 @@ def test_verify_ratio_is_interpolated_between_measured_calls():
     assert costs.cost_ratio == pytest.approx(0.125)
 
 
+@pytest.mark.alone
 def test_measured_costs_are_positive_and_complete():
     target = tiny_model(num_hidden_layers=6)
     costs = measure_costs(target, perturbed(tiny_model()), gammas=(1, 4), batch_size=2, context=16, blocks=2, repeats=1)
@@ -66,6 +67,7 @@ def test_measured_costs_are_positive_and_complete():
     assert (costs.batch_size, costs.context) == (2, 16)
 
 
+@pytest.mark.alone
 def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free():
     target = tiny_model(num_hidden_layers=6)
     costs = measure_costs(target, None, gammas=(1, 4), batch_size=2, context=16, blocks=3, repeats=2)
