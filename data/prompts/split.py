@@ -78,50 +78,29 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
     return kept, DuplicateReport(len(rows), exact, normalised, len(kept))
 
 
-def in_heldout(row: PromptRow, heldout_fraction: float) -> bool:
-    """Whether a share ``heldout_fraction`` of all conceivable prompts, chosen by hash, contains this one."""
-    return _position(row) < heldout_fraction
-
-
-def split_rows(
-    rows: Sequence[PromptRow], *, heldout_fraction: float | None = None, heldout_count: int | None = None
-) -> tuple[list[PromptRow], list[PromptRow]]:
+def split_rows(rows: Sequence[PromptRow], heldout_count: int) -> tuple[list[PromptRow], list[PromptRow]]:
     """(train, heldout), both in the order given, decided by each row's content hash.
 
-    With a fraction a row's side depends on that row alone. With a count the rows of the ``heldout_count`` smallest
-    hashes are held out, so a new row may take the place of one of them. Call ``deduplicate`` first: equal prompts go to
-    the same side, near-equal ones need not.
+    The rows of the ``heldout_count`` smallest hashes are held out, so a new row may take the place of one of them. Call
+    ``deduplicate`` first: equal prompts go to the same side, near-equal ones need not.
 
     Raises:
-        UserError: not exactly one of the two, out of range, or a side that would stay empty.
+        UserError: no rows, or a side that would stay empty.
     """
-    if (heldout_fraction is None) == (heldout_count is None):
-        raise UserError("give exactly one of heldout_fraction and heldout_count")
     if not rows:
         raise UserError("the dataset is empty: give a source with at least one prompt")
-    if heldout_fraction is not None:
-        if not 0 < heldout_fraction < 1:
-            raise UserError(f"heldout_fraction is {heldout_fraction}: give a share between 0 and 1, such as 0.1")
-        held = [in_heldout(row, heldout_fraction) for row in rows]
-    else:
-        assert heldout_count is not None
-        positions = [_position(row) for row in rows]
-        unique = sorted(set(positions))
-        if len(unique) < 2:
-            raise UserError(f"{len(unique)} different prompts: two are needed for a held-out set, give more prompts")
-        if not 0 < heldout_count < len(unique):
-            raise UserError(
-                f"heldout_count is {heldout_count} of {len(unique)} different prompts: give 1 to {len(unique) - 1}, so "
-                "that both sides have some"
-            )
-        held = [position <= unique[heldout_count - 1] for position in positions]
-    train = [row for row, is_held in zip(rows, held, strict=True) if not is_held]
-    heldout = [row for row, is_held in zip(rows, held, strict=True) if is_held]
-    if not train or not heldout:
+    positions = [_position(row) for row in rows]
+    unique = sorted(set(positions))
+    if len(unique) < 2:
+        raise UserError(f"{len(unique)} different prompts: two are needed for a held-out set, give more prompts")
+    if not 0 < heldout_count < len(unique):
         raise UserError(
-            f"heldout_fraction {heldout_fraction} of {len(rows)} prompts leaves {len(train)} for training and "
-            f"{len(heldout)} held out: give more prompts, or heldout_count"
+            f"heldout_count is {heldout_count} of {len(unique)} different prompts: give 1 to {len(unique) - 1}, so "
+            "that both sides have some"
         )
+    last = unique[heldout_count - 1]
+    train = [row for row, position in zip(rows, positions, strict=True) if position > last]
+    heldout = [row for row, position in zip(rows, positions, strict=True) if position <= last]
     return train, heldout
 
 
@@ -150,11 +129,10 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
-def _position(row: PromptRow) -> float:
-    """A number in [0, 1), uniform over prompts."""
+def _position(row: PromptRow) -> str:
+    """A prompt's place among all prompts, uniform over them, as hex digits."""
     # Hashed once more: whoever takes the first ids in order gets no more held-out rows than by chance.
-    digits = hashlib.sha256(b"split:" + content_hash(row).encode()).hexdigest()[:13]
-    return int(digits, 16) / 16**13
+    return hashlib.sha256(b"split:" + content_hash(row).encode()).hexdigest()[:13]
 
 
 def _normalised(text: str) -> str:

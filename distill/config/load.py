@@ -10,58 +10,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from distill.config.run import DEFAULT_OBJECTIVE, RunConfig
-from distill.config.sections import (
-    DataConfig,
-    JudgeConfig,
-    LoraConfig,
-    LossConfig,
-    LossName,
-    MixConfig,
-    OptimConfig,
-    RolloutConfig,
-    Section,
-    ServingConfig,
-    SignalConfig,
-    SourceConfig,
-    StudentConfig,
-    TargetConfig,
-    TemplateConfig,
-    TrackingConfig,
-    TrainConfig,
-    WarmupConfig,
-    WeightingConfig,
-)
+from distill.config.run import RunConfig
+from distill.config.sections import Section
 from speculative.errors import UserError
-from speculative.rules.verify import Rule
-
-__all__ = [
-    "DEFAULT_OBJECTIVE",
-    "DataConfig",
-    "JudgeConfig",
-    "LoraConfig",
-    "LossConfig",
-    "LossName",
-    "MixConfig",
-    "OptimConfig",
-    "RolloutConfig",
-    "Rule",
-    "RunConfig",
-    "Section",
-    "ServingConfig",
-    "SignalConfig",
-    "SourceConfig",
-    "StudentConfig",
-    "TargetConfig",
-    "TemplateConfig",
-    "TrackingConfig",
-    "TrainConfig",
-    "WarmupConfig",
-    "WeightingConfig",
-    "dump_config",
-    "load_config",
-    "parse_config",
-]
 
 
 class _Loader(yaml.SafeLoader):

@@ -27,15 +27,11 @@ PREFIX = "report"
 HEADLINES = ("alpha", "tau", "accepted_per_drafted", "speed_up", "tokens_per_second")
 
 
-def log_result(
-    accelerator_or_run: Any, result: Result, *, given: GivenTimes | None = None, page: str | None = None
-) -> list[str]:
+def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
     """Logs what a report shows to wandb, in one step; returns the names of the panels, [] where the run has no wandb tracker.
 
     Args:
         accelerator_or_run: an Accelerator whose trackers were started, or a wandb run.
-        given: step times of the second speed-up curve; default those measured.
-        page: the HTML page when it was made already.
 
     Raises:
         UserError: wandb is not installed.
@@ -47,7 +43,7 @@ def log_result(
         import wandb
     except ImportError as error:
         raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
-    given = given or measured_times(result)
+    given = measured_times(result)
     panels: dict[str, Any] = {f"{PREFIX}/headline": _table(wandb, headline_table(result))}
     panels |= _charts(wandb, result, given)
     for slices in slice_tables(result):
@@ -58,7 +54,7 @@ def log_result(
     if result.token_view:
         panels[f"{PREFIX}/tokens"] = _tokens(wandb, result)
     # inject would add a style sheet of wandb's servers to a page that needs no network.
-    panels[f"{PREFIX}/page"] = wandb.Html(page or render_page(result, given), inject=False, data_is_not_path=True)
+    panels[f"{PREFIX}/page"] = wandb.Html(render_page(result, given), inject=False, data_is_not_path=True)
     run.log(panels)
     verdict, main = result.verdict, judged(result)
     run.summary.update(

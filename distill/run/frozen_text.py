@@ -41,7 +41,7 @@ class FrozenText:
         return as_exported(load_draft(path, self.target), self.target)
 
 
-def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device | None = None) -> FrozenText:
+def load_frozen_text(run: Path, rule: Rule | None = None) -> FrozenText:
     """The held-out text of a run for a rule, by default the one its config judges by.
 
     Raises:
@@ -66,6 +66,6 @@ def load_frozen_text(run: Path, rule: Rule | None = None, device: torch.device |
         chosen,
         frozen_responses_of(store.read()),
         SamplingSettings(**manifest["sampling"]),
-        Target(config.target, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), run),
+        Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), run),
         manifest,
     )

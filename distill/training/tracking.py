@@ -97,14 +97,12 @@ def start_trackers(
     project: str,
     name: str,
     config: Mapping[str, Any],
-    notes: str = "",
 ) -> None:
     """Starts Accelerate's trackers; wandb goes offline when nobody is logged in, and learns how to show each section.
 
     Args:
         project, name: where a run appears, and under which name.
         config: a tree of plain values; trackers get its leaves under dotted names.
-        notes: a line or two for whoever opens the run in wandb; empty = what `notes_of` makes of the config.
 
     Raises:
         UserError: a tracker whose package is not installed.
@@ -115,7 +113,7 @@ def start_trackers(
         raise UserError("tracking.trackers: tensorboard is not installed here; `pip install tensorboard` or drop it")
     options: dict[str, dict[str, Any]] = {}
     if "wandb" in trackers:
-        options["wandb"] = {"name": name, "dir": str(accelerator.logging_dir), "notes": notes or notes_of(config)}
+        options["wandb"] = {"name": name, "dir": str(accelerator.logging_dir), "notes": notes_of(config)}
     if "wandb" in trackers and accelerator.is_main_process:
         try:
             import wandb

@@ -607,7 +607,7 @@ def test_panels_of_every_kind(variant: str, result: dict[str, Any]) -> None:
             self.logged |= values
 
     run = Run()
-    names = report_panels.log_result(run, typed(VARIANTS[variant](result)), page="<p>made already</p>")
+    names = report_panels.log_result(run, typed(VARIANTS[variant](result)))
     assert set(names) == set(run.logged)
     assert ("report/tokens" in names) == (variant not in ("not timed", "bare"))
     assert run.summary["report/outcome"] == VARIANTS[variant](result)["verdict"]["outcome"]
