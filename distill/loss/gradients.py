@@ -199,14 +199,14 @@ def compiled_rows(
             return torch.cat([value, value.new_zeros(size - count, *value.shape[1:])])
         return type(value)(*(padded(getattr(value, one.name)) for one in fields(value)))
 
-    rows = _compiled(function)(
+    rows = compiled(function)(
         objective, padded(against), padded(logits_CV), padded(labels_C), padded(weights_C), wants_gradient
     )
     return Rows(*(None if one is None else one[:count] for one in rows))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _compiled(function: Callable[..., Rows]) -> Callable[..., Rows]:
+def compiled(function: Callable[..., Rows]) -> Callable[..., Rows]:
     """The function compiled at its first call; itself, after one warning, where there is no compiler."""
     compiled, usable = torch.compile(function, dynamic=False), True
 

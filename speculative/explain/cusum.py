@@ -21,9 +21,9 @@ from scipy import optimize, stats
 from speculative.measure.intervals import Interval
 
 FEWEST_REQUESTS = 8  # A pool of fewer says too little of its own spread.
-_CELLS = 1 << 21  # Entries (B, N) simulated at once: 16 MB an array.
+CELLS = 1 << 21  # Entries (B, N) simulated at once: 16 MB an array.
 _EXCEEDING = 20  # Simulated streams beyond the threshold: its level is then right to a fifth of itself.
-_FEWEST_STREAMS = 2000
+FEWEST_STREAMS = 2000
 _POWER_STREAMS = 400
 _HALVINGS = 12
 _NOTHING = 1e-9  # Variance of residuals that are all the same but for rounding.
@@ -206,7 +206,7 @@ def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Itera
     centred_P = pool.residuals_P - pool.residuals_P.mean()
     centred_P = (centred_P / max(1e-12, centred_P.std())).astype(np.float32)
     varied = pool.residuals_P.var() > _NOTHING
-    rows = max(1, _CELLS // max(1, len(information_N)))
+    rows = max(1, CELLS // max(1, len(information_N)))
     for start in range(0, streams, rows):
         size = min(rows, streams - start)
         drawn_BP = rng.integers(count, size=(size, count - 1))
@@ -275,7 +275,7 @@ def chart_for(
     # Behind the drop the sum climbs by drop x (drop - allowance) x information^2 a request.
     soonest = min(zip(heights, tried, strict=True), key=lambda pair: pair[0] / (drop - pair[1].allowance))[1]
     chart = replace(soonest, level=level)
-    streams = max(_FEWEST_STREAMS, math.ceil(_EXCEEDING / level))
+    streams = max(FEWEST_STREAMS, math.ceil(_EXCEEDING / level))
     return replace(chart, threshold=_thresholds(pool, drafted_N, [chart], streams, seed)[0])
 
 

@@ -87,7 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cusum, "_FEWEST_STREAMS", 400)
+    monkeypatch.setattr(cusum, "FEWEST_STREAMS", 400)
 
 
 def silent() -> Console:

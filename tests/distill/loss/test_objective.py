@@ -395,11 +395,11 @@ def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: 
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
-    gradients._compiled.cache_clear()
+    gradients.compiled.cache_clear()
     setting, objective = Setting(), Objective(MIXES["mix"], chunk_tokens=4)
     with pytest.warns(UserWarning, match="no compiler here") as seen:
         compiled = setting.loss(chunked_loss, replace(objective, compile=True))
-    gradients._compiled.cache_clear()
+    gradients.compiled.cache_clear()
     assert len(seen) == 1
     torch.testing.assert_close(compiled.loss, setting.loss(chunked_loss, objective).loss, rtol=1e-12, atol=0)
 

@@ -1,5 +1,7 @@
 """RaggedCache: any sequence of writes, rollbacks, recycled rows, trees and compactions gives a fresh forward's logits."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, tiny_model
 
 from speculative.engine.cache import RaggedCache
-from speculative.engine.cached_model import CachedModel, _similar_lengths
+from speculative.engine.cached_model import CachedModel
 from speculative.engine.models import evaluating
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
@@ -124,13 +126,26 @@ def test_prefill_in_small_chunks_gives_the_same_cache():
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-4)
 
 
-def test_prompts_of_similar_length_are_prefilled_together():
-    lengths = np.array([1500, 3, 1400, 9, 2, 700])
-    groups = list(_similar_lengths(lengths, 4096))
-    assert sorted(index for group in groups for index in group) == list(range(6))
-    assert groups == [[0, 2], [5], [1, 3, 4]]
-    assert list(_similar_lengths(np.array([100, 100, 100]), 200)) == [[0, 1], [2]]  # a budget of tokens
-    assert list(_similar_lengths(np.zeros(0, dtype=np.int64), 10)) == []
+@pytest.mark.parametrize(
+    ("lengths", "budget", "groups"),
+    [
+        ([90, 3, 84, 9, 2, 42], 4096, [[0, 2], [5], [1, 3, 4]]),
+        ([60, 60, 60], 120, [[0, 1], [2]]),  # a budget of tokens
+        ([], 10, []),
+    ],
+)
+def test_prompts_of_similar_length_are_prefilled_together(lengths, budget, groups, monkeypatch):
+    calls = []
+
+    def feed(self, ids, starts, logits_kept, rows=None, **options):
+        calls.append((list(range(len(lengths))) if rows is None else rows, tuple(ids.shape)))
+
+    monkeypatch.setattr(CachedModel, "feed", feed)
+    cached = CachedModel(MODELS["llama"], "target", rows=max(1, len(lengths)), capacity=CAPACITY)
+    cached.prefill_tokens = budget
+    tokens = np.ones((len(lengths), CAPACITY), dtype=np.int64)
+    cached.prefill(tokens, range(len(lengths)), np.array(lengths, dtype=np.int64))
+    assert calls == [(group, (len(group), max(lengths[row] for row in group))) for group in groups]
 
 
 def test_out_of_memory_at_prefill_is_answered_by_smaller_calls_and_then_by_one_line(monkeypatch):
@@ -161,12 +176,17 @@ def test_out_of_memory_at_prefill_is_answered_by_smaller_calls_and_then_by_one_l
 
 
 def test_masks_of_long_prompts_are_not_kept():
+    def held():
+        return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
+
     model = MODELS["llama"]
     with evaluating(model):
         cached = CachedModel(model, "target", rows=1, capacity=CAPACITY)
         for length in range(70, 90):
             cached.prefill(np.ones((1, CAPACITY), dtype=np.int64), [0], np.array([length]))
-    assert all(query_length <= 64 for query_length, _ in cached._triangles)
+            if length == 70:
+                before = held()
+    assert held() - before < 20 * 70 * 70, "what masks of these lengths take, a byte an entry"
 
 
 def test_a_cache_of_one_row_writes_slices_and_a_ragged_one_scatters_the_same():

@@ -68,7 +68,7 @@ def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size
         assert texts(static) == texts(plain)
         assert [text.accepted_counts for text in static] == [text.accepted_counts for text in plain]
     target_runner = recorded[-2]
-    assert 1 < len(target_runner._recorded) <= 6  # one recording per (rows, tokens, prefix), replayed for the rest
+    assert 1 < target_runner.recordings <= 6  # one recording per (rows, tokens, prefix), replayed for the rest
 
 
 def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):

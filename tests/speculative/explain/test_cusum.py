@@ -31,7 +31,7 @@ GAMMA = 4
 @pytest.fixture(autouse=True)
 def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth of the simulated streams: thresholds at 5 % keep the accuracy that 1 % has with all."""
-    monkeypatch.setattr(cusum, "_FEWEST_STREAMS", 400)
+    monkeypatch.setattr(cusum, "FEWEST_STREAMS", 400)
 
 
 def requests(
@@ -72,11 +72,22 @@ def test_zeros_of_the_path_are_exact() -> None:
 
 
 def test_alarms_are_the_stretches_between_zeros_that_cross() -> None:
-    path = np.array([0.0, 1.0, 3.0, 4.0, 0.0, 1.0, 0.0, 2.5, 3.0])
-    found = cusum._alarms(path, 2.0, "down")
-    assert [(alarm.since, alarm.at, alarm.until) for alarm in found] == [(2, 3, 5), (8, 8, None)]
-    assert cusum._alarms(np.array([3.0, 4.0]), 2.0, "up") == [cusum.Alarm("up", 1, 1, None)]
-    assert cusum._alarms(np.array([2.0]), 2.0, "down") == []
+    pool = pool_of(*requests(np.random.default_rng(1), 50), GAMMA)
+    drafted, chart = np.full(9, 80.0), Chart(0.05, 0.03, 2.0, 0.01, two_sided=True)
+    information = drafted / pool.spread(drafted)
+    added = np.array([-1.0, 1.0, 2.0, 1.0, -9.0, 1.0, -9.0, 2.5, 0.5])
+    behind = added / (chart.drop * information) + chart.allowance * information  # in standard deviations
+    fallen, risen = (pool.rate * drafted + sign * behind * pool.spread(drafted) for sign in (-1, 1))
+    found = monitor(pool, fallen, drafted, chart)
+    np.testing.assert_allclose(found.path_N, [0.0, 1.0, 3.0, 4.0, 0.0, 1.0, 0.0, 2.5, 3.0], atol=1e-9)
+    assert [(alarm.since, alarm.at, alarm.until) for alarm in found.alarms if alarm.direction == "down"] == [
+        (2, 3, 5),
+        (8, 8, None),
+    ]
+    found = monitor(pool, risen[7:], drafted[7:], chart)
+    assert found.alarms == (cusum.Alarm("up", 1, 1, None),)
+    met = replace(chart, threshold=float(found.up_path_N.max()))  # type: ignore[union-attr]
+    assert monitor(pool, risen[7:], drafted[7:], met).alarms == (), "met is not crossed"
 
 
 def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
@@ -90,26 +101,40 @@ def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
     np.testing.assert_allclose(increments(pool, accepted, drafted, 0.1, 0.05, "up"), risen - before, rtol=1e-9)
 
 
-@pytest.mark.parametrize("side", ["down", "up"])
-def test_simulated_paths_are_those_of_written_out_requests(side: cusum.Direction) -> None:
+def written_out(
+    pool: cusum.Pool, drafted: np.ndarray, chart: Chart, fallen: float, streams: int, seed: int
+) -> np.ndarray:
+    """The highest sums (streams,) of streams written out request by request, each with a baseline of its own.
+
+    A baseline is all but one of the pool's requests drawn again: it gets the rate and the spread a little wrong.
+    """
+    rng, told, own = np.random.default_rng(seed), pool.information_P, pool.residuals_P
+    centred, highest = (own - own.mean()) / own.std(), []
+    for _ in range(streams):
+        drawn = rng.integers(len(own), size=len(own) - 1)
+        error = (told[drawn] * own[drawn]).sum() / (told[drawn] ** 2).sum()
+        scale = ((own[drawn] - error * told[drawn]) ** 2).sum() / (len(own) - 2)
+        believed = replace(pool, rate=pool.rate + error, within=pool.within * scale, between=pool.between * scale)
+        residuals = centred[rng.integers(len(own), size=len(drafted))]
+        accepted = (pool.rate - fallen) * drafted + residuals * pool.spread(drafted)
+        sides: list[cusum.Direction] = ["down", "up"] if chart.two_sided else ["down"]
+        paths = [
+            cusum_path(increments(believed, accepted, drafted, chart.drop, chart.allowance, side)) for side in sides
+        ]
+        highest.append(np.max(paths))
+    return np.array(highest)
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_the_threshold_is_crossed_by_as_many_written_out_streams(
+    two_sided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cusum, "FEWEST_STREAMS", 20_000)  # the threshold's own error: 0.15 points
     pool = pool_of(*requests(np.random.default_rng(2), 30), GAMMA)
     drafted = np.array([40.0, 160.0, 80.0, 100.0, 60.0])
-    chart, fallen = Chart(0.05, 0.03, math.inf, 0.01), 0.04
-    worlds = next(cusum._worlds(pool, drafted, 6, seed=3))
-    paths = cusum._paths(worlds, cusum._squares(pool, drafted), chart, fallen, side)
-    for row, path in enumerate(paths):
-        residuals = np.diff(worlds.noise_BN[row], prepend=0.0) * pool.spread(drafted) / drafted
-        accepted = (pool.rate - fallen) * drafted + residuals * pool.spread(drafted)
-        scale = worlds.scales_B[row]
-        believed = replace(
-            pool, rate=pool.rate + worlds.errors_B[row], within=pool.within * scale, between=pool.between * scale
-        )
-        expected = cusum_path(increments(believed, accepted, drafted, chart.drop, chart.allowance, side))
-        # Streams are drawn in float32.
-        np.testing.assert_allclose(path, expected, rtol=1e-4, atol=1e-5)
-
-
-# The pool.
+    chart = chart_for(pool, drafted, 0.05, 0.05, two_sided=two_sided)
+    crossed = (written_out(pool, drafted, chart, 0.0, 4000, seed=3) > chart.threshold).mean()
+    assert crossed == pytest.approx(0.05, abs=0.011)  # three standard errors of 4,000 streams
 
 
 @pytest.mark.parametrize(("rate", "gamma"), [(0.3, 1), (0.55, 4), (0.9, 3), (0.2, 8)])
@@ -241,10 +266,8 @@ def test_the_detectable_drop_is_seen_with_the_wanted_probability() -> None:
     chart = chart_for(pool, drafted, 0.05, 0.05)
     power = power_of(pool, drafted, chart)
     assert power.detectable is not None
-    worlds = list(cusum._worlds(pool, drafted, 2000, seed=99))
-    squares = cusum._squares(pool, drafted)
-    tops = np.concatenate([cusum._paths(world, squares, chart, power.detectable).max(1) for world in worlds])
-    assert (tops > chart.threshold).mean() == pytest.approx(power.wanted, abs=0.05)  # its own 400 streams: 1.5 points
+    seen = (written_out(pool, drafted, chart, power.detectable, 1000, seed=99) > chart.threshold).mean()
+    assert seen == pytest.approx(power.wanted, abs=0.05)  # its own 400 streams: 1.5 points
     # Fewer requests see less, and three of a token each see nothing.
     fewer = chart_for(pool, drafted[:20], 0.05, 0.05)
     detectable = power_of(pool, drafted[:20], fewer).detectable
@@ -288,7 +311,7 @@ def test_equal_seeds_give_equal_charts() -> None:
 def test_simulating_in_small_portions_keeps_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(*requests(np.random.default_rng(17), 60), GAMMA)
     whole = chart_for(pool, np.full(80, 80), 0.05, 0.05)
-    monkeypatch.setattr(cusum, "_CELLS", 80 * 7)
+    monkeypatch.setattr(cusum, "CELLS", 80 * 7)
     # Other coins: 400 streams know their 95 % quantile to about a tenth.
     assert chart_for(pool, np.full(80, 80), 0.05, 0.05).threshold == pytest.approx(whole.threshold, rel=0.3)
 
