@@ -154,7 +154,7 @@ class Loop:
                     self._judge_if_due()
                     self._read_dial_if_due()
                     if self._any_rank(interrupt.requested):
-                        self._save()
+                        self.save()
                         folder = step_folder(self.run, self.progress.step)
                         raise Interrupted(f"checkpoint {folder} is written; the same command goes on from it")
         finally:
@@ -296,7 +296,7 @@ class Loop:
         if step % self.config.judge.every and step != self.config.train.steps:
             return  # an interrupt's checkpoint, met again after a resume
         folder = step_folder(self.run, step)
-        self._save()
+        self.save()
         record = self._judgement(folder / JUDGEMENT)
         if self.accelerator.is_main_process:
             checkpoint.settle_weights(folder, record)
@@ -369,7 +369,7 @@ class Loop:
         chosen, weights = (averaged, "ema") if averaged["score"] > raw["score"] else (raw, "raw")
         return chosen | {"weights": weights, "score_raw": raw["score"], "score_ema": averaged["score"]}
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Writes the checkpoint of this step, unless it is there."""
         if (step_folder(self.run, self.progress.step) / PROGRESS).exists():
             return

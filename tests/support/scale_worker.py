@@ -135,7 +135,7 @@ def trained(config: RunConfig, variant: str = "", engine: str = "", until: int =
         logged.append(vars(loop.step(loop.micro_batches(loop.progress.step))))
         loop.progress.step += 1
         if loop.progress.step % STOP == 0:
-            loop._save()
+            loop.save()
     sharding.clip_gradients = clip
     full = sharding.full_module(loop.accelerator, loop.wrapped, loop.module)
     weights = {} if full is None else {name: value.clone() for name, value in full.exported().state_dict().items()}

@@ -131,7 +131,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.config: RunConfig = run_config(folder)
         self.loop = make_loop(self.config)
-        self.loop._save()
+        self.loop.save()
         self.loop.step(self.loop.micro_batches(0))
         self.loop.progress.step = 1
 
