@@ -5,7 +5,6 @@ trained here are judged like any other. Differences are against the first draft,
 of drafts (Bonferroni); those by domain also for the number of domains.
 """
 
-import datetime
 import json
 import math
 import statistics
@@ -17,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from data.files import read_manifest, write_json
+from distill.commands.compare.comparison import Comparison, Entry, JudgedGate, comparison
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import check_plot, plot_comparison
 from distill.commands.output import check_writable, writing
@@ -25,13 +25,10 @@ from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.verdict.evidence import step_costs, typical_length
-from distill.verdict.verdict import describe_costs
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
-from speculative.measure.cost import StepCosts, best_gamma, predicted_speed_up
-from speculative.measure.curves import rule_curve
-from speculative.measure.effects import paired_effects
-from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.measure.cost import StepCosts
+from speculative.measure.token_scores import score_tokens
 from speculative.rules.verify import RULES, draft_settings_for
 
 METRICS = ("alpha", "tau", "speed_up")
@@ -48,18 +45,7 @@ class Gate:
     bound: float
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A draft on the table: what the frozen text and the clock say of it."""
-
-    name: str
-    path: str
-    parameters: int
-    scores: list[TokenScores]
-    costs: StepCosts | None
-
-
-def compare_command(options: CompareOptions) -> tuple[dict[str, Any], int]:
+def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     """(the comparison, exit status 1 when a gate is shut and 0 otherwise); writes --out and the plot.
 
     Raises:
@@ -72,15 +58,15 @@ def compare_command(options: CompareOptions) -> tuple[dict[str, Any], int]:
     gamma = options.gamma or text.config.judge.gamma
     entries = read_drafts(text, options.drafts, gamma, options.timing)
     result = comparison(text, entries, gamma)
-    result["gates"], failures = judge_gates(result, gates, options.fail_if_worse)
-    result["failures"] = failures
+    judged, failures = judge_gates(result, gates, options.fail_if_worse)
+    result = result.model_copy(update={"gates": judged, "failures": failures})
     if options.out is not None:
         with writing("--out", options.out):
-            write_json(options.out, result)
+            write_json(options.out, result.record())
     if plot is not None:
         with writing("--plot", plot):
             plot_comparison(result, plot)
-        result["plot"] = str(plot)
+        result = result.model_copy(update={"plot": str(plot)})
     return result, 1 if failures else 0
 
 
@@ -224,117 +210,22 @@ def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
     return {shape: replace(costs, target_seconds=target, verify_seconds=verify) for shape, costs in by_shape.items()}
 
 
-def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> dict[str, Any]:
-    """The table, the paired differences and the domains as plain values; its keys are what `--out` writes."""
-    keys = [response.prompt for response in text.responses]
-    first, *others = entries
-    domains = sorted({response.domain for response in text.responses})
-    looks = len(others)
-    rows = [_row(entry, keys, text.rule, gamma) for entry in entries]
-    return {
-        "format": 1,
-        "kind": "comparison",
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "on": str(text.run),
-        "target": {"path": text.config.target.path, "fingerprint": text.manifest["target"]},
-        "rule": text.rule,
-        "gamma": gamma,
-        "sampling": text.sampling.as_dict(),
-        "prompts": rows[0]["prompts"],
-        "tokens": rows[0]["tokens"],
-        "drafts": rows,
-        "costs": None if first.costs is None else _target_side(first.costs, gamma),
-        "against": first.name,
-        "differences": [_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
-        "domains": [
-            _domain(name, text, entries, gamma, looks * len(domains)) for name in (domains if len(domains) > 1 else [])
-        ],
-        "plot": None,
-    }  # fmt: skip
-
-
-def _target_side(costs: StepCosts, gamma: int) -> dict[str, Any]:
-    """What all drafts share of `describe_costs`; the rest stands in each draft's row."""
-    shared = {"target_step_seconds", "verify_ratio", "batch_size", "context"}
-    return describe_costs(costs, gamma).model_dump(mode="json", include=shared)
-
-
-def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> dict[str, Any]:
-    curve = rule_curve(entry.scores, keys, rule, survival_gamma=gamma)
-    taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
-    bands = dict(zip(curve["gammas"], curve["tau_ci"], strict=True))
-    row = {
-        "name": entry.name, "path": entry.path, "parameters": entry.parameters, "prompts": curve["prompts"],
-        "tokens": curve["tokens"], "alpha": curve["alpha"], "alpha_ci": list(curve["alpha_ci"]), "tau": taus[gamma],
-        "tau_ci": list(bands[gamma]), "survival": curve["survival"], "gammas": curve["gammas"], "taus": curve["tau"],
-        "taus_ci": [list(band) for band in curve["tau_ci"]], "speed_up": None, "speed_up_ci": None, "best_gamma": None,
-        "best_speed_up": None, "draft_step_seconds": None, "cost_ratio": None,
-    }  # fmt: skip
-    if entry.costs is None:
-        return row
-    c, v = entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma)
-    # Gammas beyond the measured ones would be guesses.
-    best, speed = best_gamma({g: taus[g] for g in range(1, max(entry.costs.verify_seconds) + 1)}, entry.costs)
-    return row | {
-        "speed_up": predicted_speed_up(taus[gamma], gamma, c, v),
-        "speed_up_ci": [predicted_speed_up(end, gamma, c, v) for end in bands[gamma]],
-        "best_gamma": best,
-        "best_speed_up": speed,
-        "draft_step_seconds": entry.costs.draft_step_seconds,
-        "cost_ratio": entry.costs.cost_ratio,
-        "cost_ratio_at": c,
-    }
-
-
-def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, looks: int) -> dict[str, Any]:
-    """What a draft gains over the first: `paired_effects`, with each draft's own price in the speed-up."""
-    price, first_price = (
-        None if entry.costs is None else (entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma))
-        for entry in (ours, first)
-    )
-    effects = paired_effects(
-        ours.scores, first.scores, keys, rule=rule, gamma=gamma, costs=price if first_price else None,
-        baseline_costs=first_price, looks=looks,
-    )  # fmt: skip
-    return {"name": ours.name, "path": ours.path, **effects}
-
-
-def _domain(name: str, text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int) -> dict[str, Any]:
-    chosen = [index for index, response in enumerate(text.responses) if response.domain == name]
-    keys = [text.responses[index].prompt for index in chosen]
-    own = [replace(entry, scores=[entry.scores[index] for index in chosen]) for entry in entries]
-    curves = {entry.name: rule_curve(entry.scores, keys, text.rule, (gamma,), survival_gamma=gamma) for entry in own}
-    first, *others = own
-    return {
-        "name": name,
-        "prompts": curves[first.name]["prompts"],
-        "tokens": curves[first.name]["tokens"],
-        "alpha": {draft: curve["alpha"] for draft, curve in curves.items()},
-        "tau": {draft: curve["tau"][0] for draft, curve in curves.items()},
-        "differences": [_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
-    }
-
-
-def judge_gates(
-    result: dict[str, Any], gates: Sequence[Gate], fail_if_worse: bool
-) -> tuple[list[dict[str, Any]], list[str]]:
+def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) -> tuple[list[JudgedGate], list[str]]:
     """(every gate with its value, one line for each that is shut). Gates are about the first draft."""
-    first, lines, found = result["drafts"][0], [], []
+    first, lines, found = result.drafts[0], [], []
     for gate in gates:
-        value = first[f"{gate.metric}_ci"][0] if gate.lower_end else first[gate.metric]
+        value = getattr(first, f"{gate.metric}_ci")[0] if gate.lower_end else getattr(first, gate.metric)
         shut = value < gate.bound
-        found.append(
-            {"condition": gate.text, "metric": gate.metric, "value": value, "bound": gate.bound, "failed": shut}
-        )
+        found.append(JudgedGate(condition=gate.text, metric=gate.metric, value=value, bound=gate.bound, failed=shut))
         if shut:
             what = f"the lower end of the 95 % interval of {gate.metric}" if gate.lower_end else gate.metric
-            at = "" if gate.metric == "alpha" else f" at gamma {result['gamma']}"
-            lines.append(f"{first['name']}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
-    for other in result["differences"] if fail_if_worse else []:
-        if other["certain_tau"] == "gain":
-            low, high = other["tau"]["ci"]
+            at = "" if gate.metric == "alpha" else f" at gamma {result.gamma}"
+            lines.append(f"{first.name}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
+    for other in result.differences if fail_if_worse else []:
+        if other.certain_tau == "gain":
+            low, high = other.tau.ci
             lines.append(
-                f"{first['name']}: tau at gamma {result['gamma']} is certainly worse than that of {other['name']}, by "
-                f"{other['tau']['gain']:.3f} [{low:.3f}, {high:.3f}] (--fail-if-worse)"
+                f"{first.name}: tau at gamma {result.gamma} is certainly worse than that of {other.name}, by "
+                f"{other.tau.gain:.3f} [{low:.3f}, {high:.3f}] (--fail-if-worse)"
             )
     return found, lines

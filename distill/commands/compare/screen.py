@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from distill.commands.compare.comparison import Comparison
 from distill.report.tables import interval
 from speculative.errors import UserError
 from speculative.measure.effects import too_few
@@ -17,12 +18,12 @@ FORMATS = (".svg", ".png")
 SHOWN_GAMMAS = 16
 
 
-def compare_table(result: dict[str, Any]) -> Table:
+def compare_table(result: Comparison) -> Table:
     """Every draft with its numbers; without timing there is no speed."""
-    timed = result["costs"] is not None
+    timed = result.costs is not None
     table = Table(
-        title=f"{result['prompts']} held-out prompts of {result['on']} ({result['tokens']:,} tokens), rule {result['rule']}, "
-        f"gamma {result['gamma']}",
+        title=f"{result.prompts} held-out prompts of {result.on} ({result.tokens:,} tokens), rule {result.rule}, "
+        f"gamma {result.gamma}",
         caption="alpha: acceptance rate; tau: tokens per target call, by replay of the same text; [95 % interval]"
         + ("; speed: predicted from measured steps, over the target alone" if timed else ""),
         box=box.SIMPLE_HEAD,
@@ -30,68 +31,66 @@ def compare_table(result: dict[str, Any]) -> Table:
     columns = ["draft", "parameters", "alpha", "tau"] + (["draft step", "speed", "best gamma"] if timed else [])
     for column in columns:
         table.add_column(column, justify="left" if column == "draft" else "right", overflow="fold")
-    for row in result["drafts"]:
+    for row in result.drafts:
         cells = [
-            row["name"],
-            f"{row['parameters']:,}",
-            f"{row['alpha']:.3f}\n{interval(row['alpha_ci'])}",
-            f"{row['tau']:.2f}\n{interval(row['tau_ci'], 2)}",
+            row.name,
+            f"{row.parameters:,}",
+            f"{row.alpha:.3f}\n{interval(row.alpha_ci)}",
+            f"{row.tau:.2f}\n{interval(row.tau_ci, 2)}",
         ]
-        if timed:
-            best = f"{row['best_gamma']}: {row['best_speed_up']:.2f}x" if row["best_gamma"] else "none pays"
+        if row.draft_step_seconds is not None:
+            best = f"{row.best_gamma}: {row.best_speed_up:.2f}x" if row.best_gamma else "none pays"
             cells += [
-                f"{1e3 * row['draft_step_seconds']:.2f} ms\n(c = {row['cost_ratio']:.2f})",
-                f"{row['speed_up']:.2f}x\n{interval(row['speed_up_ci'], 2)}",
+                f"{1e3 * row.draft_step_seconds:.2f} ms\n(c = {row.cost_ratio:.2f})",
+                f"{row.speed_up:.2f}x\n{interval(row.speed_up_ci, 2)}",
                 best,
             ]
         table.add_row(*cells)
     return table
 
 
-def difference_lines(result: dict[str, Any]) -> list[str]:
+def difference_lines(result: Comparison) -> list[str]:
     """One line per draft behind the first: what it gains or loses, and what could have been seen, if anything."""
     lines = []
-    for other in result["differences"]:
-        tau, alpha = other["tau"], other["alpha"]
-        answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other["certain_tau"]]
+    for other in result.differences:
+        tau, alpha = other.tau, other.alpha
+        answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other.certain_tau]
         line = (
-            f"{other['name']} against {result['against']}: {answer}; tau {tau['gain']:+.3f} {_signed(tau['ci'])}, "
-            f"alpha {alpha['gain']:+.4f} {_signed(alpha['ci'], 4)}"
+            f"{other.name} against {result.against}: {answer}; tau {tau.gain:+.3f} {_signed(tau.ci)}, "
+            f"alpha {alpha.gain:+.4f} {_signed(alpha.ci, 4)}"
         )
-        if other["speed_up"] is not None:
-            line += f", speed {other['speed_up']['gain']:+.2f}x {_signed(other['speed_up']['ci'], 2)}"
-        seen, few = other["minimal_detectable"]["tau"], too_few(other["prompts"], other["corrected_confidence"])
+        if other.speed_up is not None:
+            line += f", speed {other.speed_up.gain:+.2f}x {_signed(other.speed_up.ci, 2)}"
+        seen, few = other.minimal_detectable.tau, too_few(other.prompts, other.corrected_confidence)
         if few is not None:
             line += f"; {few}"
-        elif other["certain_tau"] == "none" and seen is not None:
+        elif other.certain_tau == "none" and seen is not None:
             line += f"; a difference of {seen:.3f} in tau would have been seen in 4 of 5 cases"
         lines.append(line)
-    if len(result["differences"]) > 1:
-        count = len(result["differences"])
+    if len(result.differences) > 1:
+        count = len(result.differences)
         lines.append(f"intervals widened for {count} comparisons: all of them hold together with 95 %")
     return lines
 
 
-def domain_table(result: dict[str, Any]) -> Table | None:
+def domain_table(result: Comparison) -> Table | None:
     """Who is better where; None for text of one domain."""
-    if not result["domains"]:
+    if not result.domains:
         return None
-    others = result["differences"]
-    looks = len(others) * len(result["domains"])
+    others = result.differences
+    looks = len(others) * len(result.domains)
     table = Table(
-        title=f"tau at gamma {result['gamma']} by domain, and the difference to {result['against']}",
+        title=f"tau at gamma {result.gamma} by domain, and the difference to {result.against}",
         caption=f"intervals widened for all {looks} comparisons; * = certain",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("domain", "prompts", *(row["name"] for row in result["drafts"])):
+    for column in ("domain", "prompts", *(row.name for row in result.drafts)):
         table.add_column(column, justify="left" if column == "domain" else "right", overflow="fold")
-    for domain in result["domains"]:
-        cells = [domain["name"], str(domain["prompts"]), f"{domain['tau'][result['against']]:.2f}"]
-        for own in domain["differences"]:
-            star = "" if own["certain_tau"] == "none" else " *"
-            cells.append(
-                f"{domain['tau'][own['name']]:.2f}\n{own['tau']['gain']:+.2f} {_signed(own['tau']['ci'], 2)}{star}"
-            )
+    for domain in result.domains:
+        cells = [domain.name, str(domain.prompts), f"{domain.tau[result.against]:.2f}"]
+        for own in domain.differences:
+            star = "" if own.certain_tau == "none" else " *"
+            cells.append(f"{domain.tau[own.name]:.2f}\n{own.tau.gain:+.2f} {_signed(own.tau.ci, 2)}{star}")
         table.add_row(*cells)
     return table
 
@@ -100,13 +99,13 @@ def _signed(ends: Sequence[float], digits: int = 3) -> str:
     return f"[{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]"
 
 
-def print_comparison(console: Console, result: dict[str, Any]) -> None:
+def print_comparison(console: Console, result: Comparison) -> None:
     """The tables, the differences and what the gates say."""
     console.print(compare_table(result))
     domains = domain_table(result)
     if domains is not None:
         console.print(domains)
-    for line in (*difference_lines(result), *result["failures"]):
+    for line in (*difference_lines(result), *result.failures):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -116,7 +115,7 @@ def check_plot(path: Path) -> None:
         raise UserError(f"--plot {path}: its name must end in {' or '.join(FORMATS)}")
 
 
-def plot_comparison(result: dict[str, Any], path: Path) -> Path:
+def plot_comparison(result: Comparison, path: Path) -> Path:
     """Writes the picture: tau over gamma of each draft with its band, and the paired differences; returns the file."""
     import matplotlib
 
@@ -128,7 +127,7 @@ def plot_comparison(result: dict[str, Any], path: Path) -> Path:
         figure, (curves, gains) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
         _curves(curves, result)
         _gains(gains, result)
-        figure.suptitle(f"{result['prompts']} held-out prompts, rule {result['rule']}, by replay of the same text")
+        figure.suptitle(f"{result.prompts} held-out prompts, rule {result.rule}, by replay of the same text")
         temporary = path.with_name(f".{path.name}.tmp")
         metadata = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(temporary, format=path.suffix[1:], dpi=120, metadata=metadata)
@@ -137,33 +136,31 @@ def plot_comparison(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _curves(axis: Any, result: dict[str, Any]) -> None:
-    for number, row in enumerate(result["drafts"]):
-        shown = [index for index, gamma in enumerate(row["gammas"]) if gamma <= SHOWN_GAMMAS]
-        gammas = [row["gammas"][index] for index in shown]
-        low, high = zip(*(row["taus_ci"][index] for index in shown), strict=True)
+def _curves(axis: Any, result: Comparison) -> None:
+    for number, row in enumerate(result.drafts):
+        shown = [index for index, gamma in enumerate(row.gammas) if gamma <= SHOWN_GAMMAS]
+        gammas = [row.gammas[index] for index in shown]
+        low, high = zip(*(row.taus_ci[index] for index in shown), strict=True)
         axis.fill_between(gammas, low, high, alpha=0.2, color=f"C{number}", linewidth=0)
-        axis.plot(gammas, [row["taus"][index] for index in shown], marker=".", color=f"C{number}")
+        axis.plot(gammas, [row.taus[index] for index in shown], marker=".", color=f"C{number}")
     # Names given here and not to the lines: matplotlib leaves out a label that begins with an underscore.
-    axis.legend(axis.get_lines(), [row["name"] for row in result["drafts"]], fontsize=8, loc="best")
-    axis.axvline(result["gamma"], linestyle=":", color="grey")
+    axis.legend(axis.get_lines(), [row.name for row in result.drafts], fontsize=8, loc="best")
+    axis.axvline(result.gamma, linestyle=":", color="grey")
     axis.set(xlabel="gamma (drafted tokens per block)", ylabel="tau (tokens per target call)")
     axis.grid(alpha=0.3)
 
 
-def _gains(axis: Any, result: dict[str, Any]) -> None:
+def _gains(axis: Any, result: Comparison) -> None:
     """A dot and its interval for each draft behind the first, over all text and by domain."""
-    groups = [("all", result["differences"])] + [
-        (domain["name"], domain["differences"]) for domain in result["domains"]
-    ]
-    count = len(result["differences"])
+    groups = [("all", result.differences)] + [(domain.name, domain.differences) for domain in result.domains]
+    count = len(result.differences)
     for group, (_, differences) in enumerate(groups):
         for number, own in enumerate(differences, start=1):
-            (low, high), height = own["tau"]["ci"], group + 0.6 * (number - (count + 1) / 2) / count
+            (low, high), height = own.tau.ci, group + 0.6 * (number - (count + 1) / 2) / count
             axis.plot([low, high], [height, height], color=f"C{number}", linewidth=2)
-            axis.plot([own["tau"]["gain"]], [height], marker="o", color=f"C{number}")
+            axis.plot([own.tau.gain], [height], marker="o", color=f"C{number}")
     axis.axvline(0.0, color="C0", linewidth=1)
     axis.set_yticks(range(len(groups)), [name for name, _ in groups])
     axis.set_ylim(len(groups) - 0.4, -0.6)
-    axis.set(xlabel=f"difference in tau at gamma {result['gamma']} to {result['against']}")
+    axis.set(xlabel=f"difference in tau at gamma {result.gamma} to {result.against}")
     axis.grid(alpha=0.3, axis="x")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from result_example import example_result
 from rich.console import Console
 from tiny_training import write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,15 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.commands.compare import compare
 from distill.commands.compare.compare import (
     compare_command,
-    comparison,
     judge_gates,
     load_text,
     parse_gate,
     read_drafts,
 )
+from distill.commands.compare.comparison import Comparison, Difference, comparison
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
 from distill.models.target import Target
+from distill.run.verdict_record import Gain
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.replay import expected_blocks_of
@@ -66,28 +68,28 @@ def untimed(tiny_run, worse):
 
 def test_the_run_s_own_numbers_come_back(untimed, tiny_run):
     verdict = json.loads((tiny_run / "verdict.json").read_text())
-    best, _, baseline = untimed["drafts"]
+    best, _, baseline = untimed.drafts
     # The same frozen text and weights in another process state: batches are the same, so is every rounding.
-    assert best["alpha"] == pytest.approx(verdict["best"]["alpha"], abs=1e-9)
-    assert baseline["alpha"] == pytest.approx(verdict["baseline"]["alpha"], abs=1e-9)
-    assert best["taus"][3] == best["tau"] == pytest.approx(verdict["replay"]["3"], abs=1e-9)
-    assert (untimed["gamma"], untimed["rule"], untimed["on"]) == (3, "sample", str(tiny_run))
-    assert (untimed["prompts"], untimed["tokens"]) == (verdict["prompts"], verdict["tokens"])
-    gain = {row["path"]: row for row in untimed["differences"]}[baseline["path"]]["alpha"]["gain"]
-    assert gain == pytest.approx(baseline["alpha"] - best["alpha"])
+    assert best.alpha == pytest.approx(verdict["best"]["alpha"], abs=1e-9)
+    assert baseline.alpha == pytest.approx(verdict["baseline"]["alpha"], abs=1e-9)
+    assert best.taus[3] == best.tau == pytest.approx(verdict["replay"]["3"], abs=1e-9)
+    assert (untimed.gamma, untimed.rule, untimed.on) == (3, "sample", str(tiny_run))
+    assert (untimed.prompts, untimed.tokens) == (verdict["prompts"], verdict["tokens"])
+    gain = {row.path: row for row in untimed.differences}[baseline.path].alpha.gain
+    assert gain == pytest.approx(baseline.alpha - best.alpha)
 
 
 def test_differences_are_paired_and_corrected_for_their_number(untimed):
-    first, worse, _ = untimed["drafts"]
-    own = untimed["differences"][0]
-    assert [row["name"] for row in untimed["differences"]] == [row["name"] for row in untimed["drafts"][1:]]
-    assert own["tau"]["gain"] == pytest.approx(worse["tau"] - first["tau"])
-    assert (own["looks"], own["corrected_confidence"]) == (2, pytest.approx(0.975))
-    assert own["certain_tau"] == own["certain"] == "loss"
-    assert own["tau"]["ci"][0] < own["tau"]["gain"] < own["tau"]["ci"][1] < 0
-    assert own["speed_up"] is None
-    assert untimed["costs"] is None
-    json.dumps(untimed, allow_nan=False)
+    first, worse, _ = untimed.drafts
+    own = untimed.differences[0]
+    assert [row.name for row in untimed.differences] == [row.name for row in untimed.drafts[1:]]
+    assert own.tau.gain == pytest.approx(worse.tau - first.tau)
+    assert (own.looks, own.corrected_confidence) == (2, pytest.approx(0.975))
+    assert own.certain_tau == own.certain == "loss"
+    assert own.tau.ci[0] < own.tau.gain < own.tau.ci[1] < 0
+    assert own.speed_up is None
+    assert untimed.costs is None
+    json.dumps(untimed.record(), allow_nan=False)
 
 
 def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
@@ -100,11 +102,11 @@ def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
     monkeypatch.setattr(compare, "step_costs", one_price)
     result, _ = compare_command(options(tiny_run, tiny_run, tiny_run / "best" / "student", timing=True))
     assert len(timed) == 1, "drafts of one shape share a measurement"
-    assert [row["name"] for row in result["drafts"]][:2] == [str(tiny_run), f"{tiny_run} #2"]
-    for other in result["differences"]:
+    assert [row.name for row in result.drafts][:2] == [str(tiny_run), f"{tiny_run} #2"]
+    for other in result.differences:
         for metric in ("alpha", "tau", "speed_up"):
-            assert other[metric] == {"gain": 0.0, "ci": [0.0, 0.0]}
-        assert other["certain_tau"] == "none"
+            assert getattr(other, metric) == Gain(gain=0.0, ci=(0.0, 0.0))
+        assert other.certain_tau == "none"
     assert "no certain difference" in difference_lines(result)[0]
 
 
@@ -128,33 +130,34 @@ def timed(tiny_run, worse, tmp_path_factory):
 
 def test_timing_prices_each_draft_beside_one_target(timed):
     result, out = timed
-    small, large = result["drafts"]
-    assert small["parameters"] < large["parameters"]
+    small, large = result.drafts
+    assert small.parameters < large.parameters
     for row in (small, large):
-        assert row["cost_ratio"] == pytest.approx(row["draft_step_seconds"] / result["costs"]["target_step_seconds"])
-        v = result["costs"]["verify_ratio"]["2"]
-        assert row["speed_up"] == pytest.approx(predicted_speed_up(row["tau"], 2, row["cost_ratio_at"], v))
-        assert row["speed_up_ci"][0] < row["speed_up"] < row["speed_up_ci"][1]
-        assert row["best_gamma"] in range(17)
-    own = result["differences"][0]
-    assert own["speed_up"]["gain"] == pytest.approx(large["speed_up"] - small["speed_up"])
-    assert own["speed_up"]["ci"][0] < own["speed_up"]["gain"] < own["speed_up"]["ci"][1]
-    assert json.loads(out.read_text()) == {**result, "plot": None}
-    assert result["plot"] == str(out.with_name("compare.svg"))
+        assert row.cost_ratio == pytest.approx(row.draft_step_seconds / result.costs.target_step_seconds)
+        v = result.costs.verify_ratio[2]
+        assert row.speed_up == pytest.approx(predicted_speed_up(row.tau, 2, row.cost_ratio_at, v))
+        assert row.speed_up_ci[0] < row.speed_up < row.speed_up_ci[1]
+        assert row.best_gamma in range(17)
+    own = result.differences[0]
+    assert own.speed_up.gain == pytest.approx(large.speed_up - small.speed_up)
+    assert own.speed_up.ci[0] < own.speed_up.gain < own.speed_up.ci[1]
+    written = result.model_copy(update={"plot": None}).record()
+    assert json.loads(out.read_text()) == json.loads(json.dumps(written))
+    assert result.plot == str(out.with_name("compare.svg"))
 
 
 def test_the_screen_and_the_picture_show_every_draft(timed, untimed, tmp_path):
     result, out = timed
     text = drawn(compare_table(result), *difference_lines(result))
-    for row in result["drafts"]:
-        assert f"{row['tau']:.2f}" in text
-        assert f"{row['speed_up']:.2f}x" in text
-        assert f"{row['parameters']:,}" in text
+    for row in result.drafts:
+        assert f"{row.tau:.2f}" in text
+        assert f"{row.speed_up:.2f}x" in text
+        assert f"{row.parameters:,}" in text
     assert "better" in text
     assert "speed" not in drawn(compare_table(untimed))
     assert "widened for 2 comparisons" in difference_lines(untimed)[-1]
     picture = out.with_name("compare.svg").read_text()
-    assert all(row["name"] in picture for row in result["drafts"])
+    assert all(row.name in picture for row in result.drafts)
     first, again = (plot_comparison(untimed, tmp_path / f"{name}.svg").read_bytes() for name in "ab")
     assert first == again
     assert plot_comparison(untimed, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -168,23 +171,23 @@ def test_domains_are_compared_each_by_itself(tiny_run, worse):
     text = replace(text, responses=halves)
     entries = read_drafts(text, asked.drafts, 3, timing=False)
     result = comparison(text, entries, 3)
-    assert [domain["name"] for domain in result["domains"]] == ["half-0", "half-1"]
-    assert sum(domain["tokens"] for domain in result["domains"]) == result["tokens"]
-    for number, domain in enumerate(result["domains"]):
+    assert [domain.name for domain in result.domains] == ["half-0", "half-1"]
+    assert sum(domain.tokens for domain in result.domains) == result.tokens
+    for number, domain in enumerate(result.domains):
         chosen = range(number, len(halves), 2)
         taus = []
         for entry in entries:
             scores = [entry.scores[index] for index in chosen]
             taus.append(sum(map(len, scores)) / expected_blocks_of(scores, "sample", (3,)).sum())
-        own = domain["differences"][0]
-        assert own["tau"]["gain"] == pytest.approx(taus[1] - taus[0])
-        assert own["looks"] == 2, "one comparison in each of two domains"
-        assert list(domain["tau"].values()) == pytest.approx(taus)
+        own = domain.differences[0]
+        assert own.tau.gain == pytest.approx(taus[1] - taus[0])
+        assert own.looks == 2, "one comparison in each of two domains"
+        assert list(domain.tau.values()) == pytest.approx(taus)
     text_of = drawn(domain_table(result))
     assert "half-0" in text_of
     assert "all 2 comparisons" in text_of
-    assert domain_table({**result, "domains": []}) is None
-    json.dumps(result, allow_nan=False)
+    assert domain_table(result.model_copy(update={"domains": []})) is None
+    json.dumps(result.record(), allow_nan=False)
 
 
 def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gate(tiny_run, worse):
@@ -196,9 +199,9 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
     few = replace(text, responses=[replace(one, domain=f"half-{seen.index(one.prompt) % 2}") for one in chosen])
     entries = read_drafts(few, asked.drafts, 3, timing=False)
     result = comparison(few, entries, 3)
-    (own,) = result["differences"]
-    assert own["tau"]["ci"][0] > 0, "the bootstrap of four is sure"
-    assert own["certain_tau"] == "none"
+    (own,) = result.differences
+    assert own.tau.ci[0] > 0, "the bootstrap of four is sure"
+    assert own.certain_tau == "none"
     (line,) = difference_lines(result)
     assert "no certain difference" in line
     assert line.endswith("4 prompts are too few to be certain; give at least 6")
@@ -208,13 +211,11 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
 
 
 def test_what_could_have_been_seen_is_said_with_its_chance():
-    effects = {"certain_tau": "none", "prompts": 20, "corrected_confidence": 0.95, "minimal_detectable": {"tau": 0.2}}
-    other = (
-        effects
-        | {"name": "b", "speed_up": None}
-        | {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
-    )
-    (line,) = difference_lines({"against": "a", "differences": [other]})
+    effects = example_result()["verdict"]["effects"] | {"prompts": 20, "corrected_confidence": 0.95, "speed_up": None}
+    effects |= {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
+    effects |= {"certain_tau": "none", "minimal_detectable": {"tau": 0.2}}
+    other = Difference.model_validate(effects | {"name": "b", "path": "b"})
+    (line,) = difference_lines(Comparison.model_construct(against="a", differences=[other]))
     assert line.endswith("; a difference of 0.200 in tau would have been seen in 4 of 5 cases")
 
 
@@ -225,11 +226,11 @@ def test_the_speed_gain_uses_each_draft_s_own_price(tiny_run, worse):
     prices = [StepCosts(1.0, {3: 3 * c}, {3: 1.2}, 1, 64) for c in (0.5, 0.01)]
     entries = [replace(entry, costs=price) for entry, price in zip(entries, prices, strict=True)]
     result = comparison(text, entries, 3)
-    dear, cheap = result["drafts"]
-    own = result["differences"][0]
-    assert own["tau"]["gain"] < 0 < own["speed_up"]["gain"], "a worse draft may be the faster one"
-    assert own["speed_up"]["gain"] == pytest.approx(cheap["tau"] / (3 * 0.01 + 1.2) - dear["tau"] / (3 * 0.5 + 1.2))
-    assert own["speed_up"]["ci"][0] > 0
+    dear, cheap = result.drafts
+    own = result.differences[0]
+    assert own.tau.gain < 0 < own.speed_up.gain, "a worse draft may be the faster one"
+    assert own.speed_up.gain == pytest.approx(cheap.tau / (3 * 0.01 + 1.2) - dear.tau / (3 * 0.5 + 1.2))
+    assert own.speed_up.ci[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -244,11 +245,11 @@ def test_the_speed_gain_uses_each_draft_s_own_price(tiny_run, worse):
 )
 def test_a_gate_is_about_the_first_draft(tiny_run, worse, gate, shut, words):
     result, status = compare_command(options(tiny_run, worse, fail_below=[gate]))
-    assert (status, result["gates"][0]["failed"]) == (int(shut), shut)
-    assert len(result["failures"]) == shut
+    assert (status, result.gates[0].failed) == (int(shut), shut)
+    assert len(result.failures) == shut
     if shut:
-        assert result["failures"][0].startswith(f"{tiny_run}: {words}")
-        assert f"below {float(gate.split('=')[1]):g} (--fail-below {gate})" in result["failures"][0]
+        assert result.failures[0].startswith(f"{tiny_run}: {words}")
+        assert f"below {float(gate.split('=')[1]):g} (--fail-below {gate})" in result.failures[0]
 
 
 def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
@@ -257,9 +258,9 @@ def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
         options(worse, tiny_run, on=home, fail_below=["tau=50", "alpha=0", "alpha=2"], fail_if_worse=True)
     )
     assert status == 1
-    assert len(result["failures"]) == 3
-    assert f"certainly worse than that of {tiny_run}, by " in result["failures"][-1]
-    assert "\n" not in "".join(result["failures"])
+    assert len(result.failures) == 3
+    assert f"certainly worse than that of {tiny_run}, by " in result.failures[-1]
+    assert "\n" not in "".join(result.failures)
     assert compare_command(options(tiny_run, worse, fail_if_worse=True))[1] == 0
 
 
@@ -298,10 +299,10 @@ def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, t
     assert f"{other}: distilled for another target (fingerprint abc" in str(refused.value)
     assert f"add --on {tiny_run}" in str(refused.value)
     result, _ = compare_command(options(tiny_run, other, on=tiny_run))
-    assert result["differences"][0]["tau"]["gain"] == 0.0, "the same weights, judged as a stranger"
+    assert result.differences[0].tau.gain == 0.0, "the same weights, judged as a stranger"
     (other / "target.json").unlink()
     result, _ = compare_command(options(tiny_run, other))
-    assert result["on"] == str(tiny_run), "the responses tell whose they are"
+    assert result.on == str(tiny_run), "the responses tell whose they are"
 
 
 def test_what_cannot_be_compared_is_refused_by_name(tiny_run, worse, tmp_path, monkeypatch):
@@ -344,6 +345,6 @@ def test_a_target_on_a_server_cannot_be_timed(tiny_run, worse):
 @pytest.mark.parametrize("rule", ["greedy", "greedy-draft", "block"])
 def test_every_rule_with_text_is_compared(tiny_run, worse, rule):
     result, _ = compare_command(options(tiny_run, worse, rule=rule))
-    assert result["rule"] == rule
-    assert (result["sampling"]["temperature"] == 0) == (rule == "greedy")
-    assert np.isfinite([row["tau"] for row in result["drafts"]]).all()
+    assert result.rule == rule
+    assert (result.sampling["temperature"] == 0) == (rule == "greedy")
+    assert np.isfinite([row.tau for row in result.drafts]).all()
