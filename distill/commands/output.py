@@ -9,6 +9,8 @@ from pathlib import Path
 
 from speculative.errors import UserError
 
+PICTURES = (".svg", ".png")
+
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
@@ -31,3 +33,10 @@ def check_writable(option: str, path: Path) -> None:
         trial = path.with_name(f".{path.name}.trial")
         trial.touch()
         trial.unlink()
+
+
+def check_plot(path: Path) -> None:
+    """`check_writable` of --plot, whose name must say which picture it is. Raises UserError."""
+    if path.suffix.lower() not in PICTURES:
+        raise UserError(f"--plot {path}: its name must end in {' or '.join(PICTURES)}")
+    check_writable("--plot", path)

@@ -1,9 +1,10 @@
 """The picture of a run: alpha and tau of every judged checkpoint over steps, the undistilled baseline as a line."""
 
-import os
+import io
 from pathlib import Path
 from typing import Any
 
+from data.files import write_bytes
 from distill.config.layout import PLOT
 from distill.run.checkpoint import load_judgements
 from distill.run.verdict_record import Judgement
@@ -26,11 +27,18 @@ def plot_run(run: Path) -> Path:
     figure.suptitle(
         f"{run.name}: rule {records[0].rule}, gamma {records[0].gamma}, {records[0].prompts} held-out prompts"
     )
-    temporary = run / f".{PLOT}.tmp"
-    figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
-    os.replace(temporary, run / PLOT)
+    write_figure(figure, run / PLOT)
     return run / PLOT
+
+
+def write_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Writes a picture, png or svg by the file's name, whole or not at all, and closes it."""
+    import matplotlib.pyplot as plt
+
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."), **options)
+    plt.close(figure)
+    write_bytes(path, content.getvalue())
 
 
 def _panel(axis: Any, records: list[Judgement], best: Judgement, key: str, label: str) -> None:

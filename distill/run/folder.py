@@ -1,11 +1,11 @@
 """A run's folder: who may go on in it, and what an export needs to know of it."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.files import write_bytes
 from distill.config.layout import (
     BEST_LINK,
     CHECKPOINTS,
@@ -62,9 +62,7 @@ def claim_folder(config: RunConfig) -> None:
         elif path.exists() and path.read_text(encoding="utf-8") != text:
             for stale in (SELF_CHECKS, STUDENT_NOTES):
                 (folder / stale).unlink(missing_ok=True)
-        temporary = path.with_name(".config.yaml.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_bytes(path, text.encode())
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); set output=... to a folder that can"

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from data.files import write_bytes
+
 _HALF = (torch.bfloat16, torch.float16, "bf16", "fp16")
 TRACE, TABLE = "trace.json.gz", "operations.txt"
 _TOP_ROWS = 40
@@ -86,9 +88,7 @@ class Profile:
         os.replace(temporary, self.folder / TRACE)
         by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=_TOP_ROWS, max_name_column_width=80)
-        temporary = self.folder / f".{TABLE}.tmp"
-        temporary.write_text(table + "\n", encoding="utf-8")
-        os.replace(temporary, self.folder / TABLE)
+        write_bytes(self.folder / TABLE, f"{table}\n".encode())
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:

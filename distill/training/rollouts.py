@@ -7,7 +7,7 @@ A *generation* serves `data.rollouts.every` steps. It is made once by the draft 
 by a run that is resumed in between, so the resumed run sees the same sequences.
 """
 
-import os
+import io
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
+from data.files import write_bytes
 from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, row_of
 from data.responses.store import Row, Store
 from distill.config.layout import ROLLOUTS
@@ -229,13 +230,11 @@ def write_rejected(shard: Path, responses: Sequence[Response]) -> None:
     """
     masks = [np.isin(np.arange(len(r.response_ids)), rejected_positions(r)) for r in responses]
     path = rejected_path(shard)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    content = io.BytesIO()
+    np.savez_compressed(content, lengths=[len(mask) for mask in masks], rejected=np.concatenate(masks))
     try:
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, lengths=[len(mask) for mask in masks], rejected=np.concatenate(masks))
-        os.replace(temporary, path)
+        write_bytes(path, content.getvalue())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available
 
+from data.files import write_bytes
 from distill.config.layout import METRICS
 from speculative.errors import UserError
 
@@ -66,9 +67,7 @@ class Metrics:
                 continue
             if values["step"] < step or (values["step"] == step and "judge/score" not in values):
                 kept.append(line)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_bytes(self.path, "".join(line + "\n" for line in kept).encode())
 
     def write(self, step: int, values: Mapping[str, Any], *, always: bool = False) -> None:
         """One line; numbers go to the trackers too, every `log_every` steps or when ``always``."""

@@ -1,6 +1,5 @@
 """What a person sees of a comparison: a table, the paired differences in words, domains, and one picture."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.commands.compare.comparison import Comparison
+from distill.report.plot import write_figure
 from distill.report.tables import interval
-from speculative.errors import UserError
 from speculative.measure.effects import too_few
 
-FORMATS = (".svg", ".png")
 SHOWN_GAMMAS = 16
 
 
@@ -109,12 +107,6 @@ def print_comparison(console: Console, result: Comparison) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def check_plot(path: Path) -> None:
-    """Raises UserError when the file's suffix is no picture that we write."""
-    if path.suffix not in FORMATS:
-        raise UserError(f"--plot {path}: its name must end in {' or '.join(FORMATS)}")
-
-
 def plot_comparison(result: Comparison, path: Path) -> Path:
     """Writes the picture: tau over gamma of each draft with its band, and the paired differences; returns the file."""
     import matplotlib
@@ -128,11 +120,7 @@ def plot_comparison(result: Comparison, path: Path) -> Path:
         _curves(curves, result)
         _gains(gains, result)
         figure.suptitle(f"{result.prompts} held-out prompts, rule {result.rule}, by replay of the same text")
-        temporary = path.with_name(f".{path.name}.tmp")
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(temporary, format=path.suffix[1:], dpi=120, metadata=metadata)
-        plt.close(figure)
-    os.replace(temporary, path)
+        write_figure(figure, path, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
     return path
 
 

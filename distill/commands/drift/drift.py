@@ -9,7 +9,6 @@ for other things. So an alarm says that acceptance on this traffic is below the 
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -35,8 +34,9 @@ from distill.commands.drift.baseline import (
     slices_of,
 )
 from distill.commands.drift.options import DriftOptions
-from distill.commands.output import check_writable, writing
+from distill.commands.output import check_plot, check_writable, writing
 from distill.config.layout import RESULT
+from distill.report.plot import write_figure
 from distill.report.tables import interval
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.prompts import asked_rows
@@ -60,7 +60,6 @@ from speculative.measure.token_scores import score_tokens
 from speculative.rules.verify import Rule
 
 REFRESH = 3  # Exit status when a refresh is advised.
-PLOTS = (".png", ".svg")
 # Requests this many times longer or shorter than the baseline's lean on the model of their spread.
 _OTHER_LENGTHS = 3.0
 
@@ -121,11 +120,10 @@ def _check(options: DriftOptions) -> None:
         raise UserError(f"--gamma {options.gamma}: give the server's drafted tokens per block, 1 to 128")
     if options.rule and options.rule not in get_args(Rule):
         raise UserError(f"--rule {options.rule}: one of {', '.join(get_args(Rule))}")
-    if options.plot is not None and options.plot.suffix.lower() not in PLOTS:
-        raise UserError(f"--plot {options.plot}: give a file that ends in {' or '.join(PLOTS)}")
-    for option, place in (("--out", options.out), ("--plot", options.plot)):
-        if place is not None:
-            check_writable(option, place)
+    if options.out is not None:
+        check_writable("--out", options.out)
+    if options.plot is not None:
+        check_plot(options.plot)
 
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
@@ -388,10 +386,4 @@ def plot_drift(path: Path, result: dict[str, Any], slices: list[Slice], monitore
     )  # fmt: skip
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(temporary, dpi=120, format=path.suffix.lower().removeprefix("."))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        plt.close(figure)
+    write_figure(figure, path)

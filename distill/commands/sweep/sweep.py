@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from data.files import MANIFEST, write_json
+from data.files import MANIFEST, write_bytes, write_json
 from data.signals.store import INDEX
 from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
@@ -185,9 +185,7 @@ class _Runner:
         said = {"name": sweep.name, "base": sweep.base, "metric": sweep.metric, "direction": sweep.direction}
         result = said | {"rows": rows, "trials": runs}
         write_json(self.folder / "sweep.json", result)
-        temporary = self.folder / ".sweep.csv.tmp"
-        temporary.write_text(as_csv(sweep, rows), encoding="utf-8")
-        os.replace(temporary, self.folder / "sweep.csv")
+        write_bytes(self.folder / "sweep.csv", as_csv(sweep, rows).encode())
         return result
 
 

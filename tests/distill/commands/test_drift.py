@@ -234,7 +234,7 @@ def test_the_same_seed_gives_the_same_answer(run: Path, tmp_path: Path) -> None:
         ({"log": Path("a"), "drop": 1.0}, "--drop 1.0"),
         ({"log": Path("a"), "gamma": 0}, "--gamma 0"),
         ({"log": Path("a"), "rule": "best"}, "--rule best: one of sample"),
-        ({"log": Path("a"), "plot": Path("a.pdf")}, r"--plot a\.pdf: give a file that ends in \.png or \.svg"),
+        ({"log": Path("a"), "plot": Path("a.pdf")}, r"--plot a\.pdf: its name must end in \.svg or \.png"),
         ({"log": Path("nowhere.jsonl")}, r"--log nowhere\.jsonl: no such file"),
     ],
 )

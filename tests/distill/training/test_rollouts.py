@@ -400,7 +400,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez_compressed", full)
+    monkeypatch.setattr("distill.training.rollouts.write_bytes", full)
     config = config_of(tmp_path)
     with pytest.raises(UserError, match="No space left"):
         rollouts_of(config).speculative(0, Draft(draft_model()))
