@@ -78,5 +78,5 @@ def test_a_foreign_data_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_make_alone_explains_itself() -> None:
     text = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("setup", "demo", "target", "check", "test", "bench", "clean"):
+    for target in ("setup", "demo", "target", "check", "test", "prove", "bench", "clean"):
         assert any(line.startswith(target) and len(line) > len(target) + 10 for line in text.splitlines()), target

@@ -322,14 +322,15 @@ def _raise(error: type[BaseException]) -> Any:
     raise error
 
 
-@pytest.mark.parametrize(("before", "scores"), [(True, [3, 2, 1, 4]), (False, [1, 5, 3, 3])])
+@pytest.mark.parametrize(("before", "scores"), [(True, [1, 2]), (False, [2, 1]), (False, [1, 2])])
 def test_a_run_killed_at_any_rename_goes_on_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool, scores: list[int]
 ) -> None:
     """Everything that counts reaches the disk by a rename: stop right before and right after each of them."""
 
     def config(name: str) -> RunConfig:
-        return run_config(tmp_path / name, train={"steps": 3}, judge={"every": 1}, loss={"name": "forward_kl"})
+        sections = {"train": {"steps": 1, "keep_states": 1}, "judge": {"every": 1}, "loss": {"name": "forward_kl"}}
+        return run_config(tmp_path / name, **sections)
 
     def score(step: int) -> float:
         return float(scores[step])
@@ -357,7 +358,7 @@ def test_a_run_killed_at_any_rename_goes_on_exactly(
                 pass
         finish(config(name), score=score)
         assert_same_run(config(name), config("whole"))
-    assert deadly >= 16, "four checkpoints of at least four renames each"
+    assert deadly >= 8, "two checkpoints of at least four renames each"
 
 
 def test_judgement_is_not_repeated_after_a_resume(tmp_path: Path) -> None:

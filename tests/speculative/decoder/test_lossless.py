@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from simulation import trials
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 from transformers import GenerationConfig
 
@@ -71,6 +72,7 @@ def test_every_end_token_and_budget_cuts_a_block_where_it_stands(way):
             assert len(response.proposed_mask) == len(response.log_target_probs) == place
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("way", [way for way in WAYS if "greedy" not in way.replace("greedy-draft", "")])
 def test_the_same_seed_and_prompt_give_the_same_tokens_at_every_batch_size(way):
     prompts = prompts_of(RAGGED)
@@ -92,14 +94,15 @@ def target_pairs(target, prompt, sampling):
     return probs[0, 0].unsqueeze(1) * probs[:, 1]
 
 
+@pytest.mark.simulation
 @pytest.mark.parametrize("way", [way for way in WAYS if "greedy" not in way.replace("greedy-draft", "")])
 def test_sampled_text_of_recycled_rows_has_the_targets_distribution(way):
-    vocab, count = 8, 6000
+    vocab, count = 8, trials(2000, 6000)
     sampling = SamplingSettings(1.0, top_k=5)
     target = tiny_model(vocab_size=vocab)
     prompts = [(str(row), [1, 2, 3] if row % 2 else [4, 5, 6, 7, 1]) for row in range(count)]
     settings = dataclasses.replace(WAYS[way], sampling=sampling, max_tokens=3)
-    responses, _ = decode(target, ModelDrafter(perturbed(target, 0.1)), prompts, settings, batch_size=1500)
+    responses, _ = decode(target, ModelDrafter(perturbed(target, 0.1)), prompts, settings, batch_size=1000)
     for parity, prompt in ((1, [1, 2, 3]), (0, [4, 5, 6, 7, 1])):
         expected = target_pairs(target, prompt, sampling) * (count / 2)
         counts = torch.zeros(vocab, vocab, dtype=torch.float64)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 from scipy import sparse, stats
+from simulation import trials
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
@@ -191,11 +192,12 @@ def draws(generator, probs, shown, count):
     return [(np.concatenate(([0.0], shown.cumsum()[:-1]))[ids], shown[ids])]
 
 
+@pytest.mark.simulation
 def test_uniformity_is_level_under_a_true_sampler_and_sees_a_false_one():
     generator = np.random.default_rng(0)
     probs = np.array([0.6, 0.2, 0.1, 0.06, 0.04])
-    p_values = [uniformity(draws(generator, probs, probs, 400), seed)["p_value"] for seed in range(400)]
-    # Uniform p-values: a Kolmogorov-Smirnov test of 400 of them at one in a thousand.
+    p_values = [uniformity(draws(generator, probs, probs, 400), seed)["p_value"] for seed in range(trials(150, 400))]
+    # Uniform p-values: a Kolmogorov-Smirnov test of them at one in a thousand.
     assert stats.kstest(p_values, "uniform").pvalue > 1e-3
     false = np.array([0.5, 0.25, 0.13, 0.07, 0.05])
     assert uniformity(draws(generator, false, probs, 2000), 0)["p_value"] < 1e-6
@@ -221,18 +223,19 @@ def texts_of(generator, rates, prompts, samples):
     return text_features(groups, ids, [generator.random(len(text)) for text in ids])
 
 
+@pytest.mark.simulation
 def test_the_permutation_test_keeps_its_level_in_small_samples():
     generator = np.random.default_rng(1)
-    rates = [[0.7, 0.1, 0.1, 0.1]] * 2
+    rates, count = [[0.7, 0.1, 0.1, 0.1]] * 2, trials(100, 300)
     p_values = np.array(
         [
             permutation_test(texts_of(generator, rates, 2, 3), 2, permutations=99, seed=seed)["p_value_permutation"]
-            for seed in range(300)
+            for seed in range(count)
         ]
     )
     for level in (0.05, 0.1, 0.3):
-        # P(p <= level) <= level exactly: three standard deviations of 300 such counts above it.
-        assert (p_values <= level).mean() <= level + 3 * (level * (1 - level) / 300) ** 0.5
+        # P(p <= level) <= level exactly: three standard deviations of so many counts above it.
+        assert (p_values <= level).mean() <= level + 3 * (level * (1 - level) / count) ** 0.5
     assert (p_values <= 0.3).mean() > 0.15, "nor is it never small"
 
 
