@@ -105,7 +105,7 @@ def test_a_store_is_made_and_told(
     assert (facts["kind"], facts["examples"]) == (kind, 12)
     said = capsys.readouterr().out.splitlines()
     line = next(line for line in said if line.startswith("signal:"))
-    assert line == signal_line(config, facts)
+    assert line == signal_line(config.signal, facts)
     if kind == "topk":
         assert f"topk k 9, {facts['bytes_per_token']:.0f} bytes a token" in line
         assert f"tail mass mean {facts['tail_mean']:.4f}" in line
