@@ -15,15 +15,15 @@ from distill.config.sections import Section
 from speculative.errors import UserError
 
 
-class _Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML 1.2's floats: PyYAML alone reads `1e-4` as a string."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that `_Loader` would read as a number, such as a revision `12e5`."""
+    """Quotes the text that `YamlLoader` would read as a number, such as a revision `12e5`."""
 
 
-for _side in (_Loader, _Dumper):
+for _side in (YamlLoader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(
@@ -38,7 +38,7 @@ def _set(tree: dict[str, Any], assignment: str) -> None:
     if not separator or not key:
         raise UserError(f"override {assignment!r}: write it as key=value, e.g. optim.lr=3e-4")
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, YamlLoader)
     except yaml.YAMLError as error:
         raise UserError(f"override {assignment!r}: the value is not YAML ({str(error).splitlines()[0]})") from error
     *parents, leaf = key.split(".")
@@ -78,16 +78,19 @@ def _known_keys(location: Sequence[str | int]) -> list[str]:
     return sorted(section.model_fields)
 
 
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The known word that is nearest, or all of them."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+
+
 def _explain(error: ValidationError, origin: str) -> str:
     first = error.errors()[0]
     location = first["loc"]
     # pydantic names the branch of a union, or `[key]`, as if it were a key.
     key = ".".join(part for part in map(str, location) if "[" not in part)
     if first["type"] == "extra_forbidden":
-        known = _known_keys(location)
-        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-        return f"{origin}: unknown key `{key}`: {hint}"
+        return f"{origin}: unknown key `{key}`: {did_you_mean(str(location[-1]), _known_keys(location))}"
     if first["type"] == "missing":
         return f"{origin}: `{key}` is missing"
     message = re.sub(r"valid dictionary or instance of \w+", "section of `key: value` lines", first["msg"])
@@ -114,7 +117,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"{path}: cannot read the config ({error.strerror}); shipped ones: {', '.join(near) or 'none here'}"
         ) from error
     try:
-        tree = yaml.load(text, _Loader)
+        tree = yaml.load(text, YamlLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""

@@ -1,6 +1,5 @@
 """A sweep file and the training runs it stands for: read, named, validated, before the first of them starts."""
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from distill.config.layout import CONFIG, VERDICT
-from distill.config.load import _Loader, load_config
+from distill.config.load import YamlLoader, did_you_mean, load_config
 from distill.config.run import RunConfig
 from distill.run.verdict_record import JudgedDraft, Verdict
 from speculative.errors import UserError
@@ -59,7 +58,7 @@ def load_sweep(path: Path) -> SweepFile:
         UserError: unreadable, an unknown key (the nearest is named), an empty grid, a metric that no verdict has.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
         raise UserError(f"{path}: cannot read the sweep ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -68,7 +67,7 @@ def load_sweep(path: Path) -> SweepFile:
         raise UserError(f"{path}: expected `key: value` lines with {', '.join(KEYS)}")
     for key in tree:
         if key not in KEYS:
-            raise UserError(f"{path}: unknown key `{key}`: {_near(str(key), KEYS)}")
+            raise UserError(f"{path}: unknown key `{key}`: {did_you_mean(str(key), KEYS)}")
     for key in ("base", "name", "grid"):
         if key not in tree:
             raise UserError(f"{path}: `{key}` is missing")
@@ -105,12 +104,7 @@ def _check_metric(sweep: SweepFile) -> None:
     if head in ("best", "baseline") and rest:
         head, known = rest[0], tuple(JudgedDraft.model_fields)
     if head not in known:
-        raise UserError(f"{sweep.path}: metric = {sweep.metric}: no verdict has it; {_near(head, known)}")
-
-
-def _near(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        raise UserError(f"{sweep.path}: metric = {sweep.metric}: no verdict has it; {did_you_mean(head, known)}")
 
 
 def plan(sweep: SweepFile) -> list[Trial]:
