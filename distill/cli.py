@@ -3,7 +3,8 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,14 +13,7 @@ from distill.commands.compare.options import CompareOptions
 from distill.commands.drift.options import DriftOptions
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.generate.options import GenerateOptions
-from distill.commands.options import (
-    CheckExportOptions,
-    DemoOptions,
-    ExportOptions,
-    ReportOptions,
-    ShowOptions,
-    SweepOptions,
-)
+from distill.commands.options import CheckExportOptions, DemoOptions, ExportOptions, ReportOptions, SweepOptions
 from distill.commands.probe.options import ProbeOptions
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
@@ -51,8 +45,8 @@ def demo(options: DemoOptions) -> int:
     status = program.command(TrainOptions(options.config, options.overrides))
     if status == 0:
         run = load_config(options.config, options.overrides or []).folder
-        exported = export_run(ExportOptions(run, run / EXPORT, overwrite=True))
-        show_run(run, exported.path)
+        export_run(ExportOptions(run, run / EXPORT, overwrite=True))
+        show_run(run)
     return status
 
 
@@ -154,8 +148,7 @@ def generate(options: GenerateOptions) -> None:
     """
     from distill.commands.generate.generate import generate_command
 
-    for line in generate_command(options):
-        print(line, file=sys.stderr)
+    print(*generate_command(options), sep="\n", file=sys.stderr)
 
 
 @command
@@ -172,17 +165,15 @@ def check_export(options: CheckExportOptions) -> int:
     """Run an exported draft in transformers' own assisted generation: same greedy tokens? same tau as ours?"""
     from distill.commands.export import check_export
 
-    lines, agrees = check_export(options)
-    print("\n".join(lines))
-    return 0 if agrees else 1
+    return check_export(options)
 
 
-@command
-def show(options: ShowOptions) -> None:
+@app.command()
+def show(run: Annotated[Path, typer.Argument(help="run folder")]) -> None:
     """The verdict of a finished run, with completions whose accepted tokens are marked."""
     from distill.commands.show import show_run
 
-    show_run(options.run, options.run / EXPORT if (options.run / EXPORT).exists() else None)
+    show_run(run)
 
 
 @app.command()

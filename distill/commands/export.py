@@ -22,9 +22,9 @@ def export_run(options: ExportOptions) -> ExportReport:
     )  # fmt: skip
 
 
-def check_export(options: CheckExportOptions) -> tuple[list[str], bool]:
-    """(what transformers' own assisted generation found, whether it agrees with us)."""
+def check_export(options: CheckExportOptions) -> int:
+    """Prints what transformers' own assisted generation found; the exit status, 1 when it does not agree with us."""
     config = load_config(options.config, options.overrides or [])
     found = outside_check(config, options.exported, options.prompts, options.gamma)
-    agrees = found["equal"] == found["prompts"] and found["within_interval"]
-    return outside_check_lines(found, options.gamma), agrees
+    print("\n".join(outside_check_lines(found, options.gamma)))
+    return 0 if found["equal"] == found["prompts"] and found["within_interval"] else 1

@@ -59,10 +59,3 @@ class CheckExportOptions:
     prompts: Annotated[int, typer.Option(help="held-out prompts", min=1)] = 20
     gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1, max=16)] = 4
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None
-
-
-@dataclass(frozen=True)
-class ShowOptions:
-    """Of `understudy show`."""
-
-    run: Annotated[Path, typer.Argument(help="run folder")]

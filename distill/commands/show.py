@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 
-from distill.config.layout import CONFIG, best_student
+from distill.config.layout import CONFIG, EXPORT, best_student
 from distill.config.load import load_config
 from distill.report.screen import last_screen, marked_completion
 from distill.run.folder import load_verdict
@@ -15,7 +15,7 @@ from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
 
 
-def show_run(run: Path, exported: Path | None) -> None:
+def show_run(run: Path) -> None:
     """Prints the verdict of a finished run, a few completions, and what to type next.
 
     Raises:
@@ -24,7 +24,7 @@ def show_run(run: Path, exported: Path | None) -> None:
     verdict = load_verdict(run)
     # A target that is only served elsewhere cannot show what it accepts.
     shown = held_out_completions(run, count=3) if verdict.target_tokens_per_second is not None else []
-    last_screen(Console(), run, verdict, shown, exported)
+    last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)
 
 
 def held_out_completions(run: Path, count: int) -> list[Panel]:

@@ -2,17 +2,24 @@
 
 import json
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from distill import cli
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
+from distill.config.command_line import run_program
 from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> str:
@@ -43,6 +50,43 @@ def test_help_names_every_command() -> None:
         "config",
     ):
         assert command in text
+
+
+def test_help_needs_no_torch() -> None:
+    """It is asked often, and torch takes seconds."""
+    program = "import sys, distill.cli; assert not {'torch', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of a program."""
+
+    name: Annotated[str, typer.Argument(help="whom")]
+    loud: Annotated[bool, typer.Option("--loud", help="in capitals")] = False
+    times: Annotated[int, typer.Option(help="how often", min=1)] = 2
+    words: Annotated[list[str] | None, typer.Option(help="more")] = None
+
+
+def test_a_dataclass_is_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Asked] = []
+
+    def greet(options: Asked) -> int:
+        """Greets somebody."""
+        seen.append(options)
+        return options.times
+
+    assert run_program(greet, ["Ada"]) == 2
+    assert run_program(greet, ["--words", "a", "--times", "3", "Ada", "--loud", "--words=b"]) == 3
+    assert seen == [Asked("Ada"), Asked("Ada", True, 3, ["a", "b"])]
+    for wrong in (["--times", "0", "Ada"], ["--quiet", "Ada"], ["Ada", "Bob"], []):
+        assert run_program(greet, wrong) == 2
+    assert len(seen) == 2
+    capsys.readouterr()
+    assert run_program(greet, ["--help"]) == 0
+    text = capsys.readouterr().out
+    for words in ("Greets somebody.", "whom", "--loud", "in capitals", "[default: 2]"):
+        assert words in text
 
 
 def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
