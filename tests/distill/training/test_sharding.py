@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
-from scale_worker import STEPS, STOP, new_accelerator, new_loop, steps_config, trained
+from sharding_worker import STEPS, STOP, new_accelerator, new_loop, steps_config, trained
 from tiny_models import tiny_model
 from tiny_training import (
     ScriptedJudge,
@@ -61,7 +61,7 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(port), str(SUPPORT / "scale_worker.py"), *arguments,
+            "--master_port", str(port), str(SUPPORT / "sharding_worker.py"), *arguments,
         ],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip

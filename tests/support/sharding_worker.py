@@ -1,7 +1,7 @@
-"""What `test_scale` runs under torchrun: the same tiny training on several ranks, plain and sharded.
+"""What `test_sharding` runs under torchrun: the same tiny training on several ranks, plain and sharded.
 
-torchrun --nproc_per_node 2 scale_worker.py cases FOLDER     every two-rank case, results in FOLDER/NAME.pt
-torchrun --nproc_per_node 2 scale_worker.py train CONFIG     `distill.train` on a tiny loop, slow enough to be killed
+torchrun --nproc_per_node 2 sharding_worker.py cases FOLDER     every two-rank case, results in FOLDER/NAME.pt
+torchrun --nproc_per_node 2 sharding_worker.py train CONFIG     `distill.train` on a tiny loop, slow enough to be killed
 """
 
 from __future__ import annotations
