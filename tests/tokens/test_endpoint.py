@@ -28,8 +28,6 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
-pytest.importorskip("openai")
-
 MODEL = tiny_model(vocab_size=TOKENS, seed=3)
 GREEDY = DecodeSettings(SamplingSettings(temperature=0.0), max_tokens=10, rule="greedy", eos_ids=(2,))
 SAMPLED = replace(GREEDY, sampling=SamplingSettings(temperature=0.8, top_k=20), rule="sample", seed=5)

@@ -6,13 +6,13 @@ import logging
 import tempfile
 from pathlib import Path
 
+import datasets
 import pytest
 
+from data.prompts import stdlib
 from data.prompts.prompt import PromptRow, PromptSource
 from data.prompts.sources import load_source
 from speculative.errors import UserError
-
-datasets = pytest.importorskip("datasets", reason="reading files needs the package datasets")
 
 SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [
@@ -283,7 +283,6 @@ def test_bad_conversation_is_named(tmp_path, turns, complaint):
 
 
 def test_stdlib_domain(monkeypatch):
-    stdlib = pytest.importorskip("data.prompts.stdlib", reason="the embedded domain is not there")
     heads = {
         False: [("ast.py", "def parse(source):\n"), ("cmd.py", "def run():\n")],
         True: [("csv.py", "def sniff():\n")],

@@ -568,7 +568,8 @@ def test_the_result_itself_is_never_overwritten(result: dict[str, Any], tmp_path
 
 
 def test_wandb_gets_the_panels_offline(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="understudy", name="report", dir=str(tmp_path)) as run:
@@ -596,8 +597,6 @@ def test_wandb_gets_the_panels_offline(result: dict[str, Any], tmp_path: Path, m
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_panels_of_every_kind(variant: str, result: dict[str, Any]) -> None:
-    pytest.importorskip("wandb")
-
     class Run:
         def __init__(self) -> None:
             self.logged: dict[str, Any] = {}

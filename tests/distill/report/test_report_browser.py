@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 from result_example import example_result
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
 
 from data.files import write_json
 from distill.config.layout import RESULT
 from distill.report.page import report_command
-
-selenium = pytest.importorskip("selenium", reason="pip install selenium")
-
-from selenium.webdriver import ActionChains, Chrome, ChromeOptions  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
