@@ -41,6 +41,7 @@ from speculative.drafters.jacobi import JacobiPool
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.models import end_token_ids
+from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 console = Console(width=150)
@@ -317,6 +318,8 @@ def load_prompts(
     for number, (row, (_, ids)) in enumerate(zip(rows, render_rows(rows, tokenizer, chat), strict=True)):
         if 4 <= len(ids) <= longest and len(kinds.setdefault(row.domain, [])) < count:
             kinds[row.domain].append((f"{row.domain}:{number}", ids))
+    if not any(kinds.values()):
+        raise UserError(f"--prompts {path}: none has 4 to {longest} tokens; raise --longest, or give others")
     return kinds
 
 

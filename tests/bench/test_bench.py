@@ -8,6 +8,7 @@ import pytest
 from bench_modules import bench
 
 from distill.models.load import load_tokenizer
+from speculative.errors import UserError
 
 CELL = {"device", "batch", "mode", "gamma", "drafter", "tokens_per_second", "tau", "floor_share", "vs_hf_assisted"}
 
@@ -118,3 +119,5 @@ def test_the_decoder_bench_reads_what_a_config_reads(chat_target: Path, tmp_path
     kinds = bench("decode").load_prompts(str(path), tokenizer, False, 8, 60, "", "talk")
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in kinds["chats"]]
     assert texts == ["user: add two;assistant:", "user: add three;assistant:"]
+    with pytest.raises(UserError, match="none has 4 to 5 tokens"):
+        bench("decode").load_prompts(str(path), tokenizer, False, 8, 5, "", "talk")
