@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_configure(config: pytest.Config) -> None:
     # Tiny models lose more to thread hand-over than they gain.
     torch.set_num_threads(1)
-    processes.adopt_orphans()
+    processes.keep_family_together()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -33,6 +33,24 @@ def test_a_forked_child_ends_with_its_block_also_when_that_fails() -> None:
     assert child.exitcode == -signal.SIGKILL
 
 
+def _fork_and_end_at_once(note: Path) -> None:
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    note.write_text(str(child), encoding="utf-8")
+    os._exit(1)  # as faulthandler ends a test that hangs in C
+
+
+def test_a_fork_dies_with_the_process_that_made_it(tmp_path: Path) -> None:
+    with forked(_fork_and_end_at_once, tmp_path / "pid") as child:
+        child.join(30)
+    grandchild = int((tmp_path / "pid").read_text(encoding="utf-8"))
+    deadline = time.monotonic() + 5
+    while psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _fail_on_rank_1(rank: int) -> None:
     os._exit(rank)
 

@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -17,13 +18,18 @@ import psutil
 import torch
 
 FORK = multiprocessing.get_context("fork")  # a child that has everything imported already
-_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
-def adopt_orphans() -> None:
-    """From now on a descendant whose parent died is a child of this process, so that `descendants` still finds it."""
+def keep_family_together() -> None:
+    """From now on orphaned descendants are children of this process, and its forks die with it.
+
+    Else a fork of a worker that was ended keeps the worker's pipe open, and pytest-xdist waits for that worker for ever.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        os.register_at_fork(after_in_child=lambda: prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
 def descendants() -> set[psutil.Process]:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from distill.models.carving import LayerScorer, carve, choose_layers
 from distill.models.embedded.train_target import train_tokenizer
+from distill.models.load import load_tokenizer
 from distill.models.student import from_architecture, make_student
+from distill.models.transplant import match_tokens
 from distill.models.vocabulary import require_agreement, vocabulary_rows
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
@@ -141,8 +143,10 @@ def test_a_donor_of_another_family(tmp_path: Path) -> None:
     student = student_of(tmp_path, {**options, "vocabulary": "transplant"}, notes=notes)
     assert require_agreement(tiny_tokenizer(), TOKENS, tiny_tokenizer(), vocabulary_rows(student.config))
     assert student.get_input_embeddings().weight.shape[0] == TOKENS
-    assert notes["vocabulary"]["exact"] > 256
-    assert notes["vocabulary"]["averaged"] > 0
+    found = notes["vocabulary"]
+    assert found == match_tokens(tiny_tokenizer(), load_tokenizer(str(tmp_path / "donor"))).as_dict()
+    assert found["exact"] > 256, "all bytes and some words"
+    assert found["exact"] + found["averaged"] + found["fallback"] == len(tiny_tokenizer())
     json.dumps(notes)
 
 
