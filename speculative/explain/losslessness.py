@@ -35,7 +35,7 @@ from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.errors import UserError
 from speculative.measure.self_checks import SelfCheckError, near_tie
-from speculative.measure.token_scores import response_logits
+from speculative.measure.token_scores import values_by_text
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 LEVEL = 1e-3  # False alarms of the whole check.
@@ -63,26 +63,17 @@ def token_places(target: PreTrainedModel, texts: Sequence[Response], sampling: S
     By plain forwards of the target over the whole texts; 0 own mass: the target could not have said it. Raises
     UserError when the target returns NaN.
     """
-    found = [(np.zeros(0), np.zeros(0)) for _ in texts]
-    for batch, chunks in response_logits(target, texts):
-        places_R2 = torch.cat([_places(logits_RV, ids_R, sampling) for logits_RV, ids_R in chunks]).cpu().numpy()
-        if np.isnan(places_R2).any():
-            raise UserError("the target returned NaN or infinite logits on its own text: check its weights and dtype")
-        ends = np.cumsum([len(texts[index].response_ids) for index in batch])[:-1]
-        for index, values_T2 in zip(batch, np.split(places_R2, ends), strict=True):
-            found[index] = (values_T2[:, 0], values_T2[:, 1])
-    return found
 
+    def places(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
+        probs_RV = logits_to_probs(logits_RV, sampling)
+        of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
+        sums = [
+            torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
+            for chosen_RV in (probs_RV > of_token_R1, probs_RV == of_token_R1)
+        ]
+        return torch.stack(sums, 1)
 
-def _places(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
-    """(R, 2) in float64: mass of the likelier tokens, mass of the token and its equals."""
-    probs_RV = logits_to_probs(logits_RV, sampling)
-    of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
-    sums = [
-        torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
-        for chosen_RV in (probs_RV > of_token_R1, probs_RV == of_token_R1)
-    ]
-    return torch.stack(sums, 1).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
+    return [(values_T2[:, 0], values_T2[:, 1]) for values_T2 in values_by_text(target, texts, places, 2, "target")]
 
 
 def uniformity(places: Places, seed: int) -> dict[str, Any]:

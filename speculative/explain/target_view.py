@@ -5,14 +5,13 @@ Shapes: T tokens of one response, R rows of a chunk, V vocabulary, K tokens aske
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.errors import UserError
-from speculative.measure.token_scores import StoredText, response_logits
+from speculative.measure.token_scores import StoredText, values_by_text
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 
@@ -24,10 +23,10 @@ def target_entropies(target: PreTrainedModel, texts: Sequence[StoredText]) -> li
     Raises UserError when the model returns NaN or infinite logits.
     """
 
-    def entropy(logits_RV: torch.Tensor) -> torch.Tensor:
+    def entropy(logits_RV: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return torch.special.entr(logits_RV.float().softmax(-1)).sum(-1, keepdim=True, dtype=torch.float64)
 
-    return [values_T1[:, 0] for values_T1 in _by_text(target, texts, entropy, 1)]
+    return [values_T1[:, 0] for values_T1 in values_by_text(target, texts, entropy, 1, "model")]
 
 
 def top_tokens(
@@ -43,7 +42,7 @@ def top_tokens(
     settings = SamplingSettings() if sampling is None or sampling.greedy else sampling
     width = min(count, model.config.get_text_config(decoder=True).vocab_size)
 
-    def most_probable(logits_RV: torch.Tensor) -> torch.Tensor:
+    def most_probable(logits_RV: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         # By logits, not by probabilities: among the cut tokens, all 0, the order stays the model's.
         ids_RK = logits_RV.float().topk(width, dim=-1).indices
         probs_RK = logits_to_probs(logits_RV, settings).gather(-1, ids_RK)
@@ -51,23 +50,5 @@ def top_tokens(
 
     return [
         (values_TK[:, :width].astype(np.int64), values_TK[:, width:])
-        for values_TK in _by_text(model, texts, most_probable, 2 * width)
+        for values_TK in values_by_text(model, texts, most_probable, 2 * width, "model")
     ]
-
-
-def _by_text(
-    model: PreTrainedModel, texts: Sequence[StoredText], values_of: Callable[[torch.Tensor], torch.Tensor], width: int
-) -> list[np.ndarray]:
-    """What `values_of` (logits_RV -> (R, width) float64) makes of each response token, (T, width) per text in order."""
-    found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
-    for batch, chunks in response_logits(model, texts):
-        parts = []
-        for logits_RV, _ in chunks:
-            # The largest logit is NaN when any is.
-            if not bool(logits_RV.amax(-1).isfinite().all()):
-                raise UserError("the model returned NaN or infinite logits on stored text: check its weights and dtype")
-            parts.append(values_of(logits_RV).cpu().numpy())
-        ends = np.cumsum([len(texts[index].response_ids) for index in batch])[:-1]
-        for index, values in zip(batch, np.split(np.concatenate(parts), ends), strict=True):
-            found[index] = values
-    return found

@@ -86,7 +86,7 @@ class TokenScores:
 def score_tokens(
     draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, *, confidence: bool = False
 ) -> list[TokenScores]:
-    """`TokenScores` of every text, in order, from one pass; `score_responses` is its cheaper sister for one rule.
+    """`TokenScores` of every text, in order, from one pass.
 
     settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time).
 
@@ -106,10 +106,11 @@ def score_tokens(
             of_RV = (probs_RV * bins).long().clamp_(max=bins - 1)
             mass_RC = torch.zeros((len(probs_RV), bins), dtype=torch.float64, device=probs_RV.device)
             parts += list(mass_RC.scatter_add_(1, of_RV, probs_RV.double()).unbind(1))
-        return torch.stack(parts, 1).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
+        return torch.stack(parts, 1)
 
     scores = []
-    for text, values_TK in zip(texts, _pass(draft, texts, columns, 3 + (bins if confidence else 0)), strict=True):
+    values = values_by_text(draft, texts, columns, 3 + (bins if confidence else 0), "draft")
+    for text, values_TK in zip(texts, values, strict=True):
         choices = values_TK[:, 1].astype(np.int64)
         scores.append(
             TokenScores(
@@ -127,39 +128,35 @@ def score_tokens(
 def score_responses(
     draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: str = "sample"
 ) -> list[np.ndarray]:
-    """Acceptance probability of every stored response token, one float64 array per text, in order.
+    """Acceptance probability of every stored response token under one rule, one float64 array per text, in order.
 
-    Rule `sample`: min(1, draft / target), draft probabilities under the same serving settings. Rules `greedy-draft` and
-    `greedy`: 1 where the draft's argmax is the stored token. One forward per batch of right-padded texts; logits are
-    bounded by LOGITS_PER_FORWARD entries and become float32 probabilities PROBS_PER_CHUNK entries at a time.
-
-    Raises UserError when the draft returns NaN, and for a rule that contradicts the temperature.
+    See `TokenScores.accept_probs`. Raises UserError when the draft returns NaN, and for a rule that contradicts the
+    temperature.
     """
-    draft_settings = draft_settings_for(rule, settings)
-
-    def column(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
-        return _rule_scores(logits_RV, token_ids_R, draft_settings).unsqueeze(1)
-
-    values = [values_TK[:, 0] for values_TK in _pass(draft, texts, column, 1)]
-    if draft_settings.greedy:
-        return values
-    return [
-        accept_probabilities(own, np.asarray(text.log_target_probs)) for text, own in zip(texts, values, strict=True)
-    ]
+    law = "greedy" if draft_settings_for(rule, settings).greedy else rule
+    return [scores.accept_probs(law) for scores in score_tokens(draft, texts, settings)]
 
 
-def _pass(
-    draft: PreTrainedModel,
+def values_by_text(
+    model: PreTrainedModel,
     texts: Sequence[StoredText],
-    columns: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     width: int,
+    who: str,
 ) -> list[np.ndarray]:
-    """What `columns` (logits_RV, token_ids_R) -> (R, K) makes of each text's tokens, (T, K) per text in order."""
+    """What `values_of` (logits_RV, token_ids_R) -> (R, K) float64 makes of each text's tokens, (T, K = width) per text in order.
+
+    Raises UserError, which names the model as `who`, when it returns NaN or infinite logits.
+    """
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
-    for batch, chunks in response_logits(draft, texts):
-        flat_RK = torch.cat([columns(*chunk) for chunk in chunks]).cpu().numpy()
+    for batch, chunks in response_logits(model, texts):
+        parts = [
+            values_of(logits_RV, ids_R).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
+            for logits_RV, ids_R in chunks
+        ]
+        flat_RK = torch.cat(parts).cpu().numpy()
         if np.isnan(flat_RK).any():
-            raise UserError("the draft returned NaN or infinite logits on stored text: check its weights and dtype")
+            raise UserError(f"the {who} returned NaN or infinite logits on stored text: check its weights and dtype")
         lengths = [len(texts[index].response_ids) for index in batch]
         for index, values_TK in zip(batch, np.split(flat_RK, np.cumsum(lengths)[:-1]), strict=True):
             found[index] = values_TK
@@ -181,16 +178,6 @@ def response_logits(
             logits_RV, token_ids_R = _response_logits(model, [texts[index] for index in batch])
         rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
         yield batch, list(zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True))
-
-
-def _rule_scores(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, draft_settings: SamplingSettings) -> torch.Tensor:
-    """Per row in float64: log draft probability of the token, or 1 / 0 for argmax equality; NaN for broken logits."""
-    if draft_settings.greedy:
-        scores_R = (logits_RV.argmax(-1) == token_ids_R).double()
-    else:
-        probs_RV = logits_to_probs(logits_RV, draft_settings)
-        scores_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
-    return scores_R.where(logits_RV.amax(-1).isfinite(), torch.nan)
 
 
 def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:
