@@ -6,13 +6,11 @@ one loss per token, in nats where it is a divergence. Nothing here averages: the
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-from data.signals.signal import SampledSignal, TopKSignal
 
 
 @dataclass(frozen=True)
@@ -37,65 +35,6 @@ class Objective:
     def weight(self, name: str) -> float:
         """The weight of a named loss, 0 where it is not minimised."""
         return self.weights.get(name, 0.0)
-
-
-class Definition(NamedTuple):
-    """Per token, without tokens' weights: loss, overlap, what the overlap may lack, and the target's entropy in nats. Each (N,)."""
-
-    loss_N: Tensor
-    overlap_N: Tensor
-    slack_N: Tensor
-    entropy_N: Tensor
-
-
-def log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) in float32 or better."""
-    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    return torch.log_softmax(logits_NV / temperature, dim=-1)
-
-
-def dense_by_definition(
-    objective: Objective, target_logits_NV: Tensor | None, student_logits_NV: Tensor, labels_N: Tensor
-) -> Definition:
-    """Against all of the target's logits, or without a target (ce only)."""
-    student_NV = log_probs(student_logits_NV, objective.temperature)
-    target_NV = None if target_logits_NV is None else log_probs(target_logits_NV, objective.temperature)
-    loss_N = mixed(objective, target_NV, student_NV, labels_N)
-    none_N = torch.zeros_like(loss_N)
-    if target_logits_NV is None or target_NV is None:
-        return Definition(loss_N, none_N, none_N, none_N)
-    with torch.no_grad():
-        served = [log_probs(logits, objective.serving_temperature) for logits in (target_logits_NV, student_logits_NV)]
-        return Definition(loss_N, overlap(*served), none_N, entropy(target_NV))
-
-
-def topk_by_definition(
-    objective: Objective, signal: TopKSignal, student_logits_NV: Tensor, labels_N: Tensor
-) -> Definition:
-    """Over the K stored tokens and the rest; the true overlap lies within [overlap, overlap + slack]."""
-    student_NV = log_probs(student_logits_NV, objective.temperature)
-    target_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_NV.dtype)
-    events_NE = stored_events(signal.ids_RK, signal.log_probs_RK, student_NV)
-    # The label is a token, not an event.
-    compared = replace(objective, weights={name: weight for name, weight in objective.weights.items() if name != "ce"})
-    loss_N = objective.weight("ce") * ce(student_NV, labels_N) + mixed(compared, target_NE, events_NE, labels_N)
-    smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
-    return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
-
-
-def sampled_by_definition(
-    objective: Objective, signal: SampledSignal, student_logits_NV: Tensor, labels_N: Tensor
-) -> Definition:
-    """Forward KL from importance samples, and ce; the overlap is an unbiased estimate."""
-    student_NV = log_probs(student_logits_NV, objective.temperature)
-    weights_NS, target_NS, entropy_N = (
-        values.to(student_NV.dtype) for values in (signal.weights_RS, signal.log_probs_RS, signal.entropy_R)
-    )
-    chosen_NS = student_NV.gather(-1, signal.ids_RS.masked_fill(weights_NS <= 0, 0))
-    loss_N = objective.weight("forward_kl") * sampled_forward_kl(weights_NS, entropy_N, chosen_NS)
-    loss_N = loss_N + objective.weight("ce") * ce(student_NV, labels_N)
-    overlap_N = sampled_overlap(weights_NS, target_NS, chosen_NS.detach())
-    return Definition(loss_N, overlap_N, torch.zeros_like(overlap_N), entropy_N)
 
 
 def overlap(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
@@ -188,20 +127,6 @@ def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(full_NK, ids_NK, spare_N1), full_NK
 
 
-def stored_events(ids_NK: Tensor, stored_log_probs_NK: Tensor, student_log_probs_NV: Tensor) -> Tensor:
-    """The student's log-probabilities of the K stored tokens and of "any other token". (N, K + 1)
-
-    An empty entry (stored log-probability -inf) is an event without mass. The rest is a sum over the other tokens, in log space: 1
-    minus the stored mass would round to 0. Every f-divergence between such events is at most the one between tokens (data
-    processing inequality).
-    """
-    ids_NK, full_NK = filled_ids(ids_NK, stored_log_probs_NK)
-    stored_NV = torch.zeros_like(student_log_probs_NV, dtype=torch.bool)
-    stored_NV = stored_NV.scatter(-1, ids_NK, full_NK.any(-1, keepdim=True).expand_as(ids_NK))
-    rest_N1 = student_log_probs_NV.masked_fill(stored_NV, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([student_log_probs_NV.gather(-1, ids_NK).masked_fill(~full_NK, -torch.inf), rest_N1], -1)
-
-
 def sampled_forward_kl(weights_NS: Tensor, entropy_N: Tensor, student_log_probs_NS: Tensor) -> Tensor:
     """-entropy - sum_s weight log student: unbiased for KL(target || student) when E weight = target (arXiv 2503.16870). (N,)"""
     cross_NS = torch.where(weights_NS > 0, weights_NS * student_log_probs_NS, torch.zeros_like(weights_NS))
@@ -212,12 +137,6 @@ def sampled_overlap(weights_NS: Tensor, target_log_probs_NS: Tensor, student_log
     """sum_s weight min(1, student / target), an unbiased estimate of the overlap. (N,)"""
     accepted_NS = (student_log_probs_NS - target_log_probs_NS).clamp(max=0.0).exp()
     return torch.where(weights_NS > 0, weights_NS * accepted_NS, torch.zeros_like(weights_NS)).sum(-1)
-
-
-def entropy(log_probs_NV: Tensor) -> Tensor:
-    """-sum_v prob log prob, in nats. (N,)"""
-    probs_NV = log_probs_NV.exp()
-    return -torch.where(probs_NV > 0, probs_NV * log_probs_NV, torch.zeros_like(probs_NV)).sum(-1)
 
 
 def entropy_weight(entropy: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
+from data.signals.signal import DenseSignal, SampledSignal, Signal
 from distill.loss import definitions as losses
 from distill.loss.definitions import Objective
 from distill.loss.gradients import Rows, Scratch, part_of, rows_of
@@ -63,7 +63,7 @@ def chunked_loss(
     Raises:
         ValueError: an objective that the signal cannot serve, a weighting without a signal or reference.
     """
-    _refuse_impossible(objective, signal, reference)
+    refuse_impossible(objective, signal, reference)
     tokens, measured = labels_R.numel(), None
     if objective.weighting == "selected":
         kept_I, measured = _selected(objective, student_hidden_RD, student_head, signal, labels_R, reference)
@@ -79,44 +79,14 @@ def chunked_loss(
     return Sums(loss, rows.overlap_C.double().sum(), rows.slack_C.double().sum(), tokens)
 
 
-def eager_loss(
-    objective: Objective,
-    student_hidden_RD: Tensor,
-    student_head: OutputHead,
-    signal: Signal | None,
-    labels_R: Tensor,
-    weights_R: Tensor | None = None,
-    *,
-    reference: DenseSignal | None = None,
-) -> Sums:
-    """The slow twin of `chunked_loss`: all logits at once, the definitions, gradients by autograd."""
-    _refuse_impossible(objective, signal, reference)
-    logits_RV = student_head(student_hidden_RD)
-    loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective, signal, logits_RV, labels_R)
-    if weights_R is not None:
-        loss_R = loss_R * weights_R.to(loss_R.dtype)
-    if objective.weighting == "entropy":
-        loss_R = loss_R * losses.entropy_weight(entropy_R)
-    elif objective.weighting == "selected":
-        assert reference is not None
-        with torch.no_grad():
-            compare = replace(objective, weights={"forward_kl": 1.0})
-            behind, ahead = (
-                _by_definition(compare, signal, logits, labels_R)[0]
-                for logits in (logits_RV, reference.head(reference.hidden_RD))
-            )
-            kept_I = losses.selected_rows(behind, ahead, objective.keep)
-        loss_R = loss_R[kept_I]
-    return Sums(loss_R.sum(), overlap_R.double().sum(), slack_R.double().sum(), labels_R.numel())
-
-
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a chunk when nobody says: a few megabytes of logits on a CPU, 256 MB on an accelerator."""
     row = vocabulary * dtype.itemsize
     return max(CPU_ROWS, CPU_CHUNK // row) if device.type == "cpu" else max(1, GPU_CHUNK // row)
 
 
-def _refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:
+def refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:
+    """Raises ValueError for an objective that the signal cannot serve, a weighting without a signal or reference."""
     names = set(objective.weights)
     if names - set(losses.NAMES):
         raise ValueError(f"no objective is called {', '.join(sorted(names - set(losses.NAMES)))}")
@@ -130,18 +100,6 @@ def _refuse_impossible(objective: Objective, signal: Signal | None, reference: D
         raise ValueError(f"weighting {objective.weighting} looks at the target, and there is none")
     if objective.weighting == "selected" and reference is None:
         raise ValueError("weighting selected compares with a reference, and there is none")
-
-
-def _by_definition(
-    objective: Objective, signal: Signal | None, logits_RV: Tensor, labels_R: Tensor
-) -> losses.Definition:
-    if isinstance(signal, TopKSignal):
-        return losses.topk_by_definition(objective, signal, logits_RV, labels_R)
-    if isinstance(signal, SampledSignal):
-        return losses.sampled_by_definition(objective, signal, logits_RV, labels_R)
-    with torch.no_grad():
-        target_logits_RV = None if signal is None else signal.head(signal.hidden_RD)
-    return losses.dense_by_definition(objective, target_logits_RV, logits_RV, labels_R)
 
 
 def _selected(

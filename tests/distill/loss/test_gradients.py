@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_loss import Definition, dense_by_definition, sampled_by_definition, topk_by_definition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_signals import sampled_of, topk_of
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from data.signals.signal import TopKSignal
 from distill.loss import definitions as losses
-from distill.loss.definitions import Definition, Objective
+from distill.loss.definitions import Objective
 from distill.loss.gradients import Rows, Scratch, compiled_rows, dense_rows, fresh, sampled_rows, topk_rows
 
 ROWS, VOCAB = 6, 13
@@ -72,7 +73,7 @@ def test_dense_rows_are_the_definition(mix: str, temperature: float, weights_N: 
     objective = Objective(MIXES[mix], temperature, beta=0.3, eta=2.0, serving_temperature=0.6)
     target_NV, labels_N = logits_of(0), labels_of()
     compare(
-        lambda student: losses.dense_by_definition(objective, target_NV, student, labels_N),
+        lambda student: dense_by_definition(objective, target_NV, student, labels_N),
         lambda student: dense_rows(objective, target_NV, student, labels_N, weights_N, True),
         logits_of(1),
         weights_N,
@@ -89,7 +90,7 @@ def test_topk_rows_are_the_definition(k: int, mix: str, temperature: float, weig
     # A store's probabilities are rounded and are never renormalised: here they add up to 1 % too much.
     signal = replace(signal, log_probs_RK=signal.log_probs_RK + 0.01)
     compare(
-        lambda student: losses.topk_by_definition(objective, signal, student, labels_N),
+        lambda student: topk_by_definition(objective, signal, student, labels_N),
         lambda student: topk_rows(objective, signal, student, labels_N, weights_N, True),
         logits_of(1),
         weights_N,
@@ -104,7 +105,7 @@ def test_sampled_rows_are_the_definition(mix: str, temperature: float, weights_N
     signal = sampled_of(logits_of(0), 9, temperature=temperature)
     assert (signal.weights_RS == 0).any(), "fewer distinct ids than samples"
     compare(
-        lambda student: losses.sampled_by_definition(objective, signal, student, labels_N),
+        lambda student: sampled_by_definition(objective, signal, student, labels_N),
         lambda student: sampled_rows(objective, signal, student, labels_N, weights_N, True),
         logits_of(1),
         weights_N,
@@ -114,7 +115,7 @@ def test_sampled_rows_are_the_definition(mix: str, temperature: float, weights_N
 def test_rows_without_a_target_are_cross_entropy() -> None:
     objective, labels_N = Objective({"ce": 0.7}, 1.3), labels_of()
     compare(
-        lambda student: losses.dense_by_definition(objective, None, student, labels_N),
+        lambda student: dense_by_definition(objective, None, student, labels_N),
         lambda student: sampled_rows(objective, None, student, labels_N, WEIGHTS, True),
         logits_of(1),
         WEIGHTS,
@@ -127,7 +128,7 @@ def test_entropy_weighs_by_the_targets_choices() -> None:
     target = torch.distributions.Categorical(logits=target_NV)
     weights_N = 1 - torch.exp(-target.entropy())
     compare(
-        lambda student: losses.dense_by_definition(objective, target_NV, student, labels_N),
+        lambda student: dense_by_definition(objective, target_NV, student, labels_N),
         lambda student: dense_rows(objective, target_NV, student, labels_N, None, True),
         logits_of(1),
         weights_N,
@@ -136,14 +137,14 @@ def test_entropy_weighs_by_the_targets_choices() -> None:
     events_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1)
     of_events_N = 1 - torch.exp(-torch.distributions.Categorical(logits=events_NE).entropy())
     compare(
-        lambda student: losses.topk_by_definition(objective, signal, student, labels_N),
+        lambda student: topk_by_definition(objective, signal, student, labels_N),
         lambda student: topk_rows(objective, signal, student, labels_N, WEIGHTS, True),
         logits_of(1),
         of_events_N * WEIGHTS,
     )
     samples, kl = sampled_of(target_NV, 9), Objective({"forward_kl": 1.0}, weighting="entropy")
     compare(
-        lambda student: losses.sampled_by_definition(kl, samples, student, labels_N),
+        lambda student: sampled_by_definition(kl, samples, student, labels_N),
         lambda student: sampled_rows(kl, samples, student, labels_N, WEIGHTS, True),
         logits_of(1),
         weights_N * WEIGHTS,
@@ -244,7 +245,7 @@ def assert_same_rows(
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-15)  # order of sums
-    mine, theirs = (losses.topk_by_definition(objective, one, student_NV, labels_N).loss_N for one in (padded, signal))
+    mine, theirs = (topk_by_definition(objective, one, student_NV, labels_N).loss_N for one in (padded, signal))
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)  # order of sums
 
 
@@ -282,7 +283,7 @@ def test_tokens_the_target_excludes(name: str) -> None:
     assert rows.gradient_CV is not None
     assert not rows.gradient_CV.isnan().any()
     assert not rows.loss_C.isnan().any()
-    expected = losses.dense_by_definition(Objective({name: 1.0}), target_NV, student_NV, labels_N)
+    expected = dense_by_definition(Objective({name: 1.0}), target_NV, student_NV, labels_N)
     if name == "reverse_kl":
         assert rows.loss_C.isinf().all(), "the student gives weight where the target has none: infinite by definition"
         assert expected.loss_N.isinf().all()

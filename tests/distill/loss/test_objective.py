@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_loss import dense_by_definition, eager_loss
 from stored_signals import sampled_of, topk_of
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal, Signal
 from distill.loss import definitions as losses
 from distill.loss import gradients
-from distill.loss.definitions import Objective, dense_by_definition
-from distill.loss.objective import Sums, chunk_rows, chunked_loss, eager_loss
+from distill.loss.definitions import Objective
+from distill.loss.objective import Sums, chunk_rows, chunked_loss
 from distill.models.heads import OutputHead
 from distill.models.student import add_lora
 from distill.training.module import DraftModule

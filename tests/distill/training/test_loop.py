@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eager_loss import eager_loss
 from processes import forked, run_and_kill, run_child, run_ranks
 from safetensors.torch import load_file
 from tiny_training import (
@@ -34,7 +35,6 @@ from distill import train
 from distill.config.layout import JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
-from distill.loss.objective import eager_loss
 from distill.models.heads import SplitModel
 from distill.run import checkpoint
 from distill.training.loop import Loop, NotFinite

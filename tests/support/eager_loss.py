@@ -1,0 +1,145 @@
+"""The slow twin of the chunked loss: all logits at once, the objectives' definitions, gradients by autograd.
+
+Legend: N tokens, V vocabulary, K stored entries, S samples, R response tokens.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
+from distill.loss.definitions import (
+    Objective,
+    ce,
+    entropy_weight,
+    filled_ids,
+    mixed,
+    overlap,
+    sampled_forward_kl,
+    sampled_overlap,
+    selected_rows,
+)
+from distill.loss.objective import Sums, refuse_impossible
+from distill.models.heads import OutputHead
+
+
+class Definition(NamedTuple):
+    """Per token, without tokens' weights: loss, overlap, what the overlap may lack, and the target's entropy in nats. Each (N,)."""
+
+    loss_N: Tensor
+    overlap_N: Tensor
+    slack_N: Tensor
+    entropy_N: Tensor
+
+
+def log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) in float32 or better."""
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return torch.log_softmax(logits_NV / temperature, dim=-1)
+
+
+def eager_loss(
+    objective: Objective,
+    student_hidden_RD: Tensor,
+    student_head: OutputHead,
+    signal: Signal | None,
+    labels_R: Tensor,
+    weights_R: Tensor | None = None,
+    *,
+    reference: DenseSignal | None = None,
+) -> Sums:
+    """`chunked_loss`, plainly."""
+    refuse_impossible(objective, signal, reference)
+    logits_RV = student_head(student_hidden_RD)
+    loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective, signal, logits_RV, labels_R)
+    if weights_R is not None:
+        loss_R = loss_R * weights_R.to(loss_R.dtype)
+    if objective.weighting == "entropy":
+        loss_R = loss_R * entropy_weight(entropy_R)
+    elif objective.weighting == "selected":
+        assert reference is not None
+        with torch.no_grad():
+            compare = replace(objective, weights={"forward_kl": 1.0})
+            behind, ahead = (
+                _by_definition(compare, signal, logits, labels_R)[0]
+                for logits in (logits_RV, reference.head(reference.hidden_RD))
+            )
+            kept_I = selected_rows(behind, ahead, objective.keep)
+        loss_R = loss_R[kept_I]
+    return Sums(loss_R.sum(), overlap_R.double().sum(), slack_R.double().sum(), labels_R.numel())
+
+
+def _by_definition(objective: Objective, signal: Signal | None, logits_RV: Tensor, labels_R: Tensor) -> Definition:
+    if isinstance(signal, TopKSignal):
+        return topk_by_definition(objective, signal, logits_RV, labels_R)
+    if isinstance(signal, SampledSignal):
+        return sampled_by_definition(objective, signal, logits_RV, labels_R)
+    with torch.no_grad():
+        target_logits_RV = None if signal is None else signal.head(signal.hidden_RD)
+    return dense_by_definition(objective, target_logits_RV, logits_RV, labels_R)
+
+
+def dense_by_definition(
+    objective: Objective, target_logits_NV: Tensor | None, student_logits_NV: Tensor, labels_N: Tensor
+) -> Definition:
+    """Against all of the target's logits, or without a target (ce only)."""
+    student_NV = log_probs(student_logits_NV, objective.temperature)
+    target_NV = None if target_logits_NV is None else log_probs(target_logits_NV, objective.temperature)
+    loss_N = mixed(objective, target_NV, student_NV, labels_N)
+    none_N = torch.zeros_like(loss_N)
+    if target_logits_NV is None or target_NV is None:
+        return Definition(loss_N, none_N, none_N, none_N)
+    with torch.no_grad():
+        served = [log_probs(logits, objective.serving_temperature) for logits in (target_logits_NV, student_logits_NV)]
+        return Definition(loss_N, overlap(*served), none_N, entropy(target_NV))
+
+
+def topk_by_definition(
+    objective: Objective, signal: TopKSignal, student_logits_NV: Tensor, labels_N: Tensor
+) -> Definition:
+    """Over the K stored tokens and the rest; the true overlap lies within [overlap, overlap + slack]."""
+    student_NV = log_probs(student_logits_NV, objective.temperature)
+    target_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_NV.dtype)
+    events_NE = stored_events(signal.ids_RK, signal.log_probs_RK, student_NV)
+    # The label is a token, not an event.
+    compared = replace(objective, weights={name: weight for name, weight in objective.weights.items() if name != "ce"})
+    loss_N = objective.weight("ce") * ce(student_NV, labels_N) + mixed(compared, target_NE, events_NE, labels_N)
+    smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
+    return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
+
+
+def sampled_by_definition(
+    objective: Objective, signal: SampledSignal, student_logits_NV: Tensor, labels_N: Tensor
+) -> Definition:
+    """Forward KL from importance samples, and ce; the overlap is an unbiased estimate."""
+    student_NV = log_probs(student_logits_NV, objective.temperature)
+    weights_NS, target_NS, entropy_N = (
+        values.to(student_NV.dtype) for values in (signal.weights_RS, signal.log_probs_RS, signal.entropy_R)
+    )
+    chosen_NS = student_NV.gather(-1, signal.ids_RS.masked_fill(weights_NS <= 0, 0))
+    loss_N = objective.weight("forward_kl") * sampled_forward_kl(weights_NS, entropy_N, chosen_NS)
+    loss_N = loss_N + objective.weight("ce") * ce(student_NV, labels_N)
+    overlap_N = sampled_overlap(weights_NS, target_NS, chosen_NS.detach())
+    return Definition(loss_N, overlap_N, torch.zeros_like(overlap_N), entropy_N)
+
+
+def stored_events(ids_NK: Tensor, stored_log_probs_NK: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+    """The student's log-probabilities of the K stored tokens and of "any other token". (N, K + 1)
+
+    An empty entry (stored log-probability -inf) is an event without mass. The rest is a sum over the other tokens, in log space: 1
+    minus the stored mass would round to 0. Every f-divergence between such events is at most the one between tokens (data
+    processing inequality).
+    """
+    ids_NK, full_NK = filled_ids(ids_NK, stored_log_probs_NK)
+    stored_NV = torch.zeros_like(student_log_probs_NV, dtype=torch.bool)
+    stored_NV = stored_NV.scatter(-1, ids_NK, full_NK.any(-1, keepdim=True).expand_as(ids_NK))
+    rest_N1 = student_log_probs_NV.masked_fill(stored_NV, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([student_log_probs_NV.gather(-1, ids_NK).masked_fill(~full_NK, -torch.inf), rest_N1], -1)
+
+
+def entropy(log_probs_NV: Tensor) -> Tensor:
+    """-sum_v prob log prob, in nats. (N,)"""
+    probs_NV = log_probs_NV.exp()
+    return -torch.where(probs_NV > 0, probs_NV * log_probs_NV, torch.zeros_like(probs_NV)).sum(-1)
