@@ -165,10 +165,7 @@ def main(
     draft = carve(model, (0, depth - 1)).to(device=device, dtype=model.dtype)  # type: ignore[call-overload]
     settings = DecodeSettings(SamplingSettings(temperature=0.8), 0, "sample", max_tokens, end_token_ids(model))
     responses, _ = decode(model, None, [(p.prompt_id, p.prompt_ids) for p in rendered], settings, batch_size=batch_size)
-    examples = [
-        row_of(p, 0, r.response_ids, r.log_target_probs, True).example()
-        for p, r in zip(rendered, responses, strict=True)
-    ]
+    examples = [row_of(p, 0, r).example() for p, r in zip(rendered, responses, strict=True)]
     heldout = [HeldoutResponse(r.key, "stdlib", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     result = {
         "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None},

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
-from data.responses.respond import RenderedPrompt, _bar, plan_shards, row_of
+from data.responses.respond import RenderedPrompt, ResponseBar, plan_shards, row_of
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
-from speculative.decoder.responses import DecodeSettings
+from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -59,15 +59,6 @@ class Endpoint:
     concurrency: int = 32
     timeout: float = 600.0
     retries: int = 5
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One response. `log_probs`: of each token, as the server counts them; `finished`: it ended by itself."""
-
-    response_ids: list[int]
-    log_probs: list[float]
-    finished: bool
 
 
 class EndpointTarget:
@@ -158,8 +149,8 @@ class EndpointTarget:
         """
         shards = plan_shards(prompts, samples_per_prompt, shard_size)
         store.open(dict(manifest))
-        mine = [shard for shard in range(len(shards)) if shard % ranks == rank]
-        missing = [shard for shard in store.missing(len(shards)) if shard % ranks == rank]
+        mine = range(rank, len(shards), ranks)
+        missing = [shard for shard in store.missing(len(shards)) if shard in mine]
         if not missing:
             return
         self.check()
@@ -169,11 +160,10 @@ class EndpointTarget:
 
         def work(job: tuple[int, int]) -> Row:
             prompt, sample = shards[job[0]][job[1]]
-            answer = self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}")
-            return row_of(prompt, sample, answer.response_ids, answer.log_probs, answer.finished)
+            return row_of(prompt, sample, self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}"))
 
         done = sum(len(shards[shard]) for shard in mine if shard not in missing)
-        with _bar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as progress:
+        with ResponseBar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as progress:
             for (shard, place), row in self._each(work, jobs):
                 progress.count(len(row.log_target_probs))
                 answers[shard][place] = row
@@ -207,13 +197,13 @@ class EndpointTarget:
         def work(index: int) -> TopKSignal:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
-        with _bar(label, mine, mine - len(missing), show and rank == 0) as progress:
+        with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
             for index, signal in self._each(work, missing):
                 store.write(index, signal)
                 progress.count(len(signal.log_tail_R))
                 progress.advance(1)
 
-    def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
+    def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
 
         Raises:
@@ -245,15 +235,18 @@ class EndpointTarget:
             ids.append(_end_token(choice, settings.eos_ids, self.endpoint.url))
         if any(not 0 <= token < self.vocab_rows for token in ids):
             raise self._foreign(ids)
+        answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finished else "length")
         if sampling.greedy:
-            return Answer(ids, [0.0] * len(ids), finished)
+            answer.log_target_probs = [0.0] * len(ids)
+            return answer
         log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
         if len(log_probs) != len(ids):
             raise UserError(
                 f"{self.endpoint.url}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must give "
                 "one for each, the end token included (vLLM does)"
             )
-        return Answer(ids, log_probs, finished)
+        answer.log_target_probs = log_probs
+        return answer
 
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TopKSignal:
         """The K most probable tokens at each response token, and the rest's mass, at temperature 1.

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from data.prompts.template import loss_mask
 from data.responses.store import Row, Store
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.drafter import Drafter
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
 
@@ -62,10 +64,13 @@ def respond(
     ranks: int = 1,
     label: str = "responses",
     show: bool = True,
+    drafter: Drafter | None = None,
+    companion: Callable[[Path, Sequence[Response]], None] | None = None,
 ) -> None:
-    """Makes the responses that the store lacks. This rank writes every `ranks`-th shard.
+    """Makes the responses that the store lacks, with a drafter speculatively. This rank writes every `ranks`-th shard.
 
     A response depends on (settings.seed, prompt id, sample number) alone, so a killed and resumed run gives the same ones.
+    ``companion`` is given the path of a shard and its responses before it is written: a shard that is there has one.
 
     Raises:
         UserError: the store was made with another manifest; a prompt that does not fit; disk full.
@@ -74,39 +79,29 @@ def respond(
     # Every rank: one that does not look would write into a store that another refuses.
     store.open(manifest)
     missing = store.missing(len(shards))
-    mine = [shard for shard in range(len(shards)) if shard % ranks == rank]
+    mine = range(rank, len(shards), ranks)
     done = sum(len(shards[shard]) for shard in mine if shard not in missing)
-    with _bar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as progress:
+    with ResponseBar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as bar:
         for shard in mine:
-            if shard in missing:
-                store.write_shard(shard, _answer(target, shards[shard], settings, batch_size, progress.count))
-                progress.advance(len(shards[shard]))
+            if shard not in missing:
+                continue
+            keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in shards[shard]]
+            responses, _ = decode(
+                target, drafter, keyed, settings, batch_size=batch_size, on_commit=lambda _, ids: bar.count(len(ids))
+            )
+            if companion is not None:
+                companion(store.shard_path(shard), responses)
+            pairs = zip(shards[shard], responses, strict=True)
+            store.write_shard(shard, [row_of(prompt, sample, response) for (prompt, sample), response in pairs])
+            bar.advance(len(responses))
 
 
-def _answer(
-    target: PreTrainedModel,
-    jobs: Sequence[tuple[RenderedPrompt, int]],
-    settings: DecodeSettings,
-    batch_size: int,
-    count: Callable[[int], None],
-) -> list[Row]:
-    keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in jobs]
-    responses, _ = decode(
-        target, None, keyed, settings, batch_size=batch_size, on_commit=lambda _index, token_ids: count(len(token_ids))
-    )
-    return [
-        row_of(prompt, sample, response.response_ids, response.log_target_probs, response.finished)
-        for (prompt, sample), response in zip(jobs, responses, strict=True)
-    ]
-
-
-def row_of(
-    prompt: RenderedPrompt, sample: int, response_ids: Sequence[int], log_target_probs: Sequence[float], finished: bool
-) -> Row:
+def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
     """A store row of a prompt and one answer."""
-    input_ids = [*prompt.prompt_ids, *response_ids]
+    input_ids = [*prompt.prompt_ids, *response.response_ids]
     mask = loss_mask(len(prompt.prompt_ids), len(input_ids))
-    return Row(prompt.prompt_id, sample, prompt.domain, input_ids, mask, list(log_target_probs), finished)
+    log_probs = list(response.log_target_probs)
+    return Row(prompt.prompt_id, sample, prompt.domain, input_ids, mask, log_probs, response.finished)
 
 
 def store_references(
@@ -125,26 +120,23 @@ def store_references(
     store.open(manifest)
     if not store.missing(1):
         return
+    texts = []
     answered = [prompt for prompt in prompts if prompt.reference_ids]
-    texts = [
-        Response(key=p.prompt_id, prompt_ids=list(p.prompt_ids), response_ids=list(p.reference_ids or ())[:max_tokens])
-        for p in answered
-    ]
-    for text in texts:
+    for prompt in answered:
+        ids = list(prompt.reference_ids or ())
+        text = Response(prompt.prompt_id, list(prompt.prompt_ids), response_ids=ids[:max_tokens])
         text.log_target_probs = [0.0] * len(text.response_ids)
+        text.finish_reason = "end" if len(ids) <= max_tokens else "length"
+        texts.append(text)
     if not sampling.greedy:
         # With stored logarithms of 0 the acceptance probability min(1, model / 1) is the model's own probability.
         with np.errstate(divide="ignore"):
             for text, probs in zip(texts, score_responses(target, texts, sampling), strict=True):
                 text.log_target_probs = np.log(probs).tolist()
-    rows = [
-        row_of(prompt, 0, text.response_ids, text.log_target_probs, len(prompt.reference_ids or ()) <= max_tokens)
-        for prompt, text in zip(answered, texts, strict=True)
-    ]
-    store.write_shard(0, rows)
+    store.write_shard(0, [row_of(prompt, 0, text) for prompt, text in zip(answered, texts, strict=True)])
 
 
-class _bar:  # noqa: N801 -- a context manager used like a function
+class ResponseBar:
     """A progress line: responses done, tokens/s of this run, remaining time."""
 
     def __init__(self, label: str, total: int, done: int, show: bool) -> None:
@@ -159,7 +151,7 @@ class _bar:  # noqa: N801 -- a context manager used like a function
         self.task = self.progress.add_task(label, total=total, completed=done, rate="")
         self.tokens = 0
 
-    def __enter__(self) -> "_bar":
+    def __enter__(self) -> "ResponseBar":
         self.progress.start()
         return self
 

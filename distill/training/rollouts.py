@@ -10,7 +10,7 @@ by a run that is resumed in between, so the resumed run sees the same sequences.
 import io
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 
 from data.batches.collate import Example
 from data.files import write_bytes
-from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, row_of
+from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond
 from data.responses.store import Row, Store
 from distill.config.layout import ROLLOUTS
 from distill.config.run import RunConfig
 from distill.models.draft import cast_copy
 from distill.models.load import model_fingerprint, tokenizer_fingerprint
 from distill.run import checkpoint
-from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
@@ -103,16 +102,7 @@ class Rollouts:
         Raises:
             UserError: disk full; a store of other settings; a damaged shard.
         """
-        settings = self._settings("student", generation)
-
-        def make(store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt], model: Any) -> None:
-            serving, accelerator = self.config.serving, self.accelerator
-            respond(
-                store, manifest, model, prompts, settings, samples_per_prompt=1, batch_size=serving.batch_size,
-                shard_size=serving.shard_size, rank=accelerator.process_index, ranks=accelerator.num_processes, show=False,
-            )  # fmt: skip
-
-        rows, _ = self._generation("student", generation, settings, draft, make)
+        rows, _ = self._generation("student", generation, draft)
         return [row.example() for row in rows]
 
     def speculative(self, generation: int, draft: Draft) -> list[Example]:
@@ -124,12 +114,7 @@ class Rollouts:
         Raises:
             UserError: disk full; a store of other settings; a damaged shard.
         """
-        settings = self._settings("speculative", generation)
-
-        def make(store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt], model: Any) -> None:
-            self._decode_speculatively(store, prompts, settings, model)
-
-        rows, store = self._generation("speculative", generation, settings, draft, make)
+        rows, store = self._generation("speculative", generation, draft)
         rejected = [mask for path in sorted(store.folder.glob("shard-*.parquet")) for mask in read_rejected(path)]
         if [len(mask) for mask in rejected] != [len(row.response_ids) for row in rows]:
             raise UserError(f"{store.folder}: shards and their .rejected.npz files do not agree; delete the folder")
@@ -151,11 +136,9 @@ class Rollouts:
         rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
         return replace(settings, sampling=sampling, rule=rule, gamma=rollouts.gamma)
 
-    def _generation(
-        self, kind: Kind, generation: int, settings: DecodeSettings, draft: Draft, make: Callable[..., None]
-    ) -> tuple[list[Row], Store]:
-        """Rows and store of a generation; `make` writes the shards of this rank that are missing."""
-        began = time.perf_counter()
+    def _generation(self, kind: Kind, generation: int, draft: Draft) -> tuple[list[Row], Store]:
+        """Rows and store of a generation; this rank makes its share of the shards that are missing."""
+        began, settings = time.perf_counter(), self._settings(kind, generation)
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
         manifest = self.identity | {
             "kind": kind, "generation": generation, "prompts": prompts_fingerprint(prompts),
@@ -172,7 +155,7 @@ class Rollouts:
         missing = store.missing(shards)
         self.accelerator.wait_for_everyone()  # all ranks have looked before the first of them writes
         if missing:
-            make(store, manifest, prompts, self._as_served(draft.exported()))
+            self._make(kind, store, manifest, prompts, settings, self._as_served(draft.exported()))
         self.accelerator.wait_for_everyone()
         if store.missing(shards):
             raise UserError(f"{store.folder}: shards {store.missing(shards)} are missing; run again to make them")
@@ -185,26 +168,18 @@ class Rollouts:
         target = self.target
         return draft if draft.dtype == target.dtype else cast_copy(draft, (target.dtype,), target.device)
 
-    def _decode_speculatively(
-        self, store: Store, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, draft: PreTrainedModel
-    ) -> None:
+    def _make(
+        self, kind: Kind, store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt],
+        settings: DecodeSettings, draft: PreTrainedModel,
+    ) -> None:  # fmt: skip
         serving, accelerator = self.config.serving, self.accelerator
-        shards = plan_shards(prompts, 1, serving.shard_size)
-        for shard in store.missing(len(shards)):
-            if shard % accelerator.num_processes != accelerator.process_index:
-                continue
-            # The keys that `respond` gives.
-            keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in shards[shard]]
-            responses, _ = decode(
-                self.target, ModelDrafter(draft), keyed, settings, batch_size=min(serving.batch_size, len(keyed))
-            )
-            rows = [
-                row_of(prompt, sample, response.response_ids, response.log_target_probs, response.finished)
-                for (prompt, sample), response in zip(shards[shard], responses, strict=True)
-            ]
-            # First the companion, then the shard: a shard that is there has one.
-            write_rejected(store.shard_path(shard), responses)
-            store.write_shard(shard, rows)
+        speculative = kind == "speculative"
+        respond(
+            store, manifest, self.target if speculative else draft, prompts, settings, samples_per_prompt=1,
+            batch_size=serving.batch_size, shard_size=serving.shard_size, rank=accelerator.process_index,
+            ranks=accelerator.num_processes, show=False, drafter=ModelDrafter(draft) if speculative else None,
+            companion=write_rejected if speculative else None,
+        )  # fmt: skip
 
     def _delete_old(self, kind: Kind, generation: int) -> None:
         """Deletes generations that neither this one's predecessor nor a resume from the last checkpoint could ask for."""

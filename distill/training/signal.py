@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data.batches.collate import Example, collate, pad_id_of
 from data.files import MANIFEST
+from data.responses.respond import ResponseBar
 from data.signals.codec import RELATIVE_ERROR
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.layout import CONFIG, SIGNAL, find_student
@@ -83,23 +82,12 @@ def fill(
         teacher = CapturingTeacher(
             Teacher(target.model), store, config.signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
         )
-        with _bar(sum(map(len, mine)), show) as bar:
+        with ResponseBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
             for indices in mine:
                 batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
                 teacher.fill(batch.to(accelerator.device))
-                bar.advance(bar.task_ids[0], len(indices))
+                bar.advance(len(indices))
     accelerator.wait_for_everyone()
-
-
-def _bar(total: int, show: bool) -> Progress:
-    columns = (
-        TextColumn("[bold]teacher signal"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    # On stderr: stdout may be JSON for a script.
-    bar = Progress(*columns, console=Console(stderr=True), disable=not show, refresh_per_second=2)
-    bar.add_task("", total=total)
-    return bar
 
 
 def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
