@@ -4,7 +4,8 @@ Legend: B sequences, T positions, R response tokens of the micro-batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,15 +48,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on another device."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
-        return Batch(
-            self.input_ids_BT.to(device, non_blocking=True), self.rows_R.to(device, non_blocking=True),
-            self.labels_R.to(device, non_blocking=True), moved(self.position_ids_BT), moved(self.weights_R), self.indices,
-            self.positions,
-        )  # fmt: skip
+        held = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in held.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -74,7 +71,7 @@ def collate_rows(
     pad_id: int,
     width: int,
     indices: Sequence[int],
-    position_ids_BT: Tensor | None = None,
+    packed: bool = False,
 ) -> Batch:
     """Sequences one behind the other in rows of `width`, the rest padded; no position predicts the first id of a sequence.
 
@@ -85,11 +82,13 @@ def collate_rows(
     predicts_BT = np.zeros(shape, dtype=bool)
     labels_BT = np.zeros(shape, dtype=np.int64)
     weights_BT = np.ones(shape, dtype=np.float32)
+    positions_BT = np.zeros(shape, dtype=np.int64)
     for index, row in enumerate(rows):
         start = 0
         for example in row:
             end = start + len(example.input_ids)
             input_ids_BT[index, start:end] = example.input_ids
+            positions_BT[index, start:end] = np.arange(end - start)
             predicts_BT[index, start : end - 1] = example.loss_mask[1:]
             labels_BT[index, start : end - 1] = example.input_ids[1:]
             if example.weights is not None:
@@ -101,7 +100,7 @@ def collate_rows(
         torch.from_numpy(input_ids_BT),
         torch.from_numpy(rows_R),
         torch.from_numpy(labels_BT.reshape(-1)[rows_R]),
-        position_ids_BT,
+        torch.from_numpy(positions_BT) if packed else None,
         torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
         tuple(int(index) for index in indices),
         sum(len(example.input_ids) for row in rows for example in row),

@@ -9,9 +9,6 @@ own, no table of positions is too short for it, and it is never predicted from.
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from data.batches.collate import Batch, Example, collate_rows
 
 # Rows are cut to their longest, rounded up to this: a nearly empty batch costs little, and few shapes occur.
@@ -30,11 +27,4 @@ def collate_packed(
     if longest > row_tokens:
         raise ValueError(f"a row has {longest} tokens, more than {row_tokens}")
     width = min(row_tokens, -(-longest // WIDTH_STEP) * WIDTH_STEP)
-    positions_BT = np.zeros((max(len(rows), 1), width), dtype=np.int64)
-    for index, row in enumerate(rows):
-        start = 0
-        for example in row:
-            end = start + len(example.input_ids)
-            positions_BT[index, start:end] = np.arange(end - start)
-            start = end
-    return collate_rows(rows, pad_id, width, indices, torch.from_numpy(positions_BT))
+    return collate_rows(rows, pad_id, width, indices, packed=True)

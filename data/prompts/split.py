@@ -6,6 +6,7 @@ A prompt's id is the hash of its content, so adding, removing or shuffling rows 
 import functools
 import hashlib
 import json
+import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,20 +139,13 @@ def _position(row: PromptRow) -> str:
 def _normalised(text: str) -> str:
     # Casefolding can undo the normal form: hence twice.
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    words = [_bare(word) for word in folded.split()]
+    words = [word.strip(_droppable()) for word in folded.split()]
     # A prompt of punctuation only is its punctuation, else all such would be one.
     return " ".join(word for word in words if word) or " ".join(folded.split())
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _bare(word: str) -> str:
-    start, end = 0, len(word)
-    while start < end and _droppable(word[start]):
-        start += 1
-    while end > start and _droppable(word[end - 1]):
-        end -= 1
-    return word[start:end]
-
-
-def _droppable(character: str) -> bool:
-    return unicodedata.category(character).startswith("P") and character not in MEANINGFUL
+@functools.cache
+def _droppable() -> str:
+    """All of Unicode's punctuation but the meaningful."""
+    punctuation = (chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith("P"))
+    return "".join(character for character in punctuation if character not in MEANINGFUL)

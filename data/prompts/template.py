@@ -43,7 +43,7 @@ def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_k
         UserError: chat without a template, plain with a conversation, a template that refuses the row or an argument.
     """
     if _is_chat(row, tokenizer, mode):
-        return _chat_ids(row, _turns(row), tokenizer, chat_template_kwargs, add_generation_prompt=True)
+        return _apply(row, _turns(row), tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=True)
     if row.text is None:
         raise UserError(f"{row.origin}: a conversation cannot be a plain prompt: set the template's mode to chat")
     return _plain_ids(row.text, tokenizer)
@@ -65,10 +65,12 @@ def render_reference(
     prompt_ids = render_prompt(row, tokenizer, mode=mode, chat_template_kwargs=chat_template_kwargs)
     if _is_chat(row, tokenizer, mode):
         answered = (*_turns(row), {"role": "assistant", "content": row.reference})
-        prompt_text = _chat_text(row, _turns(row), tokenizer, chat_template_kwargs, add_generation_prompt=True)
-        whole_text = _chat_text(row, answered, tokenizer, chat_template_kwargs, add_generation_prompt=False)
+        prompt_text = _apply(
+            row, _turns(row), tokenizer, chat_template_kwargs, tokenize=False, add_generation_prompt=True
+        )
+        whole_text = _apply(row, answered, tokenizer, chat_template_kwargs, tokenize=False, add_generation_prompt=False)
         response_text = _answer_part(row, prompt_text, whole_text, tokenizer)
-        joint_ids = _chat_ids(row, answered, tokenizer, chat_template_kwargs, add_generation_prompt=False)
+        joint_ids = _apply(row, answered, tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=False)
         response_ids = _split_off(prompt_ids, joint_ids, response_text, tokenizer)
         closing_text = response_text[response_text.rindex(row.reference.strip()) + len(row.reference.strip()) :]
         response_ids = _end_at_closing_token(response_ids, closing_text, tokenizer)
@@ -229,18 +231,6 @@ def _apply(
             f"{row.origin}: the chat template of {tokenizer.name_or_path} refuses this conversation: "
             f"{' '.join(str(error).split())}: change the row, or its system message"
         ) from error
-
-
-def _chat_ids(
-    row: PromptRow, turns: Sequence[dict[str, Any]], tokenizer: Any, kwargs: dict[str, Any], add_generation_prompt: bool
-) -> list[int]:
-    return list(_apply(row, turns, tokenizer, kwargs, tokenize=True, add_generation_prompt=add_generation_prompt))
-
-
-def _chat_text(
-    row: PromptRow, turns: Sequence[dict[str, Any]], tokenizer: Any, kwargs: dict[str, Any], add_generation_prompt: bool
-) -> str:
-    return _apply(row, turns, tokenizer, kwargs, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 def _plain_ids(text: str, tokenizer: Any) -> list[int]:

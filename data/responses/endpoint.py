@@ -13,10 +13,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from data.responses.respond import RenderedPrompt, ResponseBar, plan_shards, row_of
 from data.responses.store import Row, Store
@@ -44,21 +44,17 @@ class SignalSink(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the server is and how it is asked.
+class Endpoint(BaseModel):
+    """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only); a config's keys are these."""
 
-    url: up to and with `/v1`. model: its name there; null = the only one served. api_key_env: environment variable that holds
-    the key, if the server wants one. concurrency: requests under way at once. timeout: seconds of one request. retries: of a
-    request that meets a dropped connection, a timeout, 429 or 5xx, with growing pauses.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    url: str
-    model: str | None = None
-    api_key_env: str = "OPENAI_API_KEY"
-    concurrency: int = 32
-    timeout: float = 600.0
-    retries: int = 5
+    url: str = Field(description="up to and with /v1")
+    model: str | None = Field(None, description="its name there; null = the only one served")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
+    concurrency: int = Field(32, ge=1, description="requests under way at once")
+    timeout: float = Field(600.0, gt=0, description="seconds of one request")
+    retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
 
 
 class EndpointTarget:

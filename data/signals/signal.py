@@ -7,30 +7,40 @@ All three kinds describe the teacher's distribution at one softening temperature
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class DenseSignal:
+class _Rows:
+    """Tensors of one line a row; whatever else a signal holds concerns them all."""
+
+    def rows(self, chosen: slice | Tensor) -> Self:
+        """Some of the rows."""
+        return self._each(lambda tensor: tensor[chosen])
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device; a head stays where it is."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        held = {one.name: getattr(self, one.name) for one in fields(self)}
+        return replace(self, **{name: change(value) for name, value in held.items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True)
+class DenseSignal(_Rows):
     """The teacher's hidden states and its head: logits are made chunk by chunk and never kept."""
 
     hidden_RD: Tensor
     head: Callable[[Tensor], Tensor]  # (C, D) -> (C, V)
 
-    def rows(self, chosen: slice) -> DenseSignal:
-        """Some of the rows."""
-        return DenseSignal(self.hidden_RD[chosen], self.head)
-
-    def to(self, device: torch.device) -> DenseSignal:
-        """The same on another device; the head stays where it is."""
-        return DenseSignal(self.hidden_RD.to(device), self.head)
-
 
 @dataclass(frozen=True)
-class TopKSignal:
+class TopKSignal(_Rows):
     """The K most probable tokens of each row with their raw log-probabilities, and the log of all other mass.
 
     Nothing is renormalised: exp(log_probs).sum + exp(log_tail) = 1 up to the store's rounding. An entry that holds nothing has
@@ -41,17 +51,9 @@ class TopKSignal:
     log_probs_RK: Tensor  # float32, natural logarithm
     log_tail_R: Tensor  # float32
 
-    def rows(self, chosen: slice) -> TopKSignal:
-        """Some of the rows."""
-        return TopKSignal(self.ids_RK[chosen], self.log_probs_RK[chosen], self.log_tail_R[chosen])
-
-    def to(self, device: torch.device) -> TopKSignal:
-        """The same on another device."""
-        return TopKSignal(self.ids_RK.to(device), self.log_probs_RK.to(device), self.log_tail_R.to(device))
-
 
 @dataclass(frozen=True)
-class SampledSignal:
+class SampledSignal(_Rows):
     """Importance samples of each row: distinct ids with weights whose expectation is the teacher's probability (arXiv 2503.16870).
 
     `weights_RS` sums to 1 a row and is 0 where a row has fewer distinct samples; `log_probs_RS` is the teacher's log-probability
@@ -62,18 +64,6 @@ class SampledSignal:
     weights_RS: Tensor  # float32
     log_probs_RS: Tensor  # float32
     entropy_R: Tensor  # float32
-
-    def rows(self, chosen: slice) -> SampledSignal:
-        """Some of the rows."""
-        return SampledSignal(
-            self.ids_RS[chosen], self.weights_RS[chosen], self.log_probs_RS[chosen], self.entropy_R[chosen]
-        )
-
-    def to(self, device: torch.device) -> SampledSignal:
-        """The same on another device."""
-        return SampledSignal(
-            self.ids_RS.to(device), self.weights_RS.to(device), self.log_probs_RS.to(device), self.entropy_R.to(device)
-        )
 
 
 Signal = DenseSignal | TopKSignal | SampledSignal

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from data.prompts.prompt import PromptSource
+from data.responses.endpoint import Endpoint
 from speculative.rules.verify import Rule
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
@@ -16,15 +17,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class EndpointConfig(Section):
+class EndpointConfig(Endpoint, Section):
     """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only)."""
-
-    url: str = Field(description="up to and with /v1")
-    model: str | None = Field(None, description="its name there; null = the only one served")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
-    concurrency: int = Field(32, ge=1, description="requests under way at once")
-    timeout: float = Field(600.0, gt=0, description="seconds of one request")
-    retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
 
 
 class TargetConfig(Section):

@@ -7,7 +7,7 @@ V vocabulary.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,10 +41,6 @@ class LayerChoice:
     path: tuple[tuple[int, float], ...]  # (layer removed, alpha of what was left), one at a time
     exchanges: tuple[tuple[int, int, float], ...]  # (layer taken out, layer put in, alpha), after the path
     tokens: int  # positions scored
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def _carved(
         # At temperature 0 that of the model itself: overlap says more there than whether the argmax is the same.
         settings = SamplingSettings(temperature=temperature or 1.0)
         choice = choose_layers(target, config.depth, calibration or (), settings=settings)
-        notes["layers"] = choice.as_dict()
+        notes["layers"] = asdict(choice)
         layers = choice.layers
     student = carve(target, layers)
     if config.intermediate_size is None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from data.files import write_json
-from data.responses.endpoint import Endpoint, EndpointTarget
+from data.responses.endpoint import EndpointTarget
 from distill.config.layout import TARGET_FACTS
 from distill.config.sections import TargetConfig
 from distill.models.load import (
@@ -150,7 +150,7 @@ class Target:
         """The server that has the weights."""
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
-        return EndpointTarget(Endpoint(**self.config.endpoint.model_dump()), self.tokenizer, rows)
+        return EndpointTarget(self.config.endpoint, self.tokenizer, rows)
 
     def _asked(self) -> dict[str, Any]:
         """What an earlier start must have asked for, and what local weight files looked like then."""

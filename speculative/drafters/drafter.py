@@ -73,23 +73,25 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """The protocol of everything that proposes. One object serves one decode call after another.
+    """The protocol of everything that proposes, with what most need not say. One object serves one decode call after another.
 
     `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: wants `observe`.
     """
 
     name: str
     source_names: tuple[str, ...]
-    observes: bool
+    observes: bool = False
 
     @property
-    def model(self) -> PreTrainedModel | None: ...
+    def model(self) -> PreTrainedModel | None:
+        return None
 
     def start(self, seats: Seats) -> None:
         """Begin a decode call; nothing of an earlier one may be left."""
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
         """These rows now hold fresh prompts, tokens_RC[r, :lengths_R[r]]."""
+        return
 
     def propose(self, ask: Ask) -> Proposal:
         """Draft at most `ask.gamma` tokens per row; called before every block, also with gamma 0.
@@ -100,9 +102,11 @@ class Drafter(Protocol):
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         """What the target was fed in the last block and its most likely token after each; only when `observes`."""
+        raise AssertionError(f"the {self.name} does not observe")
 
     def keep(self, rows: list[int]) -> None:
         """Compact to these rows, in this order."""
+        return
 
 
 class ModelDrafter:

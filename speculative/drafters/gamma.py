@@ -23,9 +23,11 @@ class GammaPolicy(Protocol):
 
     def start(self, rows: int) -> None:
         """A decode call of this many rows begins."""
+        return
 
     def admit(self, row: int) -> None:
         """A new request sits in this row: nothing of the former one counts."""
+        return
 
     def choose(self, active_R: np.ndarray) -> int:
         """Drafted tokens of the next block, 0..max_gamma, for the whole batch."""
@@ -37,30 +39,22 @@ class GammaPolicy(Protocol):
 
         `seconds` is None for a block whose time says nothing (a model call was compiled in it).
         """
+        return
 
     def keep(self, rows: Sequence[int]) -> None:
         """Compact to these rows, in this order."""
+        return
 
 
-class FixedGamma:
+class FixedGamma(GammaPolicy):
     """The same gamma for every block."""
 
     def __init__(self, gamma: int, stop_below: float = 0.0):
         self.max_gamma = gamma
         self.stop_below = _checked_threshold(stop_below)
 
-    def start(self, rows: int) -> None: ...
-
-    def admit(self, row: int) -> None: ...
-
     def choose(self, active_R: np.ndarray) -> int:
         return self.max_gamma
-
-    def record(
-        self, width: int, active_R: np.ndarray, drafted_R: np.ndarray, accepted_R: np.ndarray, seconds: float | None
-    ) -> None: ...
-
-    def keep(self, rows: Sequence[int]) -> None: ...
 
 
 class BlockSeconds:

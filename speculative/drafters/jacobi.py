@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from speculative.drafters.drafter import Ask, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.drafters.lookup import one_hot_proposal
 from speculative.errors import UserError
 
 
-class JacobiPool:
+class JacobiPool(Drafter):
     """Proposes n-grams of the target's own predictions, pooled per row by their first token. Nothing is trained.
 
     Each verify call also predicts behind its first rejection. A token that was fed there and the prediction after it
@@ -32,7 +31,6 @@ class JacobiPool:
     name = "jacobi pool"
     source_names: tuple[str, ...] = ("jacobi",)
     observes = True
-    model: PreTrainedModel | None = None
 
     def __init__(self, ngram: int = 4, explore: bool = True):
         """`ngram`: tokens of a pooled n-gram, its key included. `explore` False: propose only what the pool knows.

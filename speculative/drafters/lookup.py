@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from speculative.drafters.drafter import Ask, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.errors import UserError
 
 
@@ -38,7 +37,7 @@ def check_ngrams(min_ngram: int, max_ngram: int) -> None:
         raise UserError(f"min_ngram = {min_ngram}, max_ngram = {max_ngram}: must be 1 <= min_ngram <= max_ngram")
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Proposes what followed the longest n-gram that ends the text now, at its latest earlier occurrence.
 
     The latest, because a text repeats what it just said (a loop, a variable in scope) more than its beginning: 2 % to
@@ -51,8 +50,6 @@ class PromptLookup:
 
     name = "prompt lookup"
     source_names: tuple[str, ...] = ("lookup",)
-    observes = False
-    model: PreTrainedModel | None = None
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
         """n-grams of `min_ngram` to `max_ngram` tokens, the longest first. Raises UserError for an empty range."""
@@ -79,9 +76,6 @@ class PromptLookup:
                 index.read(ask.tokens_RC[row, len(index.text) : lengths[row]].tolist())
                 chains[row] = index.continuation(ask.gamma)
         return one_hot_proposal(chains, ask.gamma, self._device)
-
-    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        raise AssertionError("prompt lookup does not observe")
 
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

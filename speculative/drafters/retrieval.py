@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from transformers import PreTrainedModel
 
-from speculative.drafters.drafter import Ask, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.drafters.lookup import check_ngrams, proposal_width
 from speculative.engine.models import vocab_rows
 from speculative.errors import UserError
@@ -136,13 +135,11 @@ class Datastore:
         return np.where(np.arange(gamma) < counts_R[:, None], ids_RG, 0), counts_R
 
 
-class Retrieval:
+class Retrieval(Drafter):
     """Proposes from a datastore; the datastore never changes, so a row's proposals depend on its own text only."""
 
     name = "retrieval"
     source_names: tuple[str, ...] = ("retrieval",)
-    observes = False
-    model: PreTrainedModel | None = None
 
     def __init__(self, datastore: Datastore):
         self.datastore = datastore
@@ -158,8 +155,6 @@ class Retrieval:
             )
         self._device = seats.target.device
 
-    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...
-
     def propose(self, ask: Ask) -> Proposal:
         if ask.gamma == 0:
             return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self._device))
@@ -167,11 +162,6 @@ class Retrieval:
         counts_R = counts_R * ask.active_R
         width = proposal_width(counts_R, ask.gamma, self._device)
         return Proposal(torch.from_numpy(ids_RG[:, :width]).to(self._device), counts_R=counts_R)
-
-    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        raise AssertionError("retrieval does not observe")
-
-    def keep(self, rows: list[int]) -> None: ...
 
 
 def _powers(count: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from speculative.drafters.lookup import RowIndex
 from speculative.explain.target_view import top_tokens
-from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, predicted_speed_up
+from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, predicted_speed_ups
 from speculative.measure.curves import rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.metrics import alpha_with_interval
@@ -333,7 +333,7 @@ def draft_outlook(
     return {
         "rule": rule,
         "curve": curve,
-        "speed_up_by_gamma": _speed_ups(taus, costs),
+        "speed_up_by_gamma": {str(g): speed_up for g, speed_up in predicted_speed_ups(taus, costs).items()},
         "now": now,
         "reachable": reachable,
         "ceiling": ceiling,
@@ -342,12 +342,6 @@ def draft_outlook(
             "speed_up": ceiling["speed_up"] - now["speed_up"],
         },
         "decision": decide(costs, now["speed_up"], reachable["speed_up"], rival),
-    }
-
-
-def _speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[str, float]:
-    return {
-        str(g): predicted_speed_up(tau, g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g, tau in taus.items()
     }
 
 

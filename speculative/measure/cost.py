@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings, Timing
-from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
@@ -83,12 +83,14 @@ def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
     return tau / (gamma * c + v)
 
 
+def predicted_speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[int, float]:
+    """`predicted_speed_up` at every gamma of `taus`."""
+    return {g: predicted_speed_up(tau, g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g, tau in taus.items()}
+
+
 def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
     """The gamma of `taus` with the highest predicted speed-up, and that speed-up; (0, 1.0) when none beats 1."""
-    speed_ups = {
-        gamma: predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
-        for gamma, tau in taus.items()
-    }
+    speed_ups = predicted_speed_ups(taus, costs)
     gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)
     return (gamma, speed_ups[gamma]) if gamma and speed_ups[gamma] > 1.0 else (0, 1.0)
 
@@ -115,27 +117,18 @@ def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
     return high
 
 
-class _FreeProposals:
+class _FreeProposals(Drafter):
     """Proposes gamma fixed tokens at once: what is left to time is the target."""
 
     name = "free proposals"
     source_names: tuple[str, ...] = ("free",)
-    observes = False
-    model: PreTrainedModel | None = None
 
     def start(self, seats: Seats) -> None:
         self._device = seats.target.device
 
-    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...
-
     def propose(self, ask: Ask) -> Proposal:
         ids_RG = torch.zeros((len(ask.lengths_R), ask.gamma), dtype=torch.int64, device=self._device)
         return Proposal(ids_RG, counts_R=np.full(len(ask.lengths_R), ask.gamma))
-
-    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        raise AssertionError("free proposals do not observe")
-
-    def keep(self, rows: list[int]) -> None: ...
 
 
 def measure_costs(

@@ -193,7 +193,7 @@ def server() -> Iterator[tuple[str, Behaviour]]:
 
 def target_at(url: str, **options: Any) -> EndpointTarget:
     settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, "retries": 2, **options}
-    return EndpointTarget(Endpoint(url, **settings), tiny_tokenizer(), TOKENS)
+    return EndpointTarget(Endpoint(url=url, **settings), tiny_tokenizer(), TOKENS)
 
 
 def rendered(count: int = 9) -> list[RenderedPrompt]:
@@ -479,7 +479,7 @@ def test_a_foreign_tokenizer_is_refused(server: Any) -> None:
         def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
             return {"input_ids": [1, 2, 3]}
 
-    target = EndpointTarget(Endpoint(server[0]), Other(), TOKENS)
+    target = EndpointTarget(Endpoint(url=server[0]), Other(), TOKENS)
     assert "splits text into other tokens" in refusal(target.check)
 
 

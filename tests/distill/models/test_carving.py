@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_an_exchange_mends_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_choice_is_plain_values() -> None:
     choice = choose_layers(tiny_model(num_hidden_layers=3), 1, TEXTS)
-    plain = json.loads(json.dumps(choice.as_dict()))
+    plain = json.loads(json.dumps(asdict(choice)))
     assert plain["layers"] == list(choice.layers)
     assert len(plain["drop_one"]) == 3
     assert set(plain) == {"layers", "alpha", "drop_one", "path", "exchanges", "tokens"}

@@ -1,6 +1,7 @@
 """The draft before training, from a config: every way to start, and pairs of keys that cannot be."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_layers_chosen_on_text(tmp_path: Path) -> None:
     before = logits(target)
     student = student_of(tmp_path, {"layers": "auto", "depth": 2}, target, calibration=TEXTS, notes=notes)
     expected = choose_layers(target_of(), 2, TEXTS)
-    assert json.loads(json.dumps(notes))["layers"] == json.loads(json.dumps(expected.as_dict()))
+    assert json.loads(json.dumps(notes))["layers"] == json.loads(json.dumps(asdict(expected)))
     same_weights(student, carve(target_of(), expected.layers))
     torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
     # A resumed run, or another rank, is told and does not measure.
