@@ -174,13 +174,11 @@ def decode(
 
 def context_of(target: PreTrainedModel, drafter: Drafter | None) -> tuple[int | None, str]:
     """The shorter context of the two models and whose it is; None where neither says."""
-    limits = [(longest, 0, "target") for longest in [max_positions(target.config)] if longest is not None]
+    models = [(target, "target")]
     if drafter is not None and drafter.model is not None:
-        limits += [
-            (longest, 1, drafter.name) for longest in [max_positions(drafter.model.config)] if longest is not None
-        ]
-    context, _, name = min(limits, default=(None, 0, ""))
-    return context, name
+        models.append((drafter.model, drafter.name))
+    limits = [(longest, name) for model, name in models if (longest := max_positions(model.config)) is not None]
+    return min(limits, key=lambda limit: limit[0], default=(None, ""))
 
 
 def check_prompts(

@@ -73,13 +73,6 @@ def modules(heldout: bool) -> Iterator[tuple[str, str]]:
             yield name, source
 
 
-def _documented_functions(source: str) -> Iterator[tuple[list[str], FunctionNode]]:
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, FunctionNode) and ast.get_docstring(node) and len(node.body) > 1:
-            yield lines, node
-
-
 def functions(source: str) -> Iterator[tuple[str, str]]:
     """(head, whole function) of each documented function with a body: dedented source text.
 
@@ -87,7 +80,10 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
     line break at its end: in running text a line break and the indentation behind it are one token, so a prompt that ends
     in a bare line break is one that the model has seen only at the end of a function.
     """
-    for lines, node in _documented_functions(source):
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, FunctionNode) or not ast.get_docstring(node) or len(node.body) < 2:
+            continue
         docstring = node.body[0]
         start, end = node.lineno - 1, node.end_lineno or node.lineno
         # A head and body that share a line (``def f(): "doc"; return 1``) cannot be cut at a line's end.

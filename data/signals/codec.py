@@ -8,11 +8,16 @@ means exactly zero. Ids take 16 bits and, packed behind, the bits that a larger 
 tail mass and the entropy are kept as float32. At k = 64 and 151,936 tokens that is 276 bytes a token.
 """
 
+from dataclasses import fields
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.signals.signal import SampledSignal, TopKSignal
+
+_Stored = TypeVar("_Stored", TopKSignal, SampledSignal)
 
 LOG_FLOOR = -32.0
 ZERO_CODE = 65535  # probability 0; the codes below it are -32/65534 apart
@@ -128,26 +133,21 @@ def decode_sampled(record: np.ndarray, tokens: int, samples: int, vocab_rows: in
 def join_topk(signals: list[TopKSignal], k: int) -> TopKSignal:
     """Rows of several examples, or of none, behind each other."""
     nothing = torch.zeros((0, k))
-    signals = signals or [TopKSignal(nothing.long(), nothing, nothing[:, 0])]
-    return TopKSignal(
-        torch.cat([signal.ids_RK for signal in signals]),
-        torch.cat([signal.log_probs_RK for signal in signals]),
-        torch.cat([signal.log_tail_R for signal in signals]),
-    )
+    return _joined(signals or [TopKSignal(nothing.long(), nothing, nothing[:, 0])])
 
 
 def join_sampled(signals: list[SampledSignal]) -> SampledSignal:
     """Rows of several examples, or of none, behind each other, padded to the widest with weight 0 and probability 0."""
     nothing = torch.zeros((0, 1))
-    signals = signals or [SampledSignal(nothing.long(), nothing, nothing, nothing[:, 0])]
-    width = max(signal.ids_RS.shape[1] for signal in signals)
+    return _joined(signals or [SampledSignal(nothing.long(), nothing, nothing, nothing[:, 0])])
 
-    def joined(parts: list[Tensor], filler: float) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler) for part in parts])
 
-    return SampledSignal(
-        joined([signal.ids_RS for signal in signals], 0),
-        joined([signal.weights_RS for signal in signals], 0.0),
-        joined([signal.log_probs_RS for signal in signals], -torch.inf),
-        torch.cat([signal.entropy_R for signal in signals]),
-    )
+def _joined(signals: list[_Stored]) -> _Stored:
+    def joined(name: str) -> Tensor:
+        parts = [getattr(signal, name) for signal in signals]
+        if parts[0].dim() > 1:
+            width, filler = max(part.shape[1] for part in parts), -torch.inf if name.startswith("log_probs") else 0.0
+            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler) for part in parts]
+        return torch.cat(parts)
+
+    return type(signals[0])(*(joined(one.name) for one in fields(signals[0])))

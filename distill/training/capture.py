@@ -120,7 +120,7 @@ class StoredTeacher:
         return self.store.read(batch.indices).to(batch.rows_R.device)
 
 
-class CapturingTeacher:
+class CapturingTeacher(StoredTeacher):
     """Asks the online teacher once per example and keeps the answer; who comes again gets what was kept."""
 
     def __init__(
@@ -133,7 +133,8 @@ class CapturingTeacher:
         chunk: int | None = None,
     ) -> None:
         """``store`` is open, to repair; ``temperature`` is the loss's; ``chunk``: rows whose logits exist at once."""
-        self.teacher, self.store, self.config = teacher, store, config
+        super().__init__(store)
+        self.teacher, self.config = teacher, config
         self.temperature, self.seed, self.chunk = temperature, seed, chunk
 
     def signal(self, batch: Batch) -> StoredSignal:
@@ -145,7 +146,7 @@ class CapturingTeacher:
             UserError: disk full; the target's distribution is not finite.
         """
         self.fill(batch)
-        return self.store.read(batch.indices).to(batch.rows_R.device)
+        return super().signal(batch)
 
     def fill(self, batch: Batch) -> int:
         """Captures what the store lacks of a micro-batch; how many examples that were.

@@ -28,7 +28,7 @@ from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
-from distill.training.profiling import Profile, mfu, training_flops
+from distill.training.profiling import mfu, traced, training_flops
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
 from speculative.decoder.stage_clock import StageClock
@@ -137,10 +137,10 @@ class Loop:
         """
         interrupt, main, train = Interrupt(), self.accelerator.is_main_process, self.config.train
         word = "distil" if self.teacher else "train"
-        profile = Profile(self.run, train.profile_steps, self.accelerator.device, main)
+        trace = traced(self.run, train.profile_steps, self.accelerator.device, main)
         try:
             self._judge_if_due()
-            with progress_line(word, train.steps, self.progress.step, main) as show, profile:
+            with progress_line(word, train.steps, self.progress.step, main) as show, trace as step_ended:
                 while self.progress.step < train.steps and not self._out_of_patience():
                     started = time.perf_counter()
                     self.clock.start()
@@ -150,7 +150,7 @@ class Loop:
                     self.progress.tokens_seen += result.tokens
                     self._book(result, elapsed)
                     show(self.progress.step, self._record(result, elapsed))
-                    profile.step()
+                    step_ended()
                     self._judge_if_due()
                     self._read_dial_if_due()
                     if self._any_rank(interrupt.requested):

@@ -1,10 +1,11 @@
 """What the machine did: a profiler trace on request, peak memory, and the share of the GPU's peak that training used (MFU)."""
 
+import contextlib
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,58 +38,37 @@ _PEAK_TFLOPS: dict[str, float] = {
 }
 
 
-class Profile:
-    """Traces some training steps with torch's profiler; a context around the loop that is told of every step's end.
-
-        with Profile(run, config.train.profile_steps, device, main) as profile:
-            for step in ...:
-                ...
-                profile.step()
+@contextlib.contextmanager
+def traced(folder: Path, steps: int, device: torch.device, main: bool) -> Iterator[Callable[[], None]]:
+    """Traces some training steps with torch's profiler; gives the loop inside a function to call at the end of every step.
 
     The first step (allocations, compilation) is left out and one more lets the profiler itself get warm, then ``steps`` steps
     are recorded: FOLDER/profile/trace.json.gz for chrome://tracing or https://ui.perfetto.dev, and operations.txt with the
     operations that took the most time. Only the main process traces. With ``steps`` 0 nothing happens and nothing is imported.
+    Training that ends, or fails, while the trace is running still gets what was recorded.
     """
+    if not (steps and main):
+        yield lambda: None
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda profiler: _write(profiler, folder / "profile", device),
+    ) as profiler:
+        yield profiler.step
 
-    def __init__(self, folder: Path, steps: int, device: torch.device, main: bool) -> None:
-        """Nothing is started yet."""
-        self.folder, self.steps, self.device = folder / "profile", steps if main else 0, device
-        self._profiler: Any = None
 
-    def __enter__(self) -> "Profile":
-        if self.steps:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(
-                activities=activities,
-                schedule=torch.profiler.schedule(wait=1, warmup=1, active=self.steps, repeat=1),
-                on_trace_ready=self._write,
-            )
-            self._profiler.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profiler is not None:
-            # Training that ends, or fails, while the trace is running still gets what was recorded.
-            self._profiler.stop()
-            self._profiler = None
-
-    def step(self) -> None:
-        """Call at the end of every step."""
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def _write(self, profiler: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{TRACE}"  # torch decides by the suffix whether to compress
-        profiler.export_chrome_trace(str(temporary))
-        os.replace(temporary, self.folder / TRACE)
-        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=by, row_limit=_TOP_ROWS, max_name_column_width=80)
-        write_bytes(self.folder / TABLE, f"{table}\n".encode())
+def _write(profiler: Any, folder: Path, device: torch.device) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{TRACE}"  # torch decides by the suffix whether to compress
+    profiler.export_chrome_trace(str(temporary))
+    os.replace(temporary, folder / TRACE)
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=by, row_limit=_TOP_ROWS, max_name_column_width=80)
+    write_bytes(folder / TABLE, f"{table}\n".encode())
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:

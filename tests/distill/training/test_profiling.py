@@ -9,9 +9,9 @@ import torch
 from tiny_models import tiny_model
 
 from distill.training.profiling import (
-    Profile,
     mfu,
     peak_flops,
+    traced,
     training_flops,
 )
 from speculative.engine.memory import peak_bytes
@@ -19,12 +19,12 @@ from speculative.engine.memory import peak_bytes
 CPU = torch.device("cpu")
 
 
-def train(folder: Path, steps: int, *, traced: int, main: bool = True) -> None:
-    with Profile(folder, traced, CPU, main) as profile:
+def train(folder: Path, steps: int, *, recorded: int, main: bool = True) -> None:
+    with traced(folder, recorded, CPU, main) as step_ended:
         for _ in range(steps):
             with torch.profiler.record_function("one_step"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
-            profile.step()
+            step_ended()
 
 
 def recorded_steps(folder: Path) -> int:
@@ -34,7 +34,7 @@ def recorded_steps(folder: Path) -> int:
 
 
 def test_so_many_steps_are_traced_behind_the_warm_ones(tmp_path: Path) -> None:
-    train(tmp_path, 8, traced=3)
+    train(tmp_path, 8, recorded=3)
     assert recorded_steps(tmp_path) == 3
     table = (tmp_path / "profile" / "operations.txt").read_text(encoding="utf-8")
     assert "aten::mm" in table
@@ -42,15 +42,15 @@ def test_so_many_steps_are_traced_behind_the_warm_ones(tmp_path: Path) -> None:
 
 
 def test_training_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
-    train(tmp_path, 4, traced=10)
+    train(tmp_path, 4, recorded=10)
     assert recorded_steps(tmp_path) == 2
 
 
 def test_training_that_fails_is_not_hidden(tmp_path: Path) -> None:
     def failing() -> None:
-        with Profile(tmp_path, 3, CPU, True) as profile:
+        with traced(tmp_path, 3, CPU, True) as step_ended:
             for _ in range(3):
-                profile.step()
+                step_ended()
             raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
@@ -58,9 +58,9 @@ def test_training_that_fails_is_not_hidden(tmp_path: Path) -> None:
     assert (tmp_path / "profile" / "trace.json.gz").exists()
 
 
-@pytest.mark.parametrize(("traced", "main"), [(0, True), (3, False)])
-def test_off_or_another_rank_writes_nothing(tmp_path: Path, traced: int, main: bool) -> None:
-    train(tmp_path, 8, traced=traced, main=main)
+@pytest.mark.parametrize(("recorded", "main"), [(0, True), (3, False)])
+def test_off_or_another_rank_writes_nothing(tmp_path: Path, recorded: int, main: bool) -> None:
+    train(tmp_path, 8, recorded=recorded, main=main)
     assert list(tmp_path.iterdir()) == []
 
 
