@@ -37,7 +37,7 @@ test: setup      ## all tests (under 8 minutes on 2 cores; more cores: make test
 prove: setup     ## the statistical claims with simulations of full size (make test runs them small)
 	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m simulation
 
-bench: setup     ## the numbers in README; writes bench/results/
+bench: setup     ## the numbers in README and docs; writes bench/results/
 	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
 	$(BIN)/python bench/decode.py --out bench/results/decode.json
 	$(BIN)/python bench/replay.py --out bench/results/replay.json

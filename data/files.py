@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, and manifests that say what a folder of them was made from."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -37,7 +38,9 @@ def open_modes(folder: Path) -> None:
     mode = stat.S_IMODE(trial.stat().st_mode)
     trial.rmdir()
     for path in (folder, *folder.rglob("*")):
-        path.chmod(mode if path.is_dir() else mode & 0o666)
+        # Some network disks have no modes to give.
+        with contextlib.suppress(PermissionError):
+            path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from distill.models.target import Target
 from distill.run.folder import claim_folder
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
+from distill.run.session import context_limit, new_accelerator
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
@@ -47,8 +48,6 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     Raises:
         UserError: odd config, folder of another run, target or prompts not there, disk full.
     """
-    from distill.run.session import context_limit, new_accelerator
-
     config, wanted = _resolved(config_path, overrides, signal)
     accelerator = new_accelerator(project_dir=str(config.folder))
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # Batches sorted by length together. More makes padding smaller and the order less random; 16 keeps padding under 10 % on
-# real responses (see tests/test_packing.py).
+# real responses (see tests/tokens/test_packing.py).
 POOL_BATCHES = 16
 
 

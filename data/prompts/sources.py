@@ -172,11 +172,17 @@ def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]
     return (table for file, builder in builders for table in _read_file(file, builder))
 
 
-def _builder_of(file: Path, format: str) -> str:
+def format_of(file: Path) -> str | None:
+    """The format that a file's suffix tells, `.gz` aside; None when it tells none."""
     suffix = file.name.removesuffix(".gz").rpartition(".")[2].lower()
-    if format == "auto" and suffix not in FORMATS:
+    return suffix if suffix in FORMATS else None
+
+
+def _builder_of(file: Path, format: str) -> str:
+    told = format_of(file) if format == "auto" else format
+    if told is None:
         raise UserError(f"{file}: the suffix tells no format: rename it or set format to one of {', '.join(FORMATS)}")
-    return FORMATS[suffix if format == "auto" else format]
+    return FORMATS[told]
 
 
 def _directory_tables(folder: Path, split: str, subset: str | None) -> Iterator[_Table]:

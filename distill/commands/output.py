@@ -1,4 +1,4 @@
-"""Where a command may write."""
+"""Where a command may write, and what it says of a disk that refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few held-out prompts decoded with a run's best draft, to look at."""
+"""`understudy show`: the verdict of a finished run, and a few held-out prompts decoded with its best draft."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+HELP = {"help_option_names": ["-h", "--help"]}
 # Of every command with --prompts, named as in a config.
 PromptColumn = Annotated[str, typer.Option(help="of --prompts: column with a plain prompt; default: a usual name")]
 MessagesColumn = Annotated[str, typer.Option(help="of --prompts: column with chat messages (role, content)")]
@@ -51,8 +52,8 @@ def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:
 
 def run_program(program: Callable[[Any], int | None], arguments: Sequence[str] | None = None) -> int:
     """Runs a program with these arguments (None: the process's own); returns its exit status, 2 for a wrong call."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(no_args_is_help=True)(command_of(program))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+    app.command(no_args_is_help=True, context_settings=HELP)(command_of(program))
     try:
         app(arguments)
     except SystemExit as stopped:

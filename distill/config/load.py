@@ -126,12 +126,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
+    _drop_retired(tree)
     for assignment in overrides:
         _set(tree, assignment)
     origin = (
         str(path) if not overrides else f"{path} (with {len(overrides)} override{'s' if len(overrides) > 1 else ''})"
     )
     return parse_config(tree, origin)
+
+
+# Keys that a run's folder may hold although there is nothing behind them, at the values that ask for nothing.
+RETIRED = {"student.tokenizer": None, "train.window": None, "judge.corpus_windows": 64, "student.lora.dropout": 0.0}
+
+
+def _drop_retired(tree: dict[str, Any]) -> None:
+    for key, value in RETIRED.items():
+        *parents, leaf = key.split(".")
+        node: Any = tree
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and leaf in node and node[leaf] == value:
+            del node[leaf]
 
 
 def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Objectives per token: pure functions of two log-probability rows. The definitions; `distill/loss/gradients.py` is their fast twin.
+"""Objectives per token: pure functions of two log-probability rows. The definitions; `divergences.py` and `gradients.py` beside it are their fast twin.
 
 Legend: N tokens, V vocabulary, K stored entries, S samples. Every function takes log-probabilities (natural logarithm, float32 or better) and returns
 one loss per token, in nats where it is a divergence. Nothing here averages: the trainer owns the one denominator.

@@ -26,27 +26,37 @@ def resolve(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of an error; transformers' config validation has its reason on the second."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if isinstance(error, StrictDataclassError) else 1])
 
 
-def _load(what: str, path: str, load: Any, **options: Any) -> Any:
-    """Calls a `from_pretrained` and turns its ways of failing into one line."""
+def find_model(what: str, path: str, needed: str = "config.json") -> bool:
+    """Whether a path is of this machine and not of the hub.
+
+    Raises:
+        UserError: it is, and no folder with the `needed` file is there.
+    """
     local = resolve(path)
     looks_local = local.startswith((".", "/", "~")) or Path(local).exists()
-    needed = "" if what == "tokenizer" else "config.json"
     if looks_local and not (Path(local) / needed).exists():
         raise UserError(
             f"{what} {path!r}: no {needed or 'folder'} there; give a Hugging Face model directory or a hub id"
         )
+    return looks_local
+
+
+def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
+    """Calls a `from_pretrained` and turns its ways of failing into one line."""
+    local = resolve(path)
+    looks_local = find_model(what, path, "" if what == "tokenizer" else "config.json")
     # A bar is for downloads: the ones for reading local weights break our own progress lines.
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        reason = _reason(error)
+        reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
         raise UserError(
@@ -76,7 +86,7 @@ def load_model(
         UserError: not there, not loadable, hub not reachable.
     """
     options = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-    return _load(what, path, AutoModelForCausalLM.from_pretrained, **options).eval()
+    return load_pretrained(what, path, AutoModelForCausalLM.from_pretrained, **options).eval()
 
 
 def load_tokenizer(
@@ -87,7 +97,7 @@ def load_tokenizer(
     Raises:
         UserError: not there, not loadable, hub not reachable.
     """
-    return _load(
+    return load_pretrained(
         "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
 

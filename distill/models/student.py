@@ -17,7 +17,7 @@ from distill.config.layout import STUDENT_NOTES
 from distill.config.run import RunConfig
 from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
-from distill.models.load import _load, _reason, load_model, load_tokenizer
+from distill.models.load import load_model, load_pretrained, load_tokenizer, reason_of
 from distill.models.target import Target
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import compare_vocabularies, repair_rows, require_agreement, vocabulary_rows
@@ -152,14 +152,16 @@ def context_of(student: StudentConfig) -> int | None:
         UserError: no readable config at student.path, an unknown model type.
     """
     if student.init == "pretrained":
-        config = _load("student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision)
+        config = load_pretrained(
+            "student.path", str(student.path), AutoConfig.from_pretrained, revision=student.revision
+        )
         return max_positions(config)
     if student.init == "config":
         fields = dict(student.architecture or {})
         try:
             config = AutoConfig.for_model(str(fields.pop("model_type", None)), **fields)
         except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-            raise UserError(f"student.architecture: {_reason(error)}") from error
+            raise UserError(f"student.architecture: {reason_of(error)}") from error
         return max_positions(config)
     return None
 
@@ -194,7 +196,7 @@ def from_architecture(
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"student.architecture: {_reason(error)}") from error
+        raise UserError(f"student.architecture: {reason_of(error)}") from error
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str] | str) -> Any:

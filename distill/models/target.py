@@ -17,6 +17,7 @@ from distill.config.layout import TARGET_FACTS
 from distill.config.sections import TargetConfig
 from distill.models.load import (
     dtype_of,
+    find_model,
     load_model,
     load_tokenizer,
     model_fingerprint,
@@ -46,13 +47,18 @@ class TargetFacts:
 class Target:
     """The model to be imitated: tokenizer at once, weights on first use; facts are kept beside a run, so that a later start may do without weights."""
 
-    def __init__(self, config: TargetConfig, device: torch.device, run: Path | None = None) -> None:
+    def __init__(
+        self, config: TargetConfig, device: torch.device, run: Path | None = None, what: str = "target.path"
+    ) -> None:
         """Reads the tokenizer, and the facts of an earlier start of ``run`` when they are of this path, revision and dtype.
+
+        ``what``: the path's name in errors.
 
         Raises:
             UserError: no tokenizer there.
         """
-        self.config, self.device = config, device
+        self.config, self.device, self._what = config, device, what
+        find_model(what, config.path)
         self._how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         self.tokenizer = load_tokenizer(config.path, **self._how)
         self._model: PreTrainedModel | None = None
@@ -72,15 +78,15 @@ class Target:
             )
         if self._model is None:
             dtype = dtype_of(self.config.dtype, self.device)
-            model = load_model("target.path", self.config.path, dtype=dtype, **self._how)
+            model = load_model(self._what, self.config.path, dtype=dtype, **self._how)
             self._model = model.to(self.device)  # type: ignore[arg-type]
-            found = self._found_facts(self._model)
-            if self._facts is not None and found != self._facts:
+            known = self._facts
+            if known is not None and (model_fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):
+                self._model = None
                 raise UserError(
                     f"{self.config.path}: its weights or their dtype are no longer those that {self._run}/{TARGET_FACTS} tells of; give the run "
                     "another name, or delete its folder"
                 )
-            self._facts = found
         return self._model
 
     @property
@@ -100,8 +106,7 @@ class Target:
         if self._facts is None and self.config.endpoint is not None:
             self._facts = self._endpoint_facts()
         elif self._facts is None:
-            _ = self.model
-        assert self._facts is not None
+            self._facts = self._found_facts(self.model)
         return self._facts
 
     @property
@@ -209,6 +214,6 @@ def load_target_side(
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
     try:
         generation = GenerationConfig.from_pretrained(name, revision=revision or "main")
-    except OSError:  # many targets have none; the model config then holds the ids
+    except (OSError, ValueError):  # many targets have none; the model config then holds the ids
         generation = GenerationConfig.from_model_config(config)
     return TargetSide(name, config, tokenizer, generation)

@@ -1,6 +1,6 @@
 """`understudy report RUN`: result.json as one HTML file that needs no network, with a Markdown and a small JSON twin.
 
-The page is distill/templates/report.html.j2 with its style and script inlined. Text of models and prompts is hostile: it is escaped by
+The page is distill/report/templates/report.html.j2 with its style and script inlined. Text of models and prompts is hostile: it is escaped by
 jinja2, and a content security policy lets no script run but ours and nothing be fetched.
 """
 

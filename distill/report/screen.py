@@ -157,7 +157,7 @@ def last_screen(
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = Table.grid(padding=(0, 2))
     if (run / REPORT).exists():
-        places.add_row("report", f"{run / 'report.html'}  (open it in a browser)")
+        places.add_row("report", f"{run / REPORT}  (open it in a browser)")
     places.add_row("verdict", str(run / VERDICT))
     places.add_row("best checkpoint", str(run / BEST_LINK))
     if export is not None:

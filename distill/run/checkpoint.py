@@ -28,7 +28,7 @@ from distill.config.layout import (
     list_steps,
     step_folder,
 )
-from distill.run.verdict_record import Judgement
+from distill.run.verdict_record import Judgement, read_json
 from speculative.errors import UserError
 
 
@@ -150,14 +150,21 @@ def load_judgements(run: Path) -> list[Judgement]:
     """The record of every judged checkpoint, step 0 first.
 
     Raises:
-        UserError: the run has none, or one is not whole.
+        UserError: the run has none, one is not whole, or that of step 0, the undistilled draft, is not there.
     """
-    records = []
+    records, remedy = [], f"delete {run / CHECKPOINTS} and start the run's command again: the responses are kept"
     for step in list_steps(run):
         path = step_folder(run, step) / JUDGEMENT
         if path.exists():
-            remedy = "delete it, and start the run's command again: it judges that checkpoint anew"
-            records.append(Judgement.of(path, json.loads(path.read_text(encoding="utf-8")), remedy))
+            try:
+                tree = read_json(path)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path}: cannot be read ({error}); {remedy}") from error
+            records.append(Judgement.of(path, tree, remedy))
+    if records and records[0].step != 0:
+        raise UserError(
+            f"{step_folder(run, 0) / JUDGEMENT}: not there, so nothing tells of the draft before training; {remedy}"
+        )
     if not records:
         raise UserError(
             f"{run}: no judged checkpoint there; train first with `accelerate launch -m distill.train CONFIG`"

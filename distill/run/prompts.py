@@ -4,10 +4,11 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from data.prompts.prompt import PromptRow
-from data.prompts.sources import load_source
+from data.prompts.sources import format_of, load_source
 from data.prompts.split import content_hash, deduplicate, remove_overlap, split_rows
 from data.prompts.template import Mode, check_lengths, render_prompt, render_reference
 from data.responses.respond import RenderedPrompt
@@ -82,15 +83,19 @@ def asked_rows(
         UserError: see `load_source`; the message begins with the option.
     """
     columns = {"prompt_column": prompt_column or None, "messages_column": messages_column or None}
-    source = SourceConfig(path=path, system=system or None, **columns)  # type: ignore[arg-type]
-    if label:
-        # No such column, or a fault that the second reading names.
+    # A file whose suffix tells nothing is one of plain lines.
+    plain = Path(path).is_file() and format_of(Path(path)) is None
+    source = SourceConfig(path=path, system=system or None, format="txt" if plain else "auto", **columns)  # type: ignore[arg-type]
+    # Where several columns could hold the prompt, `prompt` does. No such column, or a fault: the last reading names it.
+    ways = [] if any(columns.values()) else [{"prompt_column": "prompt"}]
+    for update in ([way | {"domain_column": label} for way in ({}, *ways)] if label else []) + [{}, *ways]:
         with contextlib.suppress(UserError):
-            return load_source(source.model_copy(update={"domain_column": label})), True
+            return load_source(source.model_copy(update=update)), "domain_column" in update
     try:
         return load_source(source), False
     except UserError as error:
-        raise UserError(f"--prompts {error}") from error
+        words = str(error).replace("prompt_column", "--prompt-column").replace("messages_column", "--messages-column")
+        raise UserError(f"--prompts {words}") from error
 
 
 def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[Prompt]:

@@ -37,7 +37,8 @@ class Record(BaseModel):
             first = error.errors(include_url=False, include_input=False)[0]
             absent = first["type"] in ("missing", "too_short")
             fault = "is missing" if absent else f"holds something else ({first['msg']})"
-            raise UserError(f"{path}: key {_dotted(first['loc'])} {fault}; {remedy}") from error
+            what = f"key {_dotted(first['loc'])}" if first["loc"] else "the file"
+            raise UserError(f"{path}: {what} {fault}; {remedy}") from error
 
 
 def _dotted(place: tuple[int | str, ...]) -> str:

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from data.batches.collate import Batch
 from data.files import write_json
-from distill.config.layout import AVERAGED, JUDGEMENT, PROGRESS, STUDENT, list_steps, step_folder
+from distill.config.layout import AVERAGED, JUDGEMENT, PROGRESS, STATE, STUDENT, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.config.sections import TrainConfig
 from distill.faults import Interrupted
@@ -118,8 +118,8 @@ class Loop:
         accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *averaged)
         self.clock = self.module.clock = StageClock(accelerator.device)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
-        if progress.step or (step_folder(self.run, 0) / "state").exists():
-            state = step_folder(self.run, progress.step) / "state"
+        if progress.step or (step_folder(self.run, 0) / STATE).exists():
+            state = step_folder(self.run, progress.step) / STATE
             sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
             self.metrics.cut_after(progress.step)
 

@@ -1,4 +1,4 @@
-"""What the machine did: a profiler trace on request, peak memory, and the share of the GPU's peak that training used (MFU)."""
+"""What the machine did: a profiler trace on request, and the share of the GPU's peak that training used (MFU)."""
 
 import contextlib
 import os

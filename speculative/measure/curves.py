@@ -1,6 +1,6 @@
 """What a draft is worth at every gamma, with an interval, from one pass over stored text.
 
-Shapes: N responses, P prompts (the resampling unit), R resamples, C columns of sums, K numbers made of them.
+Shapes: N responses, P prompts (the resampling unit), C columns of sums, K numbers made of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every gamma from one draft pass over stored target responses (DESIGN section 5): no target in memory.
+"""Every gamma from one draft pass over stored target responses: no target in memory.
 
 Speculative decoding along a text is a chain of blocks. One that starts at token t keeps k of its drafted tokens and adds
 the target's own, so that the next starts at t + k + 1; given the text, k is random, and one law serves every rule:

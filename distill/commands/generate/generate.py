@@ -152,7 +152,7 @@ def load(options: GenerateOptions) -> Loaded:
     if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
     kind = options.drafter or ("draft" if draft else "none")
-    target = Target(TargetConfig(path=options.target, dtype=options.dtype), place)  # type: ignore[arg-type]
+    target = Target(TargetConfig(path=options.target, dtype=options.dtype), place, what="target")  # type: ignore[arg-type]
     model = target.model
 
     def draft_model() -> ModelDrafter:

@@ -210,11 +210,15 @@ def test_files_of_other_systems_and_odd_lines_are_read_or_refused_plainly(tiny_t
     assert [key for key, _ in read("a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\x0cstill two\r\n")] == ["a.txt:1", "a.txt:3"]
     ids: Any = dict(read("b.jsonl", '\ufeff{"prompt": "a\u2028b"}\n'.encode()))["b.jsonl:1"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a\u2028b"
+    for name in ("plain.prompts", "plain", "notes.md"):
+        assert [key for key, _ in read(name, b"one\ntwo\n")] == [f"{name}:1", f"{name}:2"]
+    both = b'{"prompt": "this one", "text": "not this", "messages": [{"role": "user", "content": "nor this"}]}'
+    assert tokenizer.decode(read("both.jsonl", both)[0][1], skip_special_tokens=True) == "this one"
     for name, raw, message in (
         ("c.txt", b"\xff\xfe\x00", "--prompts .*c.txt:1: not UTF-8"),
         ("d.jsonl", b'{"prompt": "x"}\n{"prompt": "\\ud800 lone"}', "d.jsonl:2: not valid Unicode"),
         ("e.jsonl", b'{"prompt": ""}', "e.jsonl:1: column 'prompt' is empty"),
-        ("f.jsonl", b'{"words": "x"}', "f.jsonl: which column holds the prompt.*prompt_column"),
+        ("f.jsonl", b'{"words": "x"}', "f.jsonl: which column holds the prompt.*--prompt-column or --messages-column"),
         ("g.txt", b"\n\n", "g.txt: no rows"),
     ):
         with pytest.raises(UserError, match=message):

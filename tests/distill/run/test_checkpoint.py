@@ -1,6 +1,7 @@
 """A run's folder: claimed once, written whole or not at all, pruned, pointed at."""
 
 import errno
+import json
 import os
 import resource
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from distill.config.layout import PROGRESS, list_steps, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.run import checkpoint
+from distill.run.checkpoint import load_judgements
 from distill.run.folder import claim_folder
 from speculative.errors import UserError
 
@@ -320,3 +322,41 @@ def test_before_the_first_checkpoint_a_start_may_be_mended(tmp_path: Path) -> No
     claim_folder(mended)
     assert not (config.folder / "self_checks.json").exists()
     assert (config.folder / "config.yaml").read_text() == dump_config(mended)
+
+
+def judged(run: Path, step: int, text: str) -> None:
+    folder = step_folder(run, step)
+    folder.mkdir(parents=True)
+    (folder / "progress.json").write_text("{}")
+    (folder / "judgement.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("step", "text", "words"),
+    [
+        (0, "{", "cannot be read"),
+        (0, "[]", "the file holds something else"),
+        (4, None, "nothing tells of the draft before"),
+    ],
+)
+def test_a_judgement_that_is_not_whole_is_one_line(tmp_path: Path, step: int, text: str | None, words: str) -> None:
+    """Without step 0 a later checkpoint would pass for the undistilled baseline."""
+    good = json.dumps(
+        {"step": step, "score": 2.0, "rule": "greedy", "gamma": 3, "alpha": 0.5, "alpha_ci": [0.4, 0.6], "tau": 2.0}
+    )
+    judged(tmp_path, step, good if text is None else text)
+    with pytest.raises(UserError, match=words) as refused:
+        load_judgements(tmp_path)
+    assert "delete" in str(refused.value)
+
+
+def test_a_folder_with_keys_that_have_nothing_behind_them_opens(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = dump_config(run_config(tmp_path))
+    path.write_text(
+        text.replace("\ntrain:\n", "\ntrain:\n  window: null\n").replace("\njudge:\n", "\njudge:\n  corpus_windows: 64\n")
+    )
+    assert load_config(path) == run_config(tmp_path)
+    path.write_text(text.replace("\ntrain:\n", "\ntrain:\n  window: 256\n"))
+    with pytest.raises(UserError, match=r"unknown key `train\.window`"):
+        load_config(path)
