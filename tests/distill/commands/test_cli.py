@@ -151,7 +151,7 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tm
         (["evaluate", "x", "--config", "TINY", "--rule", "soft"], ["--rule soft", "greedy-draft"]),
         (["evaluate", "./no-such-folder", "--config", "TINY"], ["no-such-folder", "config.json"]),
         (["export", "nowhere", "--to", "out"], ["nowhere", "config.yaml"]),
-        (["generate", "./nowhere", "--prompt", "x"], ["./nowhere", "no folder there"]),
+        (["generate", "./nowhere", "--prompt", "x"], ["./nowhere", "no config.json there"]),
         (["show", "nowhere"], ["nowhere", "verdict.json"]),
     ],
 )
