@@ -318,15 +318,10 @@ class EndpointTarget:
 
     def _complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """The first choice of a completion as a plain dict; OpenAI's parameters and the servers' own in one."""
-        standard = {"max_tokens", "temperature", "top_p", "seed", "logprobs", "frequency_penalty", "presence_penalty"}
         model = self.model
-        given = {name: value for name, value in options.items() if name in standard}
-        extra = {name: value for name, value in options.items() if name not in standard}
 
         def call() -> dict[str, Any]:
-            raw = self.client.completions.with_raw_response.create(
-                model=model, prompt=prompt, extra_body=extra, **given
-            )
+            raw = self.client.completions.with_raw_response.create(model=model, prompt=prompt, extra_body=options)
             answer = raw.http_response.json()
             choice = dict(answer["choices"][0])
             # Some servers put it beside the choices.

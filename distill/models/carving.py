@@ -100,9 +100,7 @@ def _batches(sequences: Sequence[Sequence[int]], device: torch.device) -> list[t
         batch, rest = rest[: max(1, BATCH_TOKENS // width)], rest[max(1, BATCH_TOKENS // width) :]
         # Padded with its own last token: a pad id makes some models of transformers warn.
         ids_BT = torch.tensor([[*sequence, *[sequence[-1]] * (width - len(sequence))] for sequence in batch])
-        real_BT = torch.zeros((len(batch), width), dtype=torch.bool)
-        for row, sequence in enumerate(batch):
-            real_BT[row, : len(sequence)] = True
+        real_BT = torch.arange(width) < torch.tensor([[len(sequence)] for sequence in batch])
         batches.append((ids_BT.to(device), real_BT.to(device)))
     return batches
 

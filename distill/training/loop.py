@@ -4,6 +4,7 @@ Legend: R response tokens of a micro-batch.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -162,7 +163,8 @@ class Loop:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step: a function of the step alone (and of the rollouts stored for it)."""
-        return self.batches.micro_batches(step, sharding.WholeDraft(self.accelerator, self.wrapped, self.module))
+        draft = functools.partial(sharding.whole_draft, self.accelerator, self.wrapped, self.module)
+        return self.batches.micro_batches(step, draft)
 
     def step(self, window: Sequence[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches.

@@ -10,10 +10,10 @@ by a run that is resumed in between, so the resumed run sees the same sequences.
 import io
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -38,14 +38,8 @@ from speculative.rules.verify import Rule
 
 ROLLOUT_FORMAT = 1
 Kind = Literal["student", "speculative"]
-
-
-class Draft(Protocol):
-    """What rollouts need of the module that trains: an ordinary model of its present weights, made when it is asked for."""
-
-    def exported(self) -> PreTrainedModel:
-        """The causal LM."""
-        ...
+# Of the module that trains: an ordinary causal LM of its present weights, made when it is asked for.
+Draft = Callable[[], PreTrainedModel]
 
 
 def rejected_positions(response: Response) -> list[int]:
@@ -155,7 +149,7 @@ class Rollouts:
         missing = store.missing(shards)
         self.accelerator.wait_for_everyone()  # all ranks have looked before the first of them writes
         if missing:
-            self._make(kind, store, manifest, prompts, settings, self._as_served(draft.exported()))
+            self._make(kind, store, manifest, prompts, settings, self._as_served(draft()))
         self.accelerator.wait_for_everyone()
         if store.missing(shards):
             raise UserError(f"{store.folder}: shards {store.missing(shards)} are missing; run again to make them")

@@ -282,18 +282,11 @@ def _rebuilt(module: DraftModule, state: dict[str, Any]) -> DraftModule:
     return DraftModule(fresh, module.objective)
 
 
-class WholeDraft:
-    """The draft as rollouts need it: an ordinary model of the present weights on every rank. All ranks ask together."""
-
-    def __init__(self, accelerator: Accelerator, wrapped: Any, module: DraftModule) -> None:
-        """Nothing is copied before `exported`."""
-        self.accelerator, self.wrapped, self.module = accelerator, wrapped, module
-
-    def exported(self) -> PreTrainedModel:
-        """The causal LM, adapters merged."""
-        full = full_module(self.accelerator, self.wrapped, self.module, everywhere=True)
-        assert full is not None
-        return full.exported()
+def whole_draft(accelerator: Accelerator, wrapped: Any, module: DraftModule) -> PreTrainedModel:
+    """The draft as rollouts need it: an ordinary model of the present weights on every rank, adapters merged. All ranks ask together."""
+    full = full_module(accelerator, wrapped, module, everywhere=True)
+    assert full is not None
+    return full.exported()
 
 
 def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any], folder: Path) -> None:

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import LogitsProcessor
@@ -85,18 +85,6 @@ class LogitsRules:
             or (self.min_tokens > 0 and self.eos_ids)
             or self.extra
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for a report; extra processors by their class."""
-        return {
-            "repetition_penalty": self.repetition_penalty,
-            "bias": [list(pair) for pair in self.bias],
-            "allowed_ids": list(self.allowed_ids),
-            "banned_ids": list(self.banned_ids),
-            "min_tokens": self.min_tokens,
-            "eos_ids": list(self.eos_ids),
-            "extra": [type(processor).__name__ for processor in self.extra],
-        }
 
     def check(self, vocab_size: int) -> None:
         """Raises UserError for a token id the model does not score, and when no token of the vocabulary is left."""

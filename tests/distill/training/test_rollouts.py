@@ -59,7 +59,7 @@ class Draft:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.asked = model, 0
 
-    def exported(self) -> PreTrainedModel:
+    def __call__(self) -> PreTrainedModel:
         self.asked += 1
         return self.model
 
@@ -340,7 +340,7 @@ def test_an_adapter_is_part_of_the_draft(tmp_path: Path) -> None:
         for name, parameter in module.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-    merged = rollouts_of(config_of(tmp_path / "lora")).student(0, module)
+    merged = rollouts_of(config_of(tmp_path / "lora")).student(0, module.exported)
     plain = rollouts_of(config_of(tmp_path / "plain")).student(0, Draft(draft_model()))
     again = rollouts_of(config_of(tmp_path / "again")).student(0, Draft(module.exported()))
     assert same(merged, again)

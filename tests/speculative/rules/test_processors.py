@@ -333,16 +333,6 @@ def test_lists_and_numpy_numbers_become_plain_values():
     assert rules.allowed_ids == (3, 4)
     assert rules == LogitsRules(bias=((3, 1.0),), allowed_ids=(3, 4), eos_ids=(2,))
     assert hash(rules) == hash(replace(rules))
-    assert rules.as_dict() == {
-        "repetition_penalty": 1.0,
-        "bias": [[3, 1.0]],
-        "allowed_ids": [3, 4],
-        "banned_ids": [],
-        "min_tokens": 0,
-        "eos_ids": [2],
-        "extra": [],
-    }
-    assert LogitsRules(extra=(Halved(),)).as_dict()["extra"] == ["Halved"]
 
 
 def test_changed_rules_do_not_inherit_what_was_made_for_the_old_ones():
