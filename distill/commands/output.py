@@ -6,7 +6,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from data.files import write_json
 from speculative.errors import UserError
 
 PICTURES = (".svg", ".png")
@@ -21,11 +23,20 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise UserError(f"{option} {path}: cannot be written ({error.strerror or error})") from error
 
 
-def check_writable(option: str, path: Path) -> None:
+def write_asked(option: str, path: Path | None, value: Any) -> None:
+    """Writes a value as JSON where an option asks for it. Raises UserError naming the option and the file."""
+    if path is not None:
+        with writing(option, path):
+            write_json(path, value)
+
+
+def check_writable(option: str, path: Path | None) -> None:
     """Refuse a place that cannot be written, or that is something else than a file, before any work is done.
 
-    Makes the folder it is in. Raises UserError naming the option.
+    Makes the folder it is in. Raises UserError naming the option; None: it was not asked for.
     """
+    if path is None:
+        return
     with writing(option, path):
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{option} {path}: is there and is not an ordinary file; give a file name")
@@ -35,8 +46,8 @@ def check_writable(option: str, path: Path) -> None:
         trial.unlink()
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path | None) -> None:
     """`check_writable` of --plot, whose name must say which picture it is. Raises UserError."""
-    if path.suffix.lower() not in PICTURES:
+    if path is not None and path.suffix.lower() not in PICTURES:
         raise UserError(f"--plot {path}: its name must end in {' or '.join(PICTURES)}")
     check_writable("--plot", path)

@@ -4,6 +4,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from data.files import write_bytes
 from distill.config.layout import PLOT
 from distill.run.checkpoint import load_judgements
@@ -14,15 +16,10 @@ _PANELS = (("alpha", "alpha (acceptance rate)"), ("tau", "tau (tokens per target
 
 def plot_run(run: Path) -> Path:
     """Writes `plot.png` into the run's folder from its judgements; intervals are shaded. Returns the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, (key, label) in zip(axes, _PANELS, strict=True):
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axis, (key, label) in zip(figure.subplots(1, 2), _PANELS, strict=True):
         _panel(axis, records, best, key, label)
     figure.suptitle(
         f"{run.name}: rule {records[0].rule}, gamma {records[0].gamma}, {records[0].prompts} held-out prompts"
@@ -31,13 +28,10 @@ def plot_run(run: Path) -> Path:
     return run / PLOT
 
 
-def write_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a picture, png or svg by the file's name, whole or not at all, and closes it."""
-    import matplotlib.pyplot as plt
-
+def write_figure(figure: Figure, path: Path, **options: Any) -> None:
+    """Writes a picture, png or svg by the file's name, whole or not at all."""
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."), **options)
-    plt.close(figure)
     write_bytes(path, content.getvalue())
 
 

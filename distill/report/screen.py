@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.export.export import ExportReport
+from distill.report.screen_table import screen_table
 from distill.report.tables import interval, number
 from distill.run.verdict_record import Costs, Judgement, OnText, Verdict
 from speculative.decoder.responses import Response
@@ -23,13 +23,13 @@ OWN_STYLE = "bold yellow"
 
 def verdict_table(verdict: Verdict) -> Table:
     """Target alone, baseline and best draft side by side."""
-    table = Table(
-        title=f"{verdict.prompts} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}, gamma {verdict.gamma}",
+    table = screen_table(
+        f"{verdict.prompts} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}, gamma {verdict.gamma}",
+        ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"),
+        words=("draft",),
+        no_wrap=True,
         caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]",
-        box=box.SIMPLE_HEAD,
     )
-    for column in ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"):
-        table.add_column(column, justify="left" if column == "draft" else "right", no_wrap=True)
     alone = verdict.target_tokens_per_second
     if alone is not None:
         table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
@@ -53,9 +53,8 @@ def judgement_table(title: str, judgement: Judgement) -> Table:
     """Numbers of one draft: overall and by domain."""
     check = judgement.replay_check
     caption = f"tau beside {agreement_words(check.record() if check else None, judgement.live_tokens or 0)}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, caption=caption)
-    for column in ("", "alpha", "tau", "accepted\n/drafted", "survival 1..gamma", "prompts", "tokens"):
-        table.add_column(column, justify="left" if not column else "right")
+    columns = ("", "alpha", "tau", "accepted\n/drafted", "survival 1..gamma", "prompts", "tokens")
+    table = screen_table(title, columns, caption=caption)
     rows: list[tuple[str, OnText]] = [("all", judgement)]
     rows += sorted(judgement.domains.items()) if len(judgement.domains) > 1 else []
     for name, row in rows:

@@ -15,11 +15,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from data.files import read_manifest, write_json
+from data.files import read_manifest
 from distill.commands.compare.comparison import Comparison, Entry, JudgedGate, comparison
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import plot_comparison
-from distill.commands.output import check_plot, check_writable, writing
+from distill.commands.output import check_plot, check_writable, write_asked, writing
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
@@ -60,9 +60,7 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     result = comparison(text, entries, gamma)
     judged, failures = judge_gates(result, gates, options.fail_if_worse)
     result = result.model_copy(update={"gates": judged, "failures": failures})
-    if options.out is not None:
-        with writing("--out", options.out):
-            write_json(options.out, result.record())
+    write_asked("--out", options.out, result.record())
     if plot is not None:
         with writing("--plot", plot):
             plot_comparison(result, plot)
@@ -77,10 +75,8 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
         raise UserError(f"--rule {options.rule}: one of {', '.join(RULES)}")
     if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
         raise UserError(f"--gamma {options.gamma}: give 1 to {MOST_GAMMA}")
-    if options.out is not None:
-        check_writable("--out", options.out)
-    if plot is not None:
-        check_plot(plot)
+    check_writable("--out", options.out)
+    check_plot(plot)
 
 
 def parse_gate(text: str, timing: bool = True) -> Gate:

@@ -1,15 +1,16 @@
 """What a person sees of a comparison: a table, the paired differences in words, domains, and one picture."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
+import matplotlib
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from distill.commands.compare.comparison import Comparison
 from distill.report.plot import write_figure
+from distill.report.screen_table import screen_table
 from distill.report.tables import interval
 from speculative.measure.effects import too_few
 
@@ -19,16 +20,14 @@ SHOWN_GAMMAS = 16
 def compare_table(result: Comparison) -> Table:
     """Every draft with its numbers; without timing there is no speed."""
     timed = result.costs is not None
-    table = Table(
-        title=f"{result.prompts} held-out prompts of {result.on} ({result.tokens:,} tokens), rule {result.rule}, "
-        f"gamma {result.gamma}",
+    table = screen_table(
+        f"{result.prompts} held-out prompts of {result.on} ({result.tokens:,} tokens), rule {result.rule}, gamma {result.gamma}",
+        ["draft", "parameters", "alpha", "tau"] + (["draft step", "speed", "best gamma"] if timed else []),
+        words=("draft",),
+        overflow="fold",
         caption="alpha: acceptance rate; tau: tokens per target call, by replay of the same text; [95 % interval]"
         + ("; speed: predicted from measured steps, over the target alone" if timed else ""),
-        box=box.SIMPLE_HEAD,
     )
-    columns = ["draft", "parameters", "alpha", "tau"] + (["draft step", "speed", "best gamma"] if timed else [])
-    for column in columns:
-        table.add_column(column, justify="left" if column == "draft" else "right", overflow="fold")
     for row in result.drafts:
         cells = [
             row.name,
@@ -54,11 +53,11 @@ def difference_lines(result: Comparison) -> list[str]:
         tau, alpha = other.tau, other.alpha
         answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other.certain_tau]
         line = (
-            f"{other.name} against {result.against}: {answer}; tau {tau.gain:+.3f} {_signed(tau.ci)}, "
-            f"alpha {alpha.gain:+.4f} {_signed(alpha.ci, 4)}"
+            f"{other.name} against {result.against}: {answer}; tau {tau.gain:+.3f} {interval(tau.ci, sign=True)}, "
+            f"alpha {alpha.gain:+.4f} {interval(alpha.ci, 4, sign=True)}"
         )
         if other.speed_up is not None:
-            line += f", speed {other.speed_up.gain:+.2f}x {_signed(other.speed_up.ci, 2)}"
+            line += f", speed {other.speed_up.gain:+.2f}x {interval(other.speed_up.ci, 2, sign=True)}"
         seen, few = other.minimal_detectable.tau, too_few(other.prompts, other.corrected_confidence)
         if few is not None:
             line += f"; {few}"
@@ -77,24 +76,20 @@ def domain_table(result: Comparison) -> Table | None:
         return None
     others = result.differences
     looks = len(others) * len(result.domains)
-    table = Table(
-        title=f"tau at gamma {result.gamma} by domain, and the difference to {result.against}",
+    table = screen_table(
+        f"tau at gamma {result.gamma} by domain, and the difference to {result.against}",
+        ("domain", "prompts", *(row.name for row in result.drafts)),
+        words=("domain",),
+        overflow="fold",
         caption=f"intervals widened for all {looks} comparisons; * = certain",
-        box=box.SIMPLE_HEAD,
     )
-    for column in ("domain", "prompts", *(row.name for row in result.drafts)):
-        table.add_column(column, justify="left" if column == "domain" else "right", overflow="fold")
     for domain in result.domains:
         cells = [domain.name, str(domain.prompts), f"{domain.tau[result.against]:.2f}"]
         for own in domain.differences:
             star = "" if own.certain_tau == "none" else " *"
-            cells.append(f"{domain.tau[own.name]:.2f}\n{own.tau.gain:+.2f} {_signed(own.tau.ci, 2)}{star}")
+            cells.append(f"{domain.tau[own.name]:.2f}\n{own.tau.gain:+.2f} {interval(own.tau.ci, 2, sign=True)}{star}")
         table.add_row(*cells)
     return table
-
-
-def _signed(ends: Sequence[float], digits: int = 3) -> str:
-    return f"[{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]"
 
 
 def print_comparison(console: Console, result: Comparison) -> None:
@@ -109,14 +104,10 @@ def print_comparison(console: Console, result: Comparison) -> None:
 
 def plot_comparison(result: Comparison, path: Path) -> Path:
     """Writes the picture: tau over gamma of each draft with its band, and the paired differences; returns the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     # Text stays text: searchable, and the file is small.
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "understudy"}):
-        figure, (curves, gains) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "understudy"}):
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        curves, gains = figure.subplots(1, 2)
         _curves(curves, result)
         _gains(gains, result)
         figure.suptitle(f"{result.prompts} held-out prompts, rule {result.rule}, by replay of the same text")

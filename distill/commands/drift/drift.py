@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from rich import box
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
-from data.files import write_json
 from data.prompts.split import content_hash
 from data.prompts.template import check_lengths, render_prompt
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord, read_acceptance_log
@@ -34,9 +32,10 @@ from distill.commands.drift.baseline import (
     slices_of,
 )
 from distill.commands.drift.options import DriftOptions
-from distill.commands.output import check_plot, check_writable, writing
+from distill.commands.output import check_plot, check_writable, write_asked, writing
 from distill.config.layout import RESULT
 from distill.report.plot import write_figure
+from distill.report.screen_table import screen_table
 from distill.report.tables import interval
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.prompts import asked_rows
@@ -95,9 +94,7 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     told = [_slice_facts(part, found, log, options) for part, found in zip(slices, monitored, strict=True)]
     result = _facts(options, baseline, log, told, notes + more + _length_notes(slices, log) + _correlation_notes(told))
     _print(console, result)
-    if options.out is not None:
-        with writing("--out", options.out):
-            write_json(options.out, result)
+    write_asked("--out", options.out, result)
     if options.plot is not None:
         with writing("--plot", options.plot):
             plot_drift(options.plot, result, slices, monitored)
@@ -120,10 +117,8 @@ def _check(options: DriftOptions) -> None:
         raise UserError(f"--gamma {options.gamma}: give the server's drafted tokens per block, 1 to 128")
     if options.rule and options.rule not in get_args(Rule):
         raise UserError(f"--rule {options.rule}: one of {', '.join(get_args(Rule))}")
-    if options.out is not None:
-        check_writable("--out", options.out)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_writable("--out", options.out)
+    check_plot(options.plot)
 
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
@@ -240,7 +235,7 @@ def _sentence(facts: dict[str, Any], unit: str) -> str:
         verb = "fell" if alarm["direction"] == "down" else "rose"
         words = (
             f"{where}accepted/drafted {verb} from {baseline:.3f} to {behind['rate']:.3f} "
-            f"({behind['change']:+.3f} {_signed(behind['change_ci'])}) since {unit} {alarm['since']:,} of "
+            f"({behind['change']:+.3f} {interval(behind['change_ci'], sign=True)}) since {unit} {alarm['since']:,} of "
             f"{facts['requests']:,}{' (' + behind['time'] + ')' if behind['time'] else ''}, seen at {unit} {alarm['at']:,}"
         )
         if alarm["since"] == 1:
@@ -258,7 +253,7 @@ def _sentence(facts: dict[str, Any], unit: str) -> str:
     )
     words = (
         f"{where}accepted/drafted {facts['rate']:.3f} {interval(facts['ci'])} against {baseline:.3f} "
-        f"({facts['change']:+.3f} {_signed(facts['change_ci'])}); {seen}"
+        f"({facts['change']:+.3f} {interval(facts['change_ci'], sign=True)}); {seen}"
     )
     if alarms:
         past = alarms[-1]
@@ -267,10 +262,6 @@ def _sentence(facts: dict[str, Any], unit: str) -> str:
             f"{'fell' if past['direction'] == 'down' else 'rose'} and came back"
         )
     return words
-
-
-def _signed(ci: list[float]) -> str:
-    return f"[{ci[0]:+.3f}, {ci[1]:+.3f}]"
 
 
 def _length_notes(slices: list[Slice], log: AcceptanceLog) -> list[str]:
@@ -337,20 +328,21 @@ def _facts(
 def _print(console: Console, result: dict[str, Any]) -> None:
     """The table, the notes and the sentence."""
     baseline = result["baseline"]
-    table = Table(
-        title=f"{result['source']['path']} against {result['run']} (gamma {baseline['gamma']}, rule {baseline['rule']})",
+    table = screen_table(
+        f"{result['source']['path']} against {result['run']} (gamma {baseline['gamma']}, rule {baseline['rule']})",
+        ("slice", "requests", "accepted\n/drafted", "change", "length", "sum"),
+        words=("slice",),
+        no_wrap=True,
         caption="(baseline), [95 % interval]; length: 1 + accepted per block; sum: highest over its threshold, 1 = alarm",
-        box=box.SIMPLE_HEAD,
     )
-    for column in ("slice", "requests", "accepted\n/drafted", "change", "length", "sum"):
-        table.add_column(column, justify="left" if column == "slice" else "right", no_wrap=column != "slice")
+    table.columns[0].no_wrap = False
     for facts in result["slices"]:
         other = "" if facts["compared_with"] == facts["name"] else f"\n(against {facts['compared_with']})"
         table.add_row(
             facts["name"] + other,
             f"{facts['requests']:,}",
             f"{facts['rate']:.3f}\n({facts['baseline_rate']:.3f})",
-            f"{facts['change']:+.3f}\n{_signed(facts['change_ci'])}",
+            f"{facts['change']:+.3f}\n{interval(facts['change_ci'], sign=True)}",
             f"{'?' if facts['tau'] is None else format(facts['tau'], '.2f')}\n({facts['baseline_tau']:.2f})",
             f"{facts['highest'] / facts['threshold']:.2f}",
             style="bold" if facts["refresh"] else "",
@@ -363,12 +355,8 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 
 def plot_drift(path: Path, result: dict[str, Any], slices: list[Slice], monitored: list[Monitored]) -> None:
     """The sum of each slice over its threshold, request by request; png or svg by the file's name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axis = figure.subplots()
     for part, found in zip(slices, monitored, strict=True):
         counts = np.arange(1, len(found.path_N) + 1)
         (line,) = axis.plot(counts, found.path_N / found.chart.threshold, label=part.name, linewidth=1.2)

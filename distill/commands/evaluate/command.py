@@ -6,12 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
-from data.files import write_json
 from distill.commands.evaluate.evaluate import evaluate, parse_gammas
 from distill.commands.evaluate.losslessness import lossless_lines, losslessness
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.evaluate.scores import score_lines, task_scores
-from distill.commands.output import check_writable, writing
+from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.report.screen import judgement_table
@@ -47,8 +46,7 @@ def _judge(config: RunConfig, options: EvaluateOptions, rule: Rule, gammas: list
     if _is_of_a_run(out):
         raise UserError(f"--out {out}: holds the result of a training run; give another name")
     result = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
-    with writing("--out", out):
-        write_json(out, result.record())
+    write_asked("--out", out, result.record())
     verdict = result.verdict
     if options.as_json:
         print(json.dumps(verdict.record(), indent=2))

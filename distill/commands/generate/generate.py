@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.files import write_json
 from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
-from distill.commands.output import check_writable, writing
+from distill.commands.output import check_writable, write_asked
 from distill.config.sections import TargetConfig
 from distill.faults import Interrupted
 from distill.models.draft import load_draft
@@ -62,8 +61,7 @@ def generate_command(options: GenerateOptions) -> list[str]:
     """Generate; returns the lines about it. Raises UserError, most of them before anything is loaded."""
     refuse_contradictions(options)
     for option, path in (("--numbers", options.numbers), ("--log", options.log), ("--out", options.out)):
-        if path is not None:
-            check_writable(option, path)
+        check_writable(option, path)
     branching = parse_tree(options.tree)
     tree = TokenTree.from_branching(branching) if branching else None
     gamma = len(branching) or parse_gamma(options.gamma)
@@ -97,9 +95,7 @@ def generate_command(options: GenerateOptions) -> list[str]:
         log=options.log,
         out=options.out,
     )
-    if options.numbers is not None:
-        with writing("--numbers", options.numbers):
-            write_json(options.numbers, result)
+    write_asked("--numbers", options.numbers, result)
     return summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
 
 

@@ -11,12 +11,11 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.files import write_json
 from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
-from distill.commands.output import check_writable, writing
+from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
 from distill.config.layout import find_student
@@ -101,8 +100,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         SelfCheckError: the judge contradicts itself on this target.
     """
     plan = read_plan(options)
-    if options.out is not None:
-        check_writable("--out", options.out)
+    check_writable("--out", options.out)
     stages = Stages(console)
     with stages("loading"):
         place = place_of(options.device)
@@ -156,9 +154,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         "seconds": stages.seconds,
     }
     result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given)
-    if options.out is not None:
-        with writing("--out", options.out):
-            write_json(options.out, result)
+    write_asked("--out", options.out, result)
     return result
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distill.report.screen_table import screen_table
 from distill.report.tables import interval
 from speculative.explain.ceilings import WORTHWHILE
 from speculative.measure.effects import too_few
@@ -193,22 +193,13 @@ def _detectable(record: dict[str, Any], prompts: int) -> list[str]:
 
 def costs_table(result: dict[str, Any]) -> Table:
     """Step times by batch size: the target alone, then each draft in the block loop with it."""
-    table = Table(
-        title="given times" if result["costs"]["given"] else "measured times, ms",
+    table = screen_table(
+        "given times" if result["costs"]["given"] else "measured times, ms",
+        ("", "rule", "batch", "target\nstep", "draft\nstep", "c", "verify call by gamma", "perfect\ndraft"),
+        words=("", "rule"),
+        overflow="fold",
         caption="c: draft step / target step; v: verify call of gamma + 1 tokens / target step; perfect: alpha 1",
-        box=box.SIMPLE_HEAD,
     )
-    for column in (
-        "",
-        "rule",
-        "batch",
-        "target\nstep",
-        "draft\nstep",
-        "c",
-        "verify call by gamma",
-        "perfect\ndraft",
-    ):
-        table.add_column(column, justify="left" if column in ("", "rule") else "right", overflow="fold")
     for facts in result["costs"]["target"]:
         table.add_row(
             "target", "", str(facts["batch_size"]), _ms(facts["target_step_seconds"]), "", "", _verify(facts), ""
@@ -227,27 +218,16 @@ def costs_table(result: dict[str, Any]) -> Table:
 def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
     """What a draft has under each rule and temperature, and what it could have."""
     settings = result["settings"]
-    table = Table(
-        title=f"{record['name']} as it is: {settings['prompts']} prompts, batch {settings['batch_sizes'][0]}",
+    table = screen_table(
+        f"{record['name']} as it is: {settings['prompts']} prompts, batch {settings['batch_sizes'][0]}",
+        ("T", "rule", "alpha", "room", "sur-\nvival", "tau", "now", "distilled", "at\nbest"),
+        words=("rule",),
+        no_wrap=True,
+        overflow="fold",
+        padding=(0, 1, 0, 0),
         caption="@: gamma; room: alpha up to its ceiling; survival of the first 1, 2, 3 drafted tokens; speed-up now, distilled as far as "
         "drafts that start there have come, and at the ceiling of the rule",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
     )
-    for column in (
-        "T",
-        "rule",
-        "alpha",
-        "room",
-        "sur-\nvival",
-        "tau",
-        "now",
-        "distilled",
-        "at\nbest",
-    ):
-        table.add_column(
-            column, justify="left" if column in ("rule", "") else "right", no_wrap=column != "", overflow="fold"
-        )
     for cell in record["cells"]:
         curve, gamma = cell["curve"], cell["now"]["gamma"] or min(3, cell["curve"]["gammas"][-1])
         table.add_row(
@@ -267,9 +247,7 @@ def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
 def break_even_table(used: Sequence[dict[str, Any]]) -> Table:
     """The alpha under which drafting is slower than not, by gamma."""
     gammas = list(used[0]["costs"][0]["break_even_alpha"])
-    table = Table(title="break-even alpha by gamma (as if tokens were accepted independently)", box=box.SIMPLE_HEAD)
-    for column in ("", *gammas):
-        table.add_column(column, justify="right" if column else "left")
+    table = screen_table("break-even alpha by gamma (as if tokens were accepted independently)", ("", *gammas))
     for record in used:
         alphas = record["costs"][0]["break_even_alpha"]
         cells = ("never" if alphas.get(g) is None else f"{alphas[g]:.2f}" for g in gammas)
