@@ -3,16 +3,17 @@
 matplotlib knows nothing of light and dark, so it draws in stand-in colours that are then replaced by `var(--...)`. Text stays text.
 """
 
+import functools
 import io
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from distill.report.tables import GivenTimes, judged, labels_of, main_curves, number, timed_speed_ups
+from distill.report.tables import GivenTimes, in_order, judged, labels_of, main_curves, number, timed_speed_ups
 from distill.run.result import Calibration, Curve, Result, RuleCurves
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone
@@ -186,12 +187,8 @@ def _shown(curve: Curve, values: Sequence[Any]) -> tuple[list[int], list[Any]]:
     return [gamma for gamma, _ in pairs], [value for _, value in pairs]
 
 
-def _in_order(result: Result, curves: RuleCurves) -> list[tuple[str, Curve]]:
-    return [(name, curves.contestants[name]) for name in labels_of(result) if name in curves.contestants]
-
-
 def _taus(axis: Any, result: Result, curves: RuleCurves) -> None:
-    for name, curve in _in_order(result, curves):
+    for name, curve in in_order(result, curves):
         style = _style(result, name)
         if curve.tau_ci and all(ends is not None for ends in curve.tau_ci):
             gammas, ends = _shown(curve, curve.tau_ci)
@@ -215,29 +212,30 @@ def _speed_axis(axis: Any) -> None:
     axis.set_ylim(0, 1.12 * axis.dataLim.y1)  # room for the words at the peak
 
 
-def _peak(axis: Any, gammas: Sequence[int], values: Sequence[float], colour: str) -> None:
-    at = max(range(len(values)), key=values.__getitem__)
-    axis.annotate(
-        f"{values[at]:.2f}x at {gammas[at]}",
-        (gammas[at], values[at]),
-        xytext=(4, 7),
-        textcoords="offset points",
-        color=colour,
-        fontsize=8.5,
-    )
+def _speed_lines(
+    axis: Any, result: Result, curves: RuleCurves, speed_ups: Callable[[Curve], Mapping[int, float]]
+) -> None:
+    """A line a draft; the judged one's peak is named."""
+    for name, curve in in_order(result, curves):
+        fast = {gamma: value for gamma, value in speed_ups(curve).items() if gamma <= LAST_GAMMA}
+        if not fast:
+            continue
+        axis.plot(list(fast), list(fast.values()), **{**_style(result, name), "markersize": 3})
+        if name == judged(result).name:
+            peak = max(fast, key=fast.__getitem__)
+            axis.annotate(
+                f"{fast[peak]:.2f}x at {peak}",
+                (peak, fast[peak]),
+                xytext=(4, 7),
+                textcoords="offset points",
+                color=INK,
+                fontsize=8.5,
+            )
 
 
 def _speeds(axis: Any, result: Result, curves: RuleCurves) -> None:
     main, gamma = judged(result), result.verdict.gamma
-    for name, curve in _in_order(result, curves):
-        fast = {gamma: value for gamma, value in timed_speed_ups(result, curve).items() if gamma <= LAST_GAMMA}
-        if not fast:
-            continue
-        style = _style(result, name)
-        gammas, values = list(fast), list(fast.values())
-        axis.plot(gammas, values, **{**style, "markersize": 3})
-        if name == main.name:
-            _peak(axis, gammas, values, INK)
+    _speed_lines(axis, result, curves, functools.partial(timed_speed_ups, result))
     if main.speed_up is not None and curves.rule == result.verdict.rule:
         ends = main.speed_up_ci
         error = [[abs(main.speed_up - end)] for end in ends] if ends else None
@@ -256,12 +254,7 @@ def _speeds(axis: Any, result: Result, curves: RuleCurves) -> None:
 
 
 def _given_speeds(axis: Any, result: Result, curves: RuleCurves, given: GivenTimes) -> None:
-    for name, curve in _in_order(result, curves):
-        gammas, taus = _shown(curve, curve.tau)
-        values = [given.speed_up(gamma, tau) for gamma, tau in zip(gammas, taus, strict=True)]
-        axis.plot(gammas, values, **{**_style(result, name), "markersize": 3})
-        if name == judged(result).name:
-            _peak(axis, gammas, values, INK)
+    _speed_lines(axis, result, curves, given.speed_ups)
     _speed_axis(axis)
 
 

@@ -18,17 +18,20 @@ from distill.report.tables import (
     forgetting_table,
     given_table,
     headline_table,
+    interval,
     judged,
     labels_of,
+    main_curves,
     number,
     percent,
     response_facts,
     rules_table,
+    signed,
     slice_tables,
     times,
 )
 from distill.run.result import Calibration, Result
-from distill.run.verdict_record import BestDraft, Interval, Judgement, Verdict
+from distill.run.verdict_record import BestDraft, Judgement, Verdict
 from speculative.measure.effects import words
 from speculative.measure.replay import agreement_words
 
@@ -67,24 +70,19 @@ def times_words(given: GivenTimes) -> str:
 
 def missing_lines(result: Result) -> dict[str, str]:
     """{section: one line} for what a reader may look for and this result does not hold."""
-    lines = {}
-    if len(result.steps) < 2:
-        lines["steps"] = "Only one checkpoint was judged, so there is no curve over steps."
-    if not any(row.survival for row in result.contestants):
-        lines["survival"] = "Survival by position was not measured: it needs live decoding."
-    if not (result.curves and result.curves.rules):
-        lines["curves"] = "There are no curves over gamma: no rule could be replayed on this held-out text."
-    elif not result.costs:
-        lines["speed"] = "Nothing was timed on this machine; the curve below is for other times."
-    if not result.slices:
-        lines["slices"] = "There are no slices."
-    if not result.token_view:
-        lines["tokens"] = "There is no token view: nothing was decoded live."
-    if not result.disagreements:
-        lines["disagreements"] = "No disagreements were recorded."
-    if not result.calibration:
-        lines["calibration"] = "The draft's confidence was not measured under this rule."
-    return lines
+    curves = main_curves(result)
+    survival = any(row.survival for row in result.contestants)
+    known = (
+        ("steps", len(result.steps) > 1, "Only one checkpoint was judged, so there is no curve over steps."),
+        ("survival", survival, "Survival by position was not measured: it needs live decoding."),
+        ("curves", curves, "There are no curves over gamma: no rule could be replayed on this held-out text."),
+        ("speed", result.costs or not curves, "Nothing was timed on this machine; the curve below is for other times."),
+        ("slices", result.slices, "There are no slices."),
+        ("tokens", result.token_view, "There is no token view: nothing was decoded live."),
+        ("disagreements", result.disagreements, "No disagreements were recorded."),
+        ("calibration", result.calibration, "The draft's confidence was not measured under this rule."),
+    )
+    return {section: line for section, is_there, line in known if not is_there}
 
 
 def speed_line(result: Result) -> str:
@@ -360,22 +358,16 @@ def _speed_parts(result: Result, given: GivenTimes, missing: Mapping[str, str]) 
 
 
 def _steps_table(result: Result) -> Table:
-    rows = []
-    for step in result.steps:
-        gain = step.gain
-        rows.append(
-            [
-                Cell(str(step.step)),
-                Cell(number(step.alpha), _ends(step.alpha_ci)),
-                Cell(number(step.tau, 2), _ends(step.tau_ci, 2)),
-                Cell(f"{gain.alpha_gain:+.3f}" if gain else "", _ends(gain.ci if gain else None)),
-            ]
-        )
+    rows = [
+        [
+            Cell(str(step.step)),
+            Cell(number(step.alpha), interval(step.alpha_ci)),
+            Cell(number(step.tau, 2), interval(step.tau_ci, 2)),
+            Cell(signed(step.gain.alpha_gain), interval(step.gain.ci)) if step.gain else Cell(""),
+        ]
+        for step in result.steps
+    ]
     return Table(("step", "alpha", "tau", "gain in alpha"), rows)
-
-
-def _ends(ends: Interval | None, digits: int = 3) -> str:
-    return "" if ends is None else f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
 
 
 def _survival_table(result: Result) -> Table:
@@ -393,20 +385,7 @@ def _responses_table(result: Result) -> Table:
     rows = []
     for response in result.token_view.responses if result.token_view else []:
         written = response_facts(response)
-        rows.append(
-            [
-                Cell(response.key, response.domain),
-                *(
-                    Cell(str(count_of))
-                    for count_of in (
-                        response.tokens_count,
-                        response.blocks,
-                        response.accepted,
-                        response.drafted,
-                        written["target"],
-                        written["bonus"],
-                    )
-                ),
-            ]
-        )
+        counts = [response.tokens_count, response.blocks, response.accepted, response.drafted]
+        counts += [written["target"], written["bonus"]]
+        rows.append([Cell(response.key, response.domain), *(Cell(str(tokens)) for tokens in counts)])
     return Table(("response", "tokens", "target calls", "accepted", "drafted", "corrected", "bonus"), rows)

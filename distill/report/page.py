@@ -31,6 +31,9 @@ OPEN_RESPONSES = 2  # the others are folded
 HEADLINES = (
     "step", "alpha", "alpha_ci", "tau", "tau_ci", "tau_by", "accepted_per_drafted", "speed_up", "speed_up_ci", "tokens_per_second",
 )  # fmt: skip
+FACTS = (
+    "outcome", "pays_off", "sentence", "rule", "gamma", "prompts", "tokens", "best_gamma", "predicted_speed_up",
+)  # fmt: skip
 GAINS = ("alpha", "tau", "speed_up")
 SHOWN_OF_TOKEN = {"text", "id", "by", "block", "target_prob", "draft_prob", "target_top", "draft_top"}
 
@@ -91,23 +94,12 @@ def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
 def summary_of(result: Result, files: ReportFiles | None = None) -> dict[str, Any]:
     """The JSON twin for CI: the verdict, the headline numbers of every contestant, warnings, checks."""
     verdict, effects, against_served = result.verdict, result.verdict.effects, result.verdict.against_served
-    facts = (
-        "outcome",
-        "pays_off",
-        "sentence",
-        "rule",
-        "gamma",
-        "prompts",
-        "tokens",
-        "best_gamma",
-        "predicted_speed_up",
-    )
     return {
         "format": RESULT_FORMAT,
         "kind": result.kind,
         "name": result.name,
         "made": result.made,
-        **{key: getattr(verdict, key) for key in facts},
+        **_plain(verdict, FACTS),
         "judged": judged(result).name,
         "contestants": {row.name: _plain(row, HEADLINES) for row in result.contestants},
         "gain": _plain(effects, GAINS) if effects else None,
@@ -165,23 +157,22 @@ def render_page(result: Result, given: GivenTimes | None = None) -> str:
 def _curve_data(result: Result) -> dict[str, Any]:
     """tau over gamma of every rule, for the script that recomputes speed-up at other times."""
     labels, colours = report_tables.labels_of(result), series_of(result)
-    main = report_tables.main_curves(result)
+    main, in_order = report_tables.main_curves(result), report_tables.in_order
     return {
         "chosen": main.rule if main else None,
-        "columns": [name for name in labels if main and name in main.contestants],
+        "columns": [name for name, _ in in_order(result, main)] if main else [],
         "rules": [
             {
                 "rule": curves.rule,
                 "series": [
                     {
                         "name": name,
-                        "label": label,
+                        "label": labels[name],
                         "colour": colours[name],
-                        "gammas": curves.contestants[name].gammas,
-                        "tau": curves.contestants[name].tau,
+                        "gammas": curve.gammas,
+                        "tau": curve.tau,
                     }
-                    for name, label in labels.items()
-                    if name in curves.contestants
+                    for name, curve in in_order(result, curves)
                 ],
             }
             for curves in (result.curves.rules if result.curves else [])

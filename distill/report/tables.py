@@ -70,6 +70,10 @@ class GivenTimes:
         """tau / (gamma c + v) with v = 1 + gamma * verify_extra."""
         return predicted_speed_up(tau, gamma, self.cost_ratio, 1 + gamma * self.verify_extra)
 
+    def speed_ups(self, curve: Curve) -> dict[int, float]:
+        """{gamma: speed-up} along a curve."""
+        return {gamma: self.speed_up(gamma, tau) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
+
 
 def number(value: float | None, digits: int = 3) -> str:
     """Fixed digits, an en dash for null."""
@@ -165,6 +169,11 @@ def labels_of(result: Result) -> dict[str, str]:
     return {row.name: row.label or row.name for row in result.contestants}
 
 
+def in_order(result: Result, curves: RuleCurves) -> list[tuple[str, Curve]]:
+    """(name, curve) of the contestants that have one, in the order of the result."""
+    return [(row.name, curves.contestants[row.name]) for row in result.contestants if row.name in curves.contestants]
+
+
 def headline_table(result: Result) -> Table:
     """The judged draft, then every other contestant: alpha, tau, accepted / drafted, speed-up, tokens per second."""
     verdict, main = result.verdict, judged(result)
@@ -229,11 +238,7 @@ def given_table(result: Result, given: GivenTimes) -> Table | None:
     curves = main_curves(result)
     if curves is None:
         return None
-    labels = {name: label for name, label in labels_of(result).items() if name in curves.contestants}
-    columns = {
-        name: {gamma: given.speed_up(gamma, tau) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
-        for name, curve in ((name, curves.contestants[name]) for name in labels)
-    }
+    labels, columns = labels_of(result), {name: given.speed_ups(curve) for name, curve in in_order(result, curves)}
     gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns.values())]
     best = {name: max(gammas, key=column.__getitem__, default=0) for name, column in columns.items()}
     rows = [
@@ -243,7 +248,7 @@ def given_table(result: Result, given: GivenTimes) -> Table | None:
         ]
         for gamma in gammas
     ]
-    return Table(("gamma", *labels.values()), rows, texts=0)
+    return Table(("gamma", *(labels[name] for name in columns)), rows, texts=0)
 
 
 def slice_tables(result: Result) -> list[Table]:

@@ -92,6 +92,9 @@ def _charts(wandb: Any, result: Result, given: GivenTimes) -> dict[str, Any]:
                 xs=xs, ys=ys, keys=list(series), title=title, xname=xname
             )
 
+    def over_gamma(name: str, title: str, series: Mapping[str, Mapping[int, float]]) -> None:
+        chart(name, title, "gamma", {label: (list(fast), list(fast.values())) for label, fast in series.items()})
+
     steps = result.steps
     if len(steps) > 1:
         at = [step.step or 0 for step in steps]
@@ -112,20 +115,9 @@ def _charts(wandb: Any, result: Result, given: GivenTimes) -> dict[str, Any]:
         known = {labels.get(name, name): curve for name, curve in curves.contestants.items()}
         timed = {name: fast for name, curve in known.items() if (fast := timed_speed_ups(result, curve))}
         chart("tau", "tau over gamma", "gamma", {name: (curve.gammas, curve.tau) for name, curve in known.items()})
-        chart(
-            "speed-up",
-            "speed-up here",
-            "gamma",
-            {name: (list(fast), list(fast.values())) for name, fast in timed.items()},
-        )
-        at_times = {
-            name: (
-                curve.gammas,
-                [given.speed_up(gamma, tau) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)],
-            )
-            for name, curve in known.items()
-        }
-        chart("speed-up at given times", "speed-up at given times", "gamma", at_times)
+        over_gamma("speed-up", "speed-up here", timed)
+        at_times = {name: given.speed_ups(curve) for name, curve in known.items()}
+        over_gamma("speed-up at given times", "speed-up at given times", at_times)
     if result.calibration:
         bins = result.calibration.bins
         confidence = [one.confidence for one in bins]
@@ -136,19 +128,11 @@ def _charts(wandb: Any, result: Result, given: GivenTimes) -> dict[str, Any]:
 
 def _tokens(wandb: Any, result: Result) -> Any:
     """Every token of the view in one table."""
-    columns = ["response", "place", "token", "id", "written by", "block", "target_prob", "draft_prob"]
+    of_token = {"token": "text", "id": "id", "written by": "by", "block": "block"}
+    of_token |= {"target_prob": "target_prob", "draft_prob": "draft_prob"}
     rows = [
-        [
-            response.key,
-            place,
-            token.text,
-            token.id,
-            token.by,
-            token.block,
-            token.target_prob,
-            token.draft_prob,
-        ]
+        [response.key, place, *(getattr(token, key) for key in of_token.values())]
         for response in (result.token_view.responses if result.token_view else [])
         for place, token in enumerate(response.tokens)
     ]
-    return wandb.Table(columns=columns, data=rows)
+    return wandb.Table(columns=["response", "place", *of_token], data=rows)
