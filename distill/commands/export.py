@@ -14,12 +14,8 @@ def export_run(options: ExportOptions) -> ExportReport:
     Raises:
         UserError: no such run, or see `export_draft`.
     """
-    facts = read_run(options.run)
-    return export_draft(
-        student_dir=facts.student, target=facts.target, to=options.to, dtype=options.dtype, verdict=facts.verdict,
-        provenance=facts.provenance, sampling=facts.sampling, overwrite=options.overwrite, revision=facts.revision,
-        trust_remote_code=facts.trust_remote_code,
-    )  # fmt: skip
+    facts = vars(read_run(options.run))
+    return export_draft(**facts, to=options.to, dtype=options.dtype, overwrite=options.overwrite)
 
 
 def check_export(options: CheckExportOptions) -> int:

@@ -45,7 +45,7 @@ def check_with_transformers(
         gamma: drafted tokens per block.
 
     Returns:
-        `prompts`, `gamma`, `max_new_tokens`, `tokens` (emitted), `equal` (prompts with the same tokens), `same_tokens`,
+        `tokens` (emitted), `equal` (prompts with the same tokens), `same_tokens`,
         `first_difference` (None, or prompt, position, plain and assisted token, and `gap`, the target's logit distance
         between the two: a gap within rounding is a tie, not a fault), `target_calls`, `drafted`, `accepted`, `tau`
         (tokens per target call), `accepted_per_drafted`, and `per_prompt` rows {tokens, target_calls, drafted, equal}.
@@ -77,7 +77,7 @@ def check_with_transformers(
         )
         if not equal and first_difference is None:
             first_difference = {"prompt": index, **_difference(target_model, prompt_ids, plain_ids, assisted_ids)}
-    return _summary(per_prompt, first_difference, gamma, max_new_tokens)
+    return _summary(per_prompt, first_difference)
 
 
 @contextmanager
@@ -137,9 +137,7 @@ def _difference(
     return {"position": position, "plain": plain, "assisted": other, "gap": float(logits_V[plain] - logits_V[other])}
 
 
-def _summary(
-    per_prompt: list[dict[str, Any]], first_difference: dict[str, Any] | None, gamma: int, max_new_tokens: int
-) -> dict[str, Any]:
+def _summary(per_prompt: list[dict[str, Any]], first_difference: dict[str, Any] | None) -> dict[str, Any]:
     tokens, target_calls, drafted = (
         sum(row[name] for row in per_prompt) for name in ("tokens", "target_calls", "drafted")
     )
@@ -147,9 +145,6 @@ def _summary(
     # Each target call emits its accepted tokens and one token of its own.
     accepted = tokens - target_calls
     return {
-        "prompts": len(per_prompt),
-        "gamma": gamma,
-        "max_new_tokens": max_new_tokens,
         "tokens": tokens,
         "equal": equal,
         "same_tokens": equal == len(per_prompt),
@@ -166,7 +161,7 @@ def _summary(
 def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -> dict[str, Any]:
     """Greedy tokens and tau of `transformers` with the exported draft as assistant, and of our decoder, same prompts.
 
-    {gamma, prompts, equal, first_difference, transformers: {tau, ...}, ours: {tau, tau_ci, ...}, within_interval}
+    {prompts, equal, first_difference, transformers: {tau, ...}, ours: {tau, tau_ci, ...}, within_interval}
 
     Raises:
         UserError: the exported draft does not fit the config's target.
@@ -183,9 +178,7 @@ def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -
     settings = pair.settings.under("greedy", gamma)
     ours = live_metrics(decode(pair.target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
     low, high = ours["tau_ci"]
-    del theirs["per_prompt"]
     return {
-        "gamma": gamma,
         "prompts": len(pair.prompts),
         "equal": theirs["equal"],
         "first_difference": theirs["first_difference"],

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,32 +55,20 @@ class EngineVerdict:
     notes: list[str]
     files: dict[str, str] = field(default_factory=dict)  # extra files the command reads: name -> text
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+Start = tuple[str, list[str], dict[str, str]]  # command, notes, files that it reads
 
 
 @dataclass(frozen=True)
-class EngineRule:
-    """One engine: what it checks, how it accepts, how it is started."""
+class Engine:
+    """What an engine checks, how it accepts, how it is started."""
 
     name: str
     rule_at_temperature: str
-    row_slack: int
-    equal_strings: bool  # the engine, not only we, compares token strings
-    language: str
-
-
-RULES: dict[str, EngineRule] = {
-    rule.name: rule
-    for rule in (
-        EngineRule("vLLM", "greedy-draft", 0, False, "bash"),
-        EngineRule("SGLang", "sample", 0, True, "bash"),
-        EngineRule("llama.cpp", "greedy-draft", LLAMA_CPP_ROW_SLACK, True, "bash"),
-        EngineRule("transformers", "sample", 0, False, "python"),
-        EngineRule("TensorRT-LLM", "greedy-draft", 0, False, "bash"),
-    )
-}
-ENGINES = tuple(RULES)
+    start: Callable[[EngineFacts], Start]
+    row_slack: int = 0
+    equal_strings: bool = False  # the engine, not only we, compares token strings
+    language: str = "bash"
 
 
 def gather_facts(
@@ -121,24 +110,24 @@ def check(engine: str, facts: EngineFacts) -> EngineVerdict:
         UserError: for an engine that is not in `ENGINES`.
 
     """
-    if engine not in RULES:
+    if engine not in ENGINES:
         raise UserError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     assert facts.gamma >= 1
-    rule = RULES[engine]
-    reasons = _vocabulary_reasons(rule, facts)
+    asked = ENGINES[engine]
+    reasons = _vocabulary_reasons(asked, facts)
     if engine == "vLLM":
         word = rerouted_word(facts.draft)
         if word is not None:
             reasons.append(f"the path holds {word!r}, which vLLM takes for another method; rename the directory")
-    command, notes, files = _COMMANDS[engine](facts)
+    command, notes, files = asked.start(facts)
     return EngineVerdict(
         engine=engine,
         ok=not reasons,
         reasons=reasons,
-        rule_at_temperature=rule.rule_at_temperature,
-        rule_note=_rule_note(rule.rule_at_temperature, facts),
+        rule_at_temperature=asked.rule_at_temperature,
+        rule_note=_rule_note(asked.rule_at_temperature, facts),
         command=command,
-        language=rule.language,
+        language=asked.language,
         notes=notes,
         files=files,
     )
@@ -170,7 +159,7 @@ def check_directory_name(path: str | Path) -> None:
         )
 
 
-def _vocabulary_reasons(rule: EngineRule, facts: EngineFacts) -> list[str]:
+def _vocabulary_reasons(rule: Engine, facts: EngineFacts) -> list[str]:
     reasons = []
     if abs(facts.target_rows - facts.draft_rows) > rule.row_slack:
         allowed = "the same number" if rule.row_slack == 0 else f"a difference of at most {rule.row_slack}"
@@ -209,7 +198,7 @@ def _compact_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _vllm(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
+def _vllm(facts: EngineFacts) -> Start:
     speculative = {"method": "draft_model", "model": facts.draft, "num_speculative_tokens": facts.gamma}
     sampled = _compact_json({**speculative, "draft_sample_method": "probabilistic"})
     notes = [
@@ -220,7 +209,7 @@ def _vllm(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
     return shlex.join(["vllm", "serve", facts.target, "--speculative-config", _compact_json(speculative)]), notes, {}
 
 
-def _sglang(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
+def _sglang(facts: EngineFacts) -> Start:
     words = ["python", "-m", "sglang.launch_server", "--model-path", facts.target]
     words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", facts.draft]
     words += ["--speculative-num-steps", str(facts.gamma), "--speculative-eagle-topk", "1"]
@@ -230,7 +219,7 @@ def _sglang(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
     return shlex.join(words), [], {}
 
 
-def _llama_cpp(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
+def _llama_cpp(facts: EngineFacts) -> Start:
     # Both beside the exported directory, and named after it, so that neither can overwrite the other or the target.
     target_gguf, draft_gguf = f"{facts.draft}-target.gguf", f"{facts.draft}.gguf"
     serve = ["llama-server", "-m", target_gguf, "-md", draft_gguf]
@@ -248,7 +237,7 @@ def _llama_cpp(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
     return "\n".join(shlex.join(words) for words in lines), notes, {}
 
 
-def _transformers(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
+def _transformers(facts: EngineFacts) -> Start:
     code = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({facts.target!r})
@@ -272,7 +261,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))"""
     return code, notes, {}
 
 
-def _tensorrt_llm(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
+def _tensorrt_llm(facts: EngineFacts) -> Start:
     # JSON strings are YAML strings, so a path with any character in it stays one value.
     text = (
         "speculative_config:\n  decoding_type: Draft_Target\n"
@@ -292,10 +281,13 @@ def _tensorrt_llm(facts: EngineFacts) -> tuple[str, list[str], dict[str, str]]:
     return command, notes, {name: text}
 
 
-_COMMANDS = {
-    "vLLM": _vllm,
-    "SGLang": _sglang,
-    "llama.cpp": _llama_cpp,
-    "transformers": _transformers,
-    "TensorRT-LLM": _tensorrt_llm,
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("vLLM", "greedy-draft", _vllm),
+        Engine("SGLang", "sample", _sglang, equal_strings=True),
+        Engine("llama.cpp", "greedy-draft", _llama_cpp, LLAMA_CPP_ROW_SLACK, equal_strings=True),
+        Engine("transformers", "sample", _transformers, language="python"),
+        Engine("TensorRT-LLM", "greedy-draft", _tensorrt_llm),
+    )
 }

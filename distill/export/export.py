@@ -82,7 +82,6 @@ def export_draft(
         UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
 
     """
-    student_dir = Path(student_dir)
     path = check_destination(to, sources=_directories_read(student_dir, target), overwrite=overwrite)
     target_side = load_target_side(target, trust_remote_code, revision)
     export_dtype = _export_dtype(dtype, target_side.config)
@@ -109,7 +108,7 @@ def export_draft(
                 "gamma_source": gamma_source,
                 "gain": gain,
                 "measured": _measured(verdict),
-                "engines": {engine.engine: engine.as_dict() for engine in engines},
+                "engines": {engine.engine: asdict(engine) for engine in engines},
                 "warnings": warnings,
                 "checks": checks,
             }

@@ -82,9 +82,9 @@ def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an export needs to know of a run."""
+    """What `distill.export.export.export_draft` needs to know of a run, by the names of its parameters."""
 
-    student: Path
+    student_dir: Path
     target: str
     verdict: Verdict | None
     provenance: dict[str, Any]

@@ -31,7 +31,7 @@ from distill.run.result import (
     TimedPrompt,
     TokenView,
 )
-from distill.run.verdict_record import Judgement, PairedGain, Verdict
+from distill.run.verdict_record import Judgement, Numbers, PairedGain, Verdict
 from distill.verdict.evidence import BASELINE, Evidence, timed_prompts
 from distill.verdict.verdict import describe_costs
 from speculative.explain.calibration import calibration, stop_below
@@ -109,17 +109,12 @@ def _contestant(evidence: Evidence, verdict: Verdict, name: str) -> Contestant:
     record = evidence.judged[name]
     speed, interval = verdict.speed_up, verdict.speed_up_ci
     return Contestant(
+        **{key: getattr(record, key) for key in Numbers.model_fields},
         name=name,
         label=one.label,
         path=one.path,
         step=one.step,
-        alpha=record.alpha,
-        alpha_ci=record.alpha_ci,
-        tau=record.tau,
-        tau_ci=record.tau_ci,
         tau_by="live" if record.live else "replay",
-        accepted_per_drafted=record.accepted_per_drafted,
-        survival=record.survival,
         speed_up=speed[name] if speed else None,
         speed_up_ci=interval[name] if interval else None,
         tokens_per_second=evidence.speed[name]["tokens_per_second"] if evidence.speed else None,
@@ -136,16 +131,8 @@ def steps_of(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Step]:
             gains_P = sum_by_prompt(keys, np.subtract(own.accept_sums, first.accept_sums))
             tokens_P = sum_by_prompt(keys, np.array(own.tokens))
             gain = PairedGain(alpha_gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
-        rows.append(
-            Step(
-                step=record.step,
-                alpha=record.alpha,
-                alpha_ci=record.alpha_ci,
-                tau=record.tau,
-                tau_ci=record.tau_ci,
-                gain=gain,
-            )
-        )
+        known = {key: getattr(record, key) for key in ("step", "alpha", "alpha_ci", "tau", "tau_ci")}
+        rows.append(Step(**known, gain=gain))
     return rows
 
 
@@ -163,13 +150,8 @@ def curves_of(evidence: Evidence) -> Curves:
                 name: _with_speed(evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.gamma))
                 for name, scores in evidence.scores[text_rule].items()
             }
-            rules.append(
-                RuleCurves(
-                    rule=rule,
-                    contestants=of,
-                    note=f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}",
-                )
-            )
+            note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
+            rules.append(RuleCurves(rule=rule, contestants=of, note=note))
     rules.sort(key=lambda entry: entry.rule != evidence.rule)
     refused = [
         RefusedRule(

@@ -193,8 +193,7 @@ def _hopeless(evidence: Evidence) -> str:
     """What even the best draft would give at these costs, when that is too little."""
     if not evidence.costs:
         return ""
-    costs = evidence.costs[evidence.best.name]
-    advised = advice(costs)
+    advised = advice(evidence.costs[evidence.best.name])
     return f"; {advised[1]}" if advised else ""
 
 

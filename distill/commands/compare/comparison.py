@@ -117,7 +117,11 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> Compar
     domains = sorted({response.domain for response in text.responses})
     looks = len(others)
     rows = [_row(entry, keys, text.rule, gamma) for entry in entries]
-    costs = None if first.costs is None else describe_costs(first.costs, gamma)
+    costs = (
+        None
+        if first.costs is None
+        else describe_costs(first.costs, gamma).model_dump(include=set(TargetCosts.model_fields))
+    )
     return Comparison(
         format=1,
         kind="comparison",
@@ -130,13 +134,7 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> Compar
         prompts=rows[0].prompts,
         tokens=rows[0].tokens,
         drafts=rows,
-        costs=costs
-        and TargetCosts(
-            target_step_seconds=costs.target_step_seconds,
-            verify_ratio=costs.verify_ratio,
-            batch_size=costs.batch_size,
-            context=costs.context,
-        ),
+        costs=costs and TargetCosts(**costs),
         against=first.name,
         differences=[_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
         domains=[

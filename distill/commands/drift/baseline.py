@@ -31,23 +31,13 @@ _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed 
 
 
 @dataclass(frozen=True)
-class BaselinePrompt:
-    """A held-out prompt answered with the draft: drafted and accepted tokens, and blocks."""
-
-    domain: str
-    drafted: int
-    accepted: int
-    blocks: int
-
-
-@dataclass(frozen=True)
 class Baseline:
     """source: `live` (the run's own judging) or `replay` (drawn along its frozen text). notes: what a reader must know."""
 
     gamma: int
     rule: Rule
     source: str
-    prompts: list[BaselinePrompt]
+    prompts: list[LivePrompt]
     notes: list[str] = field(default_factory=list)
 
 
@@ -59,10 +49,10 @@ class Slice:
     records: list[AcceptanceRecord]
     pool: Pool
     of: str
-    prompts: list[BaselinePrompt]
+    prompts: list[LivePrompt]
 
 
-def prompts_of_result(live_prompts: Sequence[LivePrompt], name: str) -> list[BaselinePrompt]:
+def prompts_of_result(live_prompts: Sequence[LivePrompt], name: str) -> list[LivePrompt]:
     """The rows of result.json's `live_prompts`; those that drafted nothing are left out.
 
     Raises:
@@ -72,7 +62,7 @@ def prompts_of_result(live_prompts: Sequence[LivePrompt], name: str) -> list[Bas
         raise UserError(
             f"{name}: live_prompts: more tokens accepted than drafted; start the run's own command again, which judges it anew"
         )
-    return [BaselinePrompt(row.domain, row.drafted, row.accepted, row.blocks) for row in live_prompts if row.drafted]
+    return [row for row in live_prompts if row.drafted]
 
 
 def other_best(run: Path, result: Result, name: str) -> list[str]:
@@ -89,7 +79,7 @@ def other_best(run: Path, result: Result, name: str) -> list[str]:
 
 def redrawn_prompts(
     texts: Sequence[HeldoutResponse], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
-) -> list[BaselinePrompt]:
+) -> list[LivePrompt]:
     """The block process drawn once along each frozen response, as a server with this gamma and rule would have counted it.
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
@@ -110,7 +100,11 @@ def redrawn_prompts(
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, kept = start + here + 1, blocks + 1, kept + here
         if blocks:
-            rows.append(BaselinePrompt(response.domain, blocks * gamma, kept, blocks))
+            rows.append(
+                LivePrompt(
+                    key=response.key, domain=response.domain, drafted=blocks * gamma, accepted=kept, blocks=blocks
+                )
+            )
     return rows
 
 

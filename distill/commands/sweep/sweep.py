@@ -246,21 +246,19 @@ def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:
 
 
 def _link_store(store: Path, to: Path) -> None:
-    """All or nothing: under a temporary name, then renamed."""
+    """All or nothing: under a temporary name, then renamed. Hidden files are what a killed writer left."""
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for file in sorted(store.iterdir()):
-        if file.name.startswith(".") or not file.is_file():
-            continue  # what a killed writer left
-        if file.name in (INDEX, MANIFEST):
-            shutil.copyfile(file, temporary / file.name)
-            continue
-        try:
-            os.link(file, temporary / file.name)
-        except OSError:
-            shutil.copyfile(file, temporary / file.name)
+    shutil.copytree(store, temporary, ignore=shutil.ignore_patterns(".*"), copy_function=_link_or_copy)
     os.replace(temporary, to)
+
+
+def _link_or_copy(file: str, to: str) -> None:
+    if Path(file).name not in (INDEX, MANIFEST):
+        with contextlib.suppress(OSError):
+            os.link(file, to)
+            return
+    shutil.copyfile(file, to)
 
 
 def _responses_key(config: RunConfig) -> str:

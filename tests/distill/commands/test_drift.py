@@ -19,7 +19,6 @@ from distill.commands.drift.baseline import (
     MOST_SLICES,
     OTHERS,
     Baseline,
-    BaselinePrompt,
     engine_notes,
     gamma_of,
     other_best,
@@ -300,7 +299,9 @@ def test_a_result_of_another_checkpoint_than_the_best_is_noted(tmp_path: Path) -
 
 def baseline_of(**counts: int) -> Baseline:
     prompts = [
-        BaselinePrompt(name, 40, 10 + number % 9, 10) for name, count in counts.items() for number in range(count)
+        LivePrompt(key="", domain=name, drafted=40, accepted=10 + number % 9, blocks=10)
+        for name, count in counts.items()
+        for number in range(count)
     ]
     return Baseline(GAMMA, "sample", "live", prompts)
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +51,7 @@ def test_every_engine_takes_a_good_pair():
     for verdict in verdicts:
         assert verdict.ok
         assert verdict.reasons == []
-        json.dumps(verdict.as_dict())
+        json.dumps(asdict(verdict))
 
 
 def test_vllm_command():
