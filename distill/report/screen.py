@@ -15,6 +15,7 @@ from distill.report.screen_table import screen_table
 from distill.report.tables import interval, number
 from distill.run.verdict_record import Costs, Judgement, OnText, Verdict
 from speculative.decoder.responses import Response
+from speculative.explain.token_class import token_pieces
 from speculative.measure.replay import agreement_words
 
 ACCEPTED_STYLE = "green"
@@ -75,25 +76,11 @@ def marked_completion(tokenizer: Any, response: Response, prompt_lines: int = 6)
     prompt = tokenizer.decode(response.prompt_ids, skip_special_tokens=True).rstrip("\n").splitlines()
     shown = prompt if len(prompt) <= prompt_lines else [*prompt[: prompt_lines - 1], "    ..."]
     text = Text("\n".join(shown) + "\n", style="dim")
-    for piece, accepted in marked_pieces(tokenizer, response):
+    # Characters split over tokens go to the token that completes them.
+    for piece, accepted in zip(token_pieces(tokenizer, response.response_ids), response.proposed_mask, strict=True):
         text.append(piece, style=ACCEPTED_STYLE if accepted else OWN_STYLE)
     share = f"{sum(response.proposed_mask)} of {len(response.response_ids)} tokens by the draft, {response.blocks} target calls"
     return Panel(text, title=share, title_align="left", expand=True)
-
-
-def marked_pieces(tokenizer: Any, response: Response) -> list[tuple[str, bool]]:
-    """Text of runs of accepted and of own tokens, in order. Characters split over tokens go to the run that completes them."""
-    pieces: list[tuple[str, bool]] = []
-    done = ""
-    for index, accepted in enumerate(response.proposed_mask):
-        so_far = tokenizer.decode(response.response_ids[: index + 1], skip_special_tokens=True)
-        if so_far.endswith("\ufffd") and index + 1 < len(response.proposed_mask):
-            continue
-        piece = so_far[len(done) :]
-        done = so_far
-        if piece:
-            pieces.append((piece, bool(accepted)))
-    return pieces
 
 
 def export_lines(report: ExportReport) -> list[str]:

@@ -4,6 +4,7 @@ The page draws a cell's `bar`, Markdown leaves it out. Numbers are shown as they
 result; what is null there is shown as an en dash.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ TOO_FEW_TIMED = "too few prompts timed for an interval"
 SHOWN_DISAGREEMENTS = 12  # the page folds the rest
 SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 ORDERED_DIMENSIONS = ("prompt length", "position", "target entropy", "first tokens")
+CONTROL_SIGNS: dict[int, int | str] = {code: 0x2400 + code for code in range(32)}
 WRITERS = {"draft": "draft, accepted", "target": "target, corrected", "bonus": "target, bonus"}
 
 
@@ -107,24 +109,13 @@ def count(number_of: int, noun: str) -> str:
 
 def visible(text: str) -> str:
     """Text of a model in one line: white space and control characters as signs."""
-    signs = {" ": "␣", "\n": "↵", "\t": "⇥", "": "∅", "\x7f": "␡"}
-    if not text:
-        return signs[""]
-    edges = len(text) - len(text.lstrip(" ")), len(text.rstrip(" "))
-    return "".join(
-        (signs[" "] if place < edges[0] or place >= edges[1] else " ")
-        if sign == " "
-        else signs.get(sign, chr(0x2400 + ord(sign)) if ord(sign) < 32 else sign)
-        for place, sign in enumerate(text)
-    )
+    signs = text.translate(CONTROL_SIGNS | {ord("\n"): "↵", ord("\t"): "⇥", 0x7F: "␡"})
+    return re.sub("^ +| +$", lambda edge: "␣" * len(edge[0]), signs) or "∅"
 
 
 def token_text(text: str) -> str:
     """A token in running text: a newline is shown and made, other control characters become signs."""
-    if not text:
-        return "∅"
-    shown = text.replace("\n", "↵\n").replace("\t", "⇥\t")
-    return "".join(sign if sign in "\n\t" or ord(sign) >= 32 else chr(0x2400 + ord(sign)) for sign in shown)
+    return text.translate(CONTROL_SIGNS | {ord("\n"): "↵\n", ord("\t"): "⇥\t"}) or "∅"
 
 
 def find(rows: Iterable[Contestant], name: str) -> Contestant | None:

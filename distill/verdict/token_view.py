@@ -52,11 +52,9 @@ def token_view(
     say nothing but 0 and 1, the models' own at temperature 1.
     """
     sampling = settings.sampling
-    scores = {who: score_tokens(model, responses, sampling) for who, model in (("target", target), ("draft", draft))}
-    tops = {
-        who: top_tokens(model, responses, top, None if sampling.greedy else sampling)
-        for who, model in (("target", target), ("draft", draft))
-    }
+    models, shown_at = {"target": target, "draft": draft}, None if sampling.greedy else sampling
+    scores = {who: score_tokens(model, responses, sampling) for who, model in models.items()}
+    tops = {who: top_tokens(model, responses, top, shown_at) for who, model in models.items()}
     shown = []
     for index, (response, domain) in enumerate(zip(responses, domains, strict=True)):
         special = set(tokenizer.all_special_ids)

@@ -85,23 +85,14 @@ def generate_command(options: GenerateOptions) -> list[str]:
         settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
     settings = replace(settings, eos_ids=end_token_ids(loaded.target))
     prompts = read_prompts(options, loaded.tokenizer)
-    result = run(
-        loaded,
-        prompts,
-        settings,
-        policy,
-        batch_size=options.batch_size,
-        runner=options.runner,
-        log=options.log,
-        out=options.out,
-    )
+    result = run(loaded, prompts, settings, policy, options)
     write_asked("--numbers", options.numbers, result)
     return summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
 
 
 def refuse_contradictions(options: GenerateOptions) -> None:
     """An option that nothing would listen to is a mistake. Raises UserError naming it."""
-    kind = options.drafter or ("draft" if options.draft else "none")
+    kind = options.kind
     if options.drafter not in ("", *DRAFTERS):
         raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
     if kind in ("draft", "cascade") and not options.draft:
@@ -147,7 +138,6 @@ def load(options: GenerateOptions) -> Loaded:
     place, draft, datastore = place_of(options.device), options.draft, options.datastore
     if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
-    kind = options.drafter or ("draft" if draft else "none")
     target = Target(TargetConfig(path=options.target, dtype=options.dtype), place, what="target")  # type: ignore[arg-type]
     model = target.model
 
@@ -163,7 +153,7 @@ def load(options: GenerateOptions) -> Loaded:
         "jacobi": JacobiPool,
         "cascade": lambda: Cascade(PromptLookup(min_ngram=2), draft_model()),
     }
-    return Loaded(model, target.tokenizer, makers[kind]())
+    return Loaded(model, target.tokenizer, makers[options.kind]())
 
 
 def parse_tree(text: str) -> tuple[int, ...]:
@@ -188,20 +178,13 @@ def parse_gamma(text: str) -> int:
 
 
 def run(
-    loaded: Loaded,
-    prompts: list[Prompt],
-    settings: DecodeSettings,
-    policy: GammaPolicy,
-    *,
-    batch_size: int,
-    runner: str,
-    log: Path | None,
-    out: Path | None,
+    loaded: Loaded, prompts: list[Prompt], settings: DecodeSettings, policy: GammaPolicy, options: GenerateOptions
 ) -> dict[str, Any]:
-    """Decode; one prompt is streamed to standard output, several go to `out` as JSON lines or are printed as they end.
+    """Decode; one prompt is streamed to standard output, several go to --out as JSON lines or are printed as they end.
 
     Returns the numbers of the run. Raises Interrupted, saying what is left, when the user ends it early.
     """
+    log, out = options.log, options.out
     file = ResponseFile(out) if out is not None else None
     timing = Timing()
     finished: dict[int, Response] = {}
@@ -212,11 +195,11 @@ def run(
                 loaded.drafter,
                 prompts,
                 settings,
-                batch_size=batch_size,
+                batch_size=options.batch_size,
                 tokenizer=loaded.tokenizer,
                 policy=policy,
                 log=proposals,
-                runner=runner,
+                runner=options.runner,
                 timing=timing,
             )
             for event in _shown(events, len(prompts), out):

@@ -69,3 +69,8 @@ class GenerateOptions:
     ] = None
     log: Annotated[Path | None, typer.Option(help="write every drafted token here as parquet")] = None
     numbers: Annotated[Path | None, typer.Option(help="write the run's numbers here as JSON")] = None
+
+    @property
+    def kind(self) -> str:
+        """Who proposes, the default said."""
+        return self.drafter or ("draft" if self.draft else "none")

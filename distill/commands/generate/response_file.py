@@ -9,6 +9,8 @@ from distill.commands.output import check_writable
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
 
+KEYS = ("key", "text", "finish_reason", "prompt_ids", "response_ids", "blocks", "drafted", "accepted")
+
 
 class ResponseFile:
     """`out` appears when all responses are in it, in the order of the prompts; a former one stays until then.
@@ -55,14 +57,4 @@ class ResponseFile:
 
 def json_line(response: Response) -> str:
     """One response as a line. ASCII only: some readers take rare characters for the end of a line."""
-    row = {
-        "key": response.key,
-        "text": response.text,
-        "finish_reason": response.finish_reason,
-        "prompt_ids": response.prompt_ids,
-        "response_ids": response.response_ids,
-        "blocks": response.blocks,
-        "drafted": response.drafted,
-        "accepted": response.accepted,
-    }
-    return json.dumps(row) + "\n"
+    return json.dumps({key: getattr(response, key) for key in KEYS}) + "\n"

@@ -326,16 +326,6 @@ def _lead_seconds(plan: _Plan, candidates: Sequence[_Candidate], alone: StepCost
     return [costs.target_seconds for costs in measured if costs.batch_size == plan.batch_sizes[0]]
 
 
-def _timed(
-    plan: _Plan, target: PreTrainedModel, draft: PreTrainedModel | None, rule: Rule, batch_size: int
-) -> StepCosts:
-    sampling = SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0)
-    return plan.given or measure_costs(
-        target, draft, gammas=plan.gammas, sampling=sampling, rule=rule, batch_size=batch_size, context=plan.context,
-        blocks=TIMED_BLOCKS,
-    )  # fmt: skip
-
-
 def _measured(
     plan: _Plan,
     target: PreTrainedModel,
@@ -350,7 +340,13 @@ def _measured(
     if plan.given is not None:
         return dict.fromkeys(asked[: len(rules)], plan.given)
     with stages(f"timing {name}"):
-        return {(rule, size): _timed(plan, target, draft, rule, size) for rule, size in asked}
+        return {
+            (rule, size): measure_costs(
+                target, draft, gammas=plan.gammas, rule=rule, batch_size=size, context=plan.context, blocks=TIMED_BLOCKS,
+                sampling=SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0),
+            )
+            for rule, size in asked
+        }  # fmt: skip
 
 
 def _judge(
