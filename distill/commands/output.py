@@ -1,7 +1,5 @@
 """Where a command may write, and what it says of a disk that refuses."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager

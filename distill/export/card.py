@@ -3,8 +3,6 @@
 `serving` is the directory's serving.json (see `distill.export.export`).
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from typing import Any

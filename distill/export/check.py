@@ -4,8 +4,6 @@ Calls are counted by forward hooks. `model.forward` is never wrapped: a `*args, 
 and makes the library re-read the whole sequence every round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

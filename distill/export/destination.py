@@ -1,7 +1,5 @@
 """Where an export may go, and how a directory appears there whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

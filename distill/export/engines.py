@@ -5,8 +5,6 @@ G = gamma, drafted tokens per block. Rules at temperature > 0 (at temperature 0 
 argmax and the target samples.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Everything is written and checked in a temporary sibling directory, which is then renamed (`distill.export.destination`).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trained student as one plain model: checkpoint or merged adapter, in the target's vocabulary, in one dtype."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

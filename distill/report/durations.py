@@ -1,7 +1,5 @@
 """Durations as people write them: `25ms`, `0.025s`, `3us`; a plain number is milliseconds."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -4,8 +4,6 @@ The rows are those of the run's live judging. For another gamma or rule than tha
 along the run's frozen text (`redrawn_prompts`): no target is needed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

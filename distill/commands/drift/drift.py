@@ -7,8 +7,6 @@ independent draws like the held-out prompts. A server's traffic is neither: user
 for other things. So an alarm says that acceptance on this traffic is below the baseline, not why.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args

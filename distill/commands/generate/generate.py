@@ -1,7 +1,5 @@
 """`understudy generate`: text from a target, with whoever proposes, streamed; then what it took."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What `understudy generate` reads: prompts from arguments, files and standard input; past responses for retrieval."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Responses on disk as they end: JSON lines that a kill, a full disk or an interrupt cannot take away."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

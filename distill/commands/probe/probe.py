@@ -1,7 +1,5 @@
 """`understudy probe`: go or no-go for a target and its candidate drafts, before a GPU-hour is spent on distilling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

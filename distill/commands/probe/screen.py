@@ -1,7 +1,5 @@
 """What a person reads of a probe: a sentence for each draft and one for all, and the tables behind them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
