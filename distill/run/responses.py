@@ -34,12 +34,8 @@ class RunStores:
 
     def __init__(self, config: RunConfig, accelerator: Accelerator, target: Target) -> None:
         """Fingerprints target and tokenizer; nothing is written yet."""
-        self.folder, self.serving, self.accelerator, self.target = (
-            config.folder / RESPONSES,
-            config.serving,
-            accelerator,
-            target,
-        )
+        self.folder, self.serving = config.folder / RESPONSES, config.serving
+        self.accelerator, self.target = accelerator, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
         self.settings = decode_settings(config.serving, config.seed, target)
         template = config.data.template

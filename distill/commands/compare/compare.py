@@ -152,9 +152,9 @@ def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
     longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
-    known: dict[str, Entry] = {}
+    known: dict[str, tuple[Entry, Any]] = {}
     by_shape: dict[Any, StepCosts] = {}
-    entries, shapes = [], []
+    entries = []
     for number, path in enumerate(paths):
         name = path if path not in paths[:number] else f"{path} #{number + 1}"
         model = find_student(path)
@@ -168,12 +168,11 @@ def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool
             if timing and shape not in by_shape:
                 by_shape[shape] = _timed(text, draft, gamma)
             parameters = sum(weight.numel() for weight in draft.parameters())
-            known[model] = Entry(path, path, parameters, scores, None)
-            shapes.append((model, shape))
-        entries.append((name, path, model))
+            known[model] = Entry(path, path, parameters, scores, None), shape
+        entry, shape = known[model]
+        entries.append((replace(entry, name=name, path=path), shape))
     costs = _shared_target(by_shape)
-    of_model = {model: costs.get(shape) for model, shape in shapes}
-    return [replace(known[model], name=name, path=path, costs=of_model[model]) for name, path, model in entries]
+    return [replace(entry, costs=costs.get(shape)) for entry, shape in entries]
 
 
 def _load(text: FrozenText, path: str) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """`understudy generate`: text from a target, with whoever proposes, streamed; then what it took."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -252,10 +253,7 @@ def summary(
         "latency": latency(responses),
         "peak_bytes": timing.peak_bytes,
         "drafter": loaded.drafter.name if loaded.drafter is not None else None,
-        "finish_reasons": {
-            reason: sum(response.finish_reason == reason for response in responses)
-            for reason in sorted({str(response.finish_reason) for response in responses})
-        },
+        "finish_reasons": dict(sorted(Counter(str(response.finish_reason) for response in responses).items())),
     }
     if loaded.drafter is None:
         return result
