@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,6 @@ def judge_frozen(
     draft: PreTrainedModel,
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
-    replay_gammas: Iterable[int] = CURVE_GAMMAS,
     *,
     scores: Sequence[TokenScores] | None = None,
 ) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def judge_frozen(
         scores = score_tokens(draft, heldout, settings.sampling)
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
-    gammas = tuple(replay_gammas)
+    gammas = tuple(CURVE_GAMMAS)
     blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
     tokens_N = np.array([len(own) for own in scores])
 
@@ -105,7 +104,6 @@ def judge(
     settings: DecodeSettings,
     *,
     batch_size: int = 16,
-    replay_gammas: Iterable[int] = CURVE_GAMMAS,
     log: ProposalLog | None = None,
     scores: Sequence[TokenScores] | None = None,
 ) -> tuple[dict[str, Any], list[Response]]:
@@ -120,7 +118,7 @@ def judge(
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
-    result = judge_frozen(draft, heldout, settings, replay_gammas, scores=scores)
+    result = judge_frozen(draft, heldout, settings, scores=scores)
     first_of_prompt = {response.prompt: response for response in reversed(heldout)}
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
@@ -154,16 +152,13 @@ def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:
     return domains
 
 
-def measure_tokens_per_second(
-    target: PreTrainedModel, draft: PreTrainedModel | None, prompts: Sequence[Prompt], settings: DecodeSettings
-) -> list[float]:
-    """Tokens per second of each prompt decoded alone (batch 1), prefill included; without a draft, plain decoding."""
-    own = settings if draft is not None else replace(settings, gamma=0)
-    rates = []
-    for prompt in prompts:
-        responses, timing = decode(target, ModelDrafter(draft) if draft is not None else None, [prompt], own)
-        rates.append(len(responses[0].response_ids) / timing.total_seconds)
-    return rates
+def tokens_per_second(
+    target: PreTrainedModel, draft: PreTrainedModel | None, prompt: Prompt, settings: DecodeSettings
+) -> float:
+    """Of one prompt decoded alone (batch 1), prefill included; without a draft, plain decoding."""
+    drafter, own = (ModelDrafter(draft), settings) if draft is not None else (None, replace(settings, gamma=0))
+    (response,), timing = decode(target, drafter, [prompt], own)
+    return len(response.response_ids) / timing.total_seconds
 
 
 def compare_speed(
@@ -181,12 +176,12 @@ def compare_speed(
     """
     contestants: dict[str, PreTrainedModel | None] = {"target": None, **drafts}
     for draft in contestants.values():
-        measure_tokens_per_second(target, draft, prompts[:1], settings)  # warm-up, not counted
+        tokens_per_second(target, draft, prompts[0], settings)  # warm-up, not counted
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats):
         for prompt in prompts:
             for name, draft in contestants.items():
-                rates[name] += measure_tokens_per_second(target, draft, [prompt], settings)
+                rates[name].append(tokens_per_second(target, draft, prompt, settings))
     speeds: dict[str, dict[str, Any]] = {}
     for name, own in rates.items():
         ratios = np.divide(own, rates["target"]).tolist()

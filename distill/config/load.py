@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from distill.config.run import RunConfig
-from distill.config.sections import Section
+from distill.config.sections import Section, section_in
 from speculative.errors import UserError
 
 
@@ -69,12 +69,10 @@ def _tuples(value: Any) -> Any:
 
 def _known_keys(location: Sequence[str | int]) -> list[str]:
     """The keys of the section that an error's location points into."""
-    section: Any = RunConfig
+    section: type[Section] = RunConfig
     for part in location[:-1]:
-        if isinstance(part, int) or not hasattr(section, "model_fields") or part not in section.model_fields:
-            continue
-        annotation = str(section.model_fields[part].annotation)
-        section = next((s for s in Section.__subclasses__() if s.__name__ in re.findall(r"\w+", annotation)), section)
+        if isinstance(part, str) and part in section.model_fields:
+            section = section_in(section.model_fields[part].annotation) or section
     return sorted(section.model_fields)
 
 

@@ -1,6 +1,7 @@
 """The sections of a run's configuration: every key with its default, its meaning, and which pairs are impossible."""
 
-from typing import Annotated, Any, Literal
+import types
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +16,13 @@ class Section(BaseModel):
     """Frozen; an unknown key or a wrong type is an error, never a guess."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field of this annotation holds, perhaps one of several or none."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, Section) else None
+    return next((found for part in get_args(annotation) if (found := section_in(part))), None)
 
 
 class EndpointConfig(Endpoint, Section):

@@ -1,14 +1,10 @@
 """The configuration as a Markdown table, made from the config's own fields; docs/config.md carries it and a test compares."""
 
-import types
-import typing
-from typing import Any
-
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distill.config.run import RunConfig
-from distill.config.sections import Section
+from distill.config.sections import Section, section_in
 
 
 def config_table() -> str:
@@ -21,7 +17,7 @@ def config_table() -> str:
 def _rows(section: type[Section], prefix: str) -> list[str]:
     rows: list[str] = []
     for name, field in section.model_fields.items():
-        inner = _section_in(field.annotation)
+        inner = section_in(field.annotation)
         if inner is not None:
             mark = ".N" if "tuple" in str(field.annotation) else ""
             rows.extend(_rows(inner, f"{prefix}{name}{mark}."))
@@ -29,12 +25,6 @@ def _rows(section: type[Section], prefix: str) -> list[str]:
             meaning = (field.description or "").replace("|", "\\|")
             rows.append(f"| `{prefix}{name}` | {_default(field)} | {meaning} |")
     return rows
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, Section) else None
-    return next((found for part in typing.get_args(annotation) if (found := _section_in(part))), None)
 
 
 def _default(field: FieldInfo) -> str:

@@ -156,15 +156,12 @@ class GraphRunner:
 
 def make_runner(kind: str) -> Runner:
     """Raises UserError for an unknown kind and for graphs without CUDA."""
-    if kind == EAGER:
-        return EagerRunner()
-    if kind == COMPILED:
-        return CompiledRunner()
-    if kind == GRAPHED:
-        if not torch.cuda.is_available():
-            raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
-        return GraphRunner()
-    raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
+    if kind == GRAPHED and not torch.cuda.is_available():
+        raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
+    makers: dict[str, Callable[[], Runner]] = {EAGER: EagerRunner, COMPILED: CompiledRunner, GRAPHED: GraphRunner}
+    if kind not in makers:
+        raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
+    return makers[kind]()
 
 
 def resolve_runner(kind: str, device: torch.device) -> str:
