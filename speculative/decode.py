@@ -4,8 +4,6 @@ A decode call has a fixed number of rows. A row whose response ended takes the n
 response never holds the batch; when nobody waits, rows that are done are dropped.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

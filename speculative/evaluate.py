@@ -1,7 +1,5 @@
 """Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace

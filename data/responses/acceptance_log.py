@@ -10,8 +10,6 @@
 Each but the last may be gzipped. Lines of an engine's log that say nothing of drafts are passed over.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -5,8 +5,6 @@ the response's ids back, `prompt_logprobs` the most probable tokens at every pla
 same way but has no `prompt_logprobs`. Legend: R response tokens, K entries of a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

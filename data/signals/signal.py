@@ -4,8 +4,6 @@ Legend: R response tokens (rows), K stored entries of a row, S samples of a row,
 All three kinds describe the teacher's distribution at one softening temperature, 1 unless the caller says otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Self

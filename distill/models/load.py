@@ -1,7 +1,5 @@
 """Models and tokenizers from a directory, a hub id or `embedded`, and what tells them apart later."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

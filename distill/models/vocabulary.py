@@ -5,8 +5,6 @@ Models often have more rows than tokens (padded rows, for speed): those may diff
 padded or trimmed. Token strings may not differ: a draft that means another string by an id proposes nonsense.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

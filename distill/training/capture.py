@@ -4,8 +4,6 @@ Legend: R response tokens (rows), C rows of a chunk, D hidden width, V vocabular
 ones among them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

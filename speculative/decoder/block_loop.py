@@ -9,8 +9,6 @@ block needs gamma + 1 target positions, the prompt's logits are never computed, 
 length. A block reads the device once.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From a block to a response: what of it is kept, token by token, as plain decoding would have kept it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, GateRecord, Response

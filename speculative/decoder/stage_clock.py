@@ -1,7 +1,5 @@
 """Where the time of a block, or of a training step, goes."""
 
-from __future__ import annotations
-
 import time
 
 import torch

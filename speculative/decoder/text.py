@@ -5,8 +5,6 @@ cost more with each, so only the ids whose text is not settled are decoded; what
 decoder.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

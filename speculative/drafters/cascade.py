@@ -3,8 +3,6 @@
 Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C columns of the token buffer, K rows taken.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from transformers import PreTrainedModel

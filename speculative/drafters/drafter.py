@@ -4,8 +4,6 @@ Shapes: R rows, G drafted tokens (at most gamma), V vocabulary, C columns of the
 (root not counted), N1 = N + 1, K candidates per node.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

@@ -3,8 +3,6 @@
 Shapes: R rows, L layers.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: R rows of the batch.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

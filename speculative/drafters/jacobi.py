@@ -3,8 +3,6 @@
 Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, C columns of the token buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

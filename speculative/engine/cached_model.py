@@ -4,8 +4,6 @@ Shapes: R rows, K rows of one call (all, or the few being prefilled), Q query to
 sees), C capacity, V vocabulary, N1 nodes of a token tree with its root.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

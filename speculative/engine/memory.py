@@ -3,8 +3,6 @@
 Shapes: R rows, C capacity (positions a row can hold), Q query tokens of one call, V vocabulary.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """What the decoder asks of a model before it uses it: can its past be rolled back, how far can it see, what it scores."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Callable, Iterator

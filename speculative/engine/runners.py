@@ -3,8 +3,6 @@
 A static runner gets a function and tensors whose shapes, with the given constants, decide everything the function does.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol

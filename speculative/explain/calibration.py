@@ -8,8 +8,6 @@ into what the target said, so that stored text answers without the target's dist
 Shapes: T tokens of one response, P prompts, C bins of confidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

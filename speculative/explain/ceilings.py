@@ -3,8 +3,6 @@
 Shapes: N texts, T tokens of one text, K gammas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

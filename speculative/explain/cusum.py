@@ -8,8 +8,6 @@ are such draws; a server's traffic comes in order, and one user's requests resem
 Shapes: P requests of the pool, N of the stream in their order, B simulated pools and streams.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

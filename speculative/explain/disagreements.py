@@ -3,8 +3,6 @@
 Shapes: N responses, T tokens of one response.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -19,8 +19,6 @@ Shapes: N responses, T tokens of one, R rows of a forward, V vocabulary, D featu
 K equal bins of the unit interval.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

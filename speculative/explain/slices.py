@@ -3,8 +3,6 @@
 Shapes: N responses, T tokens of one response, P prompts, S slices of a dimension, flat_T all tokens of all responses.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol

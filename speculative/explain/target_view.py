@@ -3,8 +3,6 @@
 Shapes: T tokens of one response, R rows of a chunk, V vocabulary, K tokens asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

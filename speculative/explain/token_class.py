@@ -1,7 +1,5 @@
 """Which text each token adds to a response, and what kind of text that is: a word's beginning, a number, a code name."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Shapes: none; seconds are per batch, gammas are drafted tokens per block.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: N responses, P prompts (the resampling unit), C columns of sums, K numbers made of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: N responses, P prompts (the resampling unit).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any
 

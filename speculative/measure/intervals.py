@@ -3,8 +3,6 @@
 Shapes: P prompts, R resamples, C columns of sums, K numbers made of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np

@@ -14,8 +14,6 @@ a_t = min(1, draft / target) under `sample` (2211.17192, by maximal coupling), 1
 Shapes: N responses, T positions (padded), K gammas, J1 = kept tokens of a block, 0..max gamma.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The judge is checked before it measures: a target accepts itself, and speculation does not change its text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

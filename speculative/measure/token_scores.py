@@ -3,8 +3,6 @@
 Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -11,8 +11,6 @@ biased. `verify` and `verify_tree` read from left to right and are free of this.
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import pad
 

@@ -6,8 +6,6 @@ An acceptance rule compares the two models' final distributions, so it stays los
 same rule looking at the same text. That is why a rule here is a function of logits and text and remembers nothing.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import operator

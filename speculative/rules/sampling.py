@@ -3,8 +3,6 @@
 Shapes: R rows (any leading dimensions), V vocabulary, L response positions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import asdict, dataclass
 

@@ -10,8 +10,6 @@ Shapes: B rows, N nodes (root not counted), N1 = N + 1, M the first nodes, as ma
 children, D depth, D1 = D + 1, K most children of a node, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

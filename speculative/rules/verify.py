@@ -3,8 +3,6 @@
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 import torch
