@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.decoder.block_loop import BlockLoop, slots_beyond
-from speculative.decoder.commit import STOP, CommitGate, append_block, append_watched, count_block
+from speculative.decoder.commit import STOP, CommitGate, append_block, count_block
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Response, Timing
 from speculative.decoder.text import TextStream
@@ -293,6 +293,7 @@ def _one_block(
     now = time.perf_counter()
     seconds = now - began if loop.timing.recording_calls == recorded else None
     policy.record(outcome.drafted_ids_RG.shape[1], active_R, outcome.drafted_counts_R, outcome.accepted_R, seconds)
+    known_ids = vocab_rows(loop.target.model) if gate is not None else 0
     events, freed = [], []
     for row, seat in enumerate(seats):
         if seat is None:
@@ -302,17 +303,10 @@ def _one_block(
         if log is not None:
             _log_block(log, loop, outcome, row, response)
         count_block(response, outcome, row)
-        if seat.stream is None and gate is None:
-            ids, text = append_block(response, outcome, row, settings), ""
-        else:
-            ids, text = append_watched(
-                response, outcome, row, settings, seat.stream, gate, vocab_rows(loop.target.model)
-            )
-            if (
-                response.finish_reason is None
-                and ids != outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
-            ):
-                loop.rewind(row, len(response.prompt_ids) + before + len(ids), ids[-1])
+        ids, text = append_block(response, outcome, row, settings, seat.stream, gate, known_ids)
+        whole = gate is None or ids == outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
+        if response.finish_reason is None and not whole:
+            loop.rewind(row, len(response.prompt_ids) + before + len(ids), ids[-1])
         response.commit_seconds.append(now - seat.seated)
         response.commit_sizes.append(len(ids))
         if response.finish_reason is not None:

@@ -28,31 +28,7 @@ def count_block(response: Response, outcome: BlockOutcome, row: int) -> None:
     response.overlap_sum += float(outcome.overlap_sums_R[row])
 
 
-def append_block(response: Response, outcome: BlockOutcome, row: int, settings: DecodeSettings) -> list[int]:
-    """Append one block to a response, cut right after an end token or at the budget; returns the appended ids."""
-    room = response.budget - len(response.response_ids)
-    ids = outcome.ids_RG1[row, : min(int(outcome.accepted_R[row]) + 1, room)].tolist()
-    for position, token_id in enumerate(ids):
-        if token_id in settings.eos_ids:
-            ids = ids[: position + 1]
-            response.finish_reason = "end"
-            break
-    response.response_ids += ids
-    note_origin(response, outcome, row, len(ids))
-    if response.finish_reason is None and len(ids) == room:
-        response.finish_reason = "length"
-    return ids
-
-
-def note_origin(response: Response, outcome: BlockOutcome, row: int, kept: int) -> None:
-    """Probabilities and origin of the first `kept` tokens of a block, which were appended."""
-    accepted = int(outcome.accepted_R[row])
-    log_probs = [0.0] * kept if outcome.log_probs_RG1 is None else outcome.log_probs_RG1[row, :kept].tolist()
-    response.log_target_probs += log_probs
-    response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))
-
-
-def append_watched(
+def append_block(
     response: Response,
     outcome: BlockOutcome,
     row: int,
@@ -62,7 +38,7 @@ def append_watched(
     known_ids: int,
 ) -> tuple[list[int], str]:
     """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as plain decoding
-    would meet them. Returns the appended ids and the text that became stable.
+    would meet them. Returns the appended ids and the text that became stable. `known_ids`: those a gate may answer.
     """
     appended: list[int] = []
     pieces: list[str] = []
@@ -101,3 +77,11 @@ def append_watched(
         response.proposed_mask[-1] = 0
         response.log_target_probs[-1] = float("nan")  # The target was not asked about this token.
     return appended, "".join(pieces)
+
+
+def note_origin(response: Response, outcome: BlockOutcome, row: int, kept: int) -> None:
+    """Probabilities and origin of the first `kept` tokens of a block, which were appended."""
+    accepted = int(outcome.accepted_R[row])
+    log_probs = [0.0] * kept if outcome.log_probs_RG1 is None else outcome.log_probs_RG1[row, :kept].tolist()
+    response.log_target_probs += log_probs
+    response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))
