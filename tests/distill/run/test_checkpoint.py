@@ -354,7 +354,9 @@ def test_a_folder_with_keys_that_have_nothing_behind_them_opens(tmp_path: Path) 
     path = tmp_path / "config.yaml"
     text = dump_config(run_config(tmp_path))
     path.write_text(
-        text.replace("\ntrain:\n", "\ntrain:\n  window: null\n").replace("\njudge:\n", "\njudge:\n  corpus_windows: 64\n")
+        text.replace("\ntrain:\n", "\ntrain:\n  window: null\n").replace(
+            "\njudge:\n", "\njudge:\n  corpus_windows: 64\n"
+        )
     )
     assert load_config(path) == run_config(tmp_path)
     path.write_text(text.replace("\ntrain:\n", "\ntrain:\n  window: 256\n"))
