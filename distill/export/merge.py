@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.models.vocabulary import VocabularyAgreement, repair_rows, require_agreement
+from distill.models.vocabulary import VocabularyAgreement, compare_vocabularies, repair_rows, require_agreement
 from speculative.errors import UserError
 
 ADAPTER_FILE = "adapter_config.json"
@@ -70,7 +70,7 @@ def load_merged_student(
     else:
         student_tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
-    agreement = require_agreement(target_tokenizer, target_rows, student_tokenizer, rows)
+    agreement = require_agreement(compare_vocabularies(target_tokenizer, target_rows, student_tokenizer, rows))
     # Before the adapter: an adapter that was trained on repaired rows only fits repaired rows.
     repair_rows(model, target_rows, agreement.token_rows)
     merge_error = None

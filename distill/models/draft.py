@@ -10,7 +10,13 @@ from transformers import PreTrainedModel
 from distill.config.layout import find_student
 from distill.models.load import load_model, load_tokenizer
 from distill.models.target import Target
-from distill.models.vocabulary import repair_rows, require_agreement, vocabulary_rows
+from distill.models.vocabulary import (
+    VocabularyAgreement,
+    compare_vocabularies,
+    repair_rows,
+    require_agreement,
+    vocabulary_rows,
+)
 from speculative.errors import UserError
 
 
@@ -20,12 +26,23 @@ def load_draft(path: str, target: Target) -> PreTrainedModel:
     Raises:
         UserError: not there, or another vocabulary.
     """
+    draft, agreement = read_draft(path, target)
+    require_agreement(agreement)
+    return draft
+
+
+def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAgreement]:
+    """(draft from anywhere, how its vocabulary agrees with the target's); rows are mended where that is all it takes.
+
+    Raises:
+        UserError: not there.
+    """
     name, rows = find_student(path), target.facts.vocab_rows
     draft = load_model("draft", name)
-    agreement = require_agreement(target.tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
+    agreement = compare_vocabularies(target.tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
     if agreement.verdict == "repair":
         repair_rows(draft, rows, agreement.token_rows)
-    return draft
+    return draft, agreement
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:

@@ -134,12 +134,13 @@ def _pretrained(
     student = load_model("student.path", path, dtype=torch.float32, revision=revision)
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
+    agreement = compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows)
     if config.vocabulary == "transplant":
-        if compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows).verdict == "refuse":
+        if agreement.verdict == "refuse":
             notes["vocabulary"] = transplant_vocabulary(student, own_tokenizer, tokenizer, rows).as_dict()
             return student
         notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: they agree already
-    agreement = require_agreement(tokenizer, rows, own_tokenizer, own_rows)
+    require_agreement(agreement)
     if agreement.verdict == "repair":
         repair_rows(student, rows, agreement.token_rows)
     return student

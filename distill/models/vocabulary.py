@@ -100,11 +100,8 @@ def compare_vocabularies(
     return agreement("repair", role_difference, f"all {compared} token strings are the same; " + "; ".join(repairs))
 
 
-def require_agreement(
-    target_tokenizer: Any, target_rows: int, draft_tokenizer: Any, draft_rows: int
-) -> VocabularyAgreement:
-    """`compare_vocabularies`, but a refusal raises `UserError` naming the first differing id and both strings."""
-    found = compare_vocabularies(target_tokenizer, target_rows, draft_tokenizer, draft_rows)
+def require_agreement(found: VocabularyAgreement) -> VocabularyAgreement:
+    """Raises `UserError` naming the first differing id and both strings when `compare_vocabularies` refuses."""
     if found.verdict == "refuse":
         raise UserError(
             f"draft and target do not share a vocabulary: {found.detail}; choose a draft of the target's family, "

@@ -16,11 +16,11 @@ from distill.commands.generate.generate import place_of
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
-from distill.config.layout import find_student
-from distill.models.draft import cast_copy
-from distill.models.load import dtype_of, load_model, load_tokenizer, model_fingerprint, resolve, saved_dtype
-from distill.models.target import load_target_side
-from distill.models.vocabulary import compare_vocabularies, repair_rows, vocabulary_rows
+from distill.config.sections import TargetConfig
+from distill.models.draft import as_exported, read_draft
+from distill.models.load import model_fingerprint, resolve
+from distill.models.target import Target
+from distill.models.vocabulary import vocabulary_rows
 from distill.report.durations import parse_seconds
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.session import context_limit
@@ -102,12 +102,11 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
     stages = Stages(console)
     with stages("loading"):
         place = place_of(options.device)
-        target: PreTrainedModel = load_model("target", options.target, dtype=dtype_of(options.dtype, place)).to(place)  # type: ignore[arg-type]
-        tokenizer = load_tokenizer(options.target)
-        prompts, notes = _prompts(options, tokenizer, max_positions(target.config))
+        opened = Target(TargetConfig(path=options.target, dtype=options.dtype), place, what="target")  # type: ignore[arg-type]
+        target = opened.model
+        prompts, notes = _prompts(options, opened.tokenizer, opened.facts.context_length)
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        saved = saved_dtype(load_target_side(options.target, tokenizer=tokenizer).config)
-        candidates = [_candidate(path, saved, target, tokenizer, longest) for path in options.drafts or ()]
+        candidates = [_candidate(path, opened, longest) for path in options.drafts or ()]
     _require_one(candidates)
     settings = _decode_settings(options, target, plan.lead[0])
     with stages("self-check"):
@@ -233,17 +232,12 @@ def _prompts(
     return chosen, notes
 
 
-def _candidate(
-    path: str, saved: torch.dtype, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int
-) -> _Candidate:
+def _candidate(path: str, target: Target, longest: int) -> _Candidate:
     """A draft as it would be served, in the dtype that the target is saved in, or the reason why it cannot be.
 
     Raises UserError for a folder or hub id that cannot be loaded: that is a typing mistake, not a finding.
     """
-    name = find_student(resolve(path))
-    model = load_model("draft", name)
-    rows = vocabulary_rows(target.config)
-    agreement = compare_vocabularies(tokenizer, rows, load_tokenizer(name), vocabulary_rows(model.config))
+    model, agreement = read_draft(resolve(path), target)
     vocabulary = {"verdict": agreement.verdict, "detail": agreement.detail}
     record: dict[str, Any] = {**_described(path, model), "refused": None, "notes": [], "vocabulary": vocabulary}
     context: int | None = record["context"]
@@ -257,16 +251,14 @@ def _candidate(
         )
     if record["refused"] is not None:
         return _Candidate(record, None)
-    if agreement.verdict == "repair":
-        repair_rows(model, rows, agreement.token_rows)
     try:
-        served = cast_copy(model, (saved, target.dtype), target.device)
+        served = as_exported(model, target)
     except UserError as error:
         record["refused"] = (
             f"{str(error).split(';')[0]}: the file is damaged, or its numbers are too large for the dtype it is served in"
         )
         return _Candidate(record, None)
-    if model_fingerprint(served) == model_fingerprint(target):
+    if model_fingerprint(served) == target.facts.fingerprint:
         record["notes"].append("it is the target itself: it accepts everything and saves nothing")
     return _Candidate(record, served)
 

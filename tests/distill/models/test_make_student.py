@@ -16,7 +16,7 @@ from distill.models.embedded.train_target import train_tokenizer
 from distill.models.load import load_tokenizer
 from distill.models.student import from_architecture, make_student
 from distill.models.transplant import match_tokens
-from distill.models.vocabulary import require_agreement, vocabulary_rows
+from distill.models.vocabulary import compare_vocabularies, require_agreement, vocabulary_rows
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -142,7 +142,9 @@ def test_a_donor_of_another_family(tmp_path: Path) -> None:
     one_line(error)
     notes: dict[str, Any] = {}
     student = student_of(tmp_path, {**options, "vocabulary": "transplant"}, notes=notes)
-    assert require_agreement(tiny_tokenizer(), TOKENS, tiny_tokenizer(), vocabulary_rows(student.config))
+    assert require_agreement(
+        compare_vocabularies(tiny_tokenizer(), TOKENS, tiny_tokenizer(), vocabulary_rows(student.config))
+    )
     assert student.get_input_embeddings().weight.shape[0] == TOKENS
     found = notes["vocabulary"]
     assert found == match_tokens(tiny_tokenizer(), load_tokenizer(str(tmp_path / "donor"))).as_dict()

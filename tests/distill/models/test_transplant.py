@@ -26,7 +26,7 @@ from distill.models.transplant import (
     token_bytes,
     transplant_vocabulary,
 )
-from distill.models.vocabulary import require_agreement, tokens_by_id, vocabulary_rows
+from distill.models.vocabulary import compare_vocabularies, require_agreement, tokens_by_id, vocabulary_rows
 from speculative.errors import UserError
 
 ENGLISH = ["The quick brown fox jumps over the lazy dog; naïve café — déjà vu. " * 8, "What is 3 + 4? It is 7.\n" * 6]
@@ -224,7 +224,7 @@ def test_the_result_speaks_the_targets_vocabulary(tmp_path: Any) -> None:
     state = torch.get_rng_state()
     transplant_vocabulary(donor, english(), code(), rows)
     assert torch.equal(torch.get_rng_state(), state)
-    agreement = require_agreement(code(), rows, code(), vocabulary_rows(donor.config))
+    agreement = require_agreement(compare_vocabularies(code(), rows, code(), vocabulary_rows(donor.config)))
     assert agreement.verdict == "agree"
     for role in ("bos", "eos", "pad"):
         assert getattr(donor.config, f"{role}_token_id") == getattr(code(), f"{role}_token_id")

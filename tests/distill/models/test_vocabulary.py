@@ -53,7 +53,9 @@ def test_the_same_tokenizer_and_rows_agree():
 )
 def test_other_padded_rows_are_repairable(target_extra, draft_extra, word):
     tokens = len(WORDS)
-    found = require_agreement(make_tokenizer(), tokens + target_extra, make_tokenizer(), tokens + draft_extra)
+    found = require_agreement(
+        compare_vocabularies(make_tokenizer(), tokens + target_extra, make_tokenizer(), tokens + draft_extra)
+    )
     assert found.verdict == "repair"
     assert word in found.detail
     assert (found.target_rows, found.draft_rows, found.token_rows) == (
@@ -113,7 +115,7 @@ def test_a_special_flag_that_differs_is_named():
 def test_a_refusal_is_one_line_with_both_strings():
     other = ["X" + WORDS[0], *WORDS[1:]]
     with pytest.raises(UserError) as caught:
-        require_agreement(make_tokenizer(), len(WORDS), make_tokenizer(other), len(WORDS))
+        require_agreement(compare_vocabularies(make_tokenizer(), len(WORDS), make_tokenizer(other), len(WORDS)))
     message = str(caught.value)
     assert "\n" not in message
     assert "id 0" in message
