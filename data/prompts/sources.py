@@ -44,7 +44,7 @@ class _Table:
     number: Callable[[int], int]
 
 
-def load_source(source: PromptSource) -> list[PromptRow]:
+def load_source(source: PromptSource, preferred: str | None = None) -> list[PromptRow]:
     """Read the prompts of one source, in their order.
 
     ``path`` is a file (jsonl, json, parquet, csv, txt, also .gz), a glob of files, a directory as ``datasets`` reads it
@@ -52,7 +52,8 @@ def load_source(source: PromptSource) -> list[PromptRow]:
     A text file holds one prompt per line, its blank lines skipped. ``split`` and ``subset`` concern directories and hub
     ids; for ``stdlib`` the split is ``train`` or ``heldout``. ``format`` other than ``auto`` says that path is local.
 
-    With neither prompt nor messages column, a usual name is taken when exactly one is present. ``system`` becomes the
+    With neither prompt nor messages column, a usual name is taken when exactly one is present, or ``preferred`` is among
+    them. ``system`` becomes the
     first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the
     constant label (default: the file stem, folder name or last part of the hub id); ``domain_column`` comes before it.
     A ``limit`` takes rows by content hash, so that they come from all over the source.
@@ -66,7 +67,7 @@ def load_source(source: PromptSource) -> list[PromptRow]:
         rows = _stdlib_rows(source)
     else:
         tables, domain = _open(source)
-        rows = [row for table in tables for row in _table_rows(table, source, source.domain or domain)]
+        rows = [row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred)]
     if not rows:
         raise UserError(f"{source.path}: no rows: the source is empty, give one that holds at least one prompt")
     if source.limit is None or source.limit >= len(rows):
@@ -290,8 +291,8 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
     return _Table(dataset, f"{path}[{split}]", lambda index: index + 1)
 
 
-def _table_rows(table: _Table, source: PromptSource, domain: str) -> Iterator[PromptRow]:
-    prompt, messages = _content_columns(table, source)
+def _table_rows(table: _Table, source: PromptSource, domain: str, preferred: str | None) -> Iterator[PromptRow]:
+    prompt, messages = _content_columns(table, source, preferred)
     named = source.reference_column
     wanted = sorted({column for column in (prompt, messages, named, source.domain_column) if column})
     for column in wanted:
@@ -314,14 +315,16 @@ def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, values, strict=True))
 
 
-def _content_columns(table: _Table, source: PromptSource) -> tuple[str | None, str | None]:
-    """(prompt column, None) or (None, messages column): the named one, or the only usual name there is."""
+def _content_columns(table: _Table, source: PromptSource, preferred: str | None) -> tuple[str | None, str | None]:
+    """(prompt column, None) or (None, messages column): the named one, the preferred or only usual name there is."""
     if source.prompt_column or source.messages_column:
         return source.prompt_column, source.messages_column
     columns = table.dataset.column_names
     # A column that has another role cannot be the prompt too.
     taken = (source.reference_column, source.domain_column)
     usual = [name for name in (*PROMPT_NAMES, *MESSAGES_NAMES) if name in columns and name not in taken]
+    if preferred in usual:
+        usual = [preferred]
     if len(usual) != 1:
         found = f"{len(usual)} columns could be it ({', '.join(usual)})" if usual else "no column has a usual name"
         raise UserError(

@@ -86,13 +86,12 @@ def asked_rows(
     # A file whose suffix tells nothing is one of plain lines.
     plain = Path(path).is_file() and format_of(Path(path)) is None
     source = SourceConfig(path=path, system=system or None, format="txt" if plain else "auto", **columns)  # type: ignore[arg-type]
-    # Where several columns could hold the prompt, `prompt` does. No such column, or a fault: the last reading names it.
-    ways = [] if any(columns.values()) else [{"prompt_column": "prompt"}]
-    for update in ([way | {"domain_column": label} for way in ({}, *ways)] if label else []) + [{}, *ways]:
+    if label:
+        # No such column, or a fault that the second reading names.
         with contextlib.suppress(UserError):
-            return load_source(source.model_copy(update=update)), "domain_column" in update
+            return load_source(source.model_copy(update={"domain_column": label}), preferred="prompt"), True
     try:
-        return load_source(source), False
+        return load_source(source, preferred="prompt"), False
     except UserError as error:
         words = str(error).replace("prompt_column", "--prompt-column").replace("messages_column", "--messages-column")
         raise UserError(f"--prompts {words}") from error
