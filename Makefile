@@ -20,7 +20,7 @@ demo: setup      ## distil, judge and export a draft for the embedded target (un
 	$(BIN)/understudy demo
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
-	$(BIN)/python -m distill.models.embedded.train_target
+	$(BIN)/python -m distill.models.embedded.train_target --compile
 
 check: setup     ## lint, format, types
 	$(BIN)/ruff check .
