@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedModel
 
-from speculative.drafters.lookup import RowIndex
 from speculative.explain.target_view import top_tokens
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, predicted_speed_ups
 from speculative.measure.curves import rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.replay import replay
+from speculative.measure.rival_replay import certain_blocks, kept_by_lookup, lookup_steps, tuned_lookup
 from speculative.measure.token_scores import StoredText, TokenScores
 from speculative.rules.sampling import SamplingSettings
 
@@ -58,19 +58,6 @@ class TargetPeaks:
 
     peaks: np.ndarray
     matches: np.ndarray
-
-
-@dataclass(frozen=True)
-class LookupBlocks:
-    """Blocks of prompt lookup on stored texts, (N, K): `drafting` with a proposal, `plain` where it found nothing.
-
-    hits, misses: positions (N,) at which the first proposed token is the stored one, and another.
-    """
-
-    drafting_NK: np.ndarray
-    plain_NK: np.ndarray
-    hits_N: np.ndarray
-    misses_N: np.ndarray
 
 
 def perfect_taus(gammas: Sequence[int]) -> dict[int, float]:
@@ -118,55 +105,6 @@ def partly_closed_tau(tau: float, gamma: int, other_tau: float, other_closed_tau
     """tau of a rule without a law per token, when it closes the share of its gap to gamma + 1 that another rule closes."""
     gap = gamma + 1.0 - other_tau
     return tau + (gamma + 1.0 - tau) * (other_closed_tau - other_tau) / gap if gap > 1e-9 else tau
-
-
-def lookup_blocks(
-    texts: Sequence[StoredText], gammas: Sequence[int], max_ngram: int = 3, min_ngram: int = 1
-) -> LookupBlocks:
-    """Prompt lookup replayed on stored target text, without a model.
-
-    It proposes from the text alone, and a proposed token is accepted exactly where the target says it (a proposal
-    without chance has draft probability 1, so min(1, target / draft) couples it to the emitted token). So given the
-    text its blocks are certain, at every temperature; the last one counts in full, as in live decoding.
-    """
-    drafting_NK, plain_NK = (np.zeros((len(texts), len(gammas)), dtype=np.int64) for _ in range(2))
-    hits_N, misses_N = np.zeros(len(texts), dtype=np.int64), np.zeros(len(texts), dtype=np.int64)
-    longest = max(gammas)
-    for row, text in enumerate(texts):
-        kept_T = _lookup_kept(text, longest, max_ngram, min_ngram)
-        hits_N[row], misses_N[row] = (kept_T > 0).sum(), (kept_T == 0).sum()
-        for column, gamma in enumerate(gammas):
-            position = 0
-            while position < len(kept_T):
-                kept = int(kept_T[position])
-                (plain_NK if kept < 0 else drafting_NK)[row, column] += 1
-                position += min(max(kept, 0), gamma) + 1
-    return LookupBlocks(drafting_NK, plain_NK, hits_N, misses_N)
-
-
-def _lookup_kept(text: StoredText, gamma: int, max_ngram: int, min_ngram: int) -> np.ndarray:
-    """(T,) how many tokens of a proposal of gamma made at each position would be kept; -1 where there is none."""
-    index = RowIndex(min_ngram, max_ngram)
-    index.read(list(text.prompt_ids))
-    said = list(text.response_ids)
-    kept_T = np.full(len(said), -1, dtype=np.int64)
-    for position, token_id in enumerate(said):
-        chain = index.continuation(gamma)
-        if chain:
-            pairs = zip(chain, said[position:], strict=False)
-            kept_T[position] = next((place for place, (one, other) in enumerate(pairs) if one != other), len(chain))
-        index.read([token_id])
-    return kept_T
-
-
-def lookup_seconds(blocks: LookupBlocks, gammas: Sequence[int], costs: StepCosts) -> np.ndarray:
-    """(N, K) target steps that these blocks take: v(gamma) for one with a proposal, 1 for a plain one at batch 1.
-
-    In a larger batch some row nearly always proposes, and the call is as wide as its widest row: v(gamma) for all.
-    """
-    v_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
-    plain_K = np.ones_like(v_K) if costs.batch_size == 1 else v_K
-    return blocks.drafting_NK * v_K + blocks.plain_NK * plain_K
 
 
 def hopeless_because(costs: StepCosts) -> HopelessReason | None:
@@ -264,24 +202,31 @@ def greedy_ceiling(
 def lookup_outlook(
     texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], gammas: Sequence[int], costs: StepCosts
 ) -> dict[str, Any]:
-    """What prompt lookup gives on these texts: tau and speed-up by gamma, the best gamma, how often it proposes and hits."""
-    blocks = lookup_blocks(texts, gammas)
+    """What prompt lookup gives on these texts at its best n-gram sizes: tau and speed-up by gamma, the best gamma.
+
+    Also how often it proposes and hits. Sizes and gamma are chosen on the very texts: a few choices, and for a rival.
+    """
+    tuned = tuned_lookup(texts, costs, gammas)
+    kept = [kept_by_lookup(text, max(gammas), tuned.max_ngram, tuned.min_ngram) for text in texts]
+    blocks = certain_blocks(kept, gammas)
     tokens_N = np.array([len(text.response_ids) for text in texts])
-    taus_K = tokens_N.sum() / (blocks.drafting_NK + blocks.plain_NK).sum(0)
-    seconds_NK = lookup_seconds(blocks, gammas, costs)
-    speeds_K = tokens_N.sum() / seconds_NK.sum(0)
-    best = int(speeds_K.argmax())
-    low, high = ratio_interval(sum_by_prompt(prompt_keys, tokens_N), sum_by_prompt(prompt_keys, seconds_NK[:, best]))
-    pays = bool(speeds_K[best] > 1.0)
+    steps_NK = lookup_steps(blocks, gammas, costs)
+    best = gammas.index(tuned.gamma)
+    pays = tuned.speed_up > 1.0
+    kept_T = np.concatenate(kept)
     return {
+        "max_ngram": tuned.max_ngram,
+        "min_ngram": tuned.min_ngram,
         "gammas": list(gammas),
-        "tau": taus_K.tolist(),
-        "speed_up_by_gamma": speeds_K.tolist(),
-        "proposes": float((blocks.hits_N + blocks.misses_N).sum() / tokens_N.sum()),
-        "hits": float(blocks.hits_N.sum() / tokens_N.sum()),
-        "gamma": gammas[best] if pays else 0,
-        "speed_up": float(speeds_K[best]) if pays else 1.0,
-        "speed_up_ci": [low, high],
+        "tau": (tokens_N.sum() / (blocks.found_NK + blocks.others_NK).sum(0)).tolist(),
+        "speed_up_by_gamma": (tokens_N.sum() / steps_NK.sum(0)).tolist(),
+        "proposes": float((kept_T >= 0).mean()),
+        "hits": float((kept_T > 0).mean()),
+        "gamma": tuned.gamma if pays else 0,
+        "speed_up": tuned.speed_up if pays else 1.0,
+        "speed_up_ci": list(
+            ratio_interval(sum_by_prompt(prompt_keys, tokens_N), sum_by_prompt(prompt_keys, steps_NK[:, best]))
+        ),
     }
 
 

@@ -32,19 +32,23 @@ ENTRIES_PER_GROUP = 1 << 22
 
 
 class TextCosts(NamedTuple):
-    """Cost of each token of a response (T,) under a rule, inf where it is never kept; and where drafting stops.
+    """Cost of each token of a response (T,) under a rule, inf where it is never kept; and where the draft does not decide.
 
     stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
+    sure_T: how many tokens are kept of a block that starts at this token because somebody who needs no model proposes it
+    (`rival_replay`); -1 where the draft does. None = everywhere the draft.
     """
 
     costs_T: np.ndarray
     stops_T: np.ndarray | None = None
+    sure_T: np.ndarray | None = None
 
 
-def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0) -> TextCosts:
+def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0, sure_T: np.ndarray | None = None) -> TextCosts:
     """What the law of blocks needs of a scored response. Rule `greedy` and `greedy-draft` are one: argmax or nothing.
 
     stop_below: the drafter ends a block behind a token whose draft probability is below it; `GammaPolicy.stop_below`.
+    sure_T: see `TextCosts`.
     """
     takes_argmax = not draft_draws(rule)
     if takes_argmax:
@@ -54,9 +58,17 @@ def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0) -> TextCos
         if rule == "sample":
             costs_T = np.maximum(costs_T, 0.0)
     if stop_below <= 0.0:
-        return TextCosts(costs_T)
+        return TextCosts(costs_T, None, sure_T)
     confidence_T = scores.choice_probs if takes_argmax else np.exp(scores.log_draft_probs)
-    return TextCosts(costs_T, confidence_T < stop_below)
+    return TextCosts(costs_T, confidence_T < stop_below, sure_T)
+
+
+def texts_of(
+    scores: Sequence[TokenScores], rule: str, stop_below: float = 0.0, sure: Sequence[np.ndarray] | None = None
+) -> list[TextCosts]:
+    """`costs_of` every response; sure: `TextCosts.sure_T` of each, where somebody proposes before the draft."""
+    sures = [None] * len(scores) if sure is None else sure
+    return [costs_of(text, rule, stop_below, sure_T) for text, sure_T in zip(scores, sures, strict=True)]
 
 
 def law_of(rule: str, sampling: SamplingSettings) -> str:
@@ -70,6 +82,7 @@ class _Group(NamedTuple):
     rows: list[int]
     costs_TN: np.ndarray
     stops_TN: np.ndarray | None
+    sure_TN: np.ndarray | None
     lengths_N: np.ndarray
 
 
@@ -83,12 +96,17 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int]) -> Iterator[_Grou
         rows, order = order[:count], order[count:]
         costs_TN = np.zeros((longest, len(rows)))
         stops_TN = np.zeros((longest, len(rows))) if any(texts[row].stops_T is not None for row in rows) else None
+        sure_TN = None
+        if any(texts[row].sure_T is not None for row in rows):
+            sure_TN = np.full((longest, len(rows)), -1, dtype=np.int64)
         for column, row in enumerate(rows):
             text = texts[row]
             costs_TN[: len(text.costs_T), column] = text.costs_T
             if stops_TN is not None and text.stops_T is not None:
                 stops_TN[: len(text.stops_T), column] = np.where(text.stops_T, np.inf, 0.0)
-        yield _Group(rows, costs_TN, stops_TN, np.array([len(texts[row].costs_T) for row in rows]))
+            if sure_TN is not None and text.sure_T is not None:
+                sure_TN[: len(text.sure_T), column] = text.sure_T
+        yield _Group(rows, costs_TN, stops_TN, sure_TN, np.array([len(texts[row].costs_T) for row in rows]))
 
 
 def _kept_NJ1(group: _Group, start: int, width: int) -> np.ndarray:
@@ -103,13 +121,21 @@ def _kept_NJ1(group: _Group, start: int, width: int) -> np.ndarray:
     return kept_J1N.T
 
 
-def _exactly_NKJ1(kept_NJ1: np.ndarray, gammas: np.ndarray) -> np.ndarray:
-    """P(k = j | text) at each gamma: the drop of `kept` below gamma, all that is left of it at gamma, 0 beyond."""
+def _exactly_NKJ1(group: _Group, start: int, gammas: np.ndarray) -> np.ndarray:
+    """P(k = j | text) at each gamma: the drop of `kept` below gamma, all that is left of it at gamma, 0 beyond.
+
+    Certain where the block is somebody's who needs no model.
+    """
+    kept_NJ1 = _kept_NJ1(group, start, int(gammas.max()))
     counts_J1 = np.arange(kept_NJ1.shape[1])
     drops_NJ1 = kept_NJ1.copy()
     drops_NJ1[:, :-1] -= kept_NJ1[:, 1:]
     exactly_NKJ1 = drops_NJ1[:, None] * (counts_J1 < gammas[:, None])
     exactly_NKJ1[:, np.arange(len(gammas)), gammas] = kept_NJ1[:, gammas]
+    if group.sure_TN is not None:
+        sure_N = group.sure_TN[start]
+        taken_S = np.flatnonzero(sure_N >= 0)
+        exactly_NKJ1[taken_S] = np.minimum(sure_N[taken_S, None], gammas)[..., None] == counts_J1
     return exactly_NKJ1
 
 
@@ -120,7 +146,7 @@ def _starts_TNK(group: _Group, gammas: Sequence[int]) -> np.ndarray:
     starts_TNK[0] = 1.0
     for start in range(int(group.lengths_N.max(initial=0))):
         starts_TNK[start] *= (start < group.lengths_N)[:, None]
-        exactly_NKJ1 = _exactly_NKJ1(_kept_NJ1(group, start, width), gammas_K)
+        exactly_NKJ1 = _exactly_NKJ1(group, start, gammas_K)
         exactly_NKJ1 *= starts_TNK[start][..., None]
         starts_TNK[start + 1 : start + width + 2] += exactly_NKJ1.transpose(2, 0, 1)
     starts_TNK[int(group.lengths_N.max(initial=0)) :] = 0.0
@@ -135,6 +161,18 @@ def _expected_blocks(texts: Sequence[TextCosts], gammas: Iterable[int]) -> np.nd
     return blocks_NK
 
 
+def blocks_by_proposer(texts: Sequence[TextCosts], gammas: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Expected blocks (N, K) that start where `sure_T` says somebody proposes, and those that are the draft's."""
+    gammas = tuple(gammas)
+    sure_NK, drafted_NK = (np.zeros((len(texts), len(gammas))) for _ in range(2))
+    for group in _groups(texts, gammas):
+        starts_TNK = _starts_TNK(group, gammas)
+        if group.sure_TN is not None:
+            sure_NK[group.rows] = np.where((group.sure_TN >= 0)[..., None], starts_TNK, 0.0).sum(0)
+        drafted_NK[group.rows] = starts_TNK.sum(0) - sure_NK[group.rows]
+    return sure_NK, drafted_NK
+
+
 def expected_blocks_of(
     scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS, *, stop_below: float = 0.0
 ) -> np.ndarray:
@@ -144,20 +182,22 @@ def expected_blocks_of(
     in full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
     stop_below: of a drafter that ends its block behind a token of lower draft probability than this.
     """
-    return _expected_blocks([costs_of(text, rule, stop_below) for text in scores], gammas)
+    return _expected_blocks(texts_of(scores, rule, stop_below), gammas)
 
 
 def block_variance_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_below: float = 0.0) -> np.ndarray:
-    """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not.
+    """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not."""
+    return _block_variance(texts_of(scores, rule, stop_below), gamma)
 
-    From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t.
-    """
-    variance_N = np.zeros(len(scores))
+
+def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
+    """From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t."""
+    variance_N = np.zeros(len(texts))
     gammas_K = np.array([gamma])
-    for group in _groups([costs_of(text, rule, stop_below) for text in scores], (gamma,)):
+    for group in _groups(texts, (gamma,)):
         mean_TN, square_TN = np.zeros_like(group.costs_TN), np.zeros_like(group.costs_TN)
         for start in reversed(range(int(group.lengths_N.max(initial=0)))):
-            exactly_J1N = _exactly_NKJ1(_kept_NJ1(group, start, gamma), gammas_K)[:, 0].T
+            exactly_J1N = _exactly_NKJ1(group, start, gammas_K)[:, 0].T
             behind_J1 = slice(start + 1, start + gamma + 2)
             inside_N = start < group.lengths_N
             mean_N = (exactly_J1N * mean_TN[behind_J1]).sum(0)
@@ -174,7 +214,7 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[fl
     first j tokens reach beyond the end does not count for that j; 0 where none is left.
     """
     blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
-    for group in _groups([costs_of(text, rule) for text in scores], (gamma,)):
+    for group in _groups(texts_of(scores, rule), (gamma,)):
         starts_TN = _starts_TNK(group, (gamma,))[..., 0]
         for start in range(int(group.lengths_N.max(initial=0))):
             inside_NJ = start + np.arange(1, gamma + 1) <= group.lengths_N[:, None]
@@ -197,17 +237,24 @@ def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -
 
 
 def agreement_of(
-    scores: Sequence[TokenScores], rule: str, counted_blocks_N: Sequence[int], gamma: int, *, stop_below: float = 0.0
+    scores: Sequence[TokenScores],
+    rule: str,
+    counted_blocks_N: Sequence[int],
+    gamma: int,
+    *,
+    stop_below: float = 0.0,
+    sure: Sequence[np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Replay of the very text a live run produced against the blocks it counted.
+    """Replay of the very text a live run produced against the blocks it counted; sure: `TextCosts.sure_T` of a cascade.
 
     {"predicted_blocks", "live_blocks", "z", "agrees"}: z is in standard deviations of the coins; where nothing is random (greedy)
     it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
     only lower acceptance, such as draft positions off by one.
     """
-    predicted = float(expected_blocks_of(scores, rule, (gamma,), stop_below=stop_below).sum())
+    texts = texts_of(scores, rule, stop_below, sure)
+    predicted = float(_expected_blocks(texts, (gamma,)).sum())
     counted = int(sum(counted_blocks_N))
-    deviation = float(np.sqrt(block_variance_of(scores, rule, gamma, stop_below=stop_below).sum()))
+    deviation = float(np.sqrt(_block_variance(texts, gamma).sum()))
     gap = counted - predicted
     z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
     agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z

@@ -11,12 +11,12 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.lookup import PromptLookup
 from speculative.engine.models import evaluating
 from speculative.evaluate import HeldoutResponse
 from speculative.explain import ceilings
 from speculative.measure.cost import StepCosts, best_gamma, given_costs
 from speculative.measure.replay import replay
+from speculative.measure.rival_replay import NGRAM_SIZES
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -33,39 +33,12 @@ def texts_of(sampling: SamplingSettings, count: int = 6, tokens: int = 40) -> li
     return [HeldoutResponse(one.key, "x", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingSettings(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("gamma", [1, 3, 6])
-def test_lookup_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma):
-    settings = DecodeSettings(sampling, gamma, "greedy" if sampling.greedy else "sample", 40)
-    live, _ = decode(TARGET, PromptLookup(), prompts_of([4, 9, 15], vocab_size=VOCAB), settings)
-    blocks = ceilings.lookup_blocks(live, (gamma,))
-    assert (blocks.drafting_NK + blocks.plain_NK)[:, 0].tolist() == [one.blocks for one in live]
-    assert blocks.drafting_NK[:, 0].tolist() == [sum(count > 0 for count in one.drafted_counts) for one in live]
-    assert blocks.drafting_NK.sum() > 10  # or nothing was tested
-
-
-def test_lookup_of_all_gammas_at_once_is_that_of_each_alone():
-    texts = texts_of(SamplingSettings(1.0))
-    together = ceilings.lookup_blocks(texts, (1, 2, 5, 9))
-    for column, gamma in enumerate((1, 2, 5, 9)):
-        alone = ceilings.lookup_blocks(texts, (gamma,))
-        np.testing.assert_array_equal(alone.drafting_NK[:, 0], together.drafting_NK[:, column])
-        np.testing.assert_array_equal(alone.plain_NK[:, 0], together.plain_NK[:, column])
-
-
-def test_lookup_pays_for_wide_calls_only_where_it_proposes():
-    costs = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=1, context=0)  # v(4) = 1.5
-    blocks = ceilings.LookupBlocks(np.array([[3]]), np.array([[2]]), np.array([5]), np.array([1]))
-    assert ceilings.lookup_seconds(blocks, (4,), costs)[0, 0] == pytest.approx(3 * 1.5 + 2)
-    batched = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=8, context=0)
-    assert ceilings.lookup_seconds(blocks, (4,), batched)[0, 0] == pytest.approx(5 * 1.5)
-
-
 def test_lookup_outlook_of_text_that_repeats_and_of_text_that_does_not():
     loop = [HeldoutResponse("a", "x", [1, 2, 3], [1, 2, 3] * 10, [0.0] * 30)]
     found = ceilings.lookup_outlook(loop, ["a"], range(1, 17), CHEAP)
     assert found["speed_up"] > 5
     assert found["hits"] > 0.9
+    assert (found["max_ngram"], found["min_ngram"]) in NGRAM_SIZES
     fresh = [HeldoutResponse("a", "x", [100], list(range(30)), [0.0] * 30)]
     nothing = ceilings.lookup_outlook(fresh, ["a"], range(1, 17), CHEAP)
     assert (nothing["gamma"], nothing["speed_up"], nothing["proposes"], nothing["hits"]) == (0, 1.0, 0.0, 0.0)

@@ -1,0 +1,192 @@
+"""What needs no training, on stored target text: prompt lookup, retrieval, and either of them before a draft.
+
+Who proposes without a model proposes from the text alone, with probability 1, so a proposed token is kept exactly where the
+target says it (min(1, target / draft) couples it to the emitted token), at every temperature and under every rule. Given the
+text its blocks are certain. In a cascade the other blocks follow the draft's law (`replay`). The last block counts in full,
+as in live decoding.
+
+Shapes: N texts, T tokens of one text, K gammas, G drafted tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from speculative.drafters.lookup import RowIndex
+from speculative.drafters.retrieval import Datastore
+from speculative.measure.cost import StepCosts
+from speculative.measure.replay import GAMMAS, blocks_by_proposer, texts_of
+from speculative.measure.token_scores import StoredText, TokenScores
+
+# (longest, shortest) n-gram that prompt lookup may be set to. Short ones propose often and are wrong often: right where a
+# wrong proposal costs little; before a draft only what is nearly sure should take its place.
+NGRAM_SIZES = ((2, 1), (3, 1), (3, 2), (4, 2), (5, 3), (8, 4))
+
+
+class RivalBlocks(NamedTuple):
+    """Blocks (N, K), expected ones where a draft is asked: `found_NK` with a proposal that took no model, and the others.
+
+    The others are plain decoding where nobody else is asked, and the draft's in a cascade.
+    """
+
+    found_NK: np.ndarray
+    others_NK: np.ndarray
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Prompt lookup, alone or before a draft, at the sizes and gamma of the highest predicted speed-up on some texts.
+
+    tau: tokens per target call. speed_up: tokens over target steps, also where it is under 1.
+    """
+
+    max_ngram: int
+    min_ngram: int
+    gamma: int
+    tau: float
+    speed_up: float
+
+
+def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> np.ndarray:
+    """(T,) how many tokens of a proposal of gamma made at each position would be kept; -1 where there is none.
+
+    Of a smaller gamma it is min(kept, gamma): `PromptLookup` finds as many tokens as it is asked for, or none.
+    """
+    index = RowIndex(min_ngram, max_ngram)
+    index.read(list(text.prompt_ids))
+    said = list(text.response_ids)
+    kept_T = np.full(len(said), -1, dtype=np.int64)
+    for position, token_id in enumerate(said):
+        chain = index.continuation(gamma)
+        if chain:
+            pairs = zip(chain, said[position:], strict=False)
+            left = len(said) - position
+            kept_T[position] = next(
+                (place for place, (one, other) in enumerate(pairs) if one != other), min(gamma, left)
+            )
+        index.read([token_id])
+    return kept_T
+
+
+def kept_by_retrieval(text: StoredText, gamma: int, datastore: Datastore, min_found: int = 1) -> np.ndarray:
+    """(T,) as `kept_by_lookup`, of proposals from a datastore; -1 too where fewer than min(min_found, gamma) are found.
+
+    Of a smaller gamma it is min(kept, gamma) as long as that is at least `min_found`.
+    """
+    prompt, said = len(text.prompt_ids), np.asarray(text.response_ids, dtype=np.int64)
+    if not len(said):
+        return np.zeros(0, dtype=np.int64)
+    tokens_C = np.concatenate((np.asarray(text.prompt_ids, dtype=np.int64), said))
+    # Every position is a row of the same text at its own length.
+    tokens_TC = np.broadcast_to(tokens_C, (len(said), len(tokens_C)))
+    ids_TG, counts_T = datastore.continuations(tokens_TC, prompt + np.arange(len(said)), gamma)
+    padded = np.concatenate((said, np.full(gamma - 1, -1)))
+    same_TG = np.lib.stride_tricks.sliding_window_view(padded, gamma) == ids_TG
+    same_TG &= np.arange(gamma) < counts_T[:, None]
+    kept_T = np.logical_and.accumulate(same_TG, axis=1).sum(1)
+    return np.where(counts_T >= min(min_found, gamma), kept_T, -1)
+
+
+def certain_blocks(kept: Sequence[np.ndarray], gammas: Sequence[int]) -> RivalBlocks:
+    """Blocks at each gamma of somebody who keeps `kept` (T,) of a text; between proposals the target decodes alone.
+
+    kept: of `kept_by_lookup` or `kept_by_retrieval`, at the largest of the gammas or beyond.
+    """
+    lengths_N = np.array([len(kept_T) for kept_T in kept], dtype=np.int64)
+    kept_NT = np.full((len(kept), max(1, int(lengths_N.max(initial=0)))), -1, dtype=np.int64)
+    for row, kept_T in enumerate(kept):
+        kept_NT[row, : len(kept_T)] = kept_T
+    gammas_K = np.asarray(gammas)
+    places_NK, found_NK, others_NK = (np.zeros((len(kept), len(gammas_K)), dtype=np.int64) for _ in range(3))
+    while (inside_NK := places_NK < lengths_N[:, None]).any():
+        now_NK = np.take_along_axis(kept_NT, np.minimum(places_NK, kept_NT.shape[1] - 1), 1)
+        found_NK += inside_NK & (now_NK >= 0)
+        others_NK += inside_NK & (now_NK < 0)
+        places_NK += np.minimum(np.maximum(now_NK, 0), gammas_K) + 1
+    return RivalBlocks(found_NK, others_NK)
+
+
+def cascade_blocks(
+    kept: Sequence[np.ndarray],
+    scores: Sequence[TokenScores],
+    rule: str,
+    gammas: Sequence[int],
+    *,
+    stop_below: float = 0.0,
+) -> RivalBlocks:
+    """Expected blocks at each gamma of `Cascade(who keeps kept, the draft that was scored)`; `others_NK` the draft's.
+
+    kept: as for `certain_blocks`. rule: as in `replay.expected_blocks_of`, with `stop_below`.
+    """
+    return RivalBlocks(*blocks_by_proposer(texts_of(scores, rule, stop_below, kept), gammas))
+
+
+def lookup_steps(blocks: RivalBlocks, gammas: Sequence[int], costs: StepCosts) -> np.ndarray:
+    """(N, K) target steps that these blocks take: v(gamma) for one with a proposal, 1 for a plain one at batch 1.
+
+    In a larger batch some row nearly always proposes, and the call is as wide as its widest row: v(gamma) for all.
+    """
+    v_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
+    plain_K = np.ones_like(v_K) if costs.batch_size == 1 else v_K
+    return blocks.found_NK * v_K + blocks.others_NK * plain_K
+
+
+def cascade_steps(blocks: RivalBlocks, gammas: Sequence[int], costs: StepCosts) -> np.ndarray:
+    """(N, K) target steps of a cascade's blocks: v(gamma) for a found one, gamma * c(gamma) + v(gamma) for a drafted one.
+
+    In a larger batch some row nearly always needs the draft, which then drafts for all.
+    """
+    v_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
+    drafted_K = v_K + np.array([gamma * costs.cost_ratio_at(gamma) for gamma in gammas])
+    found_K = v_K if costs.batch_size == 1 else drafted_K
+    return blocks.found_NK * found_K + blocks.others_NK * drafted_K
+
+
+def tuned_lookup(
+    texts: Sequence[StoredText],
+    costs: StepCosts,
+    gammas: Sequence[int] = GAMMAS,
+    sizes: Sequence[tuple[int, int]] = NGRAM_SIZES,
+) -> Tuned:
+    """Prompt lookup at the n-gram sizes and the gamma that take the fewest target steps a token on these texts.
+
+    Choose on other texts than those that judge it. Of equals the first sizes and the smallest gamma.
+    """
+    found = []
+    for max_ngram, min_ngram in sizes:
+        kept = [kept_by_lookup(text, max(gammas), max_ngram, min_ngram) for text in texts]
+        blocks = certain_blocks(kept, gammas)
+        found.append(_best(texts, blocks, lookup_steps(blocks, gammas, costs), gammas, (max_ngram, min_ngram)))
+    return max(found, key=lambda one: one.speed_up)
+
+
+def tuned_cascade(
+    texts: Sequence[StoredText],
+    scores: Sequence[TokenScores],
+    rule: str,
+    costs: StepCosts,
+    gammas: Sequence[int] = GAMMAS,
+    sizes: Sequence[tuple[int, int]] = NGRAM_SIZES,
+) -> Tuned:
+    """As `tuned_lookup`, with the draft of these scores behind the lookup, both at one gamma."""
+    found = []
+    for max_ngram, min_ngram in sizes:
+        kept = [kept_by_lookup(text, max(gammas), max_ngram, min_ngram) for text in texts]
+        blocks = cascade_blocks(kept, scores, rule, gammas)
+        found.append(_best(texts, blocks, cascade_steps(blocks, gammas, costs), gammas, (max_ngram, min_ngram)))
+    return max(found, key=lambda one: one.speed_up)
+
+
+def _best(
+    texts: Sequence[StoredText],
+    blocks: RivalBlocks,
+    steps_NK: np.ndarray,
+    gammas: Sequence[int],
+    sizes: tuple[int, int],
+) -> Tuned:
+    tokens = sum(len(text.response_ids) for text in texts)
+    best = int(steps_NK.sum(0).argmin())
+    calls = float((blocks.found_NK + blocks.others_NK)[:, best].sum())
+    return Tuned(*sizes, gammas[best], tokens / calls, tokens / float(steps_NK[:, best].sum()))

@@ -1,0 +1,249 @@
+"""Rivals on stored text against live decoding of the real drafters and against slow twins, text by text."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.evaluate import HeldoutResponse
+from speculative.measure import replay as replay_module
+from speculative.measure.cost import StepCosts, given_costs
+from speculative.measure.replay import agreement_of, expected_blocks_of
+from speculative.measure.rival_replay import (
+    NGRAM_SIZES,
+    RivalBlocks,
+    cascade_blocks,
+    cascade_steps,
+    certain_blocks,
+    kept_by_lookup,
+    kept_by_retrieval,
+    lookup_steps,
+    tuned_cascade,
+    tuned_lookup,
+)
+from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.sampling import GREEDY, SamplingSettings
+
+VOCAB = 8  # Small, so that texts repeat themselves and lookup has something to find.
+TARGET = tiny_model(vocab_size=VOCAB)
+DRAFT = perturbed(TARGET, 0.05)
+SAMPLED = SamplingSettings(0.8)
+
+
+def rule_of(sampling):
+    return "greedy" if sampling.greedy else "sample"
+
+
+def live_texts(drafter, sampling, gamma, rule=None, prompts=(4, 9, 15), tokens=40):
+    settings = DecodeSettings(sampling, gamma, rule or rule_of(sampling), tokens)
+    responses, _ = decode(TARGET, drafter, prompts_of(list(prompts), vocab_size=VOCAB), settings, batch_size=64)
+    return responses
+
+
+def datastore():
+    texts = live_texts(None, SAMPLED, 0, prompts=[7] * 6)
+    return Datastore.build([text.response_ids for text in texts], VOCAB, min_ngram=2, max_ngram=5)
+
+
+def blocks_of(lists):
+    return [sum(count > 0 for count in one.drafted_counts) for one in lists], [one.blocks for one in lists]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+@pytest.mark.parametrize("sizes", [(3, 1), (4, 2)])
+def test_lookup_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, sizes):
+    live = live_texts(PromptLookup(*sizes), sampling, gamma)
+    found = certain_blocks([kept_by_lookup(text, 8, *sizes) for text in live], (gamma,))
+    drafted, blocks = blocks_of(live)
+    assert found.found_NK[:, 0].tolist() == drafted
+    assert (found.found_NK + found.others_NK)[:, 0].tolist() == blocks
+    assert sum(drafted) > 10  # or nothing was tested
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+def test_retrieval_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma):
+    store = datastore()
+    live = live_texts(Retrieval(store), sampling, gamma)
+    found = certain_blocks([kept_by_retrieval(text, 8, store) for text in live], (gamma,))
+    drafted, blocks = blocks_of(live)
+    assert found.found_NK[:, 0].tolist() == drafted
+    assert (found.found_NK + found.others_NK)[:, 0].tolist() == blocks
+    assert sum(drafted) > 10
+
+
+def test_all_gammas_at_once_are_each_alone_and_empty_texts_have_no_block():
+    texts = live_texts(None, SAMPLED, 0)
+    kept = [*(kept_by_lookup(text, 9) for text in texts), np.zeros(0, dtype=int)]
+    together = certain_blocks(kept, (1, 2, 5, 9))
+    for column, gamma in enumerate((1, 2, 5, 9)):
+        alone = certain_blocks([*(kept_by_lookup(text, gamma) for text in texts), np.zeros(0, dtype=int)], (gamma,))
+        np.testing.assert_array_equal(alone.found_NK[:, 0], together.found_NK[:, column])
+        np.testing.assert_array_equal(alone.others_NK[:, 0], together.others_NK[:, column])
+    assert together.found_NK[-1].sum() + together.others_NK[-1].sum() == 0
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+@pytest.mark.parametrize("first", ["lookup", "retrieval", "much of retrieval"])
+def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, first):
+    store, wanted = datastore(), 3 if first == "much of retrieval" else 1
+    drafter = PromptLookup(4, 2) if first == "lookup" else Retrieval(store)
+    live = live_texts(Cascade(drafter, ModelDrafter(DRAFT), wanted), GREEDY, gamma)
+    kept = [
+        kept_by_lookup(text, gamma, 4, 2) if first == "lookup" else kept_by_retrieval(text, gamma, store, wanted)
+        for text in live
+    ]
+    scores = score_tokens(DRAFT, live, GREEDY)
+    found = cascade_blocks(kept, scores, "greedy", (gamma,))
+    assert (found.found_NK + found.others_NK)[:, 0].tolist() == [one.blocks for one in live]
+    assert found.found_NK.sum() > 0 < found.others_NK.sum()
+    assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept)["z"] == 0.0
+
+
+class Counted(Cascade):
+    """Counts the blocks in which the draft's tokens were taken."""
+
+    drafted = 0
+
+    def propose(self, ask):
+        proposal = super().propose(ask)
+        self.drafted += int(((proposal.sources_R == 1) & ask.active_R).sum())
+        return proposal
+
+
+@pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
+@pytest.mark.parametrize("gamma", [2, 5])
+def test_a_sampled_cascade_agrees_with_live_decoding_within_coins(rule, gamma):
+    worse = perturbed(TARGET, 0.15)
+    settings = DecodeSettings(SAMPLED, gamma, rule, 40)
+    cascade = Counted(PromptLookup(4, 2), ModelDrafter(worse))
+    live, _ = decode(TARGET, cascade, prompts_of([6] * 60, vocab_size=VOCAB), settings, batch_size=60)
+    kept = [kept_by_lookup(text, gamma, 4, 2) for text in live]
+    scores = score_tokens(worse, live, SAMPLED)
+    counted = [one.blocks for one in live]
+    assert abs(agreement_of(scores, rule, counted, gamma, sure=kept)["z"]) < 4
+    # Without the lookup in front the blocks would be others: the check sees who proposed.
+    assert agreement_of(scores, rule, counted, gamma)["agrees"] is False
+    blocks = cascade_blocks(kept, scores, rule, (gamma,))
+    assert blocks.found_NK.sum() > 50
+    # Some blocks stand in for others, so their number varies less than if each were a coin.
+    assert blocks.others_NK.sum() == pytest.approx(cascade.drafted, abs=4 * math.sqrt(cascade.drafted))
+
+
+def random_scores(length, seed):
+    rng = np.random.default_rng(seed)
+    log_target = np.log(rng.uniform(0.05, 1.0, length))
+    log_draft = np.minimum(log_target + rng.normal(size=length), 0.0)
+    return TokenScores(log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, dtype=int), np.ones(length))
+
+
+def kept_at_least(scores, rule, start, count):
+    """P(a draft's block from `start` keeps `count` tokens | text), token by token."""
+    walk = highest = 0.0
+    for place in range(start, start + count):
+        cost = scores.log_target_probs[place] - scores.log_draft_probs[place]
+        if rule == "greedy":
+            cost = 0.0 if scores.matches[place] else math.inf
+        walk += cost if rule == "block" else max(cost, 0.0)
+        highest = max(highest, walk)
+    return math.exp(-highest)
+
+
+def cascade_by_recursion(scores, kept_T, rule, gamma):
+    """Expected (found, drafted) blocks of one text."""
+
+    @functools.cache
+    def ahead(start):
+        if start >= len(scores):
+            return np.zeros(2)
+        if kept_T[start] >= 0:
+            return np.array([1, 0]) + ahead(start + min(kept_T[start], gamma) + 1)
+        left = min(gamma, len(scores) - start)
+        kept = [kept_at_least(scores, rule, start, count) for count in range(left + 1)] + [0.0]
+        behind = sum((kept[count] - kept[count + 1]) * ahead(start + count + 1) for count in range(left + 1))
+        return np.array([0, 1]) + behind
+
+    return ahead(0)
+
+
+@pytest.mark.parametrize("rule", ["sample", "block", "greedy"])
+def test_the_cascade_equals_its_recursion(rule, monkeypatch):
+    scores = [random_scores(length, length) for length in (25, 1, 40, 3)]
+    rng = np.random.default_rng(5)
+    kept = [rng.integers(-3, 8, len(text)).clip(-1) for text in scores]
+    gammas = (1, 2, 5, 7)
+    blocks = cascade_blocks(kept, scores, rule, gammas)
+    for row, (text, kept_T) in enumerate(zip(scores, kept, strict=True)):
+        for column, gamma in enumerate(gammas):
+            expected = cascade_by_recursion(text, kept_T, rule, gamma)
+            # Sums in another order.
+            np.testing.assert_allclose([one[row, column] for one in blocks], expected, rtol=1e-10, atol=1e-12)
+    monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
+    for one, other in zip(cascade_blocks(kept, scores, rule, gammas), blocks, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_cascade_whose_first_finds_nothing_is_the_draft_and_one_that_always_finds_is_certain():
+    scores = [random_scores(30, seed) for seed in range(3)]
+    nothing = cascade_blocks([np.full(30, -1)] * 3, scores, "sample", (1, 4))
+    np.testing.assert_allclose(nothing.others_NK, expected_blocks_of(scores, "sample", (1, 4)), rtol=1e-12)
+    assert not nothing.found_NK.any()
+    kept = [np.random.default_rng(seed).integers(0, 4, 30) for seed in range(3)]
+    always = cascade_blocks(kept, scores, "sample", (1, 4))
+    np.testing.assert_array_equal(always.found_NK, certain_blocks(kept, (1, 4)).found_NK)
+    np.testing.assert_allclose(always.others_NK, 0, atol=1e-12)
+
+
+def test_blocks_are_paid_by_who_proposes_and_in_a_batch_by_the_widest():
+    blocks = RivalBlocks(np.array([[3]]), np.array([[2]]))
+    one = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=1, context=0)  # v(4) = 1.5, 4 c = .5
+    assert lookup_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2)
+    assert cascade_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2 * 2.0)
+    many = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=8, context=0)
+    assert lookup_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 1.5)
+    assert cascade_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 2.0)
+
+
+def test_lookup_is_tuned_to_its_text():
+    # One token in common with what stood before, always wrongly; nine in a row are copied faithfully.
+    copied = list(range(10, 19))
+    says = [1, *copied, 2, 1, 30, 31, *copied, 40, 1, 41, *copied, 2]
+    text = HeldoutResponse("a", "x", [0], says, [0.0] * len(says))
+    for costs in (given_costs(1.0, 0.1, 1.2), given_costs(1.0, 0.1, 2.5)):
+        tuned = tuned_lookup([text], costs)
+        # The slow twin: each size and gamma decoded block by block.
+        speeds = {}
+        for sizes in NGRAM_SIZES:
+            for gamma in range(1, 17):
+                kept_T, place, steps = kept_by_lookup(text, gamma, *sizes), 0, 0.0
+                while place < len(says):
+                    steps += 1.0 if kept_T[place] < 0 else costs.verify_ratio(gamma)
+                    place += max(kept_T[place], 0) + 1
+                speeds[(*sizes, gamma)] = len(says) / steps
+        assert tuned.speed_up == pytest.approx(max(speeds.values()))
+        assert speeds[tuned.max_ngram, tuned.min_ngram, tuned.gamma] == pytest.approx(tuned.speed_up)
+    assert tuned.min_ngram > 1, "a wrong proposal costs 1.5 steps there: only surer matches pay"
+
+
+def test_before_a_good_draft_only_sure_matches_take_its_place():
+    texts = live_texts(None, SAMPLED, 0, prompts=[6] * 12)
+    costs = given_costs(1.0, 0.02)
+    scores = score_tokens(TARGET, texts, SAMPLED)  # the target as its own draft: always accepted
+    alone, together = tuned_lookup(texts, costs), tuned_cascade(texts, scores, "sample", costs)
+    assert together.min_ngram > alone.min_ngram
+    assert together.speed_up > alone.speed_up
+    kept = [kept_by_lookup(text, 16, together.max_ngram, together.min_ngram) for text in texts]
+    gammas = (together.gamma,)
+    blocks = cascade_blocks(kept, scores, "sample", gammas)
+    tokens = sum(len(text.response_ids) for text in texts)
+    assert together.tau == pytest.approx(tokens / float(sum(one.sum() for one in blocks)))
+    assert together.speed_up == pytest.approx(tokens / cascade_steps(blocks, gammas, costs).sum())
