@@ -199,6 +199,23 @@ class Costs(Record):
     context: int | None = Field(None, description="tokens before the timed steps")
 
 
+class RepetitionShares(Record):
+    """How much of some text repeats itself."""
+
+    repeated: float = Field(description="share of tokens inside 8 in a row that stood earlier in prompt or response")
+    looping: float = Field(
+        description="share of tokens in a stretch that goes on repeating its last 1 to 64 tokens, twice more and for 16 at least"
+    )
+    tokens: int | None = Field(None, description="of the text")
+
+
+class Repetition(RepetitionShares):
+    """How much of the target's own text repeats itself: acceptance on a loop says little."""
+
+    by_domain: dict[str, RepetitionShares] = Field({}, description="the same by domain")
+    warning: Text | None = Field(None, description="where more than 10 % loops")
+
+
 class Verdict(Record):
     """verdict.json: baseline against best, paired, timed, with the best gamma. Null: not measured, or nothing to compare."""
 
@@ -226,8 +243,9 @@ class Verdict(Record):
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
     domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")
+    repetition: Repetition | None = Field(None, description="of the frozen text")
     pays_off: bool | None = Field(None, description="whether the target with the draft is certainly faster than alone")
     outcome: Outcome = Field(description="what distilling brought, as in the table above")
     sentence: Text = Field(description="the answer in words")
-    warnings: list[Text] = Field([], description="where live decoding and replay part")
+    warnings: list[Text] = Field([], description="where live decoding and replay part, or the target loops")
     seconds: dict[str, float] = Field({}, description="by stage, of the whole run; empty for an evaluation")

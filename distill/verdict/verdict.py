@@ -11,10 +11,12 @@ from distill.run.verdict_record import (
     Judgement,
     Outcome,
     PairedGain,
+    Repetition,
     Verdict,
 )
 from distill.verdict.evidence import BASELINE, SERVED, Evidence
 from speculative.explain.ceilings import advice
+from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha
 from speculative.measure.effects import paired_effects, speed_interval
 
@@ -58,6 +60,7 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
     speeds = {name: speed_interval(evidence.speed[name]["ratios"]) for name in names} if evidence.speed else None
     outcome, pays, sentence = conclude(evidence, effects, speeds, against_served)
     chosen, predicted = (None, None) if costs is None else best_timed_gamma(best.replay, costs)
+    repeated = Repetition.model_validate(repetition(evidence.frozen))
     return Verdict(
         rule=rule,
         gamma=gamma,
@@ -79,10 +82,11 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
         checkpoints=[record.without_sums() for record in checkpoints],
         self_checks=self_checks,
         domains=best.domains,
+        repetition=repeated,
         pays_off=pays,
         outcome=outcome,
         sentence=sentence,
-        warnings=best.warnings,
+        warnings=[*best.warnings, *([repeated.warning] if repeated.warning else [])],
         seconds={},
     )
 

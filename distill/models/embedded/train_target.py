@@ -284,7 +284,9 @@ def train_target(
     vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary", min=300)] = 4096,
     window: Annotated[int, typer.Option(help="tokens of a training sequence, and the context", min=8)] = 384,
     documents: Annotated[int, typer.Option(help="only so many documents of each side; 0 = all", min=0)] = 0,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile: a minute or two first, faster then")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="torch.compile: a minute or two first, faster then")
+    ] = False,
 ) -> None:
     """Train the embedded target: an hour or more on two cores as it is shipped."""
     recipe = {name: value for name, value in locals().items() if name not in ("to", "run", "save_every", "compiled")}

@@ -1,6 +1,7 @@
 """The verdict's words and outcomes follow from its numbers, and from nothing else."""
 
 import json
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -195,3 +196,19 @@ def test_pays_off_needs_the_whole_interval_above_one():
     assert pays is False
     _, pays, _ = conclude(evidence_of(0.1, EVEN), None, {"best": (1.05, [1.01, 1.2])})
     assert pays is True
+
+
+def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():
+    evidence = evidence_of(0.1, FAST)  # Every response is one token, again and again.
+    looping = verdict(evidence)
+    assert looping.repetition.looping == pytest.approx(29 / 30, abs=0.001)
+    assert looping.repetition.by_domain["code"].tokens == looping.tokens
+    assert looping.warnings == [looping.repetition.warning]
+    assert "97 % of the target's tokens repeat" in looping.warnings[0]
+    rng = np.random.default_rng(0)
+    fresh = [
+        HeldoutResponse(text.key, text.domain, text.prompt_ids, rng.integers(0, 99, 30).tolist(), [0.0] * 30)
+        for text in evidence.frozen
+    ]
+    found = verdict(replace(evidence, texts={"sample": fresh}))
+    assert (found.repetition.looping, found.repetition.warning, found.warnings) == (0.0, None, [])

@@ -1,0 +1,125 @@
+"""How much of a text repeats itself, and whether the target loops: acceptance on a loop is high and says little.
+
+Shapes: N responses, L tokens of all prompts and responses one after the other, T tokens of one response.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speculative.explain.slices import SlicedText
+from speculative.measure.token_scores import StoredText
+
+# So many tokens in a row hardly stand twice by chance; a line of code has about as many.
+REPEATED_NGRAM = 8
+# A loop comes back after at most so many tokens (a few lines), has come back twice, and for so many tokens at least: rows
+# of a table and a line that was copied once are none.
+LONGEST_PERIOD = 64
+LOOPED_PERIODS = 2
+FEWEST_LOOPED = 16
+# Share of looping tokens above which the text is no measure of a draft.
+WORRYING_LOOPING = 0.1
+
+
+class Repeats(NamedTuple):
+    """Tokens (N,) of each response: in all, inside an n-gram that stood earlier in its prompt or itself, and looping."""
+
+    tokens_N: np.ndarray
+    repeated_N: np.ndarray
+    looping_N: np.ndarray
+
+
+class _Flat(NamedTuple):
+    """All texts one after the other: token, whose it is, and whether it is of the response."""
+
+    ids_L: np.ndarray
+    text_L: np.ndarray
+    said_L: np.ndarray
+
+
+def repeats(texts: Sequence[StoredText], ngram: int = REPEATED_NGRAM) -> Repeats:
+    """What repeats in each response.
+
+    Repeated: inside `ngram` tokens in a row that begin earlier in prompt and response too. Looping: in a stretch that
+    repeats with a period p of at most `LONGEST_PERIOD` tokens, x[t] == x[t - p], for two more periods and at least 16
+    tokens of the response; the first period is not counted. Time is proportional to the tokens (and its logarithm).
+    """
+    flat = _flat(texts)
+    counts = [
+        np.bincount(flat.text_L[marked_L & flat.said_L], minlength=len(texts))
+        for marked_L in (np.ones_like(flat.said_L), _repeated(flat, ngram), _looping(flat))
+    ]
+    return Repeats(*counts)
+
+
+def _flat(texts: Sequence[StoredText]) -> _Flat:
+    parts = [np.asarray([*text.prompt_ids, *text.response_ids], dtype=np.int64) for text in texts]
+    ids_L = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+    text_L = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    places_L = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(part)) for part in parts)])
+    prompts_N = np.array([len(text.prompt_ids) for text in texts], dtype=np.int64)
+    return _Flat(ids_L, text_L, places_L >= prompts_N[text_L])
+
+
+def _repeated(flat: _Flat, ngram: int) -> np.ndarray:
+    marked_L = np.zeros(len(flat.ids_L), dtype=bool)
+    if len(flat.ids_L) < ngram:
+        return marked_L
+    # n-grams of one text that are the same get one number: that of the n-gram one token shorter, and the next token.
+    ids_L = np.unique(flat.ids_L, return_inverse=True)[1]
+    kinds = int(ids_L.max()) + 1
+    number_L = flat.text_L * kinds + ids_L
+    for size in range(1, ngram):
+        number_L = np.unique(number_L, return_inverse=True)[1][:-1] * kinds + ids_L[size:]
+    _, first, number_L = np.unique(number_L, return_index=True, return_inverse=True)
+    starts = np.arange(len(number_L))
+    # An n-gram that runs on into the next text is none.
+    again_L = (first[number_L] < starts) & (flat.text_L[ngram - 1 :] == flat.text_L[: len(starts)])
+    for place in range(ngram):
+        marked_L[place : place + len(starts)] |= again_L
+    return marked_L
+
+
+def _looping(flat: _Flat) -> np.ndarray:
+    marked_L = np.zeros(len(flat.ids_L), dtype=bool)
+    for period in range(1, min(LONGEST_PERIOD, len(flat.ids_L) - 1) + 1):
+        same_L = np.zeros(len(flat.ids_L) + 1, dtype=bool)
+        same_L[period:-1] = flat.ids_L[period:] == flat.ids_L[:-period]
+        same_L[period:-1] &= (flat.text_L[period:] == flat.text_L[:-period]) & flat.said_L[period:]
+        # A stretch in one text and one in the next are parted: the next begins with its prompt, or has nothing before it.
+        edges = np.flatnonzero(np.diff(same_L, prepend=False))
+        begins, ends = edges[::2], edges[1::2]
+        long = ends - begins >= max(LOOPED_PERIODS * period, FEWEST_LOOPED)
+        for begin, end in zip(begins[long].tolist(), ends[long].tolist(), strict=True):
+            marked_L[begin:end] = True
+    return marked_L
+
+
+def repetition(texts: Sequence[SlicedText]) -> dict[str, Any]:
+    """{repeated, looping, tokens, by_domain: {name: the same}, warning}: shares of all response tokens."""
+    found = repeats(texts)
+    rows_by_domain: dict[str, list[int]] = {}
+    for row, text in enumerate(texts):
+        rows_by_domain.setdefault(text.domain, []).append(row)
+    whole = _shares(found, list(range(len(texts))))
+    return {
+        **whole,
+        "by_domain": {name: _shares(found, rows) for name, rows in rows_by_domain.items()},
+        "warning": looping_warning(whole["looping"]),
+    }
+
+
+def looping_warning(looping: float) -> str | None:
+    """A line when so large a share of the target's tokens loops that acceptance on it says little."""
+    if looping <= WORRYING_LOOPING:
+        return None
+    return (
+        f"{100 * looping:.0f} % of the target's tokens repeat what it has just said, in a loop: acceptance on such text "
+        "says little; sample (serving.temperature), or take a better target"
+    )
+
+
+def _shares(found: Repeats, rows: list[int]) -> dict[str, Any]:
+    tokens, repeated, looping = (int(counts_N[rows].sum()) for counts_N in found)
+    return {"repeated": repeated / max(1, tokens), "looping": looping / max(1, tokens), "tokens": tokens}

@@ -1,0 +1,115 @@
+"""Repetition against a slow twin, on loops made by hand, on a greedy model that loops, and on real source code."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import prompts_of, tiny_model
+from transformers import AutoTokenizer
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.evaluate import HeldoutResponse
+from speculative.explain.repetition import repeats, repetition
+from speculative.rules.sampling import GREEDY
+
+ROOT = Path(__file__).parents[3]
+EMBEDDED = ROOT / "distill" / "models" / "embedded"
+
+
+def text_of(prompt, said, domain="x"):
+    return HeldoutResponse("a", domain, list(prompt), list(said), [0.0] * len(said))
+
+
+def slow_counts(text, ngram):
+    """(repeated, looping) tokens of a response, token by token."""
+    ids, begin = [*text.prompt_ids, *text.response_ids], len(text.prompt_ids)
+    repeated, looping = set(), set()
+    for start in range(len(ids) - ngram + 1):
+        if any(ids[other : other + ngram] == ids[start : start + ngram] for other in range(start)):
+            repeated |= set(range(start, start + ngram))
+    for period in range(1, 65):
+        for start in range(max(begin, period), len(ids)):
+            end = start
+            while end < len(ids) and ids[end] == ids[end - period]:
+                end += 1
+            if end - start >= max(2 * period, 16):
+                looping |= set(range(start, end))
+    return len([place for place in repeated if place >= begin]), len(looping)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 90), st.integers(1, 3), st.integers(0, 9)), max_size=4),
+    st.integers(1, 5),
+)
+def test_counts_equal_the_slow_twin(shapes, ngram):
+    texts = []
+    for prompt, said, kinds, seed in shapes:
+        ids = np.random.default_rng(seed).integers(0, kinds, prompt + said).tolist()
+        texts.append(text_of(ids[:prompt], ids[prompt:]))
+    found = repeats(texts, ngram)
+    assert found.tokens_N.tolist() == [len(text.response_ids) for text in texts]
+    expected = [slow_counts(text, ngram) for text in texts]
+    assert list(zip(found.repeated_N.tolist(), found.looping_N.tolist(), strict=True)) == expected
+
+
+def test_a_loop_counts_from_its_third_time_on_and_a_copy_does_not():
+    line = list(range(10, 22))
+    looping = text_of([1, 2], [3, *line * 4])
+    copied = text_of([1, 2], [3, *line, 4, *line, 5])
+    found = repeats([looping, copied, text_of(line, line), text_of([1], [])])
+    assert found.looping_N.tolist() == [36, 0, 0, 0]
+    assert found.repeated_N.tolist() == [36, 12, 12, 0]
+    # Twice is no loop yet: two more periods are asked for, and of a short one 16 tokens.
+    assert repeats([text_of([1], line * 2), text_of([1], [5, 6] * 8), text_of([1], [5, 6] * 9)]).looping_N.tolist() == [
+        0,
+        0,
+        16,
+    ]
+
+
+def test_texts_do_not_see_each_other():
+    line = list(range(30))
+    found = repeats([text_of([1], line), text_of([], line), text_of([], line * 4)])
+    assert found.repeated_N.tolist() == [0, 0, 90]
+    assert found.looping_N.tolist() == [0, 0, 90]
+
+
+def test_a_greedy_model_that_loops_is_called_looping():
+    target = tiny_model(vocab_size=16)
+    live, _ = decode(target, None, prompts_of([8] * 6, vocab_size=16), DecodeSettings(GREEDY, 0, "greedy", 120))
+    found = repetition([text_of(one.prompt_ids, one.response_ids) for one in live])
+    assert found["looping"] > 0.3
+    assert f"{100 * found['looping']:.0f} % of the target's tokens repeat" in found["warning"]
+    assert "serving.temperature" in found["warning"]
+
+
+def test_ordinary_code_is_not_and_domains_are_told_apart():
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    texts = []
+    for path in sorted((ROOT / "speculative").glob("*/*.py")):
+        ids = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
+        texts += [text_of(ids[at : at + 64], ids[at + 64 : at + 256], "code") for at in range(0, len(ids) - 256, 256)]
+    looped = text_of([1], [7, 8] * 40, "loops")
+    assert len(texts) > 40
+    found = repetition(texts)
+    assert found["looping"] < 0.02
+    assert 0 < found["repeated"] < 0.2
+    assert found["warning"] is None
+    both = repetition([*texts, looped])
+    assert both["by_domain"]["code"] == {
+        **{key: found[key] for key in ("repeated", "looping")},
+        "tokens": 192 * len(texts),
+    }
+    assert both["by_domain"]["loops"]["looping"] == pytest.approx(78 / 80)
+
+
+def test_a_hundred_thousand_tokens_take_a_moment():
+    rng = np.random.default_rng(0)
+    texts = [text_of(rng.integers(0, 500, 50).tolist(), rng.integers(0, 500, 250).tolist()) for _ in range(400)]
+    began = time.perf_counter()
+    repeats(texts)
+    assert time.perf_counter() - began < 10, "a quarter of a second where nothing else runs"
