@@ -30,6 +30,7 @@ from distill.report.tables import (
     slice_tables,
     times,
 )
+from distill.report.text_tables import text_sections
 from distill.run.result import Calibration, Result
 from distill.run.verdict_record import BestDraft, Judgement, Verdict
 from speculative.measure.effects import words
@@ -318,6 +319,8 @@ def markdown(result: Result, given: GivenTimes) -> str:
             else [slices_line(result), *map(markdown_table, slice_tables(result))]
         ),
     ]
+    for section in text_sections(result):
+        parts += [f"## {section.title}", *map(escaped, section.lines), *map(markdown_table, section.tables)]
     forgotten = forgetting_table(result)
     parts += ["## Forgetting", markdown_table(forgotten)] if forgotten else []
     parts += ["## Held-out responses", missing.get("tokens") or markdown_table(_responses_table(result))]

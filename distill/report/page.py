@@ -22,6 +22,7 @@ from distill.report import tables as report_tables
 from distill.report.durations import parse_seconds
 from distill.report.figures import figures_of, series_of
 from distill.report.tables import OUTCOMES, GivenTimes, judged, measured_times
+from distill.report.text_tables import text_sections
 from distill.run.result import RESULT_FORMAT, Result, load_result
 from distill.run.verdict_record import Record
 from speculative.errors import UserError
@@ -147,6 +148,7 @@ def render_page(result: Result, given: GivenTimes | None = None) -> str:
         token_data=_token_data(result),
         tables=report_tables,
         text=report_text,
+        text_sections=text_sections(result),
         open_responses=OPEN_RESPONSES,
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),

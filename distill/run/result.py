@@ -117,6 +117,23 @@ class SliceTable(Record):
     rows: list[SliceRow] = Field(description="they partition the tokens")
 
 
+class WhereRow(Record):
+    """Which way of decoding helps on a part of the text: speed-ups over the target alone, pooled."""
+
+    dimension: Text = Field(description="domain, or repetition: thirds of the responses by their repeated share")
+    name: Text = Field(description="the slice")
+    tokens: int = Field(description="in it")
+    prompts: int = Field(description="in it")
+    repeated: float | None = Field(None, description="share of its tokens inside 8 in a row that stood earlier")
+    looping: float | None = Field(None, description="share of its tokens in a loop")
+    speed_up: dict[str, float] = Field(description="by contestant")
+    speed_up_ci: dict[str, Interval | None] = Field({}, description="by contestant; each stands alone")
+    best: str | None = Field(None, description="the fastest there; target: nobody beats it alone")
+    certain: bool | None = Field(
+        None, description="whether it beats every other one there, in all rows of the dimension together"
+    )
+
+
 class Disagreement(Record):
     """What the target said where the draft wanted something else."""
 
@@ -249,6 +266,7 @@ class Result(Record):
     curves: Curves | None = Field(None, description="over gamma, by replay of the frozen text")
     costs: TimedCosts | None = Field(None, description="measured seconds; null: not timed")
     slices: list[SliceTable] = Field([], description="the frozen text by dimension")
+    where: list[WhereRow] = Field([], description="which contestant helps where; empty: not timed, or one alone")
     disagreements: list[Disagreement] = Field([], description="where the draft loses most, worst first")
     calibration: Calibration | None = Field(None, description="what its confidence is worth")
     forgetting: list[ForgettingRow] = Field([], description="held-out domains, when not all were trained on")

@@ -193,6 +193,30 @@ def _slices(made: Simulation) -> list[dict[str, Any]]:
     return [table | {"corrected_confidence": 1 - 0.05 / len(table["rows"])} for table in tables]
 
 
+def _where(made: Simulation) -> list[dict[str, Any]]:
+    of = {domain: [row for row, own in enumerate(made.domains) if own == domain] for domain in DOMAINS}
+    parts = [("domain", domain, rows) for domain, rows in of.items()]
+    parts += [("repetition", "up to 4 % repeated", of["chat"]), ("repetition", "more than 4 % repeated", of["python"])]
+    found = []
+    for place, (dimension, name, rows) in enumerate(parts):
+        speed_up = {"best": 1.4, "lookup": 0.9 + 0.3 * place}
+        best = max(speed_up, key=speed_up.__getitem__)
+        found.append(
+            {
+                "dimension": dimension, "name": name, "tokens": sum(len(made.probs["best"][row]) for row in rows), "prompts": len(rows),
+                "repeated": 0.04 * place, "looping": 0.01 * place, "speed_up": speed_up,
+                "speed_up_ci": {who: _interval(value, 0.1) for who, value in speed_up.items()}, "best": best, "certain": place > 0,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _repetition() -> dict[str, Any]:
+    shares = {"python": (0.3, 0.02, 600), "gsm8k": (0.11, 0.0, 500), "chat": (0.021, 0.0, 480)}
+    by_domain = {name: dict(zip(("repeated", "looping", "tokens"), own, strict=True)) for name, own in shares.items()}
+    return {"repeated": 0.155, "looping": 0.0076, "tokens": 1580, "by_domain": by_domain, "warning": None}
+
+
 def _disagreements(live: list[dict[str, Any]]) -> list[dict[str, Any]]:
     said = [
         ("if count", " <", " >", 31),
@@ -251,7 +275,7 @@ def _verdict(made: Simulation, contestants: list[dict[str, Any]], tokens: int, b
         "speed_up_ci": {"baseline": baseline["speed_up_ci"], "best": best["speed_up_ci"]},
         "paired": {"alpha_gain": gain, "ci": effects["alpha"]["ci"]}, "replay": {str(g): taus[g] for g in range(1, 17)},
         "best_gamma": chosen, "predicted_speed_up": speed(taus[chosen], chosen), "costs": None, "checkpoints": [checkpoint],
-        "self_checks": {}, "domains": {}, "outcome": "pays_off", "pays_off": True, "effects": effects, "against_served": against_served,
+        "self_checks": {}, "domains": {}, "repetition": _repetition(), "outcome": "pays_off", "pays_off": True, "effects": effects, "against_served": against_served,
         "warnings": ["the held-out prompts come from 3 domains; the served ones may not"],
         "sentence": f"It pays off: the distilled draft decodes {best['speed_up']:.2f}x as fast as the target alone at gamma {GAMMA} and "
         f"accepts {gain:+.3f} [{effects['alpha']['ci'][0]:+.3f}, {effects['alpha']['ci'][1]:+.3f}] alpha over the undistilled baseline.",
@@ -298,7 +322,7 @@ def example_result(seed: int = 0, responses: int = 8) -> dict[str, Any]:
             "target_step_seconds": TARGET_SECONDS, "draft_step_seconds": C * TARGET_SECONDS, "cost_ratio": C,
             "verify_ratio": {str(g): v_of(g) for g in (1, 2, 3, 4, 5, 8, 12, 16)}, "batch_size": 1, "context": 128, "threads": 1,
         },
-        "slices": _slices(made), "disagreements": _disagreements(live), "calibration": _calibration(),
+        "slices": _slices(made), "where": _where(made), "disagreements": _disagreements(live), "calibration": _calibration(),
         "forgetting": [
             {"domain": "python", "trained_on": True, "tokens": tokens, "alpha": {"baseline": made.alpha("baseline"), "best": new},
              "alpha_ci": {"best": _interval(new, 0.01)}, "change": {"gain": new - made.alpha("baseline"), "ci": [0.28, 0.34]}},
@@ -365,7 +389,8 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         made["verdict"][effects]["speed_up"] = None
     best = {key: made["verdict"]["best"][key] for key in ("step", "alpha", "tau")}
     made["verdict"] |= {"checkpoints": [best], "best": best}
-    return made | dict.fromkeys(("costs", "token_view", "live_prompts", "timed_prompts")) | {"checks": {}}
+    made |= dict.fromkeys(("costs", "token_view", "live_prompts", "timed_prompts"))
+    return made | {"checks": {}, "where": []}
 
 
 def no_baseline(result: dict[str, Any]) -> dict[str, Any]:
@@ -404,5 +429,6 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
     """Only what every result has; each optional section is null or gone."""
     made = {key: copy.deepcopy(result[key]) for key in ("format", "kind", "name", "made", "verdict", "contestants")}
     made["verdict"] |= {"effects": None, "against_served": None, "warnings": [], "best_gamma": None, "costs": None}
+    made["verdict"]["repetition"] = None
     nothing = dict.fromkeys(("costs", "calibration", "live_prompts", "token_view", "curves"))
     return made | nothing | {"slices": [], "disagreements": [], "forgetting": []}

@@ -1,0 +1,111 @@
+"""Which way of decoding helps where: speed-ups by domain, and by how repetitive the response is.
+
+Shapes: N responses, P prompts (the resampling unit), C contestants, S slices of a dimension.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from speculative.explain.repetition import repeats
+from speculative.explain.slices import SlicedText
+from speculative.measure.effects import fewest_prompts
+from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
+
+ALONE = "target"
+
+
+def where_each_helps(
+    texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray], confidence: float = 0.95
+) -> list[dict[str, Any]]:
+    """Speed-ups over the target alone of several contestants on parts of their text, dimension after dimension.
+
+    [{dimension: "domain" | "repetition", name, tokens, prompts, repeated, looping, speed_up: {contestant}, speed_up_ci:
+    {contestant}, best, certain}]. Each dimension's rows partition the responses; responses without a token are left out.
+
+    steps: by contestant, the seconds that each response takes, over the seconds of one plain step of the target (so that
+    the target alone takes one a token; it need not be given). speed_up: tokens over steps, pooled. speed_up_ci: bootstrap
+    over prompts, each stands alone; None for a single prompt. repeated, looping: shares of the tokens
+    (`repetition.repeats`); the repetition rows are thirds of the responses by `repeated`, equal ones together.
+    best: who is fastest there, "target" where nobody beats it. certain: whether it beats every other one in paired
+    resamples of the prompts, for all rows of the dimension together (Bonferroni), on enough prompts.
+
+    Raises ValueError for a contestant that was not given one number a response.
+    """
+    found = repeats(texts)
+    columns = {name: np.asarray(own, dtype=np.float64) for name, own in steps.items()}
+    columns[ALONE] = found.tokens_N.astype(np.float64)
+    for name, own in columns.items():
+        if own.shape != found.tokens_N.shape:
+            raise ValueError(f"{name!r} has {own.size} numbers for {len(texts)} responses")
+    said: list[int] = np.flatnonzero(found.tokens_N > 0).tolist()
+    if not said:
+        return []
+    domains = sorted({texts[row].domain for row in said})
+    slices: dict[str, list[tuple[str, list[int]]]] = {
+        "domain": [(name, [row for row in said if texts[row].domain == name]) for name in domains],
+        "repetition": _thirds(said, (found.repeated_N[said] / found.tokens_N[said])),
+    }
+    return [
+        {
+            "dimension": dimension,
+            "name": name,
+            "tokens": int(found.tokens_N[rows].sum()),
+            "repeated": float(found.repeated_N[rows].sum() / found.tokens_N[rows].sum()),
+            "looping": float(found.looping_N[rows].sum() / found.tokens_N[rows].sum()),
+            **_compared([texts[row].prompt for row in rows], {name: own[rows] for name, own in columns.items()},
+                        confidence, len(parts)),
+        }
+        for dimension, parts in slices.items()
+        for name, rows in parts
+    ]  # fmt: skip
+
+
+def _thirds(rows: list[int], shares_R: np.ndarray) -> list[tuple[str, list[int]]]:
+    """Responses by their repeated share: lowest, middle and highest third, fewer where many are equal."""
+    low, high = np.quantile(shares_R, [1 / 3, 2 / 3], method="inverted_cdf")
+    thirds_R = (shares_R > low).astype(int) + (shares_R > high)
+    names = (
+        f"up to {100 * low:.0f} % repeated",
+        f"up to {100 * high:.0f} % repeated",
+        f"more than {100 * high:.0f} % repeated",
+    )
+    parts = [
+        (name, [row for row, own in zip(rows, thirds_R, strict=True) if own == at]) for at, name in enumerate(names)
+    ]
+    return [(name, inside) for name, inside in parts if inside]
+
+
+def _compared(
+    prompt_keys: Sequence[Any], columns: Mapping[str, np.ndarray], confidence: float, parts: int
+) -> dict[str, Any]:
+    """Speed-ups of one slice with their intervals, and who is fastest; columns: steps (N,), the target's own last."""
+    names = list(columns)
+    sums_PC = np.stack([sum_by_prompt(prompt_keys, columns[name]) for name in names], 1)
+    prompts, others = len(sums_PC), len(names) - 1
+
+    def speeds_of(sums_C: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return sums_C[..., -1:] / sums_C[..., :-1]
+
+    speeds = dict(zip(names, [*speeds_of(sums_PC.sum(0)).tolist(), 1.0], strict=True))
+    best = max(reversed(names), key=speeds.__getitem__)  # of equals the target alone
+    place = names.index(best)
+
+    def leads_of(sums_C: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            all_speeds = sums_C[..., -1:] / sums_C
+        return all_speeds[..., place : place + 1] - np.delete(all_speeds, place, axis=-1)
+
+    corrected = 1.0 - (1.0 - confidence) / max(1, parts * others)
+    enough = others > 0 and prompts >= fewest_prompts(corrected)
+    certain = enough and all(low > 0.0 for low, _ in intervals_of_sums(sums_PC, leads_of, corrected))
+    intervals = intervals_of_sums(sums_PC, speeds_of, confidence) if prompts > 1 else [None] * others
+    return {
+        "prompts": prompts,
+        "speed_up": {name: speeds[name] for name in names[:-1]},
+        "speed_up_ci": dict(zip(names[:-1], intervals, strict=True)),
+        "best": best,
+        "certain": bool(certain),
+    }
