@@ -68,6 +68,10 @@ class RunConfig(Section):
             raise ValueError("loss.mix: weights above zero, at least one")
         if (self.judge_rule == "greedy") != (self.serving.temperature == 0):
             raise ValueError("judge.rule: greedy goes with serving.temperature: 0, and only with it")
+        if len(set(self.judge.load)) < len(self.judge.load):
+            raise ValueError("judge.load: each number of concurrent requests once")
+        if self.judge.load and self.judge.live == "never":
+            raise ValueError("judge.load is timed by decoding: it goes with judge.live: checkpoint or end")
         if self.serving.batch_size > self.serving.shard_size:
             raise ValueError(
                 "serving.batch_size above serving.shard_size: a shard is decoded by itself; raise shard_size too"

@@ -338,6 +338,11 @@ class JudgeConfig(Section):
         ge=1,
         description="CPU threads while tokens/s and step costs are measured, for all alike; null = torch's own",
     )
+    load: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="numbers of concurrent requests at which decoding with and without the draft is timed for the verdict; "
+        "empty = not measured",
+    )
 
 
 class TrackingConfig(Section):

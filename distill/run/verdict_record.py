@@ -199,6 +199,7 @@ class Costs(Record):
     context: int | None = Field(None, description="tokens before the timed steps")
 
 
+<<<<<<< HEAD
 class RepetitionShares(Record):
     """How much of some text repeats itself."""
 
@@ -214,6 +215,50 @@ class Repetition(RepetitionShares):
 
     by_domain: dict[str, RepetitionShares] = Field({}, description="the same by domain")
     warning: Text | None = Field(None, description="where more than 10 % loops")
+=======
+class Percentiles(Record):
+    """Of what was observed, in seconds."""
+
+    p50: float = Field(description="the median")
+    p90: float = Field(description="nine of ten are at most this")
+    p99: float = Field(description="99 of 100 are")
+
+
+class Latency(Record):
+    """What a reader waits for, one request at a time. Null: nothing of the kind was observed."""
+
+    first_token: Percentiles | None = Field(None, description="to the first tokens, both models' prefill included")
+    between_commits: Percentiles | None = Field(
+        None, description="pauses of the stream: a block's tokens come together"
+    )
+    per_token: Percentiles | None = Field(None, description="mean pause per token of each response, behind the first")
+    per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
+
+
+class LoadRow(Record):
+    """Decoding with the best draft and without at one load, every row taken, prefill aside."""
+
+    concurrency: int = Field(description="requests decoded at once")
+    gamma: int = Field(description="drafted tokens per block, the best by prediction at this load")
+    speed_up: float = Field(description="measured, over plain decoding at the same load")
+    speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null: too few prompts")
+    predicted: float = Field(description="by `roofline` and tau of `replay`")
+    plain_tokens_per_second: float = Field(description="of all requests together, without a draft")
+    tokens_per_second: float = Field(description="with the draft: `speed_up` times that")
+
+
+class Roofline(Record):
+    """Seconds of one call: fixed + per_token * tokens fed to it, fitted to the steps at all measured loads."""
+
+    target_fixed_seconds: float = Field(description="of a target call, however few tokens")
+    target_seconds_per_token: float = Field(description="that each token adds")
+    draft_fixed_seconds: float = Field(description="of a draft step")
+    draft_seconds_per_token: float = Field(description="that each token adds")
+    free_tokens: float | None = Field(
+        None,
+        description="tokens a target call at which it takes twice as long as for hardly any; null: tokens are free",
+    )
+>>>>>>> 7c52a53 (Under load: judge.load times full batches with the draft and without, a roofline predicts between, plain_wins_from says where to stop; latency has a record and per response)
 
 
 class Verdict(Record):
@@ -240,6 +285,12 @@ class Verdict(Record):
     best_gamma: int | None = Field(None, description="argmax of tau / (gamma c + v); 0: no gamma pays")
     predicted_speed_up: float | None = Field(None, description="there; 1 where none pays")
     costs: Costs | None = Field(None, description="of the best and the target")
+    load: list[LoadRow] = Field([], description="by number of concurrent requests (judge.load)")
+    plain_wins_from: int | None = Field(
+        None, description="concurrent requests from which plain decoding is faster; null: not up to 4096, or no `load`"
+    )
+    roofline: Roofline | None = Field(None, description="what predicts between and beyond the loads of `load`")
+    latency: dict[str, Latency] = Field({}, description="by contestant, `target` among them; empty: not timed")
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
     domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")

@@ -19,6 +19,7 @@ from distill.run.result import Result
 from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
 from distill.verdict.findings import findings_of, serve_commands
+from distill.verdict.load import under_load
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import verdict_of
 from speculative.engine.models import max_positions
@@ -62,6 +63,7 @@ def conclude_run(
     else:
         evidence = gather_by_replay(config.judge, settings, contestants, heldout, {BASELINE: records[0], BEST: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
+    verdict = under_load(verdict, evidence, target) if live else verdict
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
         serve=serve_commands(run, target, verdict.best_gamma or config.judge.gamma, config.judge_rule),

@@ -61,11 +61,11 @@ def live_metrics(
 
 
 def latency(responses: Sequence[Response]) -> dict[str, dict[str, float]]:
-    """Percentiles in seconds: {"first_token", "between_commits", "per_token": {"p50", "p90", "p99"}}.
+    """Percentiles in seconds: {"first_token", "between_commits", "per_token", "per_response": {"p50", "p90", "p99"}}.
 
     first_token: from the moment a prompt got its row (its prefill included) to its first tokens. between_commits: the
     pauses a reader of the stream sees; a block's tokens arrive together. per_token: mean pause per token of each
-    response behind its first commit. Keys without any observation are left out.
+    response behind its first commit. per_response: to its last tokens. Keys without any observation are left out.
     """
     firsts = [response.commit_seconds[0] for response in responses if response.commit_seconds]
     pauses = [np.diff(response.commit_seconds) for response in responses if len(response.commit_seconds) > 1]
@@ -78,6 +78,7 @@ def latency(responses: Sequence[Response]) -> dict[str, dict[str, float]]:
         "first_token": firsts,
         "between_commits": np.concatenate(pauses).tolist() if pauses else [],
         "per_token": rates,
+        "per_response": [response.commit_seconds[-1] for response in responses if response.commit_seconds],
     }
     return {
         name: {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}

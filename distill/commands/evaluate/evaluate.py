@@ -12,6 +12,7 @@ from distill.run.verdict_record import Judgement
 from distill.verdict.conclusion import seen_by_both
 from distill.verdict.evidence import BEST, Contestant, gather, score_all, step_costs, typical_length
 from distill.verdict.findings import findings_of
+from distill.verdict.load import under_load
 from distill.verdict.verdict import best_timed_gamma, verdict_of
 from speculative.errors import UserError
 from speculative.evaluate import judge
@@ -72,6 +73,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     )  # fmt: skip
     by_gamma[chosen] = evidence.judged[BEST]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)
+    verdict = under_load(verdict, evidence, target)
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
         config=dump_config(config), files={"proposals": log.name if log is not None else None},

@@ -84,7 +84,8 @@ def test_latency_by_hand():
     assert found["first_token"]["p50"] == pytest.approx(0.3)
     assert found["between_commits"]["p50"] == pytest.approx(0.15)  # pauses of 0.2 and 0.1
     assert found["per_token"]["p99"] == pytest.approx(0.3 / 4)  # four tokens behind the first commit
-    assert set(latency([slow])) == {"first_token"}
+    assert found["per_response"]["p50"] == pytest.approx(0.45)  # the last tokens came at 0.4 and 0.5
+    assert set(latency([slow])) == {"first_token", "per_response"}
     assert latency([]) == {}
 
 

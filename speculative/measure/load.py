@@ -1,0 +1,154 @@
+"""Speed under load: what a call of so many tokens costs, what drafting gives at every load, and how sure a measured one is.
+
+A load n is the number of requests that are decoded at once. Shapes: P prompts, T turns, M measured calls.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import optimize, stats
+
+from speculative.measure.cost import StepCosts, predicted_speed_up
+from speculative.measure.effects import fewest_prompts
+from speculative.measure.intervals import Interval, ratio_interval
+
+# Loads beyond this are not asked about: no server decodes so many requests at once.
+MOST_LOAD = 4096
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """Seconds of one model call over the tokens fed to it (rows x tokens of a row): fixed + per_token * tokens.
+
+    `fixed` is what is paid however few there are (reading the weights, launching), `per_token` what each one adds.
+    """
+
+    fixed: float
+    per_token: float
+
+    def seconds(self, tokens: float) -> float:
+        """Of a call on so many tokens."""
+        return self.fixed + self.per_token * tokens
+
+    @property
+    def free_tokens(self) -> float | None:
+        """fixed / per_token: a call on so many tokens takes twice as long as one on hardly any, and verification stops
+        being free; None where tokens cost nothing.
+        """
+        return self.fixed / self.per_token if self.per_token > 0.0 else None
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Both models' calls; a block at load n is gamma draft calls on n tokens and a target call on n * (gamma + 1)."""
+
+    target: StepLine
+    draft: StepLine
+
+    def speed_up(self, load: int, gamma: int, tau: float) -> float:
+        """Predicted tokens per second with the draft over plain decoding at this load."""
+        plain = self.target.seconds(load)
+        c, v = self.draft.seconds(load) / plain, self.target.seconds(load * (gamma + 1)) / plain
+        return predicted_speed_up(tau, gamma, c, v)
+
+
+def fit_line(tokens_M: Sequence[float], seconds_M: Sequence[float]) -> StepLine:
+    """The line with the least squared relative error, neither part below 0."""
+    tokens, seconds = np.asarray(tokens_M, dtype=np.float64), np.asarray(seconds_M, dtype=np.float64)
+    columns_M2 = np.stack((np.ones_like(tokens), tokens), 1) / seconds[:, None]
+    (fixed, per_token), _ = optimize.nnls(columns_M2, np.ones_like(seconds))
+    return StepLine(float(fixed), float(per_token))
+
+
+def fit_roofline(costs: Sequence[StepCosts]) -> Roofline:
+    """The lines through all measured steps, at one batch size or at several."""
+    target = [(one.batch_size, one.target_seconds) for one in costs]
+    target += [(one.batch_size * (g + 1), seconds) for one in costs for g, seconds in one.verify_seconds.items()]
+    draft = [(one.batch_size, seconds / g) for one in costs for g, seconds in one.draft_seconds.items()]
+    of_target, of_draft = (fit_line(*zip(*calls, strict=True)) for calls in (target, draft))
+    return Roofline(of_target, of_draft)
+
+
+@dataclass(frozen=True)
+class LoadCurve:
+    """Speed-up over the load: the roofline's, drawn through what was measured.
+
+    taus: tokens per target call by gamma, from 1. measured_over_predicted: by measured load; between two loads it is
+    interpolated over log(load), beyond them it stays.
+    """
+
+    roofline: Roofline
+    taus: Mapping[int, float]
+    measured_over_predicted: Mapping[int, float] = field(default_factory=dict)
+
+    def predicted(self, load: int, gamma: int) -> float:
+        """By the roofline alone."""
+        return self.roofline.speed_up(load, gamma, self.taus[gamma])
+
+    def best_gamma(self, load: int) -> int:
+        """The gamma, at least 1, with the highest predicted speed-up at this load."""
+        return max(self.taus, key=lambda gamma: self.predicted(load, gamma))
+
+    def speed_up(self, load: int) -> float:
+        """At the best gamma of this load."""
+        predicted = self.predicted(load, self.best_gamma(load))
+        if not self.measured_over_predicted:
+            return predicted
+        loads = sorted(self.measured_over_predicted)
+        ratios = [self.measured_over_predicted[known] for known in loads]
+        return predicted * float(np.interp(math.log(load), np.log(loads), ratios))
+
+    def plain_wins_from(self, most: int = MOST_LOAD) -> int | None:
+        """The least load from which on, up to `most`, the draft is never faster than plain decoding; None where it still
+        is at `most`.
+        """
+        if self.speed_up(most) > 1.0:
+            return None
+        # Between measured loads it may rise and fall; beyond them a speed-up over 1 only falls, so its end is found by halving.
+        measured = max(self.measured_over_predicted, default=1)
+        wins, loses = 0, most
+        for load in range(1, min(measured, most) + 1):
+            wins = load if self.speed_up(load) > 1.0 else wins
+        if wins < measured:
+            return wins + 1
+        while loses - wins > 1:
+            middle = (wins + loses) // 2
+            wins, loses = (middle, loses) if self.speed_up(middle) > 1.0 else (wins, middle)
+        return loses
+
+
+@dataclass(frozen=True)
+class LoadedSpeed:
+    """What was measured at one load. speed_up_ci: None on too few prompts or turns to be certain of anything."""
+
+    speed_up: float
+    speed_up_ci: Interval | None
+    plain_tokens_per_second: float
+    tokens_per_second: float
+
+
+def loaded_speed(
+    load: int, tokens_P: np.ndarray, blocks_P: np.ndarray, plain_T: Sequence[float], drafted_T: Sequence[float]
+) -> LoadedSpeed:
+    """Speed-up sum n / (rho sum B) from two sources that have nothing to do with each other.
+
+    tokens_P, blocks_P: tokens n of each prompt's responses and the target calls B that replay expects for them: all that
+    is known of tau. plain_T, drafted_T: seconds of a step of plain decoding and of a block with the draft, with every
+    row taken, in each turn; rho is the geometric mean of their ratios.
+
+    The interval joins tau's bootstrap over prompts and Student's of log rho over the turns by the distances of their ends
+    (Zou and Donner 2008, "square and add", on the log scale), so it is as lopsided as they are.
+    """
+    tau = float(tokens_P.sum() / blocks_P.sum())
+    log_rho_T = np.log(np.asarray(drafted_T) / np.asarray(plain_T))
+    speed_up = tau / float(np.exp(log_rho_T.mean()))
+    plain = load / float(np.exp(np.log(plain_T).mean()))
+    interval = None
+    if len(tokens_P) >= fewest_prompts(0.95) and len(log_rho_T) > 1:
+        low, high = ratio_interval(tokens_P, blocks_P)
+        half = float(stats.t.ppf(0.975, len(log_rho_T) - 1) * log_rho_T.std(ddof=1) / math.sqrt(len(log_rho_T)))
+        down, up = math.hypot(math.log(tau / low), half), math.hypot(math.log(high / tau), half)
+        interval = (speed_up * math.exp(-down), speed_up * math.exp(up))
+    return LoadedSpeed(speed_up, interval, plain, speed_up * plain)

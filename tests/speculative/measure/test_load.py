@@ -1,0 +1,157 @@
+"""Speed under load: the roofline against hand-computed lines, the joined interval by simulation, full batches live."""
+
+import numpy as np
+import pytest
+from simulation import trials
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from speculative.decode import generate
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.measure import full_batch
+from speculative.measure.cost import StepCosts
+from speculative.measure.full_batch import full_batch_seconds, places_in
+from speculative.measure.load import LoadCurve, Roofline, StepLine, fit_line, fit_roofline, loaded_speed
+
+# 10 ms fixed and 1 ms a token; the draft a tenth of both.
+LINES = Roofline(StepLine(0.010, 0.001), StepLine(0.001, 0.0001))
+
+
+def costs_at(load: int, gammas: tuple[int, ...] = (1, 4, 8)) -> StepCosts:
+    """What a machine of exactly `LINES` would measure."""
+    return StepCosts(
+        LINES.target.seconds(load),
+        {gamma: gamma * LINES.draft.seconds(load) for gamma in gammas},
+        {gamma: LINES.target.seconds(load * (gamma + 1)) for gamma in gammas},
+        batch_size=load,
+        context=64,
+    )
+
+
+@pytest.mark.parametrize("loads", [(1,), (1, 4, 16)])
+def test_the_roofline_that_made_the_costs_is_found_from_one_load_or_several(loads) -> None:
+    found = fit_roofline([costs_at(load) for load in loads])
+    assert (found.target.fixed, found.target.per_token) == pytest.approx((0.010, 0.001))
+    assert found.target.free_tokens == pytest.approx(10.0)
+    if len(loads) > 1:
+        assert (found.draft.fixed, found.draft.per_token) == pytest.approx((0.001, 0.0001))
+    for load in loads:
+        assert found.draft.seconds(load) == pytest.approx(LINES.draft.seconds(load))
+
+
+def test_a_line_never_falls_and_never_starts_below_nothing() -> None:
+    falling, steep = fit_line((1, 2, 4), (4.0, 3.0, 2.0)), fit_line((1, 2, 4), (1.0, 3.0, 7.0))
+    assert falling.per_token == 0.0
+    assert falling.fixed > 0.0
+    assert falling.free_tokens is None
+    assert steep.fixed == 0.0
+    assert steep.free_tokens == 0.0
+
+
+def test_predicted_speed_up_by_hand() -> None:
+    # Load 1: (11 ms * 3) / (4 * 1.1 + 15); load 90: (100 * 3) / (4 * 10 + 460).
+    assert LINES.speed_up(1, 4, 3.0) == pytest.approx(33.0 / 19.4)
+    assert LINES.speed_up(90, 4, 3.0) == pytest.approx(300.0 / 500.0)
+
+
+def test_plain_decoding_wins_from_where_the_lines_say() -> None:
+    # gamma 1 alone with tau 1.8: 1.8 (10 + n) > 1 + .1 n + 10 + 2 n while n < 7 / .3 = 23.3.
+    curve = LoadCurve(LINES, {1: 1.8})
+    assert curve.plain_wins_from() == 24
+    assert curve.speed_up(23) > 1.0 > curve.speed_up(24)
+    assert LoadCurve(LINES, {1: 1.05}).plain_wins_from() == 1
+    assert LoadCurve(Roofline(StepLine(0.01, 0.0), StepLine(0.001, 0.0)), {1: 1.8}).plain_wins_from() is None
+
+
+def test_more_tokens_a_block_at_a_small_load_fewer_at_a_large_one() -> None:
+    taus = {gamma: (1 - 0.8 ** (gamma + 1)) / 0.2 for gamma in range(1, 17)}
+    best = [LoadCurve(LINES, taus).best_gamma(load) for load in (1, 4, 16, 64)]
+    assert best == sorted(best, reverse=True)
+    assert best[0] > best[-1] == 1
+    slow = {gamma: LINES.speed_up(4, gamma, tau) for gamma, tau in taus.items()}
+    assert LoadCurve(LINES, taus).best_gamma(4) == max(slow, key=slow.__getitem__)
+
+
+def test_what_was_measured_bends_the_curve() -> None:
+    curve = LoadCurve(LINES, {1: 1.8}, {1: 1.0, 16: 0.9})
+    assert curve.speed_up(1) == pytest.approx(curve.predicted(1, 1))
+    assert curve.speed_up(16) == pytest.approx(0.9 * curve.predicted(16, 1))
+    assert curve.speed_up(4) == pytest.approx(0.95 * curve.predicted(4, 1))  # half-way in log(load)
+    assert curve.speed_up(64) == pytest.approx(0.9 * curve.predicted(64, 1))
+    slow_twin = next(load for load in range(1, 100) if all(curve.speed_up(later) <= 1.0 for later in range(load, 4097)))
+    assert curve.plain_wins_from() == slow_twin < 24
+
+
+def test_a_loaded_speed_by_hand() -> None:
+    tokens_P, blocks_P = np.full(10, 30.0), np.full(10, 10.0)
+    found = loaded_speed(4, tokens_P, blocks_P, [0.01, 0.02], [0.02, 0.04])
+    assert found.speed_up == pytest.approx(1.5)  # tau 3, rho 2
+    assert found.speed_up_ci == pytest.approx((1.5, 1.5))  # no prompt and no turn differs
+    assert found.plain_tokens_per_second == pytest.approx(4 / (0.01 * 0.02) ** 0.5)
+    assert found.tokens_per_second == pytest.approx(1.5 * found.plain_tokens_per_second)
+
+
+def test_too_few_prompts_or_turns_have_no_interval() -> None:
+    tokens_P, blocks_P = np.full(10, 30.0), np.arange(8.0, 18.0)
+    assert loaded_speed(4, tokens_P, blocks_P, [0.01], [0.02]).speed_up_ci is None
+    assert loaded_speed(4, tokens_P[:3], blocks_P[:3], [0.01, 0.01], [0.02, 0.02]).speed_up_ci is None
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("noise", [0.01, 0.10], ids=["prompts decide", "turns decide"])
+def test_the_joined_interval_covers(noise: float) -> None:
+    """Prompts of a known tau, turns of a known rho that a common drift slows alike: the truth is covered in 95 of 100."""
+    rng, repeats, covered = np.random.default_rng(5), trials(400, 4000), 0
+    rate, rho = 0.8, 1.6  # of accepting another token; of the block
+    truth = (1.0 / (1.0 - rate)) / rho
+    for _ in range(repeats):
+        # A prompt's blocks by a rate of its own, so that prompts differ by more than chance.
+        blocks_P = rng.integers(8, 25, 40).astype(float)
+        own_P = rng.gamma(25.0, 1.0 / 25.0, 40)
+        tokens_P = blocks_P / (1.0 - rate) * own_P
+        plain_T = 0.01 * np.exp(rng.normal(0.0, 0.3, 6))
+        drafted_T = plain_T * rho * np.exp(rng.normal(0.0, noise, 6))
+        low, high = loaded_speed(4, tokens_P, blocks_P, plain_T.tolist(), drafted_T.tolist()).speed_up_ci
+        covered += low <= truth <= high
+    share = covered / repeats
+    assert 0.95 - 4 * (0.95 * 0.05 / repeats) ** 0.5 - 0.01 <= share <= 0.995
+
+
+def test_places_are_spread_over_the_tokens_of_the_responses() -> None:
+    texts = [([1, 2], [3] * 10), ([4], [5] * 30)]
+    places = places_in(texts, 4000, None, np.random.default_rng(0))
+    assert len({key for key, _ in places}) == 4000
+    long = [ids for _, ids in places if ids[0] == 4]
+    assert len(long) / 4000 == pytest.approx(0.75, abs=0.03)
+    assert {len(ids) for ids in long} == set(range(1, 31))
+    assert max(len(ids) for _, ids in places_in(texts, 100, 7, np.random.default_rng(0))) == 7
+
+
+def test_every_row_says_something_in_every_block_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = tiny_model(), 5
+    texts = [(ids, ids[::-1]) for _, ids in prompts_of([9, 14, 20])]
+    said: list[tuple[int, list[int]]] = []
+
+    def watched(target, drafter, prompts, settings, **rest):
+        said.append((settings.gamma, []))
+        rows_said = said[-1][1]
+        for event in generate(target, drafter, prompts, settings, **rest):
+            rows_said.append(event.index)
+            assert event.finish_reason is None or len(rows_said) > rows * (full_batch.TIMED_BLOCKS - 1)
+            yield event
+
+    monkeypatch.setattr(full_batch, "generate", watched)
+    settings = DecodeSettings(gamma=2, eos_ids=tuple(range(25)))
+    plain, drafted = full_batch_seconds(target, perturbed(target), texts, settings, rows, turns=2)
+    assert len(plain) == len(drafted) == 2
+    assert min(plain + drafted) > 0.0
+    assert [gamma for gamma, _ in said] == [0, 2, 0, 2]
+    for _, rows_said in said:
+        blocks = np.reshape(rows_said, (full_batch.TIMED_BLOCKS, rows))
+        assert (np.sort(blocks, 1) == np.arange(rows)).all()
+
+
+def test_a_context_without_room_for_the_blocks_is_refused() -> None:
+    target = tiny_model(max_position_embeddings=64)
+    with pytest.raises(UserError, match="has no room for 18 blocks of 6"):
+        full_batch_seconds(target, target, [([1, 2], [3, 4])], DecodeSettings(gamma=5), 2)
