@@ -199,7 +199,6 @@ class Costs(Record):
     context: int | None = Field(None, description="tokens before the timed steps")
 
 
-<<<<<<< HEAD
 class RepetitionShares(Record):
     """How much of some text repeats itself."""
 
@@ -215,7 +214,8 @@ class Repetition(RepetitionShares):
 
     by_domain: dict[str, RepetitionShares] = Field({}, description="the same by domain")
     warning: Text | None = Field(None, description="where more than 10 % loops")
-=======
+
+
 class Percentiles(Record):
     """Of what was observed, in seconds."""
 
@@ -258,7 +258,6 @@ class Roofline(Record):
         None,
         description="tokens a target call at which it takes twice as long as for hardly any; null: tokens are free",
     )
->>>>>>> 7c52a53 (Under load: judge.load times full batches with the draft and without, a roofline predicts between, plain_wins_from says where to stop; latency has a record and per response)
 
 
 class Verdict(Record):
