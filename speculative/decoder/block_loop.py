@@ -11,8 +11,9 @@ length. A block reads the device once.
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, 
 from speculative.decoder.stage_clock import StageClock
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.cached_model import CachedModel, upload
+from speculative.engine.models import without_autograd
 from speculative.engine.runners import EAGER
 from speculative.errors import UserError
 from speculative.rules.block_verify import verify_block
@@ -47,6 +49,21 @@ class _Decision(NamedTuple):
     drafted_ids_RG: torch.Tensor  # by depth: the accepted path first
     log_probs_RG1: torch.Tensor | None = None
     overlap_RG: torch.Tensor | None = None
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_step_mode(method: "Callable[Concatenate[BlockLoop, P], T]") -> "Callable[Concatenate[BlockLoop, P], T]":
+    """The method runs without autograd, whoever calls it: buffers made in inference mode are written only in it."""
+
+    @wraps(method)
+    def run(self: "BlockLoop", *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._step_mode():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class BlockLoop:
@@ -78,6 +95,7 @@ class BlockLoop:
         self.active_R = np.zeros(rows, dtype=bool)
         self.target = CachedModel(target, "target", rows, longest + slack, runner)
         self._device = target.device
+        self._step_mode = without_autograd(runner, target, drafter.model if drafter is not None else None)
         self._exact_stages, self._keep_probs = exact_stages, keep_probs
         self._draft_sampling = draft_settings_for(settings.rule, settings.sampling)
         self._rules = settings.active_rules
@@ -85,6 +103,7 @@ class BlockLoop:
         if drafter is not None:
             drafter.start(Seats(rows, longest + slack, self.target, runner))
 
+    @_in_step_mode
     def admit(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Seat these prompts in these rows (whoever sat there is gone) and let both models read them."""
         began = time.perf_counter()
@@ -119,6 +138,7 @@ class BlockLoop:
         self.lengths_R[row] = length
         self.tokens_RC[row, length - 1] = last_id
 
+    @_in_step_mode
     def keep(self, rows: list[int]) -> None:
         """Compact to these rows; the others stop costing anything."""
         self.keys = [self.keys[row] for row in rows]
@@ -131,6 +151,7 @@ class BlockLoop:
         if self.drafter is not None:
             self.drafter.keep(rows)
 
+    @_in_step_mode
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
         """Draft, verify and commit one block of every active row. Raises UserError on NaN or infinite logits."""
         gamma = self.settings.gamma if gamma is None else gamma

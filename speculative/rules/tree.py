@@ -143,6 +143,7 @@ class TokenTree:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # They outlive the decode call that asks first.
 def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
     size = tree.size
     ancestors = torch.eye(size + 1, dtype=torch.bool)

@@ -16,6 +16,7 @@ from speculative.engine.models import (
     check_same_vocabulary,
     evaluating,
     max_positions,
+    without_autograd,
 )
 from speculative.errors import UserError
 from speculative.measure.replay import agreement_of
@@ -149,6 +150,43 @@ def test_a_frozen_part_stays_frozen_and_shared_layers_stay_in_eval_mode():
     with evaluating(model, shorter):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == before
+
+
+def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_trained_with():
+    target, draft = tiny_model(), perturbed(tiny_model())
+    inference = []
+
+    def refresh(model, _):
+        # As position codes that follow the text do: a buffer made in the forward and left in the model.
+        inference.append(torch.is_inference_mode_enabled())
+        model.register_buffer("scale", torch.ones(32), persistent=False)
+
+    for model in (target, draft):
+        model.register_forward_pre_hook(refresh)
+    prompts = prompts_of([5, 9, 2])
+    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12)
+    responses, _ = decode(target, ModelDrafter(draft), prompts, settings)
+    assert all(inference[-8:])  # whoever looks at a model before it is decoded may do so as it likes
+    assert texts(responses) == generated(target, prompts, 12)
+    for model in (target, draft):
+        model.get_input_embeddings().register_forward_hook(lambda _, __, embedded, scale=model.scale: embedded * scale)
+        model._forward_pre_hooks.clear()
+        assert not any(buffer.is_inference() for buffer in model.buffers())
+        model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # an inference tensor is refused here
+        assert model.get_input_embeddings().weight.grad is not None
+
+
+def test_inference_mode_is_left_to_plain_calls_of_plain_weights():
+    class Packed(torch.Tensor):
+        """A weight of another class, as quantisation makes."""
+
+    model = tiny_model()
+    assert without_autograd("eager", model, None) is torch.inference_mode
+    assert without_autograd("compile", model) is torch.no_grad
+    assert without_autograd("graph", model) is torch.no_grad
+    embedding = model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach().as_subclass(Packed), requires_grad=False)
+    assert without_autograd("eager", tiny_model(), model) is torch.no_grad
 
 
 def test_cache_memory_is_computed_from_what_the_layers_really_store():
