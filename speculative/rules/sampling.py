@@ -14,6 +14,9 @@ from speculative.errors import UserError
 # Columns of `row_uniforms`.
 DRAFT_UNIFORM, ACCEPTANCE_COIN, RESIDUAL_UNIFORM = 0, 1, 2
 
+# How far two ways to the same float32 sum, or probability, may differ.
+MASS_ROUNDING, PROB_ROUNDING = 3e-5, 1.0 - 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -87,15 +90,61 @@ def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torc
         kth_R1 = scores_RV.topk(settings.top_k, dim=-1).values[..., -1:]
         scores_RV = scores_RV.masked_fill(scores_RV < kth_R1, -torch.inf)
     if settings.top_p < 1.0:
-        ascending_RV, order_RV = scores_RV.sort(dim=-1)
-        removed_RV = ascending_RV.softmax(-1).cumsum(-1) <= 1.0 - settings.top_p
-        removed_RV[..., -1] = False
-        scores_RV = scores_RV.masked_fill(removed_RV.scatter(-1, order_RV, removed_RV), -torch.inf)
+        scores_RV = nucleus(scores_RV, settings.top_p)
     probs_RV = scores_RV.softmax(-1)
     if settings.min_p > 0.0:
         scores_RV = scores_RV.masked_fill(probs_RV < settings.min_p * probs_RV.amax(-1, keepdim=True), -torch.inf)
         probs_RV = scores_RV.softmax(-1)
     return probs_RV
+
+
+def nucleus(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Scores (*R, V) with -inf outside the smallest set of tokens whose mass reaches `top_p`.
+
+    On a CPU without ordering the whole vocabulary as `nucleus_by_sorting` does, but with its very result.
+    """
+    if scores_RV.device.type != "cpu" or scores_RV.requires_grad:
+        return nucleus_by_sorting(scores_RV, top_p)
+    vocab = scores_RV.shape[-1]
+    probs_RV = scores_RV.softmax(-1)
+    rows_RV, totals_R = probs_RV.numpy().reshape(-1, vocab), probs_RV.sum(-1, dtype=torch.float64).view(-1).tolist()
+    least = [_least_of_nucleus(row_V, total, top_p) for row_V, total in zip(rows_RV, totals_R, strict=True)]
+    outside_RV = rows_RV < np.array(least, dtype=rows_RV.dtype)[:, None]
+    scores = scores_RV.numpy().reshape(-1, vocab)
+    kept_RV = torch.from_numpy(np.where(outside_RV, scores.dtype.type(-np.inf), scores))
+    for row, least_prob in enumerate(least):
+        if least_prob == 0.0:
+            kept_RV[row] = nucleus_by_sorting(torch.from_numpy(scores[row]), top_p)
+    return kept_RV.view(scores_RV.shape)
+
+
+def nucleus_by_sorting(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """`nucleus` as transformers' warper has it: the twin of the fast one, and what runs on an accelerator."""
+    ascending_RV, order_RV = scores_RV.sort(dim=-1)
+    removed_RV = ascending_RV.softmax(-1).cumsum(-1) <= 1.0 - top_p
+    removed_RV[..., -1] = False
+    return scores_RV.masked_fill(removed_RV.scatter(-1, order_RV, removed_RV), -torch.inf)
+
+
+def _least_of_nucleus(probs_V: np.ndarray, total: float, top_p: float) -> float:
+    """The smallest probability in a row's nucleus; 0.0 where only `nucleus_by_sorting` can tell.
+
+    That is where the next smaller one is as large, or a sum is so close to the border that its rounding decides.
+    """
+    border = 1.0 - top_p
+    # Tokens of at most border / V together have at most the border's mass: all go, and need no order.
+    ascending = np.sort(probs_V[probs_V > border / len(probs_V)])
+    mass = ascending.cumsum(dtype=np.float64)
+    if not len(mass):
+        return 0.0
+    mass += total - mass[-1]
+    first = int(mass.searchsorted(border))
+    rounding = MASS_ROUNDING * border
+    if first >= len(mass) or mass[first] - border < rounding:
+        return 0.0
+    if first > 0 and (border - mass[first - 1] < rounding or ascending[first - 1] > PROB_ROUNDING * ascending[first]):
+        return 0.0
+    return float(ascending[first])
 
 
 def sample(probs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,15 @@ from transformers import (
 )
 
 from speculative.errors import UserError
-from speculative.rules.sampling import SamplingSettings, logits_to_probs, row_uniforms, sample
+from speculative.rules import sampling
+from speculative.rules.sampling import (
+    SamplingSettings,
+    logits_to_probs,
+    nucleus,
+    nucleus_by_sorting,
+    row_uniforms,
+    sample,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,51 @@ def test_probabilities_equal_those_of_transformers_warpers(settings):
     probs = logits_to_probs(logits, settings)
     assert torch.equal(probs > 0, expected > 0)
     torch.testing.assert_close(probs, expected)
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("vocab", [2, 50, 4096])
+def test_the_nucleus_is_bit_equal_to_the_one_found_by_sorting(vocab, scale, top_p):
+    logits = scale * torch.randn(5, 8, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[0, 0] = 0.0  # every token ties
+    logits[0, 1] = logits[0, 1].bfloat16().float()  # many do
+    logits[0, 2, 1] = torch.nan
+    logits[0, 3, : vocab // 2] = -torch.inf  # top-k came first
+    logits[0, 4, 1] = torch.inf
+    logits[0, 5, vocab // 2] = 100.0
+    logits[0, 6] = 1e4 * logits[0, 6]
+    together = nucleus(logits, top_p)
+    # Row by row: which of equal scores a sort of many rows puts first is its own affair.
+    for row, kept in zip(logits.view(-1, vocab), together.view(-1, vocab), strict=True):
+        assert torch.equal(kept.nan_to_num(7.5), nucleus_by_sorting(row, top_p).nan_to_num(7.5))
+    doubles = logits[1:].double()
+    assert torch.equal(nucleus(doubles, top_p), nucleus_by_sorting(doubles, top_p))
+
+
+def test_the_nucleus_is_sorted_for_only_where_sums_or_ties_decide(monkeypatch):
+    sorted_rows = []
+
+    def count(scores, top_p):
+        sorted_rows.append(scores)
+        return nucleus_by_sorting(scores, top_p)
+
+    monkeypatch.setattr(sampling, "nucleus_by_sorting", count)
+    logits = 3 * torch.randn(200, 1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(nucleus(logits, 0.9), nucleus_by_sorting(logits, 0.9))
+    assert len(sorted_rows) <= 10
+    sorted_rows.clear()
+    # .5, .25, .125, .125: above the third stands .75 exactly, above the fourth .875, which ties with it.
+    eighths = torch.tensor([4.0, 2.0, 1.0, 1.0]).log()
+    assert torch.isfinite(nucleus(eighths, 0.6)).tolist() == [True, True, False, False]
+    assert not sorted_rows
+    assert torch.isfinite(nucleus(eighths, 0.8)).sum() == 3
+    assert len(sorted_rows) == 1
+    nucleus(eighths, 0.75)
+    assert len(sorted_rows) == 2
+    needs_gradient = logits.clone().requires_grad_()
+    logits_to_probs(needs_gradient, SamplingSettings(top_p=0.9)).square().sum().backward()
+    assert needs_gradient.grad is not None
 
 
 def test_greedy_is_one_hot_and_dtype_is_float32_or_float64():
