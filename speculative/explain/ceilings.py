@@ -4,7 +4,7 @@ Shapes: N texts, T tokens of one text, K gammas.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,17 @@ from speculative.measure.curves import rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.replay import replay
-from speculative.measure.rival_replay import certain_blocks, kept_by_lookup, lookup_steps, tuned_lookup
+from speculative.measure.rival_replay import (
+    Tuned,
+    cascade_blocks,
+    cascade_steps,
+    certain_blocks,
+    kept_by_lookup,
+    lookup_steps,
+    tuned_cascade,
+    tuned_cascade_at,
+    tuned_lookup,
+)
 from speculative.measure.token_scores import StoredText, TokenScores
 from speculative.rules.sampling import SamplingSettings
 
@@ -153,20 +163,23 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
     return culprit, f"at {price} even a draft that is {whose} would give {gives}: {to_do}"
 
 
-def decide(costs: StepCosts, now: float, reachable: float, rival: float) -> DecisionWord:
+def decide(
+    costs: StepCosts, now: float, reachable: float, rival: float, together: tuple[float, float] = (1.0, 1.0)
+) -> DecisionWord:
     """What to do with a draft, from its speed-ups over the target alone.
 
     now: as it is, at its best gamma. reachable: with `closed_share` of the gap to its ceiling closed. rival: of what
-    costs no training (prompt lookup); 1 when there is none. The thresholds are the constants above.
+    costs no training (prompt lookup); 1 when there is none. together: the same two with the rival before the draft; that
+    is worth a draft where it adds `GAIN_WORTHWHILE` to the rival. The thresholds are the constants above.
     """
     if hopeless_because(costs) is not None:
         return "hopeless"
-    bar = max(WORTHWHILE, rival)
+    bar, joint_bar = max(WORTHWHILE, rival), max(WORTHWHILE, GAIN_WORTHWHILE * rival)
     if now > 1.0 and reachable < GAIN_WORTHWHILE * now:
         return "no_headroom"
-    if reachable < bar:
+    if reachable < bar and together[1] < joint_bar:
         return "out_of_reach"
-    return "already_pays" if now >= bar else "needs_distillation"
+    return "already_pays" if now >= bar or together[0] >= joint_bar else "needs_distillation"
 
 
 def cost_facts(costs: StepCosts) -> dict[str, Any]:
@@ -237,13 +250,15 @@ def draft_outlook(
     rule: str,
     costs: StepCosts,
     rival: float = 1.0,
+    texts: Sequence[StoredText] | None = None,
 ) -> dict[str, Any]:
     """One draft under one rule on frozen target text: what it has, what its ceiling is, what lies between, and the word.
 
-    {"rule", "curve" (see `rule_curve`), "speed_up_by_gamma", "now", "reachable", "ceiling", "headroom", "decision"}. `now`,
+    {"rule", "curve" (see `rule_curve`), "speed_up_by_gamma", "now", "reachable", "ceiling", "headroom", "together", "decision"}. `now`,
     `reachable` and `ceiling` hold alpha, gamma (0: none pays), tau and speed_up at the gamma that is best for each.
     `speed_up_ci` takes the costs as exact. The ceiling is alpha 1, but that of `greedy_ceiling` where the draft takes its
-    argmax and the target samples. rival: speed-up of what costs no training.
+    argmax and the target samples. rival: speed-up of what costs no training. texts: what was scored; then there is also
+    "together": {"now", "reachable"}, prompt lookup before the draft, for a rule that judges each token alone.
     """
     gammas = range(1, max(costs.verify_seconds) + 1)
     curve = rule_curve(scores, prompt_keys, rule, range(gammas.stop), survival_gamma=gammas.stop - 1)
@@ -260,7 +275,9 @@ def draft_outlook(
         best = [np.ones(len(text)) for text in scores]
         ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
     share = closed_share(curve["alpha"], ceiling_alpha)
-    closed_taus = replay(partly_closed(own, best, share), gammas)
+    closed = partly_closed(own, best, share)
+    closed_taus = replay(closed, gammas)
+    together = None if texts is None else _together(texts, prompt_keys, scores, rule, closed, gammas, costs)
     if rule == "block":
         by_token = replay(own, gammas)
         closed_taus = {g: partly_closed_tau(taus[g], g, by_token[g], closed_taus[g]) for g in gammas}
@@ -284,8 +301,39 @@ def draft_outlook(
             "alpha": ceiling_alpha - alpha,
             "speed_up": ceiling["speed_up"] - now["speed_up"],
         },
-        "decision": decide(costs, now["speed_up"], reachable["speed_up"], rival),
+        "together": together,
+        "decision": decide(
+            costs,
+            now["speed_up"],
+            reachable["speed_up"],
+            rival,
+            (together["now"]["speed_up"], together["reachable"]["speed_up"]) if together else (1.0, 1.0),
+        ),
     }
+
+
+def _together(
+    texts: Sequence[StoredText],
+    prompt_keys: Sequence[Hashable],
+    scores: Sequence[TokenScores],
+    rule: str,
+    closed: Sequence[np.ndarray],
+    gammas: Sequence[int],
+    costs: StepCosts,
+) -> dict[str, Any]:
+    """Prompt lookup before a draft as it is, and before one whose tokens are kept with probability `closed`."""
+    tuned = tuned_cascade(texts, scores, rule, costs, gammas)
+    kept = [kept_by_lookup(text, tuned.gamma, tuned.max_ngram, tuned.min_ngram) for text in texts]
+    steps_N1 = cascade_steps(cascade_blocks(kept, scores, rule, (tuned.gamma,)), (tuned.gamma,), costs)
+    tokens_P = sum_by_prompt(prompt_keys, np.array([len(text.response_ids) for text in texts]))
+    interval = list(ratio_interval(tokens_P, sum_by_prompt(prompt_keys, steps_N1[:, 0])))
+    reachable = tuned_cascade_at(texts, closed, costs, gammas)
+    return {"now": {**_if_it_pays(tuned), "speed_up_ci": interval}, "reachable": _if_it_pays(reachable)}
+
+
+def _if_it_pays(tuned: Tuned) -> dict[str, Any]:
+    facts = asdict(tuned)
+    return facts if tuned.speed_up > 1.0 else facts | {"gamma": 0, "tau": 1.0, "speed_up": 1.0}
 
 
 def _at_best_gamma(alpha: float, taus: Mapping[int, float], costs: StepCosts) -> dict[str, Any]:

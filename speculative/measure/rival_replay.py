@@ -17,7 +17,7 @@ import numpy as np
 from speculative.drafters.lookup import RowIndex
 from speculative.drafters.retrieval import Datastore
 from speculative.measure.cost import StepCosts
-from speculative.measure.replay import GAMMAS, blocks_by_proposer, texts_of
+from speculative.measure.replay import GAMMAS, TextCosts, blocks_by_proposer, texts_of
 from speculative.measure.token_scores import StoredText, TokenScores
 
 # (longest, shortest) n-gram that prompt lookup may be set to. Short ones propose often and are wrong often: right where a
@@ -171,10 +171,33 @@ def tuned_cascade(
     sizes: Sequence[tuple[int, int]] = NGRAM_SIZES,
 ) -> Tuned:
     """As `tuned_lookup`, with the draft of these scores behind the lookup, both at one gamma."""
+    return _tuned_before(texts, texts_of(scores, rule), costs, gammas, sizes)
+
+
+def tuned_cascade_at(
+    texts: Sequence[StoredText],
+    accept_probs: Sequence[np.ndarray],
+    costs: StepCosts,
+    gammas: Sequence[int] = GAMMAS,
+    sizes: Sequence[tuple[int, int]] = NGRAM_SIZES,
+) -> Tuned:
+    """`tuned_cascade` of a draft whose tokens are kept with these probabilities (T,), each by itself (as `replay.replay`)."""
+    with np.errstate(divide="ignore"):
+        return _tuned_before(texts, [TextCosts(-np.log(probs)) for probs in accept_probs], costs, gammas, sizes)
+
+
+def _tuned_before(
+    texts: Sequence[StoredText],
+    drafted: Sequence[TextCosts],
+    costs: StepCosts,
+    gammas: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
+) -> Tuned:
     found = []
     for max_ngram, min_ngram in sizes:
         kept = [kept_by_lookup(text, max(gammas), max_ngram, min_ngram) for text in texts]
-        blocks = cascade_blocks(kept, scores, rule, gammas)
+        together = [own._replace(sure_T=kept_T) for own, kept_T in zip(drafted, kept, strict=True)]
+        blocks = RivalBlocks(*blocks_by_proposer(together, gammas))
         found.append(_best(texts, blocks, cascade_steps(blocks, gammas, costs), gammas, (max_ngram, min_ngram)))
     return max(found, key=lambda one: one.speed_up)
 

@@ -15,6 +15,7 @@ from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.options import STDLIB, ProbeOptions
+from distill.commands.probe.rivals import repetition_of, rival_rows
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
 from distill.config.sections import TargetConfig
 from distill.models.draft import as_exported, read_draft
@@ -89,6 +90,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
     """Everything the probe found as plain JSON, written to `options.out` too when that is given.
 
     Stages are named on `console`. Keys: target, settings, checks, texts, costs (of the target alone), lookup and
+    rivals, repetition and
     greedy_ceilings by temperature, drafts (each: refused, vocabulary, costs by rule and batch size, cells by temperature
     and rule, lead, decision, go, sentence), notes, seconds by stage, and of the best draft decision, go, best, sentence.
     `decision` is one of `ceilings.DecisionWord`, or `no_draft`. Decisions and speed-ups are for the first batch size.
@@ -140,6 +142,8 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
             "assumptions": assumptions(plan.given is not None, options.t_verify, plan.context),
             "target": [ceilings.cost_facts(one) for one in alone.values()],
         },
+        "rivals": rival_rows(lookup, records),
+        "repetition": [{"temperature": text.temperature, **repetition_of(text.responses)} for text in texts],
         "lookup": [{"temperature": temperature, **facts} for temperature, facts in lookup.items()],
         "greedy_ceilings": [
             {"temperature": text.temperature, **ceilings.greedy_ceiling(text.peaks, text.keys, gammas)}
@@ -150,7 +154,8 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         "notes": [*notes, *busy_machine(_lead_seconds(plan, candidates, first))],
         "seconds": stages.seconds,
     }
-    result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given)
+    warning = next(facts["warning"] for facts in result["repetition"] if facts["temperature"] == plan.lead[0])
+    result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given, warning)
     write_asked("--out", options.out, result)
     return result
 
@@ -365,7 +370,8 @@ def _judge(
     for text, own in zip(texts, scores, strict=True):
         for rule in text.rules:
             rival = lookup[text.temperature]["speed_up"]
-            outlook = ceilings.draft_outlook(own, text.peaks, text.keys, rule, costs[rule, first], rival)
+            said = text.responses if rule == text.rules[0] else None
+            outlook = ceilings.draft_outlook(own, text.peaks, text.keys, rule, costs[rule, first], rival, said)
             cells.append({"temperature": text.temperature, **outlook})
             if (text.temperature, rule) == plan.lead:
                 record["detectable_alpha"] = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
@@ -377,7 +383,7 @@ def _judge(
             facts["best"] = dict(zip(("gamma", "speed_up"), best_gamma(taus, own_costs), strict=True))
     record |= {"cells": cells, "decision": lead["decision"]}
     record["lead"] = {"alpha": lead["curve"]["alpha"], "alpha_ci": lead["curve"]["alpha_ci"]} | {
-        name: lead[name] for name in ("temperature", "rule", "now", "reachable", "ceiling", "headroom")
+        name: lead[name] for name in ("temperature", "rule", "now", "reachable", "ceiling", "headroom", "together")
     }
     record["go"] = lead["decision"] in ceilings.WORTH_DISTILLING
     record["sentence"] = draft_sentence(record, lookup[plan.lead[0]]["speed_up"])
@@ -399,7 +405,9 @@ def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], 
     }
 
 
-def _overall(records: Sequence[dict[str, Any]], lookup: float, given: StepCosts | None) -> dict[str, Any]:
+def _overall(
+    records: Sequence[dict[str, Any]], lookup: float, given: StepCosts | None, warning: str | None
+) -> dict[str, Any]:
     """{decision, go, best, sentence}: those of the draft with the best prospect; without a draft, of the given costs."""
     usable = [record for record in records if record["refused"] is None]
     if usable:
@@ -409,4 +417,5 @@ def _overall(records: Sequence[dict[str, Any]], lookup: float, given: StepCosts 
         hopeless = given is not None and ceilings.hopeless_because(given) is not None
         facts = {"decision": "hopeless" if hopeless else "no_draft", "go": False, "best": None}
     planned = None if given is None else ceilings.cost_facts(given)
-    return facts | {"sentence": overall_sentence(facts, usable, lookup, planned)}
+    sentence = overall_sentence(facts, usable, lookup, planned)
+    return facts | {"sentence": f"{sentence} But {warning}." if warning else sentence}

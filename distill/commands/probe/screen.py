@@ -73,6 +73,18 @@ def busy_machine(seconds: Sequence[float]) -> list[str]:
 
 def draft_sentence(record: dict[str, Any], rival: float) -> str:
     """The verdict about one draft in words, from its record in a probe's result; rival: speed-up of prompt lookup."""
+    together = record["lead"]["together"]
+    if record["decision"] == "hopeless" or together is None:
+        return _alone_sentence(record, rival)
+    now, distilled = together["now"], together["reachable"]
+    at = f" at gamma {now['gamma']}" if now["gamma"] else ""
+    return (
+        f"{_alone_sentence(record, rival)} With prompt lookup before it: {now['speed_up']:.2f}x{at} as it is, "
+        f"{distilled['speed_up']:.2f}x distilled."
+    )
+
+
+def _alone_sentence(record: dict[str, Any], rival: float) -> str:
     lead, costs = record["lead"], record["costs"][0]
     now, reachable, ceiling = lead["now"], lead["reachable"], lead["ceiling"]
     alpha, gained = lead["alpha"], reachable["alpha"] - lead["alpha"]
@@ -140,6 +152,7 @@ def print_probe(console: Console, result: dict[str, Any]) -> None:
     for record in used:
         console.print(cells_table(record, result))
     if used:
+        console.print(rivals_table(result))
         console.print(break_even_table(used))
     for line in probe_lines(result):
         console.print(Text(line, style="bold green" if line.startswith("Verdict: ") and result["go"] else ""))
@@ -157,6 +170,13 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
         *(f"taken for granted: {said}" for said in result["costs"]["assumptions"]),
         *(f"note: {note}" for note in result["notes"]),
     ]
+    for facts in result["repetition"]:
+        lines.append(
+            f"at temperature {facts['temperature']:g} {facts['repeated']:.0%} of the target's tokens repeat 8 or more in a row that stood "
+            f"before, {facts['looping']:.0%} go round in a loop"
+        )
+        if facts["warning"]:
+            lines.append(f"note: {facts['warning']}")
     for facts in result["lookup"]:
         gives = f"{facts['speed_up']:.2f}x at gamma {facts['gamma']}" if facts["gamma"] else "no speed-up"
         lines.append(
@@ -239,6 +259,23 @@ def cells_table(record: dict[str, Any], result: dict[str, Any]) -> Table:
             _times(cell["reachable"], "\n"),
             _times(cell["ceiling"], "\n"),
         )
+    return table
+
+
+def rivals_table(result: dict[str, Any]) -> Table:
+    """Lookup, each draft, and both: as they are, and with the draft distilled."""
+    table = screen_table(
+        f"what to run, by replay, batch {result['settings']['batch_sizes'][0]}",
+        ("T", "", "n-grams", "now", "", "distilled"),
+        words=("", "n-grams"),
+        overflow="fold",
+        caption="n-grams: of prompt lookup, longest to shortest; @: gamma",
+    )
+    for row in result["rivals"]:
+        sizes = f"{row['max_ngram']}-{row['min_ngram']}" if row["max_ngram"] else ""
+        distilled = "" if row["distilled"] is None else f"{row['distilled']:.2f}x"
+        ends = interval(row["speed_up_ci"], 2) if row["gamma"] else ""
+        table.add_row(f"{row['temperature']:g}", row["name"], sizes, _times(row), ends, distilled)
     return table
 
 

@@ -20,7 +20,9 @@ from distill.commands.probe.screen import Stages, busy_machine, draft_sentence, 
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
 from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts
+from speculative.measure.rival_replay import NGRAM_SIZES
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,49 @@ def test_what_is_printed_has_the_numbers_of_the_result(measured):
         assert number in printed
     assert probe_lines(measured)[-1] == f"Verdict: {measured['sentence']}"
     assert carved["sentence"] in measured["sentence"]
+
+
+def test_rivals_and_repetition_are_told_before_training(measured):
+    carved = measured["drafts"][0]
+    rows = {(row["temperature"], row["name"]): row for row in measured["rivals"]}
+    names = ["lookup", carved["name"], f"lookup+{carved['name']}"]
+    assert list(rows) == [(temperature, name) for temperature in (0.0, 1.0) for name in names]
+    for facts in measured["lookup"]:
+        row = rows[facts["temperature"], "lookup"]
+        assert (row["speed_up"], row["speed_up_ci"]) == (facts["speed_up"], facts["speed_up_ci"])
+        assert (row["draft"], row["distilled"]) == (None, None)
+    for cell in carved["cells"]:
+        if cell["rule"] in ("greedy", "sample"):
+            assert rows[cell["temperature"], carved["name"]]["distilled"] == cell["reachable"]["speed_up"]
+            together = rows[cell["temperature"], names[2]]
+            assert together["speed_up"] == cell["together"]["now"]["speed_up"] >= 1.0
+            assert (together["max_ngram"], together["min_ngram"]) in NGRAM_SIZES
+        else:
+            assert cell["together"] is None
+    assert [facts["temperature"] for facts in measured["repetition"]] == [0.0, 1.0]
+    assert all(facts["looping"] == facts["repeated"] == 0 for facts in measured["repetition"]), (
+        "eight tokens a response"
+    )
+    printed = text_of(measured)
+    assert f"{rows[0.0, names[2]]['distilled']:.2f}x" in printed
+    assert "go round in a loop" in printed
+
+
+def test_a_target_that_loops_is_said_so_in_the_sentence(given, monkeypatch):
+    answer = program.frozen_responses
+
+    def looping(*args: Any, **options: Any) -> list[HeldoutResponse]:
+        return [replace(one, response_ids=(one.response_ids[:3] * 16)[:48]) for one in answer(*args, **options)]
+
+    monkeypatch.setattr(program, "frozen_responses", looping)
+    result = probe(replace(given, temperatures="0", max_tokens=48))
+    (facts,) = result["repetition"]
+    assert facts["looping"] >= 45 / 48
+    assert result["sentence"].endswith(f" But {facts['warning']}.")
+    assert f"{facts['looping']:.0%}".replace("%", " % of the target's tokens repeat") in result["sentence"]
+    lookup = next(row for row in result["rivals"] if row["name"] == "lookup")
+    assert lookup["speed_up"] > 3
+    assert f"{lookup['speed_up']:.2f}x" in result["sentence"]
 
 
 def test_given_times_are_used_and_nothing_is_timed(given, monkeypatch):
@@ -259,6 +304,7 @@ def record_of(decision: str, **changes: Any) -> dict[str, Any]:
         "now": now,
         "reachable": {**now, "alpha": 0.9, "speed_up": 1.8},
         "ceiling": {**now, "alpha": 0.97, "speed_up": 2.5},
+        "together": {"now": {**now, "speed_up": 1.9}, "reachable": {**now, "speed_up": 2.2}},
     }
     costs = {"hopeless_words": "at c = 0.70 even a draft that is always accepted would give no speed-up"}
     return {"name": "d", "decision": decision, "lead": {**lead, **changes}, "costs": [costs]}
@@ -280,6 +326,8 @@ def test_each_decision_has_its_sentence(decision, rival, words):
     sentence = draft_sentence(record_of(decision), rival)
     assert words in sentence
     assert sentence.startswith("d: ")
+    both = "With prompt lookup before it: 1.90x at gamma 4 as it is, 2.20x distilled."
+    assert (both in sentence) == (decision != "hopeless")
     assert ("go" in sentence.split()[1]) == (decision in ("already_pays", "needs_distillation"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain import ceilings
 from speculative.measure.cost import StepCosts, best_gamma, given_costs
 from speculative.measure.replay import replay
-from speculative.measure.rival_replay import NGRAM_SIZES
+from speculative.measure.rival_replay import NGRAM_SIZES, tuned_cascade
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -175,6 +177,28 @@ def test_few_measured_gammas_do_not_make_a_pair_hopeless():
 )
 def test_the_decision_follows_from_the_numbers(now, reachable, rival, word):
     assert ceilings.decide(CHEAP, now, reachable, rival) == word
+
+
+@pytest.mark.parametrize(
+    ("together", "word"),
+    [((2.4, 2.5), "out_of_reach"), ((2.3, 2.6), "needs_distillation"), ((2.6, 2.9), "already_pays")],
+)
+def test_a_draft_behind_the_rival_is_worth_what_it_adds_to_it(together, word):
+    assert ceilings.decide(CHEAP, 1.2, 1.6, 2.4) == "out_of_reach"
+    assert ceilings.decide(CHEAP, 1.2, 1.6, 2.4, together) == word
+
+
+def test_lookup_before_a_draft_is_the_cascade_and_distilling_adds_to_it():
+    texts = texts_of(WARM, count=8)
+    scores = score_tokens(perturbed(TARGET, 0.2), texts, WARM)
+    peaks, keys = ceilings.target_peaks(TARGET, texts, WARM), [text.key for text in texts]
+    found = ceilings.draft_outlook(scores, peaks, keys, "sample", CHEAP, 1.0, texts)
+    tuned = tuned_cascade(texts, scores, "sample", CHEAP, range(1, 17))
+    now, reachable = found["together"]["now"], found["together"]["reachable"]
+    assert now == {**asdict(tuned), "speed_up_ci": now["speed_up_ci"]}
+    assert now["speed_up_ci"][0] < now["speed_up"] < now["speed_up_ci"][1]
+    assert reachable["speed_up"] > now["speed_up"] > 1.0
+    assert ceilings.draft_outlook(scores, peaks, keys, "sample", CHEAP)["together"] is None
 
 
 @pytest.mark.parametrize("rule", ["sample", "block"])
