@@ -158,10 +158,9 @@ class Detectable(Record):
     tau: float | None = Field(None, description="with 80 % power")
 
 
-class Effects(Record):
-    """What one draft gains over another on the same frozen text, paired by prompt (speculative/measure/effects.py)."""
+class CallEffects(Record):
+    """What one way of drafting gains over another on the same frozen text, in target calls (speculative/measure/effects.py)."""
 
-    alpha: Gain = Field(description="in alpha")
     tau: Gain = Field(description="in tau, by replay")
     speed_up: Gain | None = Field(None, description="in predicted speed-up; null: not timed")
     confidence: float = Field(description="of all looks together")
@@ -173,8 +172,14 @@ class Effects(Record):
     fewest_prompts: int = Field(0, description="fewer are never certain")
     minimal_detectable: Detectable = Field(description="smallest differences told from 0")
     prompts_for_half: int = Field(description="prompts that would see half of that")
+    certain_tau: Certain = Field("none", description="whether the interval of tau excludes 0, on enough prompts")
+
+
+class Effects(CallEffects):
+    """What one draft gains over another on the same frozen text, paired by prompt."""
+
+    alpha: Gain = Field(description="in alpha")
     certain: Certain = Field(description="whether the interval of alpha excludes 0, on enough prompts")
-    certain_tau: Certain = Field("none", description="the same of tau")
 
 
 class PairedGain(Record):

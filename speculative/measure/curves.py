@@ -61,3 +61,27 @@ def rule_curve(
         "survival": survival_of(scores, rule, survival_gamma),
         "survival_gamma": survival_gamma,
     }
+
+
+def calls_curve(
+    tokens_N: np.ndarray, calls_NK: np.ndarray, prompt_keys: Sequence[Hashable], confidence: float = 0.95
+) -> dict[str, Any]:
+    """{"tokens", "prompts", "tau", "tau_ci"}: tokens per target call in each column, with intervals over prompts.
+
+    For who has no acceptance per token (prompt lookup, a cascade). Raises UserError where there is no token.
+    """
+    tokens_N = np.asarray(tokens_N)
+    if not tokens_N.sum():
+        raise UserError("there is no response token to replay: give held-out prompts with non-empty responses")
+    sums_PC = np.stack([sum_by_prompt(prompt_keys, values_N) for values_N in (tokens_N, *calls_NK.T)], 1)
+    sums_PC = sums_PC[sums_PC[:, 0] > 0]
+
+    def numbers_of(sums_C: np.ndarray) -> np.ndarray:
+        return sums_C[..., :1] / sums_C[..., 1:]
+
+    return {
+        "tokens": int(tokens_N.sum()),
+        "prompts": len(sums_PC),
+        "tau": numbers_of(sums_PC.sum(0)).tolist(),
+        "tau_ci": intervals_of_sums(sums_PC, numbers_of, confidence),
+    }

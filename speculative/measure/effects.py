@@ -111,6 +111,58 @@ def effects_of_sums(
     }
 
 
+def effects_of_calls(
+    prompt_keys: Sequence[Hashable],
+    tokens_N: np.ndarray,
+    ours: tuple[np.ndarray, np.ndarray | None],
+    baseline: tuple[np.ndarray, np.ndarray | None],
+    *,
+    looks: int = 1,
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """`effects_of_sums` where one of the two has no acceptance per token (prompt lookup, a cascade): of tau and speed-up.
+
+    ours, baseline: per response the target calls (N,) and the target steps that they take with all their drafting (N,),
+    None where nothing was timed. "alpha" and "certain" are None.
+    """
+    timed = ours[1] is not None and baseline[1] is not None
+    columns = [tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ())]
+    sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
+    sums_PC = sums_PC[sums_PC[:, 0] > 0]
+    if not len(sums_PC):
+        raise ValueError("no response has a token to compare on")
+    corrected = 1.0 - (1.0 - confidence) / looks
+
+    def gains_of(sums_C: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rates = sums_C[..., :1] / sums_C[..., 1:]
+        return rates[..., ::2] - rates[..., 1::2]
+
+    gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
+    tau, *speed_up = ({"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True))
+    fewest = fewest_prompts(corrected)
+    enough = len(sums_PC) >= fewest
+    return {
+        "alpha": None,
+        "tau": tau,
+        "speed_up": speed_up[0] if speed_up else None,
+        "confidence": confidence,
+        "looks": looks,
+        "corrected_confidence": corrected,
+        "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
+        "prompts": len(sums_PC),
+        "tokens": int(sums_PC[:, 0].sum()),
+        "fewest_prompts": fewest,
+        "minimal_detectable": {
+            "alpha": None,
+            "tau": _detectable(_tau_error(*sums_PC.T[:3]), corrected) if enough else None,
+        },
+        "prompts_for_half": 4 * len(sums_PC),
+        "certain": None,
+        "certain_tau": _certain(tau["ci"]) if enough else "none",
+    }
+
+
 def _certain(interval: Sequence[float]) -> str:
     low, high = interval
     return "gain" if low > 0 else "loss" if high < 0 else "none"
@@ -165,11 +217,15 @@ def _standard_errors(sums_PC: np.ndarray) -> tuple[float, float]:
     tokens = tokens_P.sum()
     gain_P = accepted_P - accepted_base_P
     alpha_P = gain_P - tokens_P * gain_P.sum() / tokens
+    return _standard_error(alpha_P, tokens_P), _tau_error(tokens_P, blocks_P, blocks_base_P)
+
+
+def _tau_error(tokens_P: np.ndarray, blocks_P: np.ndarray, blocks_base_P: np.ndarray) -> float:
     tau_P = sum(
-        sign * (tokens_P - own_P * tokens / own_P.sum()) / own_P.mean()
+        sign * (tokens_P - own_P * tokens_P.sum() / own_P.sum()) / own_P.mean()
         for sign, own_P in ((1.0, blocks_P), (-1.0, blocks_base_P))
     )
-    return _standard_error(alpha_P, tokens_P), _standard_error(np.asarray(tau_P), np.ones(len(sums_PC)))
+    return _standard_error(np.asarray(tau_P), np.ones(len(tokens_P)))
 
 
 def words(effects: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """`understudy compare A B ...`: drafts side by side on one frozen held-out text, paired prompt by prompt; a gate for CI.
 
+`lookup` and `lookup+DRAFT` are contestants too: prompt lookup alone and before a draft, at the n-gram sizes that replay of
+the text finds best at the gamma compared at; they have no alpha.
 Alpha and tau come from replay, so the target's weights are needed only to time the drafts, and drafts that were never
 trained here are judged like any other. Differences are against the first draft, their intervals widened for the number
 of drafts (Bonferroni); those by domain also for the number of domains.
@@ -16,7 +18,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from data.files import read_manifest
-from distill.commands.compare.comparison import Comparison, Entry, JudgedGate, comparison
+from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
+from distill.commands.compare.contestants import Entry, draft_of, is_rival, with_lookup
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import plot_comparison
 from distill.commands.output import check_plot, check_writable, write_asked, writing
@@ -51,7 +54,7 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     Raises:
         UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, a bad gate.
     """
-    gates = [parse_gate(text, options.timing) for text in options.fail_below or ()]
+    gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in options.fail_below or ()]
     plot = options.plot or (options.out.with_name("compare.svg") if options.out is not None else None)
     _refuse_early(options, plot)
     text = load_text(options)
@@ -71,6 +74,10 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
 def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
     if len(options.drafts) < 2:
         raise UserError("compare needs at least two drafts: runs, checkpoints, model directories or hub ids")
+    if all(draft_of(name) is None for name in options.drafts):
+        raise UserError(
+            "compare lookup: lookup needs a draft beside it, e.g. compare lookup runs/demo lookup+runs/demo"
+        )
     if options.rule and options.rule not in RULES:
         raise UserError(f"--rule {options.rule}: one of {', '.join(RULES)}")
     if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
@@ -79,11 +86,11 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
     check_plot(plot)
 
 
-def parse_gate(text: str, timing: bool = True) -> Gate:
-    """`tau=2.1` or `tau.ci_low=2.0`.
+def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gate:
+    """`tau=2.1` or `tau.ci_low=2.0`, about the first contestant.
 
     Raises:
-        UserError: another metric, no number, or a speed that is not measured.
+        UserError: another metric, no number, a speed that is not measured, or an alpha of who has none.
     """
     name, _, number = text.partition("=")
     metric, dot, end = name.strip().partition(".")
@@ -100,6 +107,8 @@ def parse_gate(text: str, timing: bool = True) -> Gate:
         raise UserError(f"--fail-below {text}: {number or 'nothing'!r} is not a number; write it as in {name}=2.1")
     if metric == "speed_up" and not timing:
         raise UserError(f"--fail-below {text}: the speed-up is not known with --no-timing; leave one of them out")
+    if metric == "alpha" and any(map(is_rival, first)):
+        raise UserError(f"--fail-below {text}: {first[0]} has no alpha; use tau or speed_up, or name a draft first")
     return Gate(text, metric, bool(dot), bound)
 
 
@@ -118,11 +127,12 @@ def load_text(options: CompareOptions) -> FrozenText:
     Raises:
         UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
     """
-    runs = [(path, run) for path in options.drafts if (run := run_of(path)) is not None]
+    paths = [path for name in options.drafts if (path := draft_of(name)) is not None]
+    runs = [(path, run) for path in paths if (run := run_of(path)) is not None]
     home = options.on or next((run for _, run in runs if target_of(run) is not None), None)
     if home is None:
         raise UserError(
-            f"none of {', '.join(options.drafts)} is a run with held-out responses to judge on: give one with --on RUN"
+            f"none of {', '.join(paths)} is a run with held-out responses to judge on: give one with --on RUN"
         )
     rule: Any = options.rule or None
     text = load_frozen_text(home, rule)
@@ -140,8 +150,8 @@ def load_text(options: CompareOptions) -> FrozenText:
     return text
 
 
-def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool) -> list[Entry]:
-    """Every draft scored on the text and, if asked, timed beside the target; one in memory at a time.
+def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Entry]:
+    """Every contestant: its draft scored on the text and, if asked, timed beside the target; one in memory at a time.
 
     Drafts of one shape share one measurement, because their steps cost the same; all share the target's own times, so
     that two drafts differ by their own steps alone.
@@ -151,28 +161,33 @@ def read_drafts(text: FrozenText, paths: Sequence[str], gamma: int, timing: bool
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
-    longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
     known: dict[str, tuple[Entry, Any]] = {}
     by_shape: dict[Any, StepCosts] = {}
-    entries = []
-    for number, path in enumerate(paths):
-        name = path if path not in paths[:number] else f"{path} #{number + 1}"
+    entry: Entry | None
+    shape: Any
+    for path in dict.fromkeys(path for name in names if (path := draft_of(name)) is not None):
         model = find_student(path)
         if model not in known:
             draft = _load(text, path)
-            limit = max_positions(draft.config)
-            if limit is not None and limit < longest:
-                raise UserError(f"{path}: reads {limit} tokens and the text of {text.run} needs {longest}")
             scores = score_tokens(draft, text.responses, text.sampling)
             shape = tuple((key, tuple(weight.shape)) for key, weight in draft.named_parameters())
             if timing and shape not in by_shape:
                 by_shape[shape] = _timed(text, draft, gamma)
             parameters = sum(weight.numel() for weight in draft.parameters())
             known[model] = Entry(path, path, parameters, scores, None), shape
-        entry, shape = known[model]
-        entries.append((replace(entry, name=name, path=path), shape))
     costs = _shared_target(by_shape)
-    return [replace(entry, costs=costs.get(shape)) for entry, shape in entries]
+    entries = []
+    for number, name in enumerate(names):
+        entry, shape = None, next(iter(costs), None)
+        if (path := draft_of(name)) is not None:
+            entry, shape = known[find_student(path)]
+        own = costs.get(shape)
+        if is_rival(name):
+            entry = with_lookup(entry, text.responses, text.rule, gamma, own)
+        assert entry is not None
+        shown = name if name not in names[:number] else f"{name} #{number + 1}"
+        entries.append(replace(entry, name=shown, path=name, costs=own))
+    return entries
 
 
 def _load(text: FrozenText, path: str) -> PreTrainedModel:
@@ -180,9 +195,16 @@ def _load(text: FrozenText, path: str) -> PreTrainedModel:
     if run == Path(path) and not best_student(run).is_dir():
         raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or name one of its checkpoints")
     try:
-        return text.draft(path)
+        draft = text.draft(path)
     except UserError as error:
         raise UserError(str(error) if path in str(error) else f"{path}: {error}") from error
+    limit, longest = (
+        max_positions(draft.config),
+        max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses),
+    )
+    if limit is not None and limit < longest:
+        raise UserError(f"{path}: reads {limit} tokens and the text of {text.run} needs {longest}")
+    return draft
 
 
 def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int) -> StepCosts:

@@ -1,43 +1,35 @@
 """A comparison: every draft on one frozen text, paired differences to the first, domains; its keys are what `--out` writes."""
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
+from distill.commands.compare.contestants import Entry
 from distill.run.frozen_text import FrozenText
-from distill.run.verdict_record import Effects, Interval, Record
+from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Record
 from distill.verdict.verdict import describe_costs
-from speculative.measure.cost import StepCosts, best_gamma, predicted_speed_up
-from speculative.measure.curves import rule_curve
-from speculative.measure.effects import paired_effects
-from speculative.measure.token_scores import TokenScores
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A draft on the table: what the frozen text and the clock say of it."""
-
-    name: str
-    path: str
-    parameters: int
-    scores: list[TokenScores]
-    costs: StepCosts | None
+from speculative.measure.curves import CURVE_GAMMAS, calls_curve, rule_curve
+from speculative.measure.effects import effects_of_calls, paired_effects
 
 
 class ComparedDraft(Record):
-    """A draft's row: tau at the gamma compared at, `taus` at every gamma; speeds are predicted, null without timing."""
+    """A contestant's row: tau at the gamma compared at, `taus` at every gamma; speeds are predicted, null without timing.
+
+    Of `lookup` and `lookup+DRAFT` alpha and survival are null, and the n-gram sizes are told.
+    """
 
     name: str
     path: str
     parameters: int
     prompts: int
     tokens: int
-    alpha: float
-    alpha_ci: Interval
+    alpha: float | None
+    alpha_ci: Interval | None
     tau: float
     tau_ci: Interval
-    survival: list[float]
+    survival: list[float] | None
     gammas: list[int]
     taus: list[float]
     taus_ci: list[Interval]
@@ -48,13 +40,17 @@ class ComparedDraft(Record):
     draft_step_seconds: float | None
     cost_ratio: float | None
     cost_ratio_at: float | None = None
+    max_ngram: int | None = None
+    min_ngram: int | None = None
 
 
-class Difference(Effects):
-    """What a draft gains over the first."""
+class Difference(CallEffects):
+    """What a contestant gains over the first; alpha is null where one of the two has none."""
 
     name: str
     path: str
+    alpha: Gain | None
+    certain: Certain | None
 
 
 class DomainComparison(Record):
@@ -63,7 +59,7 @@ class DomainComparison(Record):
     name: str
     prompts: int
     tokens: int
-    alpha: dict[str, float]
+    alpha: dict[str, float | None]
     tau: dict[str, float]
     differences: list[Difference]
 
@@ -147,52 +143,86 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> Compar
 
 
 def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedDraft:
-    curve = rule_curve(entry.scores, keys, rule, survival_gamma=gamma)
+    curve = _curve(entry, keys, rule, CURVE_GAMMAS, gamma)
     taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
     bands = dict(zip(curve["gammas"], curve["tau_ci"], strict=True))
+    max_ngram, min_ngram = entry.sizes or (None, None)
     row = ComparedDraft(
         name=entry.name, path=entry.path, parameters=entry.parameters, prompts=curve["prompts"], tokens=curve["tokens"],
         alpha=curve["alpha"], alpha_ci=curve["alpha_ci"], tau=taus[gamma], tau_ci=bands[gamma],
         survival=curve["survival"], gammas=curve["gammas"], taus=curve["tau"], taus_ci=curve["tau_ci"], speed_up=None,
         speed_up_ci=None, best_gamma=None, best_speed_up=None, draft_step_seconds=None, cost_ratio=None,
+        max_ngram=max_ngram, min_ngram=min_ngram,
     )  # fmt: skip
     if entry.costs is None:
         return row
-    c, v = entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma)
     # Gammas beyond the measured ones would be guesses.
-    best, speed = best_gamma({g: taus[g] for g in range(1, max(entry.costs.verify_seconds) + 1)}, entry.costs)
-    low, high = bands[gamma]
+    gammas = list(range(1, max(entry.costs.verify_seconds) + 1))
+    steps_NK = entry.steps(rule, gammas)
+    assert steps_NK is not None
+    speeds = dict(zip(gammas, (curve["tokens"] / steps_NK.sum(0)).tolist(), strict=True))
+    best = max(speeds, key=speeds.__getitem__)
+    own_N1 = entry.steps(rule, [gamma])
+    assert own_N1 is not None
+    # Tokens per target step, as tau is tokens per target call.
+    speed = calls_curve(_tokens(entry), own_N1, keys)
+    drafting = entry.scores is not None
     return row.model_copy(
         update={
-            "speed_up": predicted_speed_up(taus[gamma], gamma, c, v),
-            "speed_up_ci": (predicted_speed_up(low, gamma, c, v), predicted_speed_up(high, gamma, c, v)),
-            "best_gamma": best,
-            "best_speed_up": speed,
-            "draft_step_seconds": entry.costs.draft_step_seconds,
-            "cost_ratio": entry.costs.cost_ratio,
-            "cost_ratio_at": c,
+            "speed_up": speed["tau"][0],
+            "speed_up_ci": tuple(speed["tau_ci"][0]),
+            "best_gamma": best if speeds[best] > 1.0 else 0,
+            "best_speed_up": max(speeds[best], 1.0),
+            "draft_step_seconds": entry.costs.draft_step_seconds if drafting else None,
+            "cost_ratio": entry.costs.cost_ratio if drafting else None,
+            "cost_ratio_at": entry.costs.cost_ratio_at(gamma) if drafting else None,
         }
     )
 
 
+def _tokens(entry: Entry) -> np.ndarray:
+    return np.array([len(one) for one in (entry.scores if entry.kept is None else entry.kept) or []])
+
+
+def _curve(entry: Entry, keys: Sequence[Any], rule: str, gammas: Iterable[int], survival_gamma: int) -> dict[str, Any]:
+    """`rule_curve`; of a rival without alpha and survival."""
+    gammas = list(gammas)
+    if entry.kept is None:
+        assert entry.scores is not None
+        return rule_curve(entry.scores, keys, rule, gammas, survival_gamma=survival_gamma)
+    blocks = entry.blocks(rule, gammas)
+    curve = calls_curve(_tokens(entry), blocks.found_NK + blocks.others_NK, keys)
+    return {"gammas": gammas, "alpha": None, "alpha_ci": None, "survival": None, **curve}
+
+
 def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, looks: int) -> Difference:
-    """What a draft gains over the first: `paired_effects`, with each draft's own price in the speed-up."""
+    """What a contestant gains over the first, with each one's own price in the speed-up."""
+    named = {"name": ours.name, "path": ours.path}
+    if ours.kept is not None or first.kept is not None:
+        sides = []
+        for entry in (ours, first):
+            blocks, steps_N1 = entry.blocks(rule, (gamma,)), entry.steps(rule, (gamma,))
+            calls_N = (blocks.found_NK + blocks.others_NK)[:, 0]
+            sides.append((calls_N, None if steps_N1 is None else steps_N1[:, 0]))
+        return Difference.model_validate(named | effects_of_calls(keys, _tokens(first), *sides, looks=looks))
     price, first_price = (
         None if entry.costs is None else (entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma))
         for entry in (ours, first)
     )
+    assert ours.scores is not None
+    assert first.scores is not None
     effects = paired_effects(
         ours.scores, first.scores, keys, rule=rule, gamma=gamma, costs=price if first_price else None,
         baseline_costs=first_price, looks=looks,
     )  # fmt: skip
-    return Difference.model_validate({"name": ours.name, "path": ours.path, **effects})
+    return Difference.model_validate(named | effects)
 
 
 def _domain(name: str, text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int) -> DomainComparison:
     chosen = [index for index, response in enumerate(text.responses) if response.domain == name]
     keys = [text.responses[index].prompt for index in chosen]
-    own = [replace(entry, scores=[entry.scores[index] for index in chosen]) for entry in entries]
-    curves = {entry.name: rule_curve(entry.scores, keys, text.rule, (gamma,), survival_gamma=gamma) for entry in own}
+    own = [entry.chosen(chosen) for entry in entries]
+    curves = {entry.name: _curve(entry, keys, text.rule, (gamma,), gamma) for entry in own}
     first, *others = own
     return DomainComparison(
         name=name,

@@ -11,7 +11,10 @@ import typer
 class CompareOptions:
     """The drafts, the text they are judged on, and the gates."""
 
-    drafts: Annotated[list[str], typer.Argument(help="two or more: runs, checkpoints, model directories, hub ids")]
+    drafts: Annotated[
+        list[str],
+        typer.Argument(help="two or more: runs, checkpoints, model directories, hub ids; `lookup`, `lookup+DRAFT`"),
+    ]
     on: Annotated[
         Path | None, typer.Option(help="run whose held-out text judges all; default: the first run named")
     ] = None

@@ -11,7 +11,7 @@ from rich.table import Table
 from distill.commands.compare.comparison import Comparison
 from distill.report.plot import write_figure
 from distill.report.screen_table import screen_table
-from distill.report.tables import interval
+from distill.report.tables import NOTHING, interval
 from speculative.measure.effects import too_few
 
 SHOWN_GAMMAS = 16
@@ -30,15 +30,16 @@ def compare_table(result: Comparison) -> Table:
     )
     for row in result.drafts:
         cells = [
-            row.name,
-            f"{row.parameters:,}",
-            f"{row.alpha:.3f}\n{interval(row.alpha_ci)}",
+            row.name if row.max_ngram is None else f"{row.name}\n(n-grams {row.max_ngram} to {row.min_ngram})",
+            f"{row.parameters:,}" if row.parameters else NOTHING,
+            NOTHING if row.alpha is None else f"{row.alpha:.3f}\n{interval(row.alpha_ci)}",
             f"{row.tau:.2f}\n{interval(row.tau_ci, 2)}",
         ]
-        if row.draft_step_seconds is not None:
+        if row.speed_up is not None:
             best = f"{row.best_gamma}: {row.best_speed_up:.2f}x" if row.best_gamma else "none pays"
+            seconds = row.draft_step_seconds
             cells += [
-                f"{1e3 * row.draft_step_seconds:.2f} ms\n(c = {row.cost_ratio:.2f})",
+                NOTHING if seconds is None else f"{1e3 * seconds:.2f} ms\n(c = {row.cost_ratio:.2f})",
                 f"{row.speed_up:.2f}x\n{interval(row.speed_up_ci, 2)}",
                 best,
             ]
@@ -53,8 +54,8 @@ def difference_lines(result: Comparison) -> list[str]:
         tau, alpha = other.tau, other.alpha
         answer = {"gain": "better", "loss": "worse", "none": "no certain difference"}[other.certain_tau]
         line = (
-            f"{other.name} against {result.against}: {answer}; tau {tau.gain:+.3f} {interval(tau.ci, sign=True)}, "
-            f"alpha {alpha.gain:+.4f} {interval(alpha.ci, 4, sign=True)}"
+            f"{other.name} against {result.against}: {answer}; tau {tau.gain:+.3f} {interval(tau.ci, sign=True)}"
+            f"{f', alpha {alpha.gain:+.4f} {interval(alpha.ci, 4, sign=True)}' if alpha else ''}"
         )
         if other.speed_up is not None:
             line += f", speed {other.speed_up.gain:+.2f}x {interval(other.speed_up.ci, 2, sign=True)}"

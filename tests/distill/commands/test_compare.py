@@ -30,6 +30,8 @@ from distill.run.verdict_record import Gain
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.replay import expected_blocks_of
+from speculative.measure.rival_replay import certain_blocks, kept_by_lookup, tuned_cascade
+from speculative.measure.token_scores import score_tokens
 
 
 @pytest.fixture(scope="module")
@@ -348,3 +350,86 @@ def test_every_rule_with_text_is_compared(tiny_run, worse, rule):
     assert result.rule == rule
     assert (result.sampling["temperature"] == 0) == (rule == "greedy")
     assert np.isfinite([row.tau for row in result.drafts]).all()
+
+
+def with_dashes(names):
+    return [f"lookup+{name}" for name in names]
+
+
+def rival_costs(monkeypatch):
+    """c = .1, v(1) = 1.5 and v(3) = 2, whatever the draft."""
+    costs = StepCosts(1.0, {1: 0.1, 3: 0.3}, {1: 1.5, 3: 2.0}, 1, 64)
+    monkeypatch.setattr(compare, "step_costs", lambda *args: costs)
+    return costs
+
+
+def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch):
+    costs = rival_costs(monkeypatch)
+    names = [str(tiny_run), "lookup", f"lookup+{tiny_run}"]
+    result, _ = compare_command(options(*names, timing=True))
+    draft, lookup, both = result.drafts
+    assert [row.name for row in result.drafts] == names
+    assert (lookup.alpha, lookup.alpha_ci, lookup.survival, lookup.parameters) == (None, None, None, 0)
+    assert (lookup.cost_ratio, lookup.draft_step_seconds) == (None, None)
+    assert (both.alpha, both.parameters, both.cost_ratio) == (None, draft.parameters, pytest.approx(0.1))
+    text = load_text(options(*names))
+    responses = text.responses
+    tokens = sum(len(one.response_ids) for one in responses)
+    # Of lookup: block by block at the sizes that were chosen.
+    kept = [kept_by_lookup(one, 3, lookup.max_ngram, lookup.min_ngram) for one in responses]
+    blocks = certain_blocks(kept, (3,))
+    assert lookup.tau == pytest.approx(tokens / (blocks.found_NK.sum() + blocks.others_NK.sum()))
+    assert lookup.speed_up == pytest.approx(tokens / (2.0 * blocks.found_NK.sum() + blocks.others_NK.sum()))
+    assert lookup.speed_up_ci[0] <= lookup.speed_up <= lookup.speed_up_ci[1]
+    scores = score_tokens(text.draft(str(tiny_run)), responses, text.sampling)
+    assert both.speed_up == pytest.approx(tuned_cascade(responses, scores, text.rule, costs, (3,)).speed_up)
+    assert both.taus[0] == pytest.approx(1.0)
+    for row, own in zip((lookup, both), result.differences, strict=True):
+        assert (own.alpha, own.certain) == (None, None)
+        assert own.tau.gain == pytest.approx(row.tau - draft.tau)
+        assert own.speed_up.gain == pytest.approx(row.speed_up - draft.speed_up)
+        assert own.tau.ci[0] <= own.tau.gain <= own.tau.ci[1]
+    printed = drawn(compare_table(result))
+    assert f"n-grams {lookup.max_ngram} to {lookup.min_ngram}" in printed
+    assert all("alpha" not in line for line in difference_lines(result)[:2])
+    json.dumps(result.record(), allow_nan=False)
+
+
+def test_a_rival_can_be_first_and_differences_turn_around(tiny_run, monkeypatch):
+    rival_costs(monkeypatch)
+    one, _ = compare_command(options("lookup", tiny_run, timing=True, fail_below=["speed_up=99"]))
+    other, _ = compare_command(options(tiny_run, "lookup", timing=True))
+    assert one.differences[0].tau.gain == pytest.approx(-other.differences[0].tau.gain)
+    assert one.differences[0].speed_up.gain == pytest.approx(-other.differences[0].speed_up.gain)
+    assert one.failures[0].startswith("lookup: speed_up at gamma 3 is ")
+    # Against itself before the same draft again: nothing.
+    same, _ = compare_command(options(*with_dashes([tiny_run, tiny_run])))
+    assert same.differences[0].tau == Gain(gain=0.0, ci=(0.0, 0.0))
+    assert (same.differences[0].speed_up, same.costs) == (None, None)
+
+
+def test_rivals_are_compared_by_domain_too(tiny_run):
+    text = load_text(options(tiny_run, "lookup"))
+    halves = [replace(one, domain="ab"[index % 2]) for index, one in enumerate(text.responses)]
+    entries = read_drafts(replace(text, responses=halves), [str(tiny_run), "lookup"], 3, False)
+    result = comparison(replace(text, responses=halves), entries, 3)
+    assert [domain.alpha["lookup"] for domain in result.domains] == [None, None]
+    calls = [domain.tokens / domain.tau["lookup"] for domain in result.domains]
+    whole = result.drafts[1]
+    assert sum(calls) == pytest.approx(whole.tokens / whole.tau)
+    assert domain_table(result) is not None
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "message"),
+    [
+        (["lookup", "lookup"], {}, "lookup needs a draft beside it"),
+        (["lookup+nowhere", "lookup"], {}, "none of nowhere"),
+        (["lookup", "RUN"], {"fail_below": ["alpha=.5"]}, "--fail-below alpha=.5: lookup has no alpha"),
+    ],
+)
+def test_what_a_rival_cannot_be_is_refused(tiny_run, names, changes, message):
+    named = [str(tiny_run) if name == "RUN" else name for name in names]
+    with pytest.raises(UserError) as caught:
+        compare_command(options(*named, **changes))
+    assert message in str(caught.value)

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from speculative.measure.effects import (
+    effects_of_calls,
     effects_of_sums,
     fewest_prompts,
     paired_effects,
@@ -230,3 +231,24 @@ def test_few_timed_prompts_have_no_interval():
     drawn = [speed_interval(rng.normal(1.2, 0.1, 8))[1] for _ in range(300)]
     # 95 % with a standard error of 1.3 points; without the wider ends of few prompts it is 91 %.
     assert np.mean([low <= 1.2 <= high for low, high in drawn]) >= 0.94
+
+
+def test_effects_of_calls_are_those_of_sums_without_alpha():
+    rng = np.random.default_rng(1)
+    tokens, accepted = rng.integers(20, 60, 20), rng.uniform(5, 20, 20)
+    blocks, faster = rng.uniform(10, 20, 20), rng.uniform(8, 16, 20)
+    known = effects_of_sums(
+        range(20), tokens, (accepted, faster), (accepted, blocks), gamma=4, costs=(0.1, 1.2), looks=3
+    )
+    steps = 0.4 + 1.2
+    found = effects_of_calls(range(20), tokens, (faster, faster * steps), (blocks, blocks * steps), looks=3)
+    assert (found["alpha"], found["certain"], found["minimal_detectable"]["alpha"]) == (None, None, None)
+    for key in ("tau", "speed_up"):
+        assert found[key]["gain"] == pytest.approx(known[key]["gain"])
+        assert found[key]["ci"] == pytest.approx(known[key]["ci"])
+    same = ("confidence", "looks", "corrected_confidence", "method", "prompts", "tokens", "certain_tau")
+    assert {key: found[key] for key in same} == {key: known[key] for key in same}
+    assert found["minimal_detectable"]["tau"] == pytest.approx(known["minimal_detectable"]["tau"])
+    assert effects_of_calls(range(20), tokens, (faster, None), (blocks, None))["speed_up"] is None
+    with pytest.raises(ValueError, match="no response has a token"):
+        effects_of_calls([], np.zeros(0), (np.zeros(0), None), (np.zeros(0), None))

@@ -1,0 +1,101 @@
+"""Who is compared: drafts, and the rivals that cost no training, `lookup` and `lookup+DRAFT`. What replay says of each.
+
+Shapes: N responses, K gammas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.cost import StepCosts, given_costs
+from speculative.measure.curves import CURVE_GAMMAS
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.rival_replay import (
+    RivalBlocks,
+    cascade_blocks,
+    cascade_steps,
+    certain_blocks,
+    kept_by_lookup,
+    lookup_steps,
+    tuned_cascade,
+    tuned_lookup,
+)
+from speculative.measure.token_scores import TokenScores
+
+LOOKUP = "lookup"
+BEFORE = f"{LOOKUP}+"
+# Where nothing was timed the fewest target calls are best.
+UNTIMED = given_costs(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant on the table: what the frozen text and the clock say of it.
+
+    scores: of its draft; None for lookup alone. kept: of a rival, tokens of a lookup that are kept at each place of each
+    response (`kept_by_lookup`), at these n-gram sizes (longest, shortest). costs: of lookup alone the target's side.
+    """
+
+    name: str
+    path: str
+    parameters: int
+    scores: list[TokenScores] | None
+    costs: StepCosts | None
+    kept: list[np.ndarray] | None = None
+    sizes: tuple[int, int] | None = None
+
+    def chosen(self, rows: Sequence[int]) -> "Entry":
+        """The same on these responses only."""
+        return replace(
+            self,
+            scores=None if self.scores is None else [self.scores[row] for row in rows],
+            kept=None if self.kept is None else [self.kept[row] for row in rows],
+        )
+
+    def blocks(self, rule: str, gammas: Sequence[int]) -> RivalBlocks:
+        """Expected blocks (N, K); `found_NK` those that lookup proposed."""
+        if self.kept is None:
+            assert self.scores is not None
+            blocks_NK = expected_blocks_of(self.scores, rule, gammas)
+            return RivalBlocks(np.zeros_like(blocks_NK), blocks_NK)
+        if self.scores is None:
+            return certain_blocks(self.kept, gammas)
+        return cascade_blocks(self.kept, self.scores, rule, gammas)
+
+    def steps(self, rule: str, gammas: Sequence[int]) -> np.ndarray | None:
+        """Target steps (N, K) that the responses take; None where nothing was timed."""
+        if self.costs is None:
+            return None
+        steps_of = lookup_steps if self.scores is None else cascade_steps
+        return steps_of(self.blocks(rule, gammas), gammas, self.costs)
+
+
+def draft_of(contestant: str) -> str | None:
+    """The draft in a contestant's name, None for lookup alone. A folder of that name is `./lookup`."""
+    return None if contestant == LOOKUP else contestant.removeprefix(BEFORE)
+
+
+def is_rival(contestant: str) -> bool:
+    """Whether lookup is in it."""
+    return contestant == LOOKUP or contestant.startswith(BEFORE)
+
+
+def with_lookup(
+    draft: Entry | None, texts: Sequence[HeldoutResponse], rule: str, gamma: int, costs: StepCosts | None
+) -> Entry:
+    """Lookup alone, or before a draft, at the n-gram sizes that replay of the text finds best at this gamma.
+
+    costs: measured ones of the draft, or of any draft for lookup alone; None: untimed.
+    """
+    prices = costs or UNTIMED
+    if draft is None:
+        tuned = tuned_lookup(texts, prices, (gamma,))
+    else:
+        assert draft.scores is not None
+        tuned = tuned_cascade(texts, draft.scores, rule, prices, (gamma,))
+    sizes = (tuned.max_ngram, tuned.min_ngram)
+    kept = [kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts]
+    own = draft or Entry(LOOKUP, LOOKUP, 0, None, costs)
+    return replace(own, costs=costs, kept=kept, sizes=sizes)
