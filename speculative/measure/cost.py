@@ -4,6 +4,7 @@ Shapes: none; seconds are per batch, gammas are drafted tokens per block.
 """
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,23 @@ from speculative.engine.models import evaluating, vocab_rows
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
 
+# Gammas whose speed-ups differ by less are as good as each other.
+NEAR_BEST = 0.03
+# Costs are measured again until their standard errors are this small, relative, or the time is up.
+AGREEMENT = 0.01
+# Of the blocks of one repeat: the time that a quarter of them beat. Others on the machine only ever add to it.
+QUIET = 0.25
+# Standard error of a median of n normal values over their median deviation, times sqrt(n).
+MEDIAN_ERROR = 1.2533 * 1.4826
+
 
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds measured inside the block loop at one batch size and context.
 
     target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
-    verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance.
+    verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance. spread: relative standard error of what a block
+    costs in target steps, at the gamma where it is largest; 0 where nothing was measured.
     """
 
     target_seconds: float
@@ -32,6 +43,7 @@ class StepCosts:
     verify_seconds: dict[int, float]
     batch_size: int
     context: int
+    spread: float = 0.0
 
     @property
     def draft_step_seconds(self) -> float:
@@ -93,6 +105,25 @@ def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]
     return (gamma, speed_ups[gamma]) if gamma and speed_ups[gamma] > 1.0 else (0, 1.0)
 
 
+def near_best_gammas(taus: Mapping[int, float], costs: StepCosts, within: float = NEAR_BEST) -> tuple[int, int] | None:
+    """The gammas around the best one whose predicted speed-up is nearly its own, first and last; None when none pays.
+
+    within: share of the best speed-up; costs that are less certain than half of that widen it to twice their spread.
+    """
+    speed_ups = predicted_speed_ups(taus, costs)
+    best, speed_up = best_gamma(taus, costs)
+    if best == 0:
+        return None
+    enough = speed_up * (1.0 - max(within, 2.0 * costs.spread))
+    near = sorted(gamma for gamma in speed_ups if gamma > 0)
+    first = last = near.index(best)
+    while first > 0 and speed_ups[near[first - 1]] >= enough:
+        first -= 1
+    while last + 1 < len(near) and speed_ups[near[last + 1]] >= enough:
+        last += 1
+    return near[first], near[last]
+
+
 def iid_tau(alpha: float, gamma: int) -> float:
     """(1 - alpha^(gamma+1)) / (1 - alpha): tau if every token were accepted independently (2211.17192 equation 1).
 
@@ -140,9 +171,14 @@ def measure_costs(
     context: int = 128,
     blocks: int = 8,
     repeats: int = 3,
+    seconds: float = 20.0,
     seed: int = 0,
 ) -> StepCosts:
-    """Time the stages of the real block loop on random tokens; medians over blocks, gammas interleaved in each repeat.
+    """Time the stages of the real block loop on random tokens, again and again until what a block costs is known.
+
+    Gammas are interleaved in each repeat, from which a low quantile of the blocks is taken, over the plain step of the same
+    repeat: a machine that drifts, or is disturbed, changes both or few. The costs are the medians of these ratios over the
+    repeats; there are at least ``repeats``, and more until the standard errors agree within AGREEMENT or ``seconds`` are spent.
 
     A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
     its own from the caches. The context must leave room for `blocks` blocks in both models. Without a draft, proposals
@@ -150,10 +186,13 @@ def measure_costs(
     """
     ids = np.random.default_rng(seed).integers(0, vocab_rows(target), size=(batch_size, context))
     prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
-    samples: dict[int, list[tuple[float, float]]] = {gamma: [] for gamma in (0, *gammas)}
+    columns = (0, *gammas)
+    measured: list[list[tuple[float, float]]] = []
+    began = time.perf_counter()
     with evaluating(target, draft):
-        for _ in range(repeats):
-            for gamma, seen in samples.items():
+        while True:
+            of_repeat = []
+            for gamma in columns:
                 settings = DecodeSettings(
                     sampling or SamplingSettings(),
                     gamma=gamma,
@@ -170,10 +209,29 @@ def measure_costs(
                     exact_stages=True,
                 )
                 loop.admit(range(batch_size), prompts)
-                seen += _block_seconds(loop, blocks)
-    drafting = {gamma: statistics.median(drafted for drafted, _ in samples[gamma]) for gamma in gammas}
-    verifying = {gamma: statistics.median(verified for _, verified in samples[gamma]) for gamma in samples}
-    return StepCosts(verifying.pop(0), drafting, verifying, batch_size, context)
+                drafted, verified = np.quantile(_block_seconds(loop, blocks), QUIET, axis=0).tolist()
+                of_repeat.append((drafted, verified))
+            measured.append(of_repeat)
+            if len(measured) < repeats:
+                continue
+            costs = _agreed(np.array(measured), gammas, batch_size, context)
+            if costs.spread <= AGREEMENT or time.perf_counter() - began >= seconds:
+                return costs
+
+
+def _agreed(seconds_RG2: np.ndarray, gammas: Sequence[int], batch_size: int, context: int) -> StepCosts:
+    """Costs from (draft, verify) seconds of every repeat, the plain step first among the gammas."""
+    steps_R = seconds_RG2[:, 0, 1]
+    ratios_RG2 = seconds_RG2[:, 1:] / steps_R[:, None, None]
+    step, ratios_G2 = float(np.median(steps_R)), np.median(ratios_RG2, axis=0)
+    prices_RG = ratios_RG2.sum(-1)
+    prices_G = np.median(prices_RG, axis=0)
+    deviations_G = np.median(np.abs(prices_RG - prices_G), axis=0) / np.sqrt(len(prices_RG))
+    spread = float((MEDIAN_ERROR * deviations_G / prices_G).max(initial=0.0))
+    drafting, verifying = (
+        {gamma: step * float(ratios_G2[column, part]) for column, gamma in enumerate(gammas)} for part in range(2)
+    )
+    return StepCosts(step, drafting, verifying, batch_size, context, spread)
 
 
 def _block_seconds(loop: BlockLoop, blocks: int) -> list[tuple[float, float]]:

@@ -276,8 +276,8 @@ def windows_of(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, win
 def train_target(
     to: Annotated[Path, typer.Option(help="folder of the weights, tokenizer and card")] = EMBEDDED_FOLDER,
     run: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("runs/target"),
-    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 850,
-    judge_every: Annotated[int, typer.Option(help="steps between held-out losses; the best is shipped", min=1)] = 425,
+    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 700,
+    judge_every: Annotated[int, typer.Option(help="steps between held-out losses; the best is shipped", min=1)] = 350,
     save_every: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 100,
     width: Annotated[int, typer.Option(help="hidden size, a multiple of 8", min=8)] = 192,
     layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 24,

@@ -1,15 +1,20 @@
 """What a tau is worth at a measured price."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from tiny_models import perturbed, tiny_model
 
 from speculative.measure.cost import (
     StepCosts,
+    _agreed,
     best_gamma,
     break_even_alpha,
     given_costs,
     iid_tau,
     measure_costs,
+    near_best_gammas,
     predicted_speed_up,
 )
 
@@ -55,6 +60,33 @@ def test_verify_ratio_is_interpolated_between_measured_calls():
     assert costs.verify_ratio(6) == pytest.approx(2.25)
     assert costs.verify_ratio(16) == pytest.approx(2.5 + 8 * (2.5 - 1.0) / 8)
     assert costs.cost_ratio == pytest.approx(0.125)
+
+
+def test_a_best_gamma_is_said_only_as_far_as_it_is_known():
+    taus = {gamma: iid_tau(0.8, gamma) for gamma in range(1, 17)}
+    exact = StepCosts(1.0, {1: 0.1}, {1: 1.0, 16: 1.0}, batch_size=1, context=1)
+    speed = {gamma: taus[gamma] / (0.1 * gamma + 1.0) for gamma in taus}
+    best = max(speed.values())
+    by_hand = [gamma for gamma in taus if speed[gamma] >= 0.97 * best]
+    assert near_best_gammas(taus, exact) == (by_hand[0], by_hand[-1]) == (4, 8)
+    vague = near_best_gammas(taus, replace(exact, spread=0.05))
+    assert vague == (min(g for g in taus if speed[g] >= 0.9 * best), max(g for g in taus if speed[g] >= 0.9 * best))
+    assert near_best_gammas({5: 1.1}, StepCosts(1.0, {5: 4.0}, {5: 1.4}, batch_size=1, context=1)) is None
+
+
+def test_costs_are_ratios_within_a_repeat_and_their_medians_over_repeats():
+    # Three repeats on a machine that slows down by half, one of them disturbed while it verified at gamma 2.
+    calm = np.array([[0.0, 1.0], [0.3, 1.2], [0.5, 1.5]])  # (draft, verify) of gamma 0, 2, 4
+    repeats = np.stack([calm, 1.5 * calm, calm])
+    repeats[2, 1, 1] = 9.0
+    costs = _agreed(repeats, (2, 4), 1, 64)
+    assert costs.target_seconds == 1.0
+    assert costs.draft_seconds == pytest.approx({2: 0.3, 4: 0.5})
+    assert costs.verify_seconds == pytest.approx({2: 1.2, 4: 1.5})
+    assert costs.spread == 0.0
+    repeats[1, 1, 1] += 0.3  # 1.4 steps instead of 1.2
+    deviation = 0.2 / np.sqrt(3) / 1.7
+    assert _agreed(repeats, (2, 4), 1, 64).spread == pytest.approx(1.2533 * 1.4826 * deviation)
 
 
 @pytest.mark.alone

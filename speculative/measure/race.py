@@ -1,0 +1,252 @@
+"""Several ways to decode, timed in turn on the same prompts at batch 1, and what their times say of all held-out prompts.
+
+The speed-up over the target alone is pooled: the seconds that the target alone needs for all P held-out prompts over the
+seconds that a racer needs for them. How many blocks a racer needs is known for all of them from replay; what a block costs
+is timed on some of them, in steps of the target beside it, so that a drifting machine slows both alike:
+
+    speed-up = (sum_p n_p + P f) / (rho sum_p B_p + P g)
+
+n, B: tokens and expected blocks of a prompt's response. rho: seconds of a block over seconds of a step of the target alone, on
+the same prompt; f, g: seconds of reading a prompt, alone and with the racer, in such steps. A ratio estimator (Cochran,
+Sampling Techniques, chapter 6): the luck of the timed prompts' texts is not in it.
+
+Whole responses alternate, not blocks: between blocks of one response the caches hold what they hold when it is served.
+
+Shapes: N responses, P prompts, M timed prompts.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import stats
+from transformers import PreTrainedModel
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Prompt, Response
+from speculative.drafters.drafter import Drafter
+from speculative.measure.intervals import Interval, sum_by_prompt
+
+ALONE = "target"
+# More than so many median deviations from the median: the machine was elsewhere, and the time is taken as that far.
+FAR = 4.0
+# A median deviation under this share of the median is rounding of the clock; nothing is far for that.
+LEAST_DEVIATION = 0.01
+FEWEST_TO_TELL = 6
+# Timing more can do nothing for an interval whose width is the texts': its own share of the variance is then under this.
+SMALL_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Racer:
+    """A way to decode: a drafter, made anew for every response, and how many tokens it proposes. `gamma` 0: none."""
+
+    name: str
+    gamma: int = 0
+    drafter: Callable[[], Drafter] | None = None
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One response of one racer. Seconds: of reading the prompt, and of everything behind that."""
+
+    prefill_seconds: float
+    seconds: float
+    response: Response
+
+    @property
+    def block_seconds(self) -> float:
+        """Of one block, on average; of the target alone a block is a step."""
+        return self.seconds / self.response.blocks
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of this response, its prompt read."""
+        return len(self.response.response_ids) / (self.prefill_seconds + self.seconds)
+
+
+Laps = dict[str, dict[str, list[Lap]]]  # by racer, by key of the prompt
+
+
+def race(
+    target: PreTrainedModel,
+    racers: Sequence[Racer],
+    prompts: Sequence[Prompt],
+    settings: DecodeSettings,
+    *,
+    still: Callable[[Laps], Collection[str]],
+    seconds: float,
+    least: int,
+) -> Laps:
+    """Times the target alone and the racers on one prompt after the other, each prompt once, who begins changing in turn.
+
+    still: asked after every prompt from the `least`-th on, who is worth another; nobody ends the race. seconds: ends it
+    too, but not before `least` prompts. settings: rule and sampling; gamma is each racer's own.
+    """
+    everybody = (Racer(ALONE), *racers)
+    for racer in everybody:
+        _lap(target, racer, prompts[0], settings)  # warm-up, not counted
+    laps: Laps = {racer.name: {} for racer in everybody}
+    running, began = list(everybody), time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        start = number % len(running)
+        for racer in itertools.chain(running[start:], running[:start]):
+            laps[racer.name].setdefault(prompt[0], []).append(_lap(target, racer, prompt, settings))
+        if number + 1 < least:
+            continue
+        wanted = still(laps)
+        running = [racer for racer in everybody if racer.name in wanted or racer.name == ALONE]
+        if len(running) == 1 or time.perf_counter() - began >= seconds:
+            break
+    return laps
+
+
+def _lap(target: PreTrainedModel, racer: Racer, prompt: Prompt, settings: DecodeSettings) -> Lap:
+    drafter = racer.drafter() if racer.drafter is not None else None
+    (response,), timing = decode(target, drafter, [prompt], replace(settings, gamma=racer.gamma))
+    return Lap(timing.prefill_seconds, timing.total_seconds - timing.prefill_seconds, response)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of a racer over all held-out prompts, and how many times that of the target alone.
+
+    interval: of the speed-up; None where too few prompts were timed to be certain. median: over the timed prompts, of the
+    ratio to the target alone on each of them.
+    """
+
+    tokens_per_second: float
+    speed_up: float
+    interval: Interval | None
+    median: float
+    timed: int
+
+
+class Standings:
+    """What a race says of all held-out prompts.
+
+    Raises:
+        ValueError: a racer was timed on no prompt, or has no blocks.
+    """
+
+    def __init__(
+        self,
+        laps: Laps,
+        prompt_keys: Sequence[Hashable],
+        tokens_N: np.ndarray,
+        blocks: Mapping[str, np.ndarray],
+        fewest: int = 2,
+    ) -> None:
+        """blocks: expected ones (N,) of every racer but the target alone. fewest: timed prompts that an interval needs."""
+        self.fewest = fewest
+        self._tokens_P = sum_by_prompt(prompt_keys, np.asarray(tokens_N))
+        self._count_P = sum_by_prompt(prompt_keys, np.ones(len(tokens_N)))
+        self._blocks = {name: sum_by_prompt(prompt_keys, own_N) for name, own_N in blocks.items()}
+        self._blocks[ALONE] = self._tokens_P
+        self._alone = {key: _mean(own) for key, own in laps[ALONE].items()}
+        self._laps = {name: {key: _mean(own) for key, own in of.items()} for name, of in laps.items()}
+        self._rates = {
+            name: {key: np.mean([lap.tokens_per_second for lap in own]) for key, own in of.items()}
+            for name, of in laps.items()
+        }
+        self._prices = {name: self._priced(name) for name in laps}
+
+    def speed(self, name: str, confidence: float = 0.95) -> Speed:
+        """Of one racer."""
+        mean, interval = self.against(name, ALONE, confidence)
+        ratios = [rate / self._rates[ALONE][key] for key, rate in self._rates[name].items()]
+        step_seconds = float(_near(np.array([seconds for _, seconds in self._alone.values()])).mean())
+        tokens = float(self._tokens_P.sum())
+        alone = tokens / (step_seconds * self._steps(ALONE))
+        return Speed(alone * mean, mean, interval, float(np.median(ratios)), len(self._laps[name]))
+
+    def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
+        """How many times the tokens per second of `other` a racer has, and its interval; paired by prompt.
+
+        On the scale of logarithms, by linearising (the delta method): the variance over the texts and that over the timed
+        prompts add up, and Student's t has the degrees of freedom of such a sum (Satterthwaite 1946).
+        """
+        ratio = self._steps(other) / self._steps(name)
+        if name == other:
+            return 1.0, (1.0, 1.0)
+        both = [key for key in self._prices[name] if key in self._prices[other]]
+        if len(both) < self.fewest or len(self._tokens_P) < 2:
+            return ratio, None
+        texts, timed = self._variances(name, other, both)
+        total = texts + timed
+        if total == 0.0:
+            return ratio, (ratio, ratio)
+        freedom = total**2 / (texts**2 / (len(self._tokens_P) - 1) + timed**2 / (len(both) - 1))
+        reach = float(stats.t.ppf(0.5 + confidence / 2.0, freedom)) * math.sqrt(total)
+        return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
+
+    def known(self, name: str, within: float) -> bool:
+        """Whether the interval is within so large a share of the speed-up, or as narrow as timing can make it."""
+        speed_up, interval = self.against(name, ALONE)
+        if interval is None:
+            return False
+        texts, timed = self._variances(name, ALONE, list(self._prices[name]))
+        return interval[1] <= speed_up * (1.0 + within) or timed <= SMALL_SHARE * (texts + timed)
+
+    def steps_N(self, name: str, tokens_N: np.ndarray, blocks_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of each response, in steps of the target alone: of the target (N,) and of a racer."""
+        (_, alone), (rho, prefill) = self._means(ALONE), self._means(name)
+        return tokens_N + alone, rho * blocks_N + prefill
+
+    def _priced(self, name: str) -> dict[str, tuple[float, float]]:
+        """(rho, prefill in steps of the target alone) of each timed prompt."""
+        both = [key for key in self._laps[name] if key in self._alone]
+        if not both:
+            raise ValueError(f"{name} was timed on no prompt")
+        rho_M = _near(np.array([self._laps[name][key][1] / self._alone[key][1] for key in both]))
+        prefill_M = _near(np.array([self._laps[name][key][0] / self._alone[key][1] for key in both]))
+        return dict(zip(both, zip(rho_M.tolist(), prefill_M.tolist(), strict=True), strict=True))
+
+    def _means(self, name: str) -> tuple[float, float]:
+        rho, prefill = np.mean(list(self._prices[name].values()), axis=0).tolist()
+        return rho, prefill
+
+    def _steps_P(self, name: str) -> np.ndarray:
+        """Expected seconds of each prompt (P,), in steps of the target alone."""
+        rho, prefill = self._means(name)
+        return rho * self._blocks[name] + prefill * self._count_P
+
+    def _steps(self, name: str) -> float:
+        return float(self._steps_P(name).sum())
+
+    def _variances(self, name: str, other: str, both: Sequence[str]) -> tuple[float, float]:
+        """Of the logarithm of `against`: (over the texts, over the timed prompts)."""
+        prompts = len(self._tokens_P)
+        shares_P = self._steps_P(other) / self._steps(other) - self._steps_P(name) / self._steps(name)
+        texts = prompts / (prompts - 1) * float((shares_P**2).sum())
+        pulls_M = self._pulls(other, both) - self._pulls(name, both)
+        return texts, float(pulls_M.var(ddof=1) / len(both))
+
+    def _pulls(self, name: str, both: Sequence[str]) -> np.ndarray:
+        """(M,) each timed prompt's own price in place of the mean: the share of all steps it would make."""
+        prices_M2 = np.array([self._prices[name][key] for key in both])
+        of_2 = np.array([self._blocks[name].sum(), self._count_P.sum()])
+        return np.asarray(prices_M2 @ of_2 / self._steps(name))
+
+
+def _mean(laps: Sequence[Lap]) -> tuple[float, float]:
+    """(seconds of the prompt, seconds of a block) of several laps on one prompt."""
+    return float(np.mean([lap.prefill_seconds for lap in laps])), float(np.mean([lap.block_seconds for lap in laps]))
+
+
+def _near(values_M: np.ndarray) -> np.ndarray:
+    """The values, those far from their median moved to where far begins; a few do not tell what is far."""
+    if len(values_M) < FEWEST_TO_TELL:
+        return values_M
+    median = float(np.median(values_M))
+    deviation = max(float(np.median(np.abs(values_M - median))), LEAST_DEVIATION * abs(median))
+    return np.clip(values_M, median - FAR * deviation, median + FAR * deviation)
+
+
+def spread_order(count: int) -> list[int]:
+    """0 .. count - 1 so that whatever number comes first is spread over all: ranks of the multiples of the golden ratio."""
+    golden = (math.sqrt(5.0) - 1.0) / 2.0
+    return np.argsort(np.argsort(np.arange(count) * golden % 1.0)).tolist()

@@ -1,0 +1,153 @@
+"""Racing at batch 1: who is timed on what, and what the times say of all prompts."""
+
+import numpy as np
+import pytest
+from simulation import trials
+from tiny_models import perturbed, prompts_of, tiny_model
+
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.lookup import PromptLookup
+from speculative.measure.race import ALONE, Lap, Racer, Standings, race, spread_order
+from speculative.rules.sampling import SamplingSettings
+
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 0, "sample", max_tokens=12)
+
+
+def lap(prefill, seconds, tokens, blocks):
+    return Lap(prefill, seconds, Response("", [], response_ids=[0] * tokens, blocks=blocks))
+
+
+def by_key(laps):
+    return {f"p{number}": [own] for number, own in enumerate(laps)}
+
+
+HAND = {
+    ALONE: by_key([lap(0.1, 1.0, 10, 10), lap(0.2, 2.0, 20, 20), lap(0.1, 1.0, 10, 10)]),
+    "draft": by_key([lap(0.2, 0.6, 10, 4), lap(0.4, 1.2, 20, 8), lap(0.2, 0.6, 10, 4)]),
+}
+
+
+def test_the_speed_up_is_pooled_over_all_prompts_and_agrees_with_the_column():
+    # A step takes .1 s, so a block costs 1.5 steps; reading a prompt 4/3 steps alone and 8/3 with the draft.
+    tokens, blocks = np.array([10, 20, 10, 40]), np.array([4.0, 8.0, 4.0, 20.0])
+    standings = Standings(HAND, range(4), tokens, {"draft": blocks})
+    own, alone = standings.speed("draft"), standings.speed(ALONE)
+    expected = (80 + 4 * 4 / 3) / (1.5 * 36 + 4 * 8 / 3)
+    assert own.speed_up == pytest.approx(expected)
+    assert own.tokens_per_second / alone.tokens_per_second == pytest.approx(own.speed_up)
+    assert alone.tokens_per_second == pytest.approx(80 / (8.0 + 4 * 0.4 / 3))
+    assert own.median == pytest.approx((10 / 0.8) / (10 / 1.1))
+    assert (alone.speed_up, alone.interval, own.timed) == (1.0, (1.0, 1.0), 3)
+    low, high = own.interval
+    assert low < own.speed_up < high
+    ours, theirs = standings.steps_N("draft", tokens, blocks)[::-1]
+    assert theirs.sum() / ours.sum() == pytest.approx(own.speed_up)
+
+
+def test_two_that_are_the_same_are_the_same_for_certain():
+    laps = HAND | {"twin": HAND["draft"]}
+    blocks = np.array([4.0, 8.0, 4.0])
+    standings = Standings(laps, range(3), np.array([10, 20, 10]), {"draft": blocks, "twin": blocks})
+    assert standings.against("draft", "twin") == (1.0, (1.0, 1.0))
+    with pytest.raises(ValueError, match="timed on no prompt"):
+        Standings(laps | {"late": {}}, range(3), np.array([10, 20, 10]), {"late": blocks})
+
+
+def test_too_few_timed_prompts_have_no_interval_and_are_never_known():
+    standings = Standings(HAND, range(3), np.array([10, 20, 10]), {"draft": np.array([4.0, 8.0, 4.0])}, fewest=4)
+    assert standings.speed("draft").interval is None
+    assert not standings.known("draft", 10.0)
+
+
+def test_a_prompt_during_which_the_machine_was_elsewhere_hardly_counts():
+    def laps(bad):
+        ours = [lap(0.0, (5.0 if number == bad else 0.5 + 0.001 * number), 10, 5) for number in range(12)]
+        return {ALONE: by_key([lap(0.0, 1.0, 10, 10)] * 12), "draft": by_key(ours)}
+
+    tokens, blocks = np.full(12, 10), np.full(12, 5.0)
+    quiet, noisy = (Standings(laps(bad), range(12), tokens, {"draft": blocks}).speed("draft") for bad in (None, 3))
+    assert noisy.speed_up == pytest.approx(quiet.speed_up, rel=0.01)
+
+
+def drawn_standings(rng, prompts, timed, noise):
+    """A made-up race: texts differ in how well they are drafted, the clock in how it runs. (standings, nothing else)."""
+    tokens = rng.integers(20, 120, prompts)
+    tau = 1.0 + 3.0 * rng.beta(3, 2, prompts)
+    blocks = tokens / tau
+    laps = {ALONE: {}, "draft": {}, "rival": {}}
+    for number in rng.choice(prompts, timed, replace=False):
+        drift = np.exp(rng.normal(0, 0.2))
+        for name, price, prefill, count in (
+            (ALONE, 1.0, 1.5, tokens[number]),
+            ("draft", 1.6, 2.5, blocks[number]),
+            ("rival", 1.2, 1.5, 0.8 * tokens[number]),
+        ):
+            seconds = drift * np.exp(rng.normal(0, noise))
+            count = max(1, round(float(count)))
+            laps[name][str(number)] = [lap(prefill * seconds, price * seconds * count, int(tokens[number]), count)]
+    return Standings(laps, range(prompts), tokens, {"draft": blocks, "rival": 0.8 * tokens})
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize(("prompts", "timed", "noise"), [(64, 16, 0.05), (24, 8, 0.15), (200, 12, 0.1)])
+def test_intervals_cover_what_they_promise(prompts, timed, noise):
+    runs = trials(400, 4000)
+    rng = np.random.default_rng(7)
+    population = rng.integers(20, 120, 400_000)
+    blocks = population / (1.0 + 3.0 * rng.beta(3, 2, 400_000))
+    # Logarithms are symmetric, so a ratio of means of times exceeds the true one by a factor that is the same in both.
+    alone = population.mean() + 1.5 * np.exp(noise**2)
+    truth = alone / (1.6 * np.exp(noise**2) * blocks.mean() + 2.5 * np.exp(noise**2))
+    rival = (1.2 * 0.8 * population.mean() + 1.5) / (1.6 * blocks.mean() + 2.5)
+    inside = np.zeros(2)
+    for _ in range(runs):
+        standings = drawn_standings(rng, prompts, timed, noise)
+        for place, (other, value) in enumerate(((ALONE, truth), ("rival", rival))):
+            low, high = standings.against("draft", other)[1]
+            inside[place] += low <= value <= high
+    # Three standard errors of the simulation below 95 %, and two points that few prompts may cost.
+    assert (inside / runs > 0.93 - 3 * np.sqrt(0.05 * 0.95 / runs)).all(), inside / runs
+
+
+@pytest.mark.simulation
+def test_the_ratio_estimator_is_narrower_than_the_timed_prompts_alone():
+    rng, estimates, plain = np.random.default_rng(3), [], []
+    for _ in range(trials(200, 1000)):
+        standings = drawn_standings(rng, 64, 12, 0.03)
+        estimates.append(standings.speed("draft").speed_up)
+        rates = standings._laps["draft"]
+        plain.append(standings.speed("draft").median if rates else 0.0)
+    assert np.std(estimates) < 0.6 * np.std(plain)
+
+
+def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
+    target = tiny_model()
+    draft = perturbed(target, 0.03)
+    racers = [Racer("draft", 2, lambda: ModelDrafter(draft)), Racer("lookup", 3, PromptLookup)]
+    asked = []
+
+    def still(laps):
+        asked.append({name: len(of) for name, of in laps.items()})
+        return ["draft"] if len(asked) < 3 else []
+
+    prompts = prompts_of([4, 6, 5, 7, 4, 6])
+    laps = race(target, racers, prompts, SETTINGS, still=still, seconds=1e9, least=2)
+    assert {name: len(of) for name, of in laps.items()} == {ALONE: 4, "draft": 4, "lookup": 2}
+    assert asked[0] == {ALONE: 2, "draft": 2, "lookup": 2}
+    assert all(own.response.blocks <= 12 and own.seconds > 0 for of in laps.values() for (own,) in of.values())
+    assert {own.response.blocks for (own,) in laps[ALONE].values()} == {12}
+
+
+def test_the_budget_ends_a_race_but_not_before_the_least():
+    prompts = prompts_of([4, 6, 5, 7])
+    laps = race(tiny_model(), [Racer("lookup", 3, PromptLookup)], prompts, SETTINGS, still=list, seconds=0.0, least=3)
+    assert len(laps["lookup"]) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 23])
+def test_a_spread_order_has_everyone_once_and_is_spread_from_the_start(count):
+    order = list(spread_order(count))
+    assert sorted(order) == list(range(count))
+    if count >= 16:
+        assert {place * 4 // count for place in order[:6]} == {0, 1, 2, 3}
