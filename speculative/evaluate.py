@@ -1,7 +1,6 @@
 """Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
 
-import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,48 +147,6 @@ def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:
     for index, response in enumerate(heldout):
         domains.setdefault(response.domain, []).append(index)
     return domains
-
-
-def tokens_per_second(
-    target: PreTrainedModel, draft: PreTrainedModel | None, prompt: Prompt, settings: DecodeSettings
-) -> float:
-    """Of one prompt decoded alone (batch 1), prefill included; without a draft, plain decoding."""
-    drafter, own = (ModelDrafter(draft), settings) if draft is not None else (None, replace(settings, gamma=0))
-    (response,), timing = decode(target, drafter, [prompt], own)
-    return len(response.response_ids) / timing.total_seconds
-
-
-def compare_speed(
-    target: PreTrainedModel,
-    drafts: Mapping[str, PreTrainedModel],
-    prompts: Sequence[Prompt],
-    settings: DecodeSettings,
-    *,
-    repeats: int = 1,
-) -> dict[str, dict[str, Any]]:
-    """Speed at batch 1 of the target alone ("target") and with each draft, {name: {tokens_per_second, speed_up, ratios, rates}}.
-
-    The contestants alternate on each prompt, so that a drifting machine slows all of them alike; the speed-up is the
-    median over prompts and repeats of tokens per second over the target's on the same prompt (`ratios`: each of them; `rates`: tokens per second each time).
-    """
-    contestants: dict[str, PreTrainedModel | None] = {"target": None, **drafts}
-    for draft in contestants.values():
-        tokens_per_second(target, draft, prompts[0], settings)  # warm-up, not counted
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(repeats):
-        for prompt in prompts:
-            for name, draft in contestants.items():
-                rates[name].append(tokens_per_second(target, draft, prompt, settings))
-    speeds: dict[str, dict[str, Any]] = {}
-    for name, own in rates.items():
-        ratios = np.divide(own, rates["target"]).tolist()
-        speeds[name] = {
-            "tokens_per_second": statistics.median(own),
-            "speed_up": statistics.median(ratios),
-            "ratios": ratios,
-            "rates": own,
-        }
-    return speeds
 
 
 def frozen_responses(

@@ -332,7 +332,12 @@ class JudgeConfig(Section):
     )
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
     patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")
-    speed_prompts: int = Field(16, ge=1, description="prompts timed one at a time for the verdict's tokens/s")
+    speed_prompts: int = Field(64, ge=1, description="prompts timed one at a time for the verdict's tokens/s, at most")
+    speed_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="that timing ends when the speed-up is known within 5 %, or after so long (6 prompts are timed in any case)",
+    )
     speed_threads: int | None = Field(
         None,
         ge=1,

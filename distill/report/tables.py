@@ -16,6 +16,8 @@ from speculative.measure.cost import predicted_speed_up
 NOTHING = "\N{EN DASH}"
 OUTCOMES: dict[Outcome, str] = {
     "pays_off": "Pays off",
+    "best_together": "Best together with lookup",
+    "rival_better": "Something free is better",
     "no_speed": "No speed-up",
     "no_measurable_gain": "No measurable gain",
     "loss": "Loss",
@@ -199,6 +201,52 @@ def headline_table(result: Result) -> Table:
     ]
     shown = [cells for cells in table if any(cell.text != NOTHING for cell in cells[1:])]
     return Table(("", *heads, *compared), shown)
+
+
+def contest_table(result: Result) -> Table | None:
+    """What could be run, fastest first: the target alone, every draft, what needs no training; None where nothing was timed."""
+    verdict = result.verdict
+    if verdict.target_tokens_per_second is None:
+        return None
+    rows = [(1.0, [Cell("the target alone", strong=verdict.run == "target"), Cell(NOTHING), Cell("1.00"),
+                   Cell(number(verdict.target_tokens_per_second, 0)), Cell("1.00x"), Cell(NOTHING)])]  # fmt: skip
+    labels = labels_of(result)
+    for name, draft in (("baseline", verdict.baseline), ("served", verdict.served), ("best", verdict.best)):
+        if draft is None or verdict.speed_up is None or name not in verdict.speed_up:
+            continue
+        ends = (verdict.speed_up_ci or {}).get(name)
+        tau = verdict.tau_of(name)
+        rows.append(
+            (
+                verdict.speed_up[name],
+                [
+                    Cell(labels.get(name, name), strong=verdict.run == name),
+                    Cell(NOTHING if draft.speed_gamma is None else str(draft.speed_gamma)),
+                    Cell(number(tau, 2)),
+                    Cell(number(draft.tokens_per_second, 0)),
+                    Cell(times(verdict.speed_up[name]), interval(ends, 2) or TOO_FEW_TIMED),
+                    Cell(NOTHING),
+                ],
+            )
+        )
+    for rival in verdict.rivals:
+        sizes = f"n-grams of {rival.ngrams[0]} to {rival.ngrams[1]}" if rival.ngrams else ""
+        rows.append(
+            (
+                rival.speed_up,
+                [
+                    Cell(rival.name, sizes, strong=verdict.run == rival.name),
+                    Cell(str(rival.gamma)),
+                    Cell(number(rival.tau, 2)),
+                    Cell(number(rival.tokens_per_second, 0)),
+                    Cell(times(rival.speed_up), interval(rival.speed_up_ci, 2) or TOO_FEW_TIMED),
+                    Cell(times(rival.draft_over_it), interval(rival.draft_over_it_ci, 2)),
+                ],
+            )
+        )
+    rows.sort(key=lambda row: -row[0])
+    columns = ("run", "gamma", "tau", "tokens/s", "speed-up", "the draft over it")
+    return Table(columns, [cells for _, cells in rows], "What could be run")
 
 
 def rules_table(result: Result) -> Table | None:

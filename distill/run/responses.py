@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from data.files import MANIFEST
 from data.prompts.template import check_masks, template_fingerprint
 from data.responses.respond import RenderedPrompt, prompts_fingerprint, respond, store_references
 from data.responses.store import Row, Store
@@ -107,6 +108,20 @@ class RunStores:
         rows = store.read()
         check_masks([row.loss_mask for row in rows], str(store.folder))
         return rows
+
+
+def past_responses(config: RunConfig, target: Target, rule: Rule) -> list[Row]:
+    """What the target answered to the training prompts, as far as this run has it; none at other settings than a rule's own.
+
+    Raises:
+        UserError: the store is damaged.
+    """
+    store, settings = Store(config.folder / RESPONSES / TRAINING), decode_settings(config.serving, config.seed, target)
+    if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
+        return []
+    manifest = store.manifest()
+    own = {"target": target.facts.fingerprint, "sampling": settings.sampling.as_dict(), "responses": "target"}
+    return store.read() if all(manifest.get(key) == value for key, value in own.items()) else []
 
 
 def frozen_responses_of(rows: list[Row]) -> list[HeldoutResponse]:

@@ -34,7 +34,7 @@ class Contestant(Numbers):
     step: int | None = Field(None, description="checkpoint; null: none of this run")
     tau: float = Field(description="tokens per target call at the judged gamma")
     tau_by: Literal["live", "replay"] | None = Field(None, description="counted live, or by replay")
-    speed_up: float | None = Field(None, description="median over prompts of tokens/s over the target's")
+    speed_up: float | None = Field(None, description="pooled: tokens/s of all held-out prompts over the target's")
     speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null too where prompts are too few")
     tokens_per_second: float | None = Field(None, description="with this draft, at batch 1")
 
@@ -202,10 +202,12 @@ class LivePrompt(Record):
 
 
 class TimedPrompt(Record):
-    """Tokens per second on one prompt, which the speed-ups are medians of."""
+    """Tokens per second on one timed prompt."""
 
     key: Text = Field(description="of the prompt")
-    tokens_per_second: dict[str, float] = Field(description="by draft, and of `target` alone")
+    tokens_per_second: dict[str, float] = Field(
+        description="by draft, rival, and of `target` alone; who lost early has fewer"
+    )
 
 
 class TokenSeen(Record):

@@ -12,7 +12,7 @@ from speculative.errors import UserError
 Text = InstanceOf[str]
 Interval = tuple[float, float]
 Certain = Literal["gain", "loss", "none"]
-Outcome = Literal["pays_off", "no_speed", "no_measurable_gain", "loss", "not_timed"]
+Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
 
 
 class Record(BaseModel):
@@ -134,6 +134,7 @@ class JudgedDraft(Numbers):
     step: int | None = Field(None, description="checkpoint; null: none of this run")
     tau: float = Field(description="tokens per target call at the judged gamma")
     tokens_per_second: float | None = Field(None, description="with this draft, at batch 1; only where timed")
+    speed_gamma: int | None = Field(None, description="the gamma that its speed is of: the best for it by replay")
 
 
 class BestDraft(JudgedDraft):
@@ -142,6 +143,22 @@ class BestDraft(JudgedDraft):
     replay_check: ReplayCheck | None = Field(None, description="that run's blocks beside replay of its very text")
     live_tokens: int | None = Field(None, description="tokens of that run")
     live: bool | None = Field(None, description="false: by replay, nothing was decoded")
+
+
+class Rival(Record):
+    """What needs no training of its own, on the same prompts at batch 1: lookup, past responses, lookup before the draft."""
+
+    name: str = Field(description="prompt lookup, past responses or lookup + draft")
+    gamma: int = Field(description="looked-up or drafted tokens per block, the best for it")
+    tau: float | None = Field(None, description="tokens per target call, by replay")
+    tokens_per_second: float = Field(description="of all held-out prompts together")
+    speed_up: float = Field(description="pooled: over the target alone")
+    speed_up_ci: Interval | None = Field(None, description="its interval; null: too few prompts were timed")
+    draft_over_it: float | None = Field(None, description="tokens/s of the draft in question over its own")
+    draft_over_it_ci: Interval | None = Field(None, description="the interval of that, paired by prompt")
+    ngrams: tuple[int, int] | None = Field(None, description="longest and shortest n-gram that is looked up")
+    tuned_on: str = Field(description="text that its gamma and sizes were chosen on")
+    timed_prompts: int | None = Field(None, description="prompts that its blocks were timed on")
 
 
 class Gain(Record):
@@ -277,16 +294,27 @@ class Verdict(Record):
     best: BestDraft = Field(description="the draft in question")
     target_tokens_per_second: float | None = Field(None, description="the target alone, on the same prompts in turn")
     speed_up: dict[str, float] | None = Field(
-        None, description="by draft: median over prompts of tokens/s over the target's"
+        None, description="by draft, pooled: tokens/s of all held-out prompts over those of the target alone"
     )
     speed_up_ci: dict[str, Interval | None] | None = Field(
-        None, description="its interval; null by draft: too few prompts"
+        None, description="its interval, of the best widened for the looks; null by draft: too few prompts"
+    )
+    speed_up_median: dict[str, float] | None = Field(
+        None, description="by draft: median over the timed prompts of tokens/s over the target's"
+    )
+    rivals: list[Rival] = Field([], description="what else could be run, on the same prompts; empty: nothing was timed")
+    run: str | None = Field(
+        None, description="what to run: baseline, served, best, a rival's name, or `target`; null: not timed"
     )
     effects: Effects | None = Field(None, description="best minus baseline")
     against_served: Effects | None = Field(None, description="best minus served, the same keys")
     paired: PairedGain | None = Field(None, description="alpha of `effects`")
     replay: dict[int, float] = Field({}, description="tau of the best by gamma, 0 to 32, from the frozen text")
     best_gamma: int | None = Field(None, description="argmax of tau / (gamma c + v); 0: no gamma pays")
+    best_gamma_range: tuple[int, int] | None = Field(
+        None,
+        description="gammas whose predicted speed-up is within 3 % of it, or within what costs are known to; null: none pays",
+    )
     predicted_speed_up: float | None = Field(None, description="there; 1 where none pays")
     costs: Costs | None = Field(None, description="of the best and the target")
     load: list[LoadRow] = Field([], description="by number of concurrent requests (judge.load)")
@@ -299,7 +327,9 @@ class Verdict(Record):
     self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
     domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")
     repetition: Repetition | None = Field(None, description="of the frozen text")
-    pays_off: bool | None = Field(None, description="whether the target with the draft is certainly faster than alone")
+    pays_off: bool | None = Field(
+        None, description="whether the target with the draft alone is certainly faster than without"
+    )
     outcome: Outcome = Field(description="what distilling brought, as in the table above")
     sentence: Text = Field(description="the answer in words")
     warnings: list[Text] = Field([], description="where live decoding and replay part, or the target loops")

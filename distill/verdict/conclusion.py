@@ -14,7 +14,7 @@ from distill.models.load import load_model
 from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.checkpoint import load_judgements
-from distill.run.responses import decode_settings
+from distill.run.responses import decode_settings, past_responses
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
@@ -59,7 +59,10 @@ def conclude_run(
         # Replay records are of the dial; a verdict of what was decoded.
         known = {BASELINE: records[0]} if records[0].live else {}
         log = run / PROPOSALS
-        evidence = gather(config.judge, settings, target, contestants, heldout, context=context, known=known, log=log)
+        evidence = gather(
+            config.judge, settings, target, contestants, heldout, context=context, known=known, log=log,
+            history=past_responses(config, target, config.judge_rule),
+        )  # fmt: skip
     else:
         evidence = gather_by_replay(config.judge, settings, contestants, heldout, {BASELINE: records[0], BEST: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)

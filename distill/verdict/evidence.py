@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from distill.config.sections import JudgeConfig
 from distill.models.target import Target
 from distill.run.verdict_record import Judgement
+from distill.verdict.contest import Contest, entrants_of, hold
 from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.engine.models import max_positions
-from speculative.evaluate import HeldoutResponse, compare_speed, judge
+from speculative.evaluate import HeldoutResponse, judge
 from speculative.measure.cost import StepCosts, measure_costs
-from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.measure.token_scores import StoredText, TokenScores, score_tokens
 from speculative.rules.verify import Rule
 
 BASELINE, SERVED, BEST = "baseline", "served", "best"
@@ -42,8 +43,8 @@ class Evidence:
 
     texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then.
     judged: by contestant, live or by replay alone.
-    responses: of the live run of the last contestant. speed: `compare_speed`; costs: by contestant. None and empty where
-    the target's weights are not here.
+    responses: of the live run of the last contestant. contest: speeds at batch 1; costs: by contestant. None where the
+    target's weights are not here.
     """
 
     judge: JudgeConfig
@@ -53,7 +54,7 @@ class Evidence:
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
     judged: Mapping[str, Judgement]
     responses: list[Response] | None = None
-    speed: Mapping[str, dict[str, Any]] | None = None
+    contest: Contest | None = None
     costs: Mapping[str, StepCosts] | None = None
 
     @property
@@ -111,6 +112,7 @@ def gather(
     context: int,
     known: Mapping[str, Judgement] | None = None,
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]] | None = None,
+    history: Sequence[StoredText] = (),
     log: Path | None = None,
 ) -> Evidence:
     """Judges live, scores and times.
@@ -118,6 +120,7 @@ def gather(
     settings: with the rule and gamma to judge under. context: tokens of prompt and response that the pair takes.
     known: live records of contestants that need not be decoded again; the last one always is, so that its numbers, its
     responses and the proposals in ``log`` are of one and the same run. scores: `score_all`, where it was called already.
+    history: what the target answered to other prompts under this rule, for rivals to be tuned on and to look things up in.
     """
     frozen, scores = texts[settings.rule], scores or score_all(settings, contestants, texts)
     judged = dict(known or {})
@@ -132,12 +135,13 @@ def gather(
                 scores=scores[settings.rule][one.name],
             )  # fmt: skip
         judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
-    with cpu_threads(judging.speed_threads):
-        prompts = [(one.key, one.prompt_ids) for one in timed_prompts(judging.speed_prompts, frozen)]
-        # Alternating at batch 1 on the same prompts.
-        speed = compare_speed(target.model, {one.name: one.draft for one in contestants}, prompts, settings)
     costs = costs_of(judging, settings, target.model, contestants, context, typical_length(frozen))
-    return Evidence(judging, settings, tuple(contestants), texts, scores, judged, responses, speed, costs)
+    drafts = {one.name: (one.label, one.draft) for one in contestants}
+    own = scores[settings.rule]
+    entrants = entrants_of(settings, target.model, drafts, frozen, own, costs, history)
+    with cpu_threads(judging.speed_threads):
+        contest = hold(judging, settings, target.model, entrants, contestants[-1].name, frozen)
+    return Evidence(judging, settings, tuple(contestants), texts, scores, judged, responses, contest, costs)
 
 
 def gather_by_replay(
@@ -218,9 +222,3 @@ def cpu_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def timed_prompts(count: int, frozen: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:
-    """The held-out prompts that are timed, at most so many, spread over the set, which is stored longest prompt first."""
-    spread = np.linspace(0, len(frozen) - 1, min(count, len(frozen))).astype(int)
-    return [frozen[index] for index in spread]

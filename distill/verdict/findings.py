@@ -30,12 +30,15 @@ from distill.run.result import (
     TimedCosts,
     TimedPrompt,
     TokenView,
+    WhereRow,
 )
 from distill.run.verdict_record import Judgement, Numbers, PairedGain, Verdict
-from distill.verdict.evidence import BASELINE, Evidence, timed_prompts
+from distill.verdict.contest import steps_by_response
+from distill.verdict.evidence import BASELINE, Evidence
 from distill.verdict.verdict import describe_costs
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
+from speculative.explain.rival_slices import where_each_helps
 from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
 from speculative.measure.cost import StepCosts, predicted_speed_up
@@ -90,6 +93,7 @@ def findings_of(
         curves=curves_of(evidence),
         costs=_costs(evidence, costs),
         slices=tables,
+        where=_where(evidence),
         disagreements=[Disagreement.model_validate(row) for row in worst],
         calibration=_calibration(evidence, verdict, costs),
         forgetting=_forgetting(tables, trained_on),
@@ -106,18 +110,18 @@ def findings_of(
 
 def _contestant(evidence: Evidence, verdict: Verdict, name: str) -> Contestant:
     one = next(one for one in evidence.contestants if one.name == name)
-    record = evidence.judged[name]
+    own = verdict.best if name == evidence.best.name else evidence.judged[name]
     speed, interval = verdict.speed_up, verdict.speed_up_ci
     return Contestant(
-        **{key: getattr(record, key) for key in Numbers.model_fields},
+        **{key: getattr(own, key) for key in Numbers.model_fields},
         name=name,
         label=one.label,
         path=one.path,
         step=one.step,
-        tau_by="live" if record.live else "replay",
+        tau_by="live" if evidence.judged[name].live else "replay",
         speed_up=speed[name] if speed else None,
         speed_up_ci=interval[name] if interval else None,
-        tokens_per_second=evidence.speed[name]["tokens_per_second"] if evidence.speed else None,
+        tokens_per_second=evidence.contest.speed(name).tokens_per_second if evidence.contest else None,
     )
 
 
@@ -250,14 +254,21 @@ def live_prompts(evidence: Evidence) -> list[LivePrompt] | None:
     ]
 
 
+def _where(evidence: Evidence) -> list[WhereRow]:
+    if evidence.contest is None:
+        return []
+    rows = where_each_helps(evidence.frozen, steps_by_response(evidence.contest))
+    return [WhereRow.model_validate(row) for row in rows]
+
+
 def _timed(evidence: Evidence) -> list[TimedPrompt] | None:
-    if evidence.speed is None:
+    if evidence.contest is None:
         return None
-    prompts = timed_prompts(evidence.judge.speed_prompts, evidence.frozen)
-    return [
-        TimedPrompt(key=one.key, tokens_per_second={name: of["rates"][index] for name, of in evidence.speed.items()})
-        for index, one in enumerate(prompts)
-    ]
+    rates: dict[str, dict[str, float]] = {}
+    for name, laps in evidence.contest.laps.items():
+        for key, of_prompt in laps.items():
+            rates.setdefault(key, {})[name] = float(np.mean([lap.tokens_per_second for lap in of_prompt]))
+    return [TimedPrompt(key=key, tokens_per_second=of_prompt) for key, of_prompt in rates.items()]
 
 
 def serve_commands(run: Path, target: Target, gamma: int, rule: str) -> list[ServeCommand]:

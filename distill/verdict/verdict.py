@@ -3,25 +3,30 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from distill.run.verdict_record import (
     BestDraft,
     Costs,
     Effects,
     JudgedDraft,
     Judgement,
-    Outcome,
     PairedGain,
     Repetition,
+    Rival,
     Verdict,
 )
+from distill.verdict.contest import LOOKUP, PAST, TOGETHER
 from distill.verdict.evidence import BASELINE, SERVED, Evidence
-from speculative.explain.ceilings import advice
+from distill.verdict.sentence import conclude
 from speculative.explain.repetition import repetition
-from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha
-from speculative.measure.effects import paired_effects, speed_interval
+from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, near_best_gammas
+from speculative.measure.effects import paired_effects
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.race import ALONE, Speed
+from speculative.measure.replay import law_of
 
 Draft = TypeVar("Draft", bound=JudgedDraft)
-Speeds = Mapping[str, tuple[float, Sequence[float] | None]]  # by draft: median ratio to the target, its interval
 
 
 def describe_costs(costs: StepCosts, gamma: int) -> Costs:
@@ -57,26 +62,31 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
     looks = looks_of(checkpoints)
     effects = _effects(evidence, BASELINE, looks) if BASELINE in names else None
     against_served = _effects(evidence, SERVED, looks) if SERVED in names else None
-    speeds = {name: speed_interval(evidence.speed[name]["ratios"]) for name in names} if evidence.speed else None
-    outcome, pays, sentence = conclude(evidence, effects, speeds, against_served)
-    chosen, predicted = (None, None) if costs is None else best_timed_gamma(best.replay, costs)
+    speeds = speeds_of(evidence, looks)
+    outcome, pays, run, sentence = conclude(evidence, effects, speeds, against_served)
+    taus = {gamma: tau for gamma, tau in best.replay.items() if costs and 1 <= gamma <= max(costs.verify_seconds)}
+    chosen, predicted = (None, None) if costs is None else best_gamma(taus, costs)
     repeated = Repetition.model_validate(repetition(evidence.frozen))
     return Verdict(
         rule=rule,
         gamma=gamma,
         prompts=best.prompts or 0,
         tokens=best.tokens or 0,
-        baseline=_judged(evidence, BASELINE, JudgedDraft) if BASELINE in names else None,
-        served=_judged(evidence, SERVED, JudgedDraft) if SERVED in names else None,
-        best=_judged(evidence, evidence.best.name, BestDraft),
-        target_tokens_per_second=evidence.speed["target"]["tokens_per_second"] if evidence.speed else None,
-        speed_up={name: speed[0] for name, speed in speeds.items()} if speeds else None,
-        speed_up_ci={name: speed[1] for name, speed in speeds.items()} if speeds else None,
+        baseline=_judged(evidence, BASELINE, JudgedDraft, speeds) if BASELINE in names else None,
+        served=_judged(evidence, SERVED, JudgedDraft, speeds) if SERVED in names else None,
+        best=_widened(evidence, _judged(evidence, evidence.best.name, BestDraft, speeds), looks),
+        target_tokens_per_second=speeds[ALONE].tokens_per_second if speeds else None,
+        speed_up={name: speeds[name].speed_up for name in names} if speeds else None,
+        speed_up_ci={name: speeds[name].interval for name in names} if speeds else None,
+        speed_up_median={name: speeds[name].median for name in names} if speeds else None,
+        rivals=_rivals(evidence, speeds),
+        run=run,
         effects=effects,
         against_served=against_served,
         paired=PairedGain(alpha_gain=effects.alpha.gain, ci=effects.alpha.ci) if effects else None,
         replay=best.replay,
         best_gamma=chosen,
+        best_gamma_range=near_best_gammas(taus, costs) if costs else None,
         predicted_speed_up=predicted,
         costs=describe_costs(costs, gamma) if costs is not None else None,
         checkpoints=[record.without_sums() for record in checkpoints],
@@ -118,92 +128,75 @@ def _costs_at(evidence: Evidence, name: str) -> tuple[float, float] | None:
     return costs.cost_ratio_at(evidence.gamma), costs.verify_ratio(evidence.gamma)
 
 
-def conclude(
-    evidence: Evidence,
-    effects: Effects | None,
-    speeds: Speeds | None,
-    against_served: Effects | None = None,
-) -> tuple[Outcome, bool | None, str]:
-    """(outcome, whether decoding with the draft is certainly faster than without, the answer in one sentence)."""
-    who = "the distilled draft" if effects else evidence.best.label
-    learned = _learned(effects) if effects else None
-    pays, fast = _fast(evidence, speeds)
-    end = f"{_against(against_served)}{'' if pays else _hopeless(evidence)}."
-    if effects is not None and effects.certain == "loss":
-        return "loss", pays, f"It got worse: {who} {learned} and {fast}{end}"
-    if effects is not None and effects.certain == "none":
-        return "no_measurable_gain", pays, f"No measurable gain: {who} {learned}; it {fast}{end}"
-    if speeds is None:
-        return (
-            "not_timed",
-            None,
-            f"Whether it pays was not measured (judge.live: never): {who} {fast}{f', and {learned}' if learned else ''}{end}",
+def speeds_of(evidence: Evidence, looks: int) -> dict[str, Speed] | None:
+    """Of the target alone and of every entrant; where the picked draft drafts, intervals are widened for the looks."""
+    contest = evidence.contest
+    if contest is None:
+        return None
+    picked = (evidence.best.name, TOGETHER)
+    return {
+        name: contest.speed(name, confidence_of(looks) if name in picked else confidence_of(1))
+        for name in (ALONE, *(one.name for one in contest.entrants))
+    }
+
+
+def confidence_of(looks: int) -> float:
+    """Of one interval, so that as many of them hold together with 95 %."""
+    return 1.0 - 0.05 / looks
+
+
+def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Rival]:
+    """What needs no training, and the draft with it."""
+    if evidence.contest is None or speeds is None:
+        return []
+    rows = []
+    tokens = sum(len(text.response_ids) for text in evidence.frozen)
+    for name in (LOOKUP, PAST, TOGETHER):
+        if name not in evidence.contest:
+            continue
+        one, speed = evidence.contest[name], speeds[name]
+        ratio, interval = evidence.contest.against(evidence.best.name, name)
+        rows.append(
+            Rival(
+                name=name,
+                gamma=one.gamma,
+                tau=tokens / float(one.blocks_N.sum()),
+                tokens_per_second=speed.tokens_per_second,
+                speed_up=speed.speed_up,
+                speed_up_ci=speed.interval,
+                draft_over_it=ratio,
+                draft_over_it_ci=interval,
+                ngrams=one.ngrams,
+                tuned_on=one.tuned_on,
+                timed_prompts=speed.timed,
+            )
         )
-    if pays:
-        return "pays_off", True, f"It pays off: {who} {fast}{f' and {learned}' if learned else ''}{end}"
-    interval = speeds[evidence.best.name][1]
-    certain = interval is not None and interval[1] < 1.0
-    start = "It does not pay off here" if certain else "Not certain to pay off here"
-    though = f", though it {learned}" if learned else ""
-    return "no_speed", pays, f"{start}: {who} {fast}{though}{end}"
+    return rows
 
 
-def _learned(effects: Effects) -> str:
-    gain, (low, high) = effects.alpha.gain, effects.alpha.ci
-    if gain == low == high == 0.0:
-        return "is the undistilled one: no checkpoint is better than the undistilled baseline"
-    numbers = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-    if effects.certain != "none":
-        return f"accepts {numbers} alpha over the undistilled baseline"
-    size = ""
-    if effects.prompts < effects.fewest_prompts:
-        size = f"; {effects.prompts} prompts are too few to be certain, give at least {effects.fewest_prompts}"
-    elif effects.minimal_detectable.alpha:
-        size = f"; {effects.minimal_detectable.alpha:.3f} would have been seen with 80 % probability"
-    return f"has no certain difference in alpha to the undistilled baseline ({numbers}{size})"
-
-
-def _against(effects: Effects | None) -> str:
-    """How it stands to the draft that is served today."""
-    if effects is None:
-        return ""
-    gain, (low, high) = effects.alpha.gain, effects.alpha.ci
-    word = {"gain": "accepts more than", "loss": "accepts less than", "none": "is not to be told in alpha from"}
-    words = f"; it {word[effects.certain]} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha"
-    speed = effects.speed_up
-    if speed is None:
-        return f"{words})"
-    return f"{words}, predicted speed-up {speed.gain:+.2f}x [{speed.ci[0]:+.2f}, {speed.ci[1]:+.2f}])"
-
-
-def _fast(evidence: Evidence, speeds: Speeds | None) -> tuple[bool | None, str]:
-    """(certainly faster than the target alone, in words)."""
-    if speeds is None:
-        judged, baseline = evidence.judged[evidence.best.name], evidence.judged.get(BASELINE)
-        before = f" (undistilled {baseline.tau:.2f})" if baseline else ""
-        return None, f"has tau {judged.tau:.2f} at gamma {evidence.gamma} by replay{before}, not timed here"
-    speed_up, interval = speeds[evidence.best.name]
-    if interval is None:
-        how = f"decodes {speed_up:.2f}x as fast as the target alone at gamma {evidence.gamma}"
-        return False, f"{how}, on too few prompts to be certain (judge.speed_prompts)"
-    low, high = interval
-    how = f"decodes {speed_up:.2f}x [{low:.2f}, {high:.2f}] as fast as the target alone at gamma {evidence.gamma}"
-    if low <= 1.0 <= high:
-        how += ", which cannot be told from no speed-up"
-    return low > 1.0, how
-
-
-def _hopeless(evidence: Evidence) -> str:
-    """What even the best draft would give at these costs, when that is too little."""
-    if not evidence.costs:
-        return ""
-    advised = advice(evidence.costs[evidence.best.name])
-    return f"; {advised[1]}" if advised else ""
-
-
-def _judged(evidence: Evidence, name: str, kind: type[Draft]) -> Draft:
+def _judged(evidence: Evidence, name: str, kind: type[Draft], speeds: Mapping[str, Speed] | None) -> Draft:
     """What the verdict tells of a draft: what is known of its judgement, and its speed."""
     known = evidence.judged[name].model_dump(include=set(kind.model_fields), exclude_unset=True)
-    speed = {"tokens_per_second": evidence.speed[name]["tokens_per_second"]} if evidence.speed else {}
     known.pop("tokens_per_second", None)  # of the judge's batch, not of one prompt at a time
-    return kind.model_validate(known | speed)
+    if speeds is not None and evidence.contest is not None:
+        known |= {"tokens_per_second": speeds[name].tokens_per_second, "speed_gamma": evidence.contest[name].gamma}
+    return kind.model_validate(known)
+
+
+def _widened(evidence: Evidence, best: BestDraft, looks: int) -> BestDraft:
+    """The picked draft's own alpha and tau, their intervals as wide as its gain's: it is there because it looked good."""
+    if looks == 1:
+        return best
+    confidence = confidence_of(looks)
+    own = evidence.own_scores(evidence.best.name)
+    law = law_of(evidence.rule, evidence.settings.sampling)
+    accepted_P = sum_by_prompt(evidence.keys, np.array([one.accept_probs(law).sum() for one in own]))
+    tokens_P = sum_by_prompt(evidence.keys, np.array([len(one) for one in own]))
+    changed: dict[str, Any] = {"alpha_ci": ratio_interval(accepted_P, tokens_P, confidence)}
+    if evidence.responses:
+        said_P, blocks_P = (
+            np.array([float(value) for value in values])
+            for values in zip(*((len(one.response_ids), one.blocks) for one in evidence.responses), strict=True)
+        )
+        changed["tau_ci"] = ratio_interval(said_P, blocks_P, confidence)
+    return best.model_copy(update=changed)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from speculative.measure.intervals import RESAMPLES, expanded_tail, intervals_of_sums, sum_by_prompt
+from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 
@@ -258,21 +258,3 @@ def rough_detectable(
     accepted_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
     error = _standard_error(accepted_P - tokens_P * accepted_P.sum() / tokens_P.sum(), tokens_P)
     return _detectable(2.0**0.5 * error, confidence) if len(tokens_P) >= fewest_prompts(confidence) else None
-
-
-def speed_interval(
-    ratios: Sequence[float], confidence: float = 0.95, seed: int = 0
-) -> tuple[float, list[float] | None]:
-    """Median of measured speed ratios, one per prompt, and its percentile bootstrap interval over prompts.
-
-    Percentile, because the jackknife inside BCa fails for a median; widened for few prompts by `expanded_tail`. Less than
-    `fewest_prompts` have no interval, None: so few can all lie on one side of 1 by luck, and are certain of nothing.
-    """
-    ratios_P = np.asarray(ratios, dtype=np.float64)
-    median = float(np.median(ratios_P))
-    if len(ratios_P) < fewest_prompts(confidence):
-        return median, None
-    rng, tail = np.random.default_rng(seed), expanded_tail(confidence, len(ratios_P))
-    medians_R = np.median(rng.choice(ratios_P, (RESAMPLES, len(ratios_P))), axis=-1)
-    low, high = np.quantile(medians_R, (tail, 1.0 - tail))
-    return median, [float(low), float(high)]

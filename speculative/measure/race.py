@@ -18,7 +18,7 @@ Shapes: N responses, P prompts, M timed prompts.
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,7 +74,7 @@ Laps = dict[str, dict[str, list[Lap]]]  # by racer, by key of the prompt
 def race(
     target: PreTrainedModel,
     racers: Sequence[Racer],
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     settings: DecodeSettings,
     *,
     still: Callable[[Laps], Collection[str]],
@@ -87,11 +87,11 @@ def race(
     too, but not before `least` prompts. settings: rule and sampling; gamma is each racer's own.
     """
     everybody = (Racer(ALONE), *racers)
-    for racer in everybody:
-        _lap(target, racer, prompts[0], settings)  # warm-up, not counted
     laps: Laps = {racer.name: {} for racer in everybody}
     running, began = list(everybody), time.perf_counter()
     for number, prompt in enumerate(prompts):
+        for racer in everybody if number == 0 else ():
+            _lap(target, racer, prompt, settings)  # warm-up, not counted
         start = number % len(running)
         for racer in itertools.chain(running[start:], running[:start]):
             laps[racer.name].setdefault(prompt[0], []).append(_lap(target, racer, prompt, settings))
@@ -191,10 +191,9 @@ class Standings:
         texts, timed = self._variances(name, ALONE, list(self._prices[name]))
         return interval[1] <= speed_up * (1.0 + within) or timed <= SMALL_SHARE * (texts + timed)
 
-    def steps_N(self, name: str, tokens_N: np.ndarray, blocks_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each response, in steps of the target alone: of the target (N,) and of a racer."""
-        (_, alone), (rho, prefill) = self._means(ALONE), self._means(name)
-        return tokens_N + alone, rho * blocks_N + prefill
+    def block_steps(self, name: str) -> float:
+        """rho: seconds of a racer's block over seconds of a step of the target alone."""
+        return self._means(name)[0]
 
     def _priced(self, name: str) -> dict[str, tuple[float, float]]:
         """(rho, prefill in steps of the target alone) of each timed prompt."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
 from distill.run.provenance import describe_run
-from distill.run.responses import RunStores
+from distill.run.responses import RunStores, past_responses
 from distill.run.result import Result
 from distill.run.session import CHECKED_PROMPTS, new_accelerator, open_pair
 from distill.run.verdict_record import Judgement
@@ -69,7 +69,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
     evidence = gather(
         config.judge, pair.settings.under(rule, chosen), target, [contestant], {rule: frozen}, context=pair.context,
-        scores=scores, log=log,
+        scores=scores, log=log, history=past_responses(config, target, rule),
     )  # fmt: skip
     by_gamma[chosen] = evidence.judged[BEST]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)

@@ -100,13 +100,19 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
     assert [value is None for value in of["speed_up"]] == [gamma > measured for gamma in range(33)]
 
 
-def test_the_speed_up_is_the_median_of_the_timed_prompts(result: dict) -> None:
-    rates = [row["tokens_per_second"] for row in result["timed_prompts"]]
+def test_the_speed_up_is_pooled_and_the_median_stands_beside(result: dict) -> None:
+    verdict, rates = result["verdict"], [row["tokens_per_second"] for row in result["timed_prompts"]]
     assert len(rates) == 2  # judge.speed_prompts
     for name in ("baseline", "best"):
         ratios = [own[name] / own["target"] for own in rates]
-        assert result["verdict"]["speed_up"][name] == pytest.approx(float(np.median(ratios)))
-        assert result["verdict"]["speed_up_ci"][name] is None  # of two prompts
+        assert verdict["speed_up_median"][name] == pytest.approx(float(np.median(ratios)))
+        pooled = verdict[name]["tokens_per_second"] / verdict["target_tokens_per_second"]
+        assert verdict["speed_up"][name] == pytest.approx(pooled)
+        assert verdict["speed_up_ci"][name] is None  # of two prompts
+    rivals = {rival["name"]: rival for rival in verdict["rivals"]}
+    assert set(rivals) == {"prompt lookup", "past responses", "lookup + draft"}
+    assert rivals["prompt lookup"]["tuned_on"] == "training prompts"
+    assert all(rival["speed_up_ci"] is None for rival in rivals.values())
 
 
 def test_block_verification_never_accepts_less_than_token_verification(result: dict) -> None:

@@ -9,12 +9,16 @@ import pytest
 
 from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import Judgement, Outcome, PairedGain, Verdict
+from distill.verdict.contest import LOOKUP, PAST, TOGETHER, Contest, Entrant
 from distill.verdict.evidence import Contestant, Evidence
-from distill.verdict.verdict import conclude, looks_of, verdict_of
-from speculative.decoder.responses import DecodeSettings
+from distill.verdict.sentence import conclude
+from distill.verdict.verdict import looks_of, verdict_of
+from speculative.decoder.responses import DecodeSettings, Response
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.ceilings import advice
 from speculative.measure.cost import StepCosts
+from speculative.measure.intervals import ratio_interval
+from speculative.measure.race import ALONE, Lap, Speed, Standings
 from speculative.measure.token_scores import TokenScores
 
 GAMMA = 4
@@ -37,7 +41,24 @@ def scores_of(alphas_NT):
     ]  # fmt: skip
 
 
-def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True, seed=0, served=None):
+def contest_of(ratios, texts, free=None):
+    """A contest in which drafts and rivals, half a block a token, decode as many times as fast as the target on each prompt."""
+    tokens = len(texts[0].response_ids)
+    blocks_N = np.full(len(texts), tokens / 2)
+    laps = {ALONE: {}}
+    for name, of_prompts in (ratios | (free or {})).items():
+        for index, ratio in enumerate(of_prompts):
+            response = Response("", [], response_ids=[1] * tokens, blocks=tokens)
+            laps[ALONE][str(index)] = [Lap(0.0, 0.01 * tokens, response)]
+            half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
+            laps.setdefault(name, {})[str(index)] = [Lap(0.0, 0.01 * tokens / ratio, half)]
+    entrants = tuple(Entrant(name, name, GAMMA, blocks_N, None) for name in laps if name != ALONE)
+    tokens_N = np.full(len(texts), tokens)
+    standings = Standings(laps, range(len(texts)), tokens_N, {one.name: one.blocks_N for one in entrants}, 6)
+    return Contest(entrants, laps, standings)
+
+
+def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True, seed=0, served=None, free=None):
     """A pair whose draft accepts `gain` more than its baseline, and decodes at these ratios to the target alone."""
     rng = np.random.default_rng(seed)
     before = rng.uniform(0.2, 0.8, (prompts, tokens))
@@ -53,9 +74,6 @@ def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True,
         "replay": {gamma: 1.0 + 0.2 * min(gamma, 6) for gamma in range(33)},
     }  # fmt: skip
     record = Judgement.model_validate(tree)
-    speed = None
-    if ratios is not None:
-        speed = {name: {"tokens_per_second": 50.0, "ratios": ratios, "rates": ratios} for name in ("target", *names)}
     return Evidence(
         judge=JudgeConfig(),
         settings=DecodeSettings(rule="sample", gamma=GAMMA),
@@ -63,7 +81,7 @@ def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True,
         texts={"sample": texts},
         scores={"sample": {name: scores[name] for name in names}},
         judged=dict.fromkeys(names, record),
-        speed=speed,
+        contest=contest_of(dict.fromkeys(names, ratios), texts, free) if ratios is not None else None,
         costs=dict.fromkeys(names, costs) if ratios is not None else None,
     )
 
@@ -72,13 +90,14 @@ def verdict(evidence, looks=1):
     return verdict_of(evidence, checkpoints=[judgement()] * (looks + 1), self_checks={})
 
 
+# In steps of the target: harmonic means of 1.44, .72 and 1.03.
 FAST, SLOW, EVEN = [1.4, 1.5, 1.6, 1.3, 1.5, 1.4], [0.7, 0.8, 0.75, 0.8, 0.7, 0.6], [0.8, 1.2, 1.0, 0.9, 1.1, 1.3]
 
 
 @pytest.mark.parametrize(
     ("gain", "ratios", "outcome", "pays", "start"),
     [
-        (0.1, FAST, "pays_off", True, "It pays off: the distilled draft decodes 1.45x"),
+        (0.1, FAST, "pays_off", True, "It pays off: the distilled draft decodes 1.44x"),
         (0.1, SLOW, "no_speed", False, "It does not pay off here: "),
         (0.1, EVEN, "no_speed", False, "Not certain to pay off here: "),
         (0.0, FAST, "no_measurable_gain", True, "No measurable gain: "),
@@ -186,16 +205,77 @@ def test_a_best_checkpoint_that_is_the_baseline_itself_is_called_so():
 def test_one_draft_without_a_baseline():
     found = verdict(evidence_of(0.1, FAST, baseline=False))
     assert found.outcome == "pays_off"
-    assert found.sentence.startswith("It pays off: my-draft decodes 1.45x")
+    assert found.sentence.startswith("It pays off: my-draft decodes 1.44x")
     assert (found.baseline, found.paired, found.effects) == (None, None, None)
     assert verdict(evidence_of(0.1, SLOW, baseline=False)).outcome == "no_speed"
 
 
 def test_pays_off_needs_the_whole_interval_above_one():
-    _, pays, _ = conclude(evidence_of(0.1, EVEN), None, {"best": (1.05, [0.99, 1.2])})
-    assert pays is False
-    _, pays, _ = conclude(evidence_of(0.1, EVEN), None, {"best": (1.05, [1.01, 1.2])})
-    assert pays is True
+    evidence = evidence_of(0.1, FAST)
+    for low, pays in ((0.99, False), (1.01, True)):
+        speeds = {"best": Speed(50.0, 1.05, (low, 1.2), 1.05, 6)}
+        assert conclude(evidence, None, speeds)[1] is pays
+
+
+def jittered(ratios, factor):
+    """As many prompts at a multiple of these ratios, their noise shared: drafts on one prompt slow down together."""
+    return [factor * ratio for ratio in ratios]
+
+
+@pytest.mark.parametrize(
+    ("gain", "lookup", "together", "outcome", "run", "start"),
+    [
+        (0.1, 1.5, 1.2, "rival_better", LOOKUP, "Prompt lookup alone is better: without any training it decodes 2.17x"),
+        (0.0, 1.5, 1.2, "rival_better", LOOKUP, "Prompt lookup alone is better"),
+        (-0.1, 1.5, 1.2, "rival_better", LOOKUP, "Prompt lookup alone is better"),
+        (0.1, 0.8, 1.2, "best_together", TOGETHER, "Best together: prompt lookup before the draft decodes 1.73x"),
+        (0.1, 1.3, 1.6, "best_together", TOGETHER, "Best together"),
+        (0.1, 0.8, 1.01, "pays_off", "best", "It pays off: the distilled draft decodes 1.44x"),
+        (0.1, 0.8, 0.9, "pays_off", "best", "It pays off"),
+        (0.0, 0.8, 1.2, "no_measurable_gain", TOGETHER, "No measurable gain"),
+    ],
+)
+def test_the_rivals_have_their_say(gain, lookup, together, outcome, run, start):
+    free = {LOOKUP: jittered(FAST, lookup), PAST: jittered(FAST, 0.5), TOGETHER: jittered(FAST, together)}
+    found = verdict(evidence_of(gain, FAST, free=free))
+    assert (found.outcome, found.run) == (outcome, run)
+    assert found.sentence.startswith(start), found.sentence
+    rivals = {rival.name: rival for rival in found.rivals}
+    assert list(rivals) == [LOOKUP, PAST, TOGETHER]
+    assert rivals[LOOKUP].speed_up == pytest.approx(lookup * found.speed_up["best"])
+    assert rivals[LOOKUP].draft_over_it == pytest.approx(1 / lookup)
+    for rival in found.rivals:
+        assert rival.tokens_per_second / found.target_tokens_per_second == pytest.approx(rival.speed_up)
+
+
+def test_a_lookup_that_cannot_be_told_from_the_draft_is_said_so():
+    noisy = [1.9, 1.1, 1.7, 1.2, 1.6, 1.3]
+    found = verdict(evidence_of(0.1, FAST, free={LOOKUP: noisy, TOGETHER: jittered(FAST, 0.9)}))
+    assert found.outcome == "pays_off"
+    assert "the two cannot be told apart" in found.sentence
+    assert found.rivals[0].draft_over_it_ci[0] < 1 < found.rivals[0].draft_over_it_ci[1]
+
+
+def test_the_columns_of_the_verdict_agree_and_the_median_stands_beside():
+    found = verdict(evidence_of(0.1, FAST))
+    assert found.best.tokens_per_second / found.target_tokens_per_second == pytest.approx(found.speed_up["best"])
+    assert found.speed_up["best"] == pytest.approx(6 / sum(1 / ratio for ratio in FAST))
+    assert found.speed_up_median["best"] == pytest.approx(1.45)
+    assert found.best.speed_gamma == GAMMA
+
+
+def test_a_draft_picked_from_many_has_wider_intervals_of_its_own():
+    evidence = evidence_of(0.1, FAST)
+    once, often = verdict(evidence), verdict(evidence, looks=20)
+    assert once.best.alpha_ci == (0.4, 0.6)
+    own = [one.accept_probs("sample") for one in evidence.own_scores("best")]
+    sums, tokens = np.array([probs.sum() for probs in own]), np.array([len(probs) for probs in own])
+    wide = ratio_interval(sums, tokens, 1 - 0.05 / 20)
+    assert often.best.alpha_ci == wide
+    assert wide[0] < sums.sum() / tokens.sum() < wide[1]
+    assert often.baseline.alpha_ci == (0.4, 0.6)
+    widths = [found.speed_up_ci["best"][1] - found.speed_up_ci["best"][0] for found in (once, often)]
+    assert widths[1] > 1.5 * widths[0]
 
 
 def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():

@@ -13,7 +13,6 @@ from speculative.measure.effects import (
     fewest_prompts,
     paired_effects,
     rough_detectable,
-    speed_interval,
     too_few,
     words,
 )
@@ -208,29 +207,6 @@ def test_a_single_draft_bounds_what_a_pair_will_see():
     # Five prompts would see nothing, six may.
     assert rough_detectable(accept_probs[:10], KEYS[:10]) is None
     assert rough_detectable(accept_probs[:12], KEYS[:12]) > bound
-
-
-def test_speed_intervals_are_of_medians():
-    ratios = np.random.default_rng(0).normal(1.5, 0.2, 60).tolist()
-    median, (low, high) = speed_interval(ratios)
-    assert median == np.median(ratios)
-    assert low < median < high
-    # Standard error of a normal median: 1.25 sigma / sqrt(n) = 0.032; both ends within a factor of two.
-    assert 0.06 < high - low < 0.26
-
-
-def test_few_timed_prompts_have_no_interval():
-    """Five of one sign are luck one time in sixteen."""
-    for count in range(1, 6):
-        assert speed_interval([1.3 + 0.01 * index for index in range(count)])[1] is None
-    assert speed_interval([1.3]) == (1.3, None)
-    _, (low, high) = speed_interval([1.3, 1.31, 1.32, 1.33, 1.34, 1.35])
-    assert 1.3 <= low < high <= 1.35
-    assert speed_interval([1.3] * 6, confidence=0.999)[1] is None
-    rng = np.random.default_rng(0)
-    drawn = [speed_interval(rng.normal(1.2, 0.1, 8))[1] for _ in range(300)]
-    # 95 % with a standard error of 1.3 points; without the wider ends of few prompts it is 91 %.
-    assert np.mean([low <= 1.2 <= high for low, high in drawn]) >= 0.94
 
 
 def test_effects_of_calls_are_those_of_sums_without_alpha():

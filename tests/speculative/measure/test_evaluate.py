@@ -10,7 +10,7 @@ from speculative.decode import decode
 from speculative.decoder import block_loop as loop_module
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, compare_speed, judge, judge_frozen
+from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.effects import paired_effects
 from speculative.measure.self_checks import SelfCheckError, self_checks
 from speculative.measure.token_scores import score_tokens
@@ -121,10 +121,3 @@ def test_self_checks_catch_a_target_that_rejects_itself(monkeypatch):
     )
     with pytest.raises(SelfCheckError, match=r"alpha 0\.\d+ by live decoding"):
         self_checks(TARGET, prompts_of([5, 9, 4, 7]), SETTINGS)
-
-
-def test_compare_speed_times_every_contestant_on_every_prompt():
-    speed = compare_speed(TARGET, {"baseline": DRAFT, "best": TARGET}, prompts_of([4, 6]), SETTINGS)
-    assert set(speed) == {"target", "baseline", "best"}
-    assert speed["target"]["speed_up"] == 1.0
-    assert all(numbers["tokens_per_second"] > 0 for numbers in speed.values())
