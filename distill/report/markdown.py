@@ -13,6 +13,7 @@ from distill.report.tables import (
     Cell,
     GivenTimes,
     Table,
+    contest_table,
     count,
     disagreement_table,
     forgetting_table,
@@ -94,9 +95,20 @@ def speed_line(result: Result) -> str:
     if verdict.best_gamma == 0:
         return f"No gamma pays on this machine (c = {costs.cost_ratio:.2f})."
     return (
-        f"Best gamma on this machine: {verdict.best_gamma}, predicted speed-up {times(verdict.predicted_speed_up)} "
+        f"Best gamma on this machine: {best_gamma_words(verdict)}, predicted speed-up {times(verdict.predicted_speed_up)} "
         f"(c = {costs.cost_ratio:.2f}, batch {costs.batch_size})."
     )
+
+
+def best_gamma_words(verdict: Verdict) -> str:
+    """`6 (4 to 8 are as good)`: the best gamma only as far as it is known."""
+    ends = verdict.best_gamma_range
+    alike = (
+        f" ({ends[0]} to {ends[1]} are as good within 3 %, or what costs are known to)"
+        if ends and ends[0] < ends[1]
+        else ""
+    )
+    return f"{verdict.best_gamma}{alike}"
 
 
 def effect_lines(verdict: Verdict) -> list[str]:
@@ -160,6 +172,12 @@ def serve_warning(result: Result) -> str:
         reasons.append("this draft is the undistilled one")
     elif outcome == "no_measurable_gain":
         reasons.append("this draft is not certainly better than the undistilled one")
+    if outcome == "rival_better":
+        reasons.append(f"{verdict.run} is faster and needs no training")
+    elif outcome == "best_together":
+        reasons.append(
+            "with prompt lookup before it the draft is faster still (understudy generate; see what your engine can chain)"
+        )
     if pays is False or outcome == "no_speed":
         reasons.append("the target with this draft was not certainly faster than the target alone")
     if verdict.best_gamma == 0:
@@ -304,6 +322,7 @@ def markdown(result: Result, given: GivenTimes) -> str:
         f"Rule {escaped(verdict.rule)}, gamma {verdict.gamma}, {verdict.prompts} held-out prompts, {verdict.tokens:,} tokens; "
         "\\[95 % interval\\].",
         markdown_table(headline_table(result)),
+        *([markdown_table(contest)] if (contest := contest_table(result)) else []),
         *(escaped(line) for line in effect_lines(verdict)),
         *(f"> Warning: {escaped(line)}" for line in verdict.warnings),
         "## Acceptance over steps",

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.export.export import ExportReport
+from distill.report.markdown import best_gamma_words
 from distill.report.screen_table import screen_table
 from distill.report.tables import interval, number
-from distill.run.verdict_record import Costs, Judgement, OnText, Verdict
+from distill.run.verdict_record import Costs, Interval, Judgement, OnText, Verdict
 from speculative.decoder.responses import Response
 from speculative.explain.token_class import token_pieces
 from speculative.measure.replay import agreement_words
@@ -29,11 +30,13 @@ def verdict_table(verdict: Verdict) -> Table:
         ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"),
         words=("draft",),
         no_wrap=True,
-        caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]",
+        caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]; g: gamma that the speed is of",
     )
     alone = verdict.target_tokens_per_second
     if alone is not None:
-        table.add_row("target alone", "", "1.00", "", f"{alone:.0f}", "1.00x")
+        table.add_row(
+            "target alone", "", "1.00", "", f"{alone:.0f}", "1.00x", style="bold" if verdict.run == "target" else ""
+        )
     for name, key in (("undistilled", "baseline"), ("served today", "served"), ("distilled", "best")):
         row = getattr(verdict, key)
         if row is None:
@@ -44,10 +47,29 @@ def verdict_table(verdict: Verdict) -> Table:
             f"{row.tau:.2f}" + (f"\n{interval(row.tau_ci, 2)}" if row.tau_ci else "\n(replay)"),
             f"{row.accepted_per_drafted:.3f}" if row.accepted_per_drafted is not None else "",
             f"{row.tokens_per_second:.0f}" if alone is not None else "",
-            f"{verdict.speed_up[key]:.2f}x" if verdict.speed_up else "",
-            style="bold" if key == "best" else "",
+            _speed_cell(verdict.speed_up[key], (verdict.speed_up_ci or {}).get(key), row.speed_gamma)
+            if verdict.speed_up
+            else "",
+            style="bold" if key == (verdict.run or "best") else "",
+        )
+    for rival in verdict.rivals:
+        table.add_row(
+            rival.name,
+            "",
+            f"{number(rival.tau, 2)}\n(replay)",
+            "",
+            f"{rival.tokens_per_second:.0f}",
+            _speed_cell(rival.speed_up, rival.speed_up_ci, rival.gamma),
+            style="bold" if verdict.run == rival.name else "",
         )
     return table
+
+
+def _speed_cell(speed_up: float, ends: Interval | None, gamma: int | None) -> str:
+    """Speed-up, its interval, and the gamma that it is of."""
+    return "\n".join(
+        part for part in (f"{speed_up:.2f}x" + (f" (g {gamma})" if gamma else ""), interval(ends, 2)) if part
+    )
 
 
 def judgement_table(title: str, judgement: Judgement) -> Table:
@@ -111,10 +133,9 @@ def outside_check_lines(found: dict[str, Any], gamma: int) -> list[str]:
 
 def _cost_line(verdict: Verdict, costs: Costs) -> str:
     """Best gamma, its predicted speed-up, the cost ratio and the break-even alpha."""
-    gamma = verdict.best_gamma
     best = (
-        f"best gamma {gamma}, predicted speed-up {verdict.predicted_speed_up:.2f}x"
-        if gamma
+        f"best gamma {best_gamma_words(verdict)}, predicted speed-up {verdict.predicted_speed_up:.2f}x"
+        if verdict.best_gamma
         else "no gamma pays on this machine"
     )
     break_even = costs.break_even_alpha
@@ -127,7 +148,7 @@ def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
     """The screen that ends a demo."""
-    style = "green" if verdict.outcome == "pays_off" else "yellow"
+    style = "green" if verdict.outcome in ("pays_off", "best_together") else "yellow"
     console.print()
     if completions:
         legend = Text.assemble(

@@ -205,48 +205,49 @@ def headline_table(result: Result) -> Table:
 
 def contest_table(result: Result) -> Table | None:
     """What could be run, fastest first: the target alone, every draft, what needs no training; None where nothing was timed."""
-    verdict = result.verdict
+    verdict, labels = result.verdict, labels_of(result)
     if verdict.target_tokens_per_second is None:
         return None
-    rows = [(1.0, [Cell("the target alone", strong=verdict.run == "target"), Cell(NOTHING), Cell("1.00"),
-                   Cell(number(verdict.target_tokens_per_second, 0)), Cell("1.00x"), Cell(NOTHING)])]  # fmt: skip
-    labels = labels_of(result)
-    for name, draft in (("baseline", verdict.baseline), ("served", verdict.served), ("best", verdict.best)):
-        if draft is None or verdict.speed_up is None or name not in verdict.speed_up:
-            continue
-        ends = (verdict.speed_up_ci or {}).get(name)
-        tau = verdict.tau_of(name)
-        rows.append(
-            (
-                verdict.speed_up[name],
-                [
-                    Cell(labels.get(name, name), strong=verdict.run == name),
-                    Cell(NOTHING if draft.speed_gamma is None else str(draft.speed_gamma)),
-                    Cell(number(tau, 2)),
-                    Cell(number(draft.tokens_per_second, 0)),
-                    Cell(times(verdict.speed_up[name]), interval(ends, 2) or TOO_FEW_TIMED),
-                    Cell(NOTHING),
-                ],
+    drafts = {"baseline": verdict.baseline, "served": verdict.served, "best": verdict.best}
+    alone = verdict.target_tokens_per_second
+    found = [_contest_row("the target alone", "", verdict.run == "target", None, 1.0, alone, (1.0, None))]
+    for name, draft in drafts.items():
+        if draft is not None and name in (verdict.speed_up or {}):
+            fast = ((verdict.speed_up or {})[name], (verdict.speed_up_ci or {}).get(name) or TOO_FEW_TIMED)
+            chosen, rate = verdict.run == name, draft.tokens_per_second
+            found.append(
+                _contest_row(labels.get(name, name), "", chosen, draft.speed_gamma, draft.speed_tau, rate, fast)
             )
-        )
     for rival in verdict.rivals:
-        sizes = f"n-grams of {rival.ngrams[0]} to {rival.ngrams[1]}" if rival.ngrams else ""
-        rows.append(
-            (
-                rival.speed_up,
-                [
-                    Cell(rival.name, sizes, strong=verdict.run == rival.name),
-                    Cell(str(rival.gamma)),
-                    Cell(number(rival.tau, 2)),
-                    Cell(number(rival.tokens_per_second, 0)),
-                    Cell(times(rival.speed_up), interval(rival.speed_up_ci, 2) or TOO_FEW_TIMED),
-                    Cell(times(rival.draft_over_it), interval(rival.draft_over_it_ci, 2)),
-                ],
-            )
-        )
-    rows.sort(key=lambda row: -row[0])
+        sizes = f"n-grams of {rival.ngrams[1]} to {rival.ngrams[0]}" if rival.ngrams else ""
+        fast, chosen = (rival.speed_up, rival.speed_up_ci or TOO_FEW_TIMED), verdict.run == rival.name
+        row = _contest_row(rival.name, sizes, chosen, rival.gamma, rival.tau, rival.tokens_per_second, fast)
+        row[1][-1] = Cell(times(rival.draft_over_it), interval(rival.draft_over_it_ci, 2))
+        found.append(row)
+    found.sort(key=lambda row: -row[0])
     columns = ("run", "gamma", "tau", "tokens/s", "speed-up", "the draft over it")
-    return Table(columns, [cells for _, cells in rows], "What could be run")
+    return Table(columns, [cells for _, cells in found], "What could be run")
+
+
+def _contest_row(
+    name: str,
+    note: str,
+    chosen: bool,
+    gamma: int | None,
+    tau: float | None,
+    rate: float | None,
+    fast: tuple[float, Any],
+) -> tuple[float, list[Cell]]:
+    """(speed-up, cells); fast: speed-up and its interval, or why there is none."""
+    speed_up, ends = fast
+    return speed_up, [
+        Cell(name, note, "run this" if chosen else "", strong=chosen),
+        Cell(NOTHING if gamma is None else str(gamma)),
+        Cell(number(tau, 2)),
+        Cell(number(rate, 0)),
+        Cell(times(speed_up), ends if isinstance(ends, str) else interval(ends, 2)),
+        Cell(NOTHING),
+    ]
 
 
 def rules_table(result: Result) -> Table | None:

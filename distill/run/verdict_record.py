@@ -135,6 +135,7 @@ class JudgedDraft(Numbers):
     tau: float = Field(description="tokens per target call at the judged gamma")
     tokens_per_second: float | None = Field(None, description="with this draft, at batch 1; only where timed")
     speed_gamma: int | None = Field(None, description="the gamma that its speed is of: the best for it by replay")
+    speed_tau: float | None = Field(None, description="tokens per target call there, by replay")
 
 
 class BestDraft(JudgedDraft):

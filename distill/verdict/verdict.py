@@ -179,7 +179,12 @@ def _judged(evidence: Evidence, name: str, kind: type[Draft], speeds: Mapping[st
     known = evidence.judged[name].model_dump(include=set(kind.model_fields), exclude_unset=True)
     known.pop("tokens_per_second", None)  # of the judge's batch, not of one prompt at a time
     if speeds is not None and evidence.contest is not None:
-        known |= {"tokens_per_second": speeds[name].tokens_per_second, "speed_gamma": evidence.contest[name].gamma}
+        one, tokens = evidence.contest[name], sum(len(text.response_ids) for text in evidence.frozen)
+        known |= {
+            "tokens_per_second": speeds[name].tokens_per_second,
+            "speed_gamma": one.gamma,
+            "speed_tau": tokens / float(one.blocks_N.sum()),
+        }
     return kind.model_validate(known)
 
 
