@@ -11,6 +11,7 @@ from distill.run.verdict_record import (
     Effects,
     JudgedDraft,
     Judgement,
+    Latency,
     PairedGain,
     Repetition,
     Rival,
@@ -23,6 +24,7 @@ from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, near_best_gammas
 from speculative.measure.effects import paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.metrics import latency
 from speculative.measure.race import ALONE, Speed
 from speculative.measure.replay import law_of
 
@@ -80,6 +82,7 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
         speed_up_ci={name: speeds[name].interval for name in names} if speeds else None,
         speed_up_median={name: speeds[name].median for name in names} if speeds else None,
         rivals=_rivals(evidence, speeds),
+        latency=_latency(evidence),
         run=run,
         effects=effects,
         against_served=against_served,
@@ -172,6 +175,13 @@ def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Riva
             )
         )
     return rows
+
+
+def _latency(evidence: Evidence) -> dict[str, Latency]:
+    """Of the responses that were timed, by entrant and of the target alone."""
+    laps = evidence.contest.laps if evidence.contest else {}
+    said = {name: [lap.response for own in of.values() for lap in own] for name, of in laps.items()}
+    return {name: Latency.model_validate(latency(responses)) for name, responses in said.items()}
 
 
 def _judged(evidence: Evidence, name: str, kind: type[Draft], speeds: Mapping[str, Speed] | None) -> Draft:

@@ -109,6 +109,7 @@ def test_the_speed_up_is_pooled_and_the_median_stands_beside(result: dict) -> No
         pooled = verdict[name]["tokens_per_second"] / verdict["target_tokens_per_second"]
         assert verdict["speed_up"][name] == pytest.approx(pooled)
         assert verdict["speed_up_ci"][name] is None  # of two prompts
+    assert set(verdict["latency"]) == {"target", "baseline", "best", *(rival["name"] for rival in verdict["rivals"])}
     rivals = {rival["name"]: rival for rival in verdict["rivals"]}
     assert set(rivals) == {"prompt lookup", "past responses", "lookup + draft"}
     assert rivals["prompt lookup"]["tuned_on"] == "training prompts"
