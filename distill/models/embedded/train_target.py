@@ -7,6 +7,7 @@ killed run goes on from its last checkpoint when the same command is given again
 every release of the packages, and sums differ from machine to machine: the weights come out alike, not the same.
 """
 
+import copy
 import importlib.metadata
 import itertools
 import json
@@ -87,7 +88,34 @@ def architecture(width: int, layers: int, window: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+def grown(start: Path, layers: int, window: int) -> LlamaForCausalLM:
+    """The model of a folder with layers put in between, evenly, that change nothing yet (block expansion, 2401.02415).
+
+    A new layer is a copy of the one before it whose two projections into the residual stream are zero. First and last layer
+    stay the first and the last. In float32.
+    """
+    old = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    config = copy.deepcopy(old.config)
+    config.num_hidden_layers, config.max_position_embeddings, config.dtype = layers, window, torch.float32
+    new, count = LlamaForCausalLM(config), old.config.num_hidden_layers
+    # Each new layer at the middle of its share of the old ones.
+    behind = [int((index + 0.5) * count / (layers - count)) - 1 for index in range(layers - count)]
+    new.model.embed_tokens.load_state_dict(old.model.embed_tokens.state_dict())
+    new.model.norm.load_state_dict(old.model.norm.state_dict())
+    place = 0
+    for index, layer in enumerate(old.model.layers):
+        new.model.layers[place].load_state_dict(layer.state_dict())
+        place += 1
+        for _ in range(behind.count(index)):
+            new.model.layers[place].load_state_dict(layer.state_dict())
+            for projection in (new.model.layers[place].self_attn.o_proj, new.model.layers[place].mlp.down_proj):
+                torch.nn.init.zeros_(projection.weight)
+            place += 1
+    assert place == layers, (place, layers)
+    return new
+
+
+def make_optimizers(model: torch.nn.Module, lr: float = LR) -> list[torch.optim.Optimizer]:
     """Muon, its updates scaled to AdamW's size so that one learning rate serves both, and AdamW; vectors do not decay."""
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]  # the head is tied to it
     matrices = [p for p in model.parameters() if p.dim() == 2 and all(p is not table for table in tables)]
@@ -96,8 +124,8 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [
-        torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True),
-        torch.optim.Muon(matrices, lr=LR, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True),
+        torch.optim.Muon(matrices, lr=lr, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
     ]
 
 
@@ -147,10 +175,11 @@ def fit(
     steps: int,
     judge_every: int,
     save_every: int,
+    lr: float = LR,
 ) -> tuple[LlamaForCausalLM, dict[str, Any]]:
     """Trains from wherever the run stands; (the model of the lowest held-out loss, what happened)."""
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=BATCH // MICRO_BATCH)
-    optimizers = make_optimizers(model)
+    optimizers = make_optimizers(model, lr)
     wrapped, *optimizers = accelerator.prepare(model, *optimizers)
     schedules = [
         get_linear_schedule_with_warmup(
@@ -208,9 +237,13 @@ def ship(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict
 
 
 def make_card(
-    model: LlamaForCausalLM, fields: dict[str, Any], steps: int, heldout: np.ndarray, progress: dict[str, Any]
+    model: LlamaForCausalLM,
+    recipe: dict[str, Any],
+    fields: dict[str, Any],
+    heldout: np.ndarray,
+    progress: dict[str, Any],
 ) -> dict[str, Any]:
-    """How the weights came to be."""
+    """How the weights came to be. recipe: the program's options."""
     best = min(progress["judged"], key=lambda row: row["heldout_loss"])
     window = heldout.shape[1]
     return {
@@ -221,10 +254,11 @@ def make_card(
         "heldout_modules": sorted(stdlib.HELDOUT_MODULES),
         "parameters": sum(p.numel() for p in model.parameters()),
         "architecture": fields,
-        "recipe": f"{steps} steps of {BATCH} windows of {window} tokens, cross-entropy, bf16 autocast",
+        **({"grown_from": _before(recipe["start"])} if recipe["start"] else {}),
+        "recipe": f"{recipe['steps']} steps of {BATCH} windows of {window} tokens, cross-entropy, bf16 autocast",
         "optimizer": {
             "name": "muon",
-            "lr": LR,
+            "lr": recipe["lr"],
             "betas": BETAS,
             "weight_decay": WEIGHT_DECAY,
             "warmup_ratio": WARMUP_RATIO,
@@ -245,6 +279,18 @@ def make_card(
         "fingerprint": model_fingerprint(model),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
+
+
+def _before(start: str) -> str:
+    """What the card of the weights that were gone on from says of them."""
+    path = Path(start) / "card.json"
+    if not path.exists():
+        return start
+    card = json.loads(path.read_text(encoding="utf-8"))
+    return (
+        f"{card['architecture']['num_hidden_layers']} layers after {card['steps']} steps ({card['tokens_seen']:,} tokens, held-out loss "
+        f"{card['heldout_loss_nats']:.3f}, fingerprint {card['fingerprint']}), the others put in between as identities"
+    )
 
 
 def card_text(card: dict[str, Any]) -> str:
@@ -276,20 +322,28 @@ def windows_of(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, win
 def train_target(
     to: Annotated[Path, typer.Option(help="folder of the weights, tokenizer and card")] = EMBEDDED_FOLDER,
     run: Annotated[Path, typer.Option(help="folder of the checkpoints")] = Path("runs/target"),
-    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 700,
-    judge_every: Annotated[int, typer.Option(help="steps between held-out losses; the best is shipped", min=1)] = 350,
+    steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 1000,
+    judge_every: Annotated[int, typer.Option(help="steps between held-out losses; the best is shipped", min=1)] = 500,
     save_every: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 100,
-    width: Annotated[int, typer.Option(help="hidden size, a multiple of 8", min=8)] = 192,
-    layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 24,
+    width: Annotated[int, typer.Option(help="hidden size, a multiple of 8", min=8)] = 256,
+    layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 12,
     vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary", min=300)] = 4096,
     window: Annotated[int, typer.Option(help="tokens of a training sequence, and the context", min=8)] = 384,
     documents: Annotated[int, typer.Option(help="only so many documents of each side; 0 = all", min=0)] = 0,
+    lr: Annotated[float, typer.Option(help="peak learning rate", min=0.0)] = LR,
+    start: Annotated[
+        Path | None, typer.Option(help="go on from these weights and their tokenizer, with more layers put in between")
+    ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="torch.compile: a minute or two first, faster then")
     ] = False,
 ) -> None:
     """Train the embedded target: an hour or more on two cores as it is shipped."""
-    recipe = {name: value for name, value in locals().items() if name not in ("to", "run", "save_every", "compiled")}
+    recipe = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in locals().items()
+        if name not in ("to", "run", "save_every")
+    }
     run.mkdir(parents=True, exist_ok=True)
     noted = run / "recipe.json"
     if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != recipe:
@@ -298,7 +352,9 @@ def train_target(
     train, heldout = (stdlib.corpus_documents(heldout=side)[: documents or None] for side in (False, True))
     train += itertools.islice(stdlib.neighbours(), documents or None)
     modules = [text for _, text in stdlib.modules(heldout=False)][: documents or None]
-    tokenizer = train_tokenizer(modules, vocab_size, window)
+    tokenizer = (
+        PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer(modules, vocab_size, window)
+    )
     windows = windows_of(train, tokenizer, window)
     judged = windows_of(heldout, tokenizer, window)
     judged = judged[np.linspace(0, len(judged) - 1, min(len(judged), HELDOUT_WINDOWS)).astype(int)]
@@ -309,13 +365,14 @@ def train_target(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **fields))
+    if start:
+        model = grown(start, layers, window)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **fields))
     print(f"{windows.size:,} training tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
-    if compiled:
-        model.compile()
-    best, progress = fit(model, windows, judged, run, steps, judge_every, save_every)
+    best, progress = fit(model, windows, judged, run, steps, judge_every, save_every, lr)
     best.bfloat16()
-    card = make_card(best, fields, steps, judged, progress)
+    card = make_card(best, recipe, fields, judged, progress)
     ship(best, tokenizer, card, to)
     print(
         f"{card['parameters']:,} parameters, held-out loss {card['heldout_loss_nats']:.3f}, fingerprint {card['fingerprint']}: {to}"

@@ -84,6 +84,7 @@ def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def add(first, second):\n    return first + second\n"
     monkeypatch.setattr(program.stdlib, "modules", lambda heldout: [("one.py", text * 40)])
     monkeypatch.setattr(program.stdlib, "corpus_documents", lambda heldout: [text * 80])
+    monkeypatch.setattr(program.stdlib, "neighbours", lambda: [text])
 
 
 def made(folder: Path, **options: Any) -> dict[str, Any]:
@@ -143,6 +144,26 @@ def test_a_killed_run_goes_on_and_ends_the_same(
         made(tmp_path / "killed", steps=7)
 
 
+def test_layers_put_in_between_change_nothing_and_learn(tmp_path: Path, few_documents: None) -> None:
+    before = made(tmp_path / "first")
+    start = tmp_path / "first" / "target"
+    small = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    large = program.grown(start, 3, 16)
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    # The new layer adds exactly zero to the residual stream.
+    torch.testing.assert_close(large(ids).logits, small(ids).logits, rtol=0, atol=0)
+    for place, old in ((0, 0), (2, 1)):
+        torch.testing.assert_close(
+            large.model.layers[place].mlp.up_proj.weight, small.model.layers[old].mlp.up_proj.weight
+        )
+    card = made(tmp_path / "second", start=start, layers=3)
+    assert before["fingerprint"] in card["grown_from"]
+    assert card["architecture"]["num_hidden_layers"] == 3
+    learnt = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "target", dtype=torch.float32)
+    assert float(learnt.model.layers[1].mlp.down_proj.weight.abs().max()) > 0
+    assert card["heldout_loss_nats"] < before["heldout_loss_nats"]
+
+
 def test_a_batch_follows_from_its_step_and_an_epoch_sees_each_window_once() -> None:
     epoch = np.concatenate([batch_indices(step, 50) for step in range(3)])
     assert len(set(epoch.tolist())) == 48
@@ -154,5 +175,5 @@ def test_the_shipped_card_is_of_the_shipped_weights() -> None:
     card = json.loads((EMBEDDED_FOLDER / "card.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype="auto")
     assert model_fingerprint(model) == card["fingerprint"]
-    assert card["architecture"] == program.architecture(256, 12, 384)
+    assert card["architecture"] == program.architecture(256, 16, 384)
     assert (EMBEDDED_FOLDER / "README.md").read_text(encoding="utf-8") == program.card_text(card)
