@@ -334,9 +334,6 @@ def train_target(
     start: Annotated[
         Path | None, typer.Option(help="go on from these weights and their tokenizer, with more layers put in between")
     ] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="torch.compile: a minute or two first, faster then")
-    ] = False,
 ) -> None:
     """Train the embedded target: an hour or more on two cores as it is shipped."""
     recipe = {
