@@ -149,7 +149,7 @@ def test_layers_put_in_between_change_nothing_and_learn(tmp_path: Path, few_docu
     start = tmp_path / "first" / "target"
     small = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     large = program.grown(start, 3, 16)
-    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, small.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     # The new layer adds exactly zero to the residual stream.
     torch.testing.assert_close(large(ids).logits, small(ids).logits, rtol=0, atol=0)
     for place, old in ((0, 0), (2, 1)):
