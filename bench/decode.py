@@ -231,12 +231,14 @@ def bench_batched(bench: Bench, kind: str, mode: str, gamma: int, batch: int, re
     own_kind = bench.kinds[kind]
     copies = -(-3 * batch // len(own_kind))  # Each row is filled three times; samples differ by their key.
     prompts = [(f"{key}/{copy}", ids) for copy in range(copies) for key, ids in own_kind]
-    scores = {name: Score() for name in ("ours", "plain", "hf")}
+    scores = {name: Score() for name in ("ours", "plain", "adaptive", "hf")}
     assisted = bench.transformers(mode, gamma)
+    policies: dict[str, GammaPolicy | None] = {"ours": None, "plain": None, "adaptive": AdaptiveGamma(gamma)}
     for turn in range(repeats + 1):
-        for name, drafter in (("ours", ModelDrafter(bench.draft)), ("plain", None)):
-            width = gamma if drafter is not None else 0
-            responses, timing = decode(bench.target, drafter, prompts, bench.settings(mode, width), batch_size=batch)
+        for name, policy in policies.items():
+            drafter = None if name == "plain" else ModelDrafter(bench.draft)
+            settings = bench.settings(mode, gamma if drafter is not None else 0)
+            responses, timing = decode(bench.target, drafter, prompts, settings, batch_size=batch, policy=policy)
             if turn:
                 scores[name].tokens += sum(len(response.response_ids) for response in responses)
                 scores[name].seconds += timing.total_seconds
@@ -250,6 +252,7 @@ def bench_batched(bench: Bench, kind: str, mode: str, gamma: int, batch: int, re
     return cell(bench, kind, batch, mode, gamma, "draft", own, own.tokens / own.blocks) | {
         "vs_hf_assisted": own.rate / scores["hf"].rate,
         "vs_plain": own.rate / scores["plain"].rate,
+        "adaptive_vs_plain": scores["adaptive"].rate / scores["plain"].rate,
         "rows_decoded": len(prompts),
     }
 

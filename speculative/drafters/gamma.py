@@ -93,15 +93,37 @@ class BlockSeconds:
         return self._estimates[: max_width + 1]
 
 
+class LoadSeconds:
+    """`BlockSeconds` for each load: how many rows are active, rounded up to a power of two.
+
+    A verify call feeds gamma + 1 tokens of every row. Alone in a batch they are nearly free; where the batch alone keeps
+    the machine busy each costs its own time, so what was timed at one load says little of another.
+    """
+
+    def __init__(self) -> None:
+        self._by_load: dict[int, BlockSeconds] = {}
+
+    def at(self, active_rows: int) -> BlockSeconds:
+        """What was timed at the load of so many rows; empty at first."""
+        return self._by_load.setdefault(self.load(active_rows), BlockSeconds())
+
+    @staticmethod
+    def load(active_rows: int) -> int:
+        """1, 2, 4, 8, ...: a decoder that drops empty rows does so when half are empty."""
+        return 1 << max(active_rows - 1, 0).bit_length()
+
+
 class AdaptiveGamma:
     """argmax over gamma of expected tokens per second, from running acceptance and the measured block times.
 
     Acceptance of the j-th drafted token, given those before it, is counted over all requests: it rises with j (texts
     have easy stretches), which a single rate would miss. Whether the first is accepted is each row's own running rate,
     begun at all others'. Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows; seconds are
-    medians of the blocks of that width. Gamma 0 is plain decoding: chosen when nothing pays, not even with half a
-    standard error more acceptance than was seen, and left for a short block after 16, 32, 64, ... plain ones to look
-    again; in the same way plain decoding is timed again while drafting pays only a little.
+    medians of the blocks of that width at the present load (`LoadSeconds`): a full batch may be decoded plainly and
+    drafted for again as it empties. A load is timed when it is first met, in some five blocks. Gamma 0 is plain
+    decoding: chosen when nothing pays, not even with half a standard error more acceptance than was seen, and left for
+    a short block after 16, 32, 64, ... plain ones to look again (after 16 when that surprised); in the same way plain
+    decoding is timed again while drafting pays only a little.
 
     Only tested tokens are counted (those up to the first rejection): a choice that looked at thrown-away drafts would
     bias sampled text. Under sampling the text still depends on the choices (a token drafted and accepted is drawn with
@@ -123,7 +145,7 @@ class AdaptiveGamma:
             raise UserError(f"adaptive gamma needs room: the largest gamma is {max_gamma}, give at least 1")
         self.max_gamma = max_gamma
         self.stop_below = _checked_threshold(stop_below)
-        self.block_seconds = BlockSeconds()
+        self.block_seconds = LoadSeconds()
         self.chosen: dict[int, int] = {}
         self._start_alpha = start_alpha
         self._kept_G, self._tested_G = np.zeros(max_gamma), np.zeros(max_gamma)
@@ -133,6 +155,8 @@ class AdaptiveGamma:
         self._last_chosen: int | None = None
         self._catches_up = False
         self._settled = False  # Plain decoding was chosen, and nothing has been learnt since.
+        self._looks = False  # The last block was drafted only to look again.
+        self._load = 0
 
     def start(self, rows: int) -> None:
         self._rows_R2 = np.zeros((rows, 2))
@@ -146,9 +170,15 @@ class AdaptiveGamma:
         self._rows_R2 = self._rows_R2[list(rows)]
 
     def choose(self, active_R: np.ndarray) -> int:
+        active_rows = int(active_R.sum())
+        if self._load != LoadSeconds.load(active_rows):
+            self._load, self._settled = LoadSeconds.load(active_rows), False
         gamma = 0 if self._settled else self._choice(active_R)
-        self._settled = gamma == 0 and self.block_seconds.known(0)
-        if gamma == 0 and self._plain_blocks >= self._look_after:
+        self._settled = gamma == 0 and self.block_seconds.at(active_rows).known(0)
+        self._looks = gamma == 0 and self._plain_blocks >= self._look_after
+        if gamma > 0:
+            self._look_after = self.FIRST_LOOK
+        if self._looks:
             gamma, self._plain_blocks, self._look_after = 1, 0, min(2 * self._look_after, self.LAST_LOOK)
         elif gamma > 0 and self._small_gain and self._drafted_blocks >= self._time_after:
             gamma, self._time_after = 0, min(2 * self._time_after, self.LAST_TIMING)
@@ -175,10 +205,11 @@ class AdaptiveGamma:
         return np.array(rates)
 
     def _choice(self, active_R: np.ndarray) -> int:
-        seconds = self.block_seconds.estimates(self.max_gamma)
+        timed = self.block_seconds.at(int(active_R.sum()))
+        seconds = timed.estimates(self.max_gamma)
         if seconds is None:
             # Two: a draft may stop early, so the width that was asked for need not be the one that was timed.
-            drafted = any(self.block_seconds.known(width) for width in range(1, self.max_gamma + 1))
+            drafted = any(timed.known(width) for width in range(1, self.max_gamma + 1))
             return 0 if drafted else min(3, self.max_gamma)
         gamma = 1 + int(np.argmax((self.expected_tokens(active_R) / seconds)[1:]))
         # Plain decoding learns nothing, so it is left to those of whom enough is known.
@@ -191,7 +222,7 @@ class AdaptiveGamma:
     ) -> None:
         # The first draft behind plain decoding has text to catch up with: no block is like it.
         if seconds is not None and not self._catches_up:
-            self.block_seconds.add(width, seconds)
+            self.block_seconds.at(int(active_R.sum())).add(width, seconds)
         if width == 0:
             self._plain_blocks, self._drafted_blocks = self._plain_blocks + 1, 0
             return
@@ -200,6 +231,8 @@ class AdaptiveGamma:
         kept_R, drafted_R = accepted_R[active_R], drafted_R[active_R]
         kept_R = np.minimum(kept_R, drafted_R)
         tested_R = np.minimum(kept_R + 1, drafted_R)
+        if self._looks and self._better_than_known(kept_R[tested_R > 0] > 0):
+            self._look_after = self.FIRST_LOOK
         places_G = np.arange(self.max_gamma)
         decay = self.POOL_MEMORY ** int(tested_R.sum())
         self._kept_G = decay * self._kept_G + (places_G < kept_R[:, None]).sum(0)
@@ -208,8 +241,11 @@ class AdaptiveGamma:
         self._rows_R2[active_R] = self._rows_R2[active_R] * np.where(tried_R, self.MEMORY, 1.0)[:, None] + np.stack(
             (kept_R > 0, tried_R), 1
         )
-        if kept_R.any():
-            self._look_after = self.FIRST_LOOK
+
+    def _better_than_known(self, first_kept_R: np.ndarray) -> bool:
+        """Whether a look found half a standard deviation more acceptance than was known: then look again soon."""
+        rate, looks = float(self._rates()[0]), len(first_kept_R)
+        return looks > 0 and bool(first_kept_R.mean() >= rate + 0.5 * math.sqrt(rate * (1.0 - rate) / looks))
 
 
 def _checked_threshold(stop_below: float) -> float:

@@ -7,7 +7,7 @@ from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds, FixedGamma
+from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds, FixedGamma, LoadSeconds
 from speculative.errors import UserError
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -116,6 +116,73 @@ def test_seconds_are_medians_of_what_was_timed_and_a_line_between():
     for value in (1.1, 1.1, 1.1):
         seconds.add(1, value)
     assert seconds.estimates(6)[1] == pytest.approx(1.1)
+
+
+def test_loads_are_powers_of_two_and_each_has_its_own_seconds():
+    assert [LoadSeconds.load(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 4, 4, 8, 8, 16, 16, 32]
+    seconds = LoadSeconds()
+    assert seconds.at(5) is seconds.at(8)
+    assert seconds.at(8) is not seconds.at(9)
+
+
+def loaded(policy, rows_of_stretches, blocks, alpha=0.7, seed=0):
+    """Decode stretches of so many active rows of 16, compacted or not; gammas chosen in each.
+
+    A block takes 1 + .1 gamma (draft steps) + .2 per fed token, of which every active row has gamma + 1.
+    """
+    random = np.random.default_rng(seed)
+    policy.start(16)
+    chosen = []
+    for rows in rows_of_stretches:
+        active, gammas = np.arange(16) < rows, []
+        for _ in range(blocks):
+            gamma = policy.choose(active)
+            accepted = (random.random((16, gamma)) < alpha).cumprod(1).sum(1)
+            seconds = 1.0 + 0.1 * gamma + 0.2 * rows * (gamma + 1)
+            policy.record(gamma, active, np.full(16, gamma), accepted, seconds)
+            gammas.append(gamma)
+        chosen.append(gammas)
+    return chosen
+
+
+def test_a_full_batch_is_decoded_plainly_and_drafted_for_again_as_it_empties():
+    """By hand, tokens of a row per second at acceptance .7:
+
+    gamma     0            1            2             3
+    16 rows   1/4.2=.238   1.7/7.5=.227   2.19/10.8=.203  2.53/14.1=.180
+    4 rows    1/1.8=.556   1.7/2.7=.630   2.19/3.6=.608   2.53/4.5=.563
+    1 row     1/1.2=.833   1.7/1.5=1.13   2.19/1.8=1.22   2.53/2.1=1.21
+    """
+    full, some, one, full_again, one_again = loaded(AdaptiveGamma(6), [16, 4, 1, 16, 1], blocks=150)
+    assert full[30:].count(0) >= 115  # the others look again
+    assert some[20:].count(1) >= 115
+    assert sum(gamma in (2, 3) for gamma in one[20:]) >= 115
+    # What was timed at a load is remembered: nothing is tried again.
+    assert full_again.count(0) >= 140
+    assert one_again[0] in (2, 3)
+    assert one_again.count(0) <= 5
+
+
+def test_what_a_draft_said_behind_the_first_rejection_changes_no_choice():
+    """Sampled text would be biased by it: the number of drafted tokens may depend on tested ones alone."""
+    random = np.random.default_rng(1)
+    policies = [AdaptiveGamma(5), AdaptiveGamma(5)]
+    active = np.ones(4, dtype=bool)
+    chosen = [[], []]
+    for policy in policies:
+        policy.start(4)
+    for _ in range(200):
+        gammas = [policy.choose(active) for policy in policies]
+        for history, gamma in zip(chosen, gammas, strict=True):
+            history.append(gamma)
+        accepted = (random.random((4, gammas[0])) < 0.6).cumprod(1).sum(1)
+        tested = np.minimum(accepted + 1, gammas[0])
+        seconds = 1.0 + 0.15 * gammas[0]
+        for policy, drafted in zip(policies, (tested, np.full(4, gammas[0])), strict=True):
+            policy.record(gammas[0], active, drafted, accepted, seconds)
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) > 2
+    np.testing.assert_array_equal(*(policy.expected_tokens(active) for policy in policies))
 
 
 def test_odd_policies_are_refused():
