@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -370,8 +371,14 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
     repeats: Annotated[int, typer.Option(help="rounds over the prompts", min=1)] = 2,
+    cpu_time: Annotated[
+        bool, typer.Option(help="CPU seconds of one thread: for a machine that others use too")
+    ] = False,
 ) -> None:
     """Measure the decoder against transformers and against the floor."""
+    if cpu_time:
+        threads = 1
+        patch.object(time, "perf_counter", time.thread_time).start()
     if threads:
         torch.set_num_threads(threads)
     widths = [int(part) for part in gammas.split(",")]
@@ -389,6 +396,7 @@ def main(
                 cells += bench_drafters(bench, kind, mode, widths, repeats)
     result = {
         "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None, "dtype": dtype},
+        "clock": "CPU time of one thread" if cpu_time else "wall",
         "target": Path(target).name,
         "draft": Path(draft).name if draft else "carved 0,-1",
         "max_tokens": max_tokens,

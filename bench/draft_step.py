@@ -1,18 +1,23 @@
 """What a draft step costs in the block loop, split: the bare model call, cold caches, and what the loop adds.
 
-    python bench/draft_step.py --threads 1                              # embedded target, its first and last layer
-    python bench/draft_step.py --target DIR --draft DIR --threads 1
+    python bench/draft_step.py                                          # embedded target, its first and last layer
+    python bench/draft_step.py --target DIR --draft DIR
 
 `hot`: the bare one-token call (transformers' own cache) right behind itself. `cold`: the same behind the target's verify
 call, which touches all the target's weights: mean of the gamma calls of a block. `loop`: a step of the block loop,
-drafting and all. Each is timed in turn, many times; the figure is a low quantile, which other programs disturb least.
+drafting and all. `twin`: the same with the slow twins of what makes the loop fast (`no_grad` for inference mode, a sort
+for top-p). All in turn, many times, on one thread; seconds are CPU time of that thread, of which other programs take
+nothing but cache lines, and figures are low quantiles, which those disturb least.
 """
 
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,10 +28,12 @@ from transformers import DynamicCache
 
 from bench.decode import load_pair
 from distill.run.provenance import describe_run
+from speculative.decoder import stage_clock
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import evaluating, vocab_rows
+from speculative.rules import sampling as sampling_rules
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 QUANTILE = 0.2
@@ -48,9 +55,9 @@ class BareCalls:
 
     def call(self, name: str, tokens: int) -> float:
         """Seconds of one call, which is rolled back."""
-        began = time.perf_counter()
+        began = time.thread_time()
         self.models[name](input_ids=self.ids[:, :tokens], past_key_values=self.caches[name], use_cache=True)
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         self.caches[name].crop(-tokens)
         return seconds
 
@@ -63,24 +70,36 @@ class BareCalls:
         return {"hot": float(np.mean(hot)), "cold": float(np.mean(cold)), "verify": verify}
 
 
-def in_the_loop(target: Any, draft: Any, ids: torch.Tensor, gamma: int, blocks: int) -> Callable[[str], dict[str, Any]]:
-    """A function that runs one block of a mode and says what a draft step and the rest took."""
+def in_the_loop(target: Any, draft: Any, ids: torch.Tensor, gamma: int, blocks: int) -> Callable[[], dict[str, float]]:
+    """A function that runs one block of every mode, fast and twin, and gives the seconds of its stages by name."""
     loops = {}
     for mode, sampling in MODES.items():
-        rule: Any = "greedy" if sampling.greedy else "sample"
-        settings = DecodeSettings(sampling, gamma, rule, max_tokens=(blocks + 2) * (gamma + 1))
-        loop = BlockLoop(target, ModelDrafter(draft), 1, ids.shape[1] + settings.max_tokens, settings)
-        loop.admit([0], [(mode, ids[0].tolist())])
-        loops[mode] = loop
+        for twin in (False, True):
+            rule: Any = "greedy" if sampling.greedy else "sample"
+            settings = DecodeSettings(sampling, gamma, rule, max_tokens=(blocks + 2) * (gamma + 1))
+            loop = BlockLoop(target, ModelDrafter(draft), 1, ids.shape[1] + settings.max_tokens, settings)
+            if twin:
+                loop._step_mode = torch.no_grad
+            loop.admit([0], [(mode, ids[0].tolist())])
+            loops[mode, twin] = loop
 
-    def run(mode: str) -> dict[str, Any]:
-        loop = loops[mode]
-        loop.timing = Timing()
-        loop.run_block()
-        timing = loop.timing
-        return {f"loop, {mode}": timing.draft_seconds / gamma, f"verify, {mode}": timing.verify_seconds} | {
-            f"accept, {mode}": timing.accept_seconds
-        }
+    def run() -> dict[str, float]:
+        seconds = {}
+        for (mode, twin), loop in loops.items():
+            loop.timing = Timing()
+            with ExitStack() as stack:
+                stack.enter_context(patch.object(stage_clock, "time", SimpleNamespace(perf_counter=time.thread_time)))
+                if twin:
+                    stack.enter_context(patch.object(sampling_rules, "nucleus", sampling_rules.nucleus_by_sorting))
+                began = time.thread_time()
+                loop.run_block()
+                name = mode + (", twin" if twin else "")
+                seconds[f"block, {name}"] = time.thread_time() - began
+            timing = loop.timing
+            seconds[f"loop, {name}"] = timing.draft_seconds / gamma
+            seconds[f"verify, {name}"] = timing.verify_seconds
+            seconds[f"accept, {name}"] = timing.accept_seconds
+        return seconds
 
     return run
 
@@ -91,12 +110,10 @@ def main(
     gamma: Annotated[int, typer.Option(min=1)] = 3,
     context: Annotated[int, typer.Option(help="tokens of the text before the block", min=8)] = 120,
     blocks: Annotated[int, typer.Option(help="blocks timed of each kind", min=5)] = 100,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 = torch's own")] = 0,
     out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
 ) -> None:
     """Time hot and cold bare calls and the steps of the loop in turn."""
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     model, small, _ = load_pair(target, draft, "float32", "cpu")
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_rows(model), size=(1, context)))
     seen: dict[str, list[float]] = {}
@@ -104,15 +121,18 @@ def main(
         bare = BareCalls(model, small, ids, gamma)
         run_block = in_the_loop(model, small, ids, gamma, blocks)
         for block in range(blocks):
-            timed = [bare.times(), *(run_block(mode) for mode in MODES)]
+            timed = bare.times() | run_block()
             if block:  # The first of each is a warm-up.
-                for name, seconds in (item for times in timed for item in times.items()):
+                for name, seconds in timed.items():
                     seen.setdefault(name, []).append(seconds)
     milliseconds = {name: 1e3 * float(np.quantile(values, QUANTILE)) for name, values in seen.items()}
-    table = Table("a draft step", "ms", "over the bare call, hot")
+    ratios = {mode: float(np.median(np.divide(seen[f"block, {mode}, twin"], seen[f"block, {mode}"]))) for mode in MODES}
+    table = Table("", "ms", "over the bare call, hot")
     for name, value in milliseconds.items():
         table.add_row(name, f"{value:.2f}", f"{value / milliseconds['hot']:.2f}")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("a block with the slow twins over one without:", {mode: round(r, 3) for mode, r in ratios.items()})
     if out is not None:
         result = {
             "machine": describe_run(0) | {"uncommitted_changes": None, "argv": None, "dtype": "float32"},
@@ -121,6 +141,7 @@ def main(
             "gamma": gamma,
             "context": context,
             "milliseconds": milliseconds,
+            "twin_over_fast": ratios,
         }
         partial = out.with_suffix(".tmp")
         partial.write_text(json.dumps(result, indent=1) + "\n")

@@ -14,6 +14,7 @@ from speculative.errors import UserError
 # Columns of `row_uniforms`.
 DRAFT_UNIFORM, ACCEPTANCE_COIN, RESIDUAL_UNIFORM = 0, 1, 2
 
+FEW_ROWS = 64  # Up to here a loop in numpy beats one operation of torch on all rows.
 # How far two ways to the same float32 sum, or probability, may differ.
 MASS_ROUNDING, PROB_ROUNDING = 3e-5, 1.0 - 1e-6
 
@@ -140,9 +141,9 @@ def _least_of_nucleus(probs_V: np.ndarray, total: float, top_p: float) -> float:
     mass += total - mass[-1]
     first = int(mass.searchsorted(border))
     rounding = MASS_ROUNDING * border
-    if first >= len(mass) or mass[first] - border < rounding:
+    if first == len(mass) or mass[first] - border < rounding or border - (mass[first] - ascending[first]) < rounding:
         return 0.0
-    if first > 0 and (border - mass[first - 1] < rounding or ascending[first - 1] > PROB_ROUNDING * ascending[first]):
+    if first > 0 and ascending[first - 1] > PROB_ROUNDING * ascending[first]:
         return 0.0
     return float(ascending[first])
 
@@ -158,16 +159,33 @@ def sample_at(probs_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
     Rows need not sum to one (they are scaled by their mass). A token of probability 0 is never returned as long as the
     row has any mass. The sum runs in float64: in float32 it is off by more than the tail of a large vocabulary.
     """
-    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
-    if probs_RV.device.type != "cpu":
-        # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
-        cumulative_RV = cumulative_RV.masked_fill_(probs_RV <= 0, 0.0).cummax(-1).values
+    cumulative_RV = probs_RV.detach().cumsum(-1, dtype=torch.float64)
+    if probs_RV.device.type == "cpu":
+        if points_RN[..., 0].numel() > FEW_ROWS:
+            return search(cumulative_RV, points_RN)
+        return _search_rows(cumulative_RV, points_RN)
+    # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
+    return search(cumulative_RV.masked_fill_(probs_RV <= 0, 0.0).cummax(-1).values, points_RN)
+
+
+def search(cumulative_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
+    """Ids (*R, N) of the first entries of running sums above each point times the row's mass."""
     # One rounding below the mass, so that no point under 1 reaches it.
     below_mass_R1 = cumulative_RV[..., -1:] * (1.0 - 2.0**-52)
     # The running sum only rises at a token with probability, so the first entry above the threshold is one.
     ids_RN = torch.searchsorted(cumulative_RV, points_RN * below_mass_R1, right=True)
     # A row of NaN finds nothing; its id is not used, but must be one.
-    return ids_RN.clamp_max_(probs_RV.shape[-1] - 1)
+    return ids_RN.clamp_max_(cumulative_RV.shape[-1] - 1)
+
+
+def _search_rows(cumulative_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
+    """`search` row by row in numpy: for few rows a third of the time of so many small operations of torch."""
+    vocab, shape = cumulative_RV.shape[-1], points_RN.shape
+    rows_RV, rows_RN = cumulative_RV.numpy().reshape(-1, vocab), points_RN.numpy().reshape(-1, shape[-1])
+    ids_RN = np.empty(rows_RN.shape, dtype=np.int64)
+    for row, (sums_V, points_N) in enumerate(zip(rows_RV, rows_RN, strict=True)):
+        ids_RN[row] = sums_V.searchsorted(points_N * (sums_V[-1] * (1.0 - 2.0**-52)), side="right")
+    return torch.from_numpy(np.minimum(ids_RN, vocab - 1, out=ids_RN)).view(shape)
 
 
 def row_uniforms(seed: int, key: str, length: int, columns: int = 3, purpose: str = "") -> torch.Tensor:

@@ -20,6 +20,8 @@ from speculative.rules.sampling import (
     nucleus_by_sorting,
     row_uniforms,
     sample,
+    sample_at,
+    search,
 )
 
 
@@ -122,6 +124,21 @@ def test_sample_never_returns_a_token_of_probability_zero():
     for uniform in (0.0, 1e-300, 0.5, 1 - 2**-53):
         ids = sample(probs, torch.full((200,), uniform, dtype=torch.float64))
         assert bool((probs.gather(1, ids.unsqueeze(1)) > 0).all()), uniform
+
+
+def test_rows_searched_one_by_one_find_what_one_search_finds():
+    generator = torch.Generator().manual_seed(0)
+    probs = (3 * torch.randn(3, 5, 300, generator=generator)).softmax(-1)
+    probs[0, 0, :7] = 0.0
+    probs[0, 1] *= 1e-9  # not normalised
+    probs[0, 2] = torch.nan
+    points = torch.rand(3, 5, 4, generator=generator, dtype=torch.float64)
+    points[1, :, 0], points[1, :, 1] = 0.0, 1.0 - 2.0**-53
+    expected = search(probs.cumsum(-1, dtype=torch.float64), points)
+    assert torch.equal(sample_at(probs, points), expected)
+    assert torch.equal(sample_at(probs.double(), points.float()), search(probs.double().cumsum(-1), points.float()))
+    assert sample_at(probs[:0], points[:0]).shape == (0, 5, 4)
+    assert int(expected.max()) == 299
 
 
 def test_row_uniforms_depend_on_seed_key_and_position_only():
