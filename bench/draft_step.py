@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from bench.decode import load_pair
+from distill.models.carving import carve
+from distill.models.load import load_model
 from distill.run.provenance import describe_run
 from speculative.decoder import stage_clock
 from speculative.decoder.block_loop import BlockLoop
@@ -114,7 +115,8 @@ def main(
 ) -> None:
     """Time hot and cold bare calls and the steps of the loop in turn."""
     torch.set_num_threads(1)
-    model, small, _ = load_pair(target, draft, "float32", "cpu")
+    model = load_model("target", target, dtype=torch.float32).eval()
+    small = load_model("draft", draft, dtype=torch.float32).eval() if draft else carve(model, [0, -1]).eval()
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_rows(model), size=(1, context)))
     seen: dict[str, list[float]] = {}
     with evaluating(model, small):
