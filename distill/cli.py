@@ -85,10 +85,17 @@ def report(options: ReportOptions) -> None:
     """One self-contained HTML page of a run (report.html), with a Markdown and a JSON twin beside it.
 
     understudy report runs/demo --t-target 25ms --t-draft 3ms
-    """
-    from distill.report.page import given_times, report_command
 
-    files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft))
+    understudy report runs/demo --price-per-hour 2.49
+    """
+    from distill.report.money import parse_prices
+    from distill.report.page import given_times, report_command
+    from distill.report.screen import print_money
+
+    prices = parse_prices(options.price_per_hour)
+    files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft), prices)
+    if prices is not None:
+        print_money(Console(), files.result, prices)
     print(f"{files.html}\n{files.markdown}\n{files.summary}")
 
 

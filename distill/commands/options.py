@@ -25,6 +25,12 @@ class ReportOptions:
         str, typer.Option(help="target step of other hardware, e.g. 25ms: a second speed-up curve (with --t-draft)")
     ] = ""
     t_draft: Annotated[str, typer.Option(help="draft step of other hardware, e.g. 3ms")] = ""
+    price_per_hour: Annotated[
+        str,
+        typer.Option(
+            help="price of an hour of the device, e.g. 2.49; 2.49,4.98: without the draft, with it. Says what tokens cost"
+        ),
+    ] = ""
 
 
 @dataclass(frozen=True)

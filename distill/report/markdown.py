@@ -5,8 +5,10 @@ Text of the models stands in code spans, and signs that mean something in Markdo
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from distill.report.money import Prices
+from distill.report.serving_tables import serving_sections
 from distill.report.tables import (
     OUTCOMES,
     SHOWN_DISAGREEMENTS,
@@ -31,7 +33,7 @@ from distill.report.tables import (
     slice_tables,
     times,
 )
-from distill.report.text_tables import text_sections
+from distill.report.text_tables import Section, text_sections
 from distill.run.result import Calibration, Result
 from distill.run.verdict_record import BestDraft, Judgement, Verdict
 from speculative.measure.effects import words
@@ -313,7 +315,7 @@ def _cell(cell: Cell) -> str:
     return " ".join(part for part in (text, escaped(cell.note), mark) if part)
 
 
-def markdown(result: Result, given: GivenTimes) -> str:
+def markdown(result: Result, given: GivenTimes, prices: Prices | None = None) -> str:
     """The whole report as Markdown, in the order of the page; what needs a screen (figures, single tokens) is left to the page."""
     verdict, missing = result.verdict, missing_lines(result)
     parts = [
@@ -331,6 +333,7 @@ def markdown(result: Result, given: GivenTimes) -> str:
         missing.get("survival") or markdown_table(_survival_table(result)),
         "## Speed-up over gamma",
         *_speed_parts(result, given, missing),
+        *_section_parts(serving_sections(result, prices)),
         "## Slices",
         *(
             [missing["slices"]]
@@ -338,8 +341,7 @@ def markdown(result: Result, given: GivenTimes) -> str:
             else [slices_line(result), *map(markdown_table, slice_tables(result))]
         ),
     ]
-    for section in text_sections(result):
-        parts += [f"## {section.title}", *map(escaped, section.lines), *map(markdown_table, section.tables)]
+    parts += _section_parts(text_sections(result))
     forgotten = forgetting_table(result)
     parts += ["## Forgetting", markdown_table(forgotten)] if forgotten else []
     parts += ["## Held-out responses", missing.get("tokens") or markdown_table(_responses_table(result))]
@@ -364,6 +366,13 @@ def markdown(result: Result, given: GivenTimes) -> str:
         note = f". {escaped(engine.note)}" if engine.note else ""
         parts.append(f"**{escaped(engine.engine)}** {takes}{note}\n\n{code_block(engine.command, engine.language)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _section_parts(sections: Sequence[Section]) -> list[str]:
+    parts = []
+    for section in sections:
+        parts += [f"## {section.title}", *map(escaped, section.lines), *map(markdown_table, section.tables)]
+    return parts
 
 
 def _speed_parts(result: Result, given: GivenTimes, missing: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from distill.report import markdown as report_text
 from distill.report import tables as report_tables
 from distill.report.durations import parse_seconds
 from distill.report.figures import figures_of, series_of
+from distill.report.money import Prices, price_rows
+from distill.report.serving_tables import serving_sections
 from distill.report.tables import OUTCOMES, GivenTimes, judged, measured_times
 from distill.report.text_tables import text_sections
 from distill.run.result import RESULT_FORMAT, Result, load_result
@@ -41,20 +43,24 @@ SHOWN_OF_TOKEN = {"text", "id", "by", "block", "target_prob", "draft_prob", "tar
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What a report wrote."""
+    """What a report wrote, and of what."""
 
     html: Path
     markdown: Path
     summary: Path
+    result: Result
 
 
-def report_command(source: Path, to: Path | None = None, given: GivenTimes | None = None) -> ReportFiles:
+def report_command(
+    source: Path, to: Path | None = None, given: GivenTimes | None = None, prices: Prices | None = None
+) -> ReportFiles:
     """Writes the report of a run: FILE.html, and FILE.md and FILE.json beside it.
 
     Args:
         source: a run's folder with `result.json`, or such a file.
         to: the HTML file; default `report.html` beside the result.
         given: step times of other hardware for the second speed-up curve; default those measured.
+        prices: of an hour: what tokens and responses cost then.
 
     Raises:
         UserError: no result there, or one that cannot be read; `to` is no .html file or cannot be written.
@@ -64,16 +70,16 @@ def report_command(source: Path, to: Path | None = None, given: GivenTimes | Non
     html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):
         raise UserError(f"--to {html}: must end in .html; report.md and report.json are written beside it")
-    files = ReportFiles(html, html.with_suffix(".md"), html.with_suffix(".json"))
+    files = ReportFiles(html, html.with_suffix(".md"), html.with_suffix(".json"), result)
     if path.resolve() in {file.resolve() for file in (files.html, files.markdown, files.summary)}:
         raise UserError(f"--to {html}: {files.summary.name} would overwrite the result itself; take another name")
     chosen = given or measured_times(result)
-    page, text = render_page(result, chosen), report_text.markdown(result, chosen)
+    page, text = render_page(result, chosen, prices), report_text.markdown(result, chosen, prices)
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(files.html, page.encode("utf-8", "replace"))
         write_bytes(files.markdown, text.encode("utf-8", "replace"))
-        write_bytes(files.summary, (json.dumps(summary_of(result, files), indent=2) + "\n").encode())
+        write_bytes(files.summary, (json.dumps(summary_of(result, files, prices), indent=2) + "\n").encode())
     except OSError as error:
         raise UserError(f"{html}: cannot be written ({error.strerror or error})") from error
     return files
@@ -92,7 +98,7 @@ def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
     return GivenTimes(parse_seconds(t_target, "--t-target"), parse_seconds(t_draft, "--t-draft"))
 
 
-def summary_of(result: Result, files: ReportFiles | None = None) -> dict[str, Any]:
+def summary_of(result: Result, files: ReportFiles | None = None, prices: Prices | None = None) -> dict[str, Any]:
     """The JSON twin for CI: the verdict, the headline numbers of every contestant, warnings, checks."""
     verdict, effects, against_served = result.verdict, result.verdict.effects, result.verdict.against_served
     return {
@@ -110,6 +116,7 @@ def summary_of(result: Result, files: ReportFiles | None = None) -> dict[str, An
         "checks": result.checks,
         "commit": result.provenance.get("commit"),
         "files": {"html": files.html.name, "markdown": files.markdown.name} if files else {},
+        **({"money": [asdict(row) for row in price_rows(result, prices)]} if prices else {}),
     }
 
 
@@ -118,7 +125,7 @@ def _plain(record: Record, keys: Sequence[str]) -> dict[str, Any]:
     return {key: values[key] for key in keys}
 
 
-def render_page(result: Result, given: GivenTimes | None = None) -> str:
+def render_page(result: Result, given: GivenTimes | None = None, prices: Prices | None = None) -> str:
     """The HTML page of a result."""
     given = given or measured_times(result)
     environment = jinja2.Environment(
@@ -149,6 +156,7 @@ def render_page(result: Result, given: GivenTimes | None = None) -> str:
         tables=report_tables,
         text=report_text,
         text_sections=text_sections(result),
+        serving_sections=serving_sections(result, prices),
         open_responses=OPEN_RESPONSES,
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),

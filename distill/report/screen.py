@@ -12,8 +12,10 @@ from rich.text import Text
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.export.export import ExportReport
 from distill.report.markdown import best_gamma_words
+from distill.report.money import Prices, money_section
 from distill.report.screen_table import screen_table
 from distill.report.tables import interval, number
+from distill.run.result import Result
 from distill.run.verdict_record import Costs, Interval, Judgement, OnText, Verdict
 from speculative.decoder.responses import Response
 from speculative.explain.token_class import token_pieces
@@ -70,6 +72,18 @@ def _speed_cell(speed_up: float, ends: Interval | None, gamma: int | None) -> st
     return "\n".join(
         part for part in (f"{speed_up:.2f}x" + (f" (g {gamma})" if gamma else ""), interval(ends, 2)) if part
     )
+
+
+def print_money(console: Console, result: Result, prices: Prices) -> None:
+    """What tokens and responses cost at these prices."""
+    section = money_section(result, prices)
+    for shown in section.tables:
+        table = screen_table(section.title, shown.columns, overflow="fold")
+        for row in shown.rows:
+            table.add_row(*(Text(cell.text, style="bold" if cell.strong else "") for cell in row))
+        console.print(table)
+    for line in section.lines:
+        console.print(Text(line))
 
 
 def judgement_table(title: str, judgement: Judgement) -> Table:

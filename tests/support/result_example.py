@@ -279,7 +279,40 @@ def _verdict(made: Simulation, contestants: list[dict[str, Any]], tokens: int, b
         "warnings": ["the held-out prompts come from 3 domains; the served ones may not"],
         "sentence": f"It pays off: the distilled draft decodes {best['speed_up']:.2f}x as fast as the target alone at gamma {GAMMA} and "
         f"accepts {gain:+.3f} [{effects['alpha']['ci'][0]:+.3f}, {effects['alpha']['ci'][1]:+.3f}] alpha over the undistilled baseline.",
-        "seconds": {"judge": 12.5},
+        "seconds": {"judge": 12.5}, "load": _load(), "plain_wins_from": 12, "latency": _latency(),
+        "roofline": {
+            "target_fixed_seconds": 0.0084, "target_seconds_per_token": 0.0002, "draft_fixed_seconds": 0.002,
+            "draft_seconds_per_token": 0.0001, "free_tokens": 42.0,
+        },
+    }  # fmt: skip
+
+
+def _load() -> list[dict[str, Any]]:
+    rows = (
+        (1, 5, 1.55, [1.4, 1.7], 1.6, 128.0),
+        (4, 3, 1.33, [1.2, 1.48], 1.3, 410.0),
+        (16, 1, 0.92, None, 0.95, 900.0),
+    )
+    return [
+        {
+            "concurrency": load, "gamma": gamma, "speed_up": faster, "speed_up_ci": ends, "predicted": predicted,
+            "plain_tokens_per_second": plain, "tokens_per_second": faster * plain,
+        }
+        for load, gamma, faster, ends, predicted, plain in rows
+    ]  # fmt: skip
+
+
+def _latency() -> dict[str, Any]:
+    def seconds(p50: float, p90: float, p99: float) -> dict[str, float]:
+        return {"p50": p50, "p90": p90, "p99": p99}
+
+    return {
+        "target": {
+            "first_token": seconds(0.02, 0.0255, 0.03), "per_token": seconds(0.008, 0.009, 0.01), "per_response": seconds(0.5, 0.9, 1.234),
+        },
+        "best": {
+            "first_token": seconds(0.024, 0.029, 0.036), "per_token": seconds(0.005, 0.006, 0.008), "per_response": seconds(0.3, 0.6, 0.9),
+        },
     }  # fmt: skip
 
 
@@ -379,6 +412,10 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         "best_gamma": None,
         "predicted_speed_up": None,
         "target_tokens_per_second": None,
+        "load": [],
+        "plain_wins_from": None,
+        "roofline": None,
+        "latency": {},
     }
     made["verdict"] |= nothing | {
         "outcome": "not_timed",
@@ -429,6 +466,7 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
     """Only what every result has; each optional section is null or gone."""
     made = {key: copy.deepcopy(result[key]) for key in ("format", "kind", "name", "made", "verdict", "contestants")}
     made["verdict"] |= {"effects": None, "against_served": None, "warnings": [], "best_gamma": None, "costs": None}
-    made["verdict"]["repetition"] = None
+    made["verdict"] |= {"repetition": None, "load": [], "plain_wins_from": None, "roofline": None, "latency": {}}
+    made["verdict"]["target_tokens_per_second"] = None
     nothing = dict.fromkeys(("costs", "calibration", "live_prompts", "token_view", "curves"))
     return made | nothing | {"slices": [], "disagreements": [], "forgetting": []}

@@ -452,7 +452,8 @@ def test_markdown_follows_the_page(result: dict[str, Any], page: str) -> None:
     twin = report_text.markdown(typed(result), measured_times(typed(result)))
     titles = re.findall(r"^## (.*)$", twin, flags=re.M)
     assert titles == [
-        "Acceptance over steps", "Survival by position", "Speed-up over gamma", "Slices", "Which one helps where",
+        "Acceptance over steps", "Survival by position", "Speed-up over gamma", "Under load", "How long a reader waits",
+        "Slices", "Which one helps where",
         "How much of the text repeats", "Forgetting", "Held-out responses",
         "Most expensive disagreements", "Calibration of the draft", "What was run", "Checks of the instrument", "Serve it",
     ]  # fmt: skip
@@ -461,7 +462,7 @@ def test_markdown_follows_the_page(result: dict[str, Any], page: str) -> None:
         assert len(widths) == 1, table
     sections = re.findall(r'<section id="(\w+)"', page)
     assert sections == [
-        "numbers", "steps", "survival", "speed", "slices", "where", "repetition", "forgetting", "tokens", "disagreements",
+        "numbers", "steps", "survival", "speed", "load", "latency", "slices", "where", "repetition", "forgetting", "tokens", "disagreements",
         "calibration", "run", "serve", "words",
     ]  # fmt: skip
 

@@ -1,0 +1,91 @@
+"""Sections of a report on serving: speed under load, and how long a reader waits. Pure: a result in, text out."""
+
+from distill.report.money import Prices, money_section
+from distill.report.tables import NOTHING, Cell, Table, interval, labels_of, number, times
+from distill.report.text_tables import Section
+from distill.run.result import Result
+from distill.run.verdict_record import Latency, Percentiles, Verdict
+
+PERCENTILES = ("p50", "p90", "p99")
+WAITED_FOR = {
+    "first_token": "to the first token",
+    "per_token": "per token",
+    "between_commits": "between two pieces",
+    "per_response": "for a whole response",
+}
+
+
+def serving_sections(result: Result, prices: Prices | None = None) -> list[Section]:
+    """Those that this result has something for; money where prices were given."""
+    money = money_section(result, prices) if prices else None
+    return [section for section in (_load(result), _latency(result), money) if section]
+
+
+def _load(result: Result) -> Section | None:
+    verdict = result.verdict
+    if not verdict.load:
+        return None
+    rows = [
+        [
+            Cell(str(row.concurrency)),
+            Cell(str(row.gamma)),
+            Cell(number(row.plain_tokens_per_second, 0), strong=row.speed_up < 1.0),
+            Cell(number(row.tokens_per_second, 0), strong=row.speed_up > 1.0),
+            Cell(times(row.speed_up), interval(row.speed_up_ci, 2), "plain is faster" if row.speed_up < 1.0 else ""),
+            Cell(times(row.predicted)),
+        ]
+        for row in verdict.load
+    ]
+    columns = ("concurrent requests", "best gamma", "tokens/s alone", "with the draft", "speed-up", "predicted")
+    return Section("load", "Under load", load_lines(verdict), [Table(columns, rows)])
+
+
+def load_lines(verdict: Verdict) -> list[str]:
+    """Where plain decoding wins, and where verification stops being free."""
+    lines = [
+        "Requests decoded at once, every row taken, prefill aside; tokens/s are of all of them together. The gamma is the best one at that "
+        "load by prediction, which rests on the steps of both models and on tau of the held-out text."
+    ]
+    most = max(row.concurrency for row in verdict.load)
+    wins = verdict.plain_wins_from
+    if wins is None:
+        lines.append("The draft is faster at every load up to 4096 requests.")
+    elif wins == 1:
+        lines.append("Plain decoding is faster at every load.")
+    else:
+        how = "" if wins <= most else f", by prediction beyond the {most} that were measured"
+        lines.append(f"From {wins:,} concurrent requests on plain decoding is faster{how}.")
+    free = verdict.roofline.free_tokens if verdict.roofline else None
+    if free is not None:
+        lines.append(
+            f"A call of the target takes twice as long for {free:,.0f} tokens as for hardly any: there verification stops being free. A block "
+            "feeds it gamma + 1 tokens of every request."
+        )
+    return lines
+
+
+def _latency(result: Result) -> Section | None:
+    known = result.verdict.latency
+    if not known:
+        return None
+    labels = labels_of(result) | {"target": "the target alone"}
+    tables = [_waits(what, {labels.get(name, name): one for name, one in known.items()}) for what in WAITED_FOR]
+    lines = [
+        "One request at a time, in milliseconds; p50 is the median, 99 of 100 are at most p99. The first token waits for the prefill of both "
+        "models. A block's tokens come together, so a reader sees pieces, not tokens."
+    ]
+    return Section("latency", "How long a reader waits", lines, [table for table in tables if table])
+
+
+def _waits(what: str, known: dict[str, Latency]) -> Table | None:
+    seen: dict[str, Percentiles] = {name: own for name, one in known.items() if (own := getattr(one, what)) is not None}
+    if not seen:
+        return None
+    rows = [
+        [Cell(name), *(Cell(_milliseconds(getattr(own, key))) for key in PERCENTILES)] for name, own in seen.items()
+    ]
+    return Table(("", *PERCENTILES), rows, title=WAITED_FOR[what])
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{1e3 * seconds:.3g}" if seconds < 1.0 else f"{1e3 * seconds:,.0f}"
