@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from distill.export.load_table import load_words
 from distill.run.verdict_record import Interval, Verdict
 
 LONGEST_SHOWN = 500  # characters of one provenance entry
@@ -75,6 +76,7 @@ def serving_page(serving: dict[str, Any]) -> str:
         "",
         f"Vocabulary: {serving['vocabulary']['detail']}.",
     ]
+    lines += _load_lines(serving)
     lines += [f"\n**Warning.** {warning}" for warning in serving["warnings"]]
     for name, engine in serving["engines"].items():
         verdict = "takes this pair" if engine["ok"] else "does NOT take this pair"
@@ -93,6 +95,13 @@ def serving_page(serving: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _load_lines(serving: dict[str, Any]) -> list[str]:
+    ranges = serving["gamma_by_load"]
+    if not ranges:
+        return []
+    return ["", f"By number of concurrent requests, as measured where the run was judged: {load_words(ranges)}."]
 
 
 def _front_matter(target: str, base: str | None, data: list[str], licence: str | None) -> str:

@@ -7,13 +7,15 @@ argmax and the target samples.
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distill.export.load_table import LoadRange
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from speculative.errors import UserError
+from speculative.measure.load import MOST_LOAD
 
 # vLLM takes the speculation method from these words anywhere in the draft's path, whatever the configuration says.
 REROUTED_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -37,6 +39,7 @@ class EngineFacts:
     tokenizer_kind_equal: bool
     target_quantised: bool
     measured_rule: str | None = None  # the rule of the run's verdict, None when not measured
+    gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def gather_facts(
     draft_config: Any,
     draft_tokenizer: Any,
     measured_rule: str | None = None,
+    gamma_by_load: Sequence[LoadRange] = (),
 ) -> EngineFacts:
     """The facts of a pair from its loaded configs and tokenizers."""
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
@@ -98,6 +102,7 @@ def gather_facts(
         tokenizer_kind_equal=type(target_tokenizer) is type(draft_tokenizer),
         target_quantised=getattr(target_config, "quantization_config", None) is not None,
         measured_rule=measured_rule,
+        gamma_by_load=tuple(gamma_by_load),
     )
 
 
@@ -204,6 +209,14 @@ def _vllm(facts: EngineFacts) -> Start:
         f"To draft by sampling (rule sample) use: --speculative-config {shlex.quote(sampled)}",
         "vLLM compares config.vocab_size only; the token strings were compared here.",
     ]
+    most = max((gamma for _, _, gamma in facts.gamma_by_load), default=0)
+    if most:
+        table = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": facts.gamma_by_load}
+        by_load = _compact_json({**speculative, **table})
+        notes.append(
+            f"It takes gamma per batch size, key num_speculative_tokens_per_batch_size (recent versions, not with data parallelism; "
+            f"vLLM tests it with EAGLE heads): --speculative-config {shlex.quote(by_load)}"
+        )
     return shlex.join(["vllm", "serve", facts.target, "--speculative-config", _compact_json(speculative)]), notes, {}
 
 
@@ -214,7 +227,13 @@ def _sglang(facts: EngineFacts) -> Start:
     words += ["--speculative-num-draft-tokens", str(facts.gamma + 1)]
     if facts.target_quantised:
         words += ["--speculative-draft-model-quantization", "unquant"]
-    return shlex.join(words), [], {}
+    notes = []
+    if facts.gamma_by_load:
+        notes.append(
+            "It takes no gamma per batch size for an independent draft: --speculative-adaptive is for EAGLE and goes by acceptance. "
+            f"{_most_requests(facts)} (--max-running-requests)."
+        )
+    return shlex.join(words), notes, {}
 
 
 def _llama_cpp(facts: EngineFacts) -> Start:
@@ -232,6 +251,8 @@ def _llama_cpp(facts: EngineFacts) -> Start:
         "convert_hf_to_gguf.py (in llama.cpp's repository) wants a local directory; for a hub id add --remote.",
         "A confidence gate may end blocks early; --spec-draft-p-min 0 switches it off, as in our measurement.",
     ]
+    if facts.gamma_by_load:
+        notes.append(f"It takes no gamma per batch size. {_most_requests(facts)} (--parallel).")
     return "\n".join(shlex.join(words) for words in lines), notes, {}
 
 
@@ -260,11 +281,13 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))"""
 
 
 def _tensorrt_llm(facts: EngineFacts) -> Start:
+    most = _last_load_that_pays(facts)
     # JSON strings are YAML strings, so a path with any character in it stays one value.
     text = (
         "speculative_config:\n  decoding_type: Draft_Target\n"
         f"  max_draft_len: {facts.gamma}\n  speculative_model: {json.dumps(facts.draft)}\n"
-        "disable_overlap_scheduler: true\n"
+        + (f"  max_concurrency: {most}\n" if most else "")
+        + "disable_overlap_scheduler: true\n"
     )
     name = "tensorrt_llm.yaml"
     notes = [
@@ -275,8 +298,30 @@ def _tensorrt_llm(facts: EngineFacts) -> Start:
         ),
         "No vocabulary check was found in it; rows and token strings were compared here.",
     ]
+    if facts.gamma_by_load:
+        notes.append(
+            "max_concurrency switches speculation off above so many requests. Gamma per batch size is draft_len_schedule, whose keys have "
+            "meant `from` and `up to` in different versions: look it up in yours."
+        )
     command = shlex.join(["trtllm-serve", facts.target, "--config", str(Path(facts.draft) / name)])
     return command, notes, {name: text}
+
+
+def _last_load_that_pays(facts: EngineFacts) -> int | None:
+    """The most concurrent requests at which drafting pays; None where it pays at all or at none, or was not measured."""
+    paying = [last for _, last, gamma in facts.gamma_by_load if gamma]
+    return paying[-1] if paying and paying[-1] < MOST_LOAD else None
+
+
+def _most_requests(facts: EngineFacts) -> str:
+    """What to do where gamma cannot follow the load."""
+    most = _last_load_that_pays(facts)
+    if most is not None:
+        return f"Drafting pays up to {most} concurrent requests: cap a server with the draft there"
+    pays = any(gamma for _, _, gamma in facts.gamma_by_load)
+    return (
+        "Drafting pays at every load: no cap is needed" if pays else "Drafting pays at no load: serve the target alone"
+    )
 
 
 ENGINES = {

@@ -16,6 +16,7 @@ from distill.config.layout import PROVENANCE, VERDICT
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import SERVING_FILE, SERVING_FORMAT, appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all, gather_facts
+from distill.export.load_table import gamma_by_load
 from distill.export.merge import base_of_adapter, load_merged_student
 from distill.models.draft import cast_weights
 from distill.models.load import resolve, saved_dtype
@@ -104,6 +105,7 @@ def export_draft(
                 "vocabulary": asdict(student.agreement),
                 "gamma": gamma,
                 "gamma_source": gamma_source,
+                "gamma_by_load": gamma_by_load(verdict),
                 "gain": gain,
                 "measured": _measured(verdict),
                 "engines": {engine.engine: asdict(engine) for engine in engines},
@@ -203,6 +205,7 @@ def _check_engines(
         draft_config=AutoConfig.from_pretrained(working, trust_remote_code=trust),
         draft_tokenizer=AutoTokenizer.from_pretrained(working, trust_remote_code=trust),
         measured_rule=verdict.rule if verdict else None,
+        gamma_by_load=gamma_by_load(verdict),
     )
     return check_all(facts)
 

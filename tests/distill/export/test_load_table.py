@@ -1,0 +1,85 @@
+"""Gamma by load: ranges without gaps, 0 where plain decoding wins, and which engines take them under which key."""
+
+import itertools
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+import yaml
+from test_engines import GOOD, options
+
+from distill.export.engines import check, check_all
+from distill.export.load_table import gamma_by_load, load_words
+from distill.run.verdict_record import BestDraft, LoadRow, Verdict
+
+Row = tuple[int, int, float]
+
+
+def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
+    load = [
+        LoadRow(
+            concurrency=load, gamma=gamma, speed_up=faster, predicted=faster, plain_tokens_per_second=1.0, tokens_per_second=faster
+        )
+        for load, gamma, faster in rows
+    ]  # fmt: skip
+    return Verdict(
+        rule="sample", gamma=3, prompts=8, tokens=80, best=BestDraft(alpha=0.5, tau=2.0), outcome="no_speed", sentence="",
+        load=load, plain_wins_from=plain_wins_from,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "wins", "ranges"),
+    [
+        ([(1, 5, 1.6), (4, 3, 1.3), (16, 1, 0.9)], 12, [(1, 1, 5), (2, 11, 3), (12, 4096, 0)]),
+        ([(1, 5, 1.6), (4, 3, 1.3), (16, 2, 1.1)], None, [(1, 1, 5), (2, 7, 3), (8, 4096, 2)]),
+        ([(1, 5, 1.6), (4, 5, 1.3), (16, 2, 1.1)], 90, [(1, 7, 5), (8, 89, 2), (90, 4096, 0)]),
+        ([(1, 1, 0.8), (4, 1, 0.7)], 1, [(1, 4096, 0)]),
+        ([(1, 1, 0.9), (4, 2, 1.2)], None, [(1, 1, 0), (2, 4096, 2)]),
+        ([(8, 2, 1.2)], 20, [(1, 19, 2), (20, 4096, 0)]),
+        ([(8, 2, 0.9)], 5, [(1, 4, 2), (5, 4096, 0)]),
+    ],
+)
+def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[int, int, int]]) -> None:
+    found = gamma_by_load(verdict_of(rows, wins))
+    assert found == ranges
+    assert found[0][0] == 1
+    assert all(later[0] == earlier[1] + 1 for earlier, later in itertools.pairwise(found))
+
+
+def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
+    assert gamma_by_load(None) == gamma_by_load(verdict_of([], None)) == []
+    assert not any("batch size." in note or "max_concurrency" in note for one in check_all(GOOD) for note in one.notes)
+
+
+def test_ranges_in_words() -> None:
+    assert load_words([(1, 1, 5), (2, 11, 3), (12, 4096, 0)]) == "1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding"
+
+
+LOADED = replace(GOOD, gamma_by_load=((1, 1, 6), (2, 11, 3), (12, 4096, 0)))
+
+
+def test_vllm_gets_its_key() -> None:
+    verdict = check("vLLM", LOADED)
+    assert json.loads(options(verdict.command)[1]["--speculative-config"])["num_speculative_tokens"] == GOOD.gamma
+    note = next(note for note in verdict.notes if "num_speculative_tokens_per_batch_size" in note)
+    given = json.loads(shlex.split(note[note.index("--speculative-config") :])[1])
+    assert given["num_speculative_tokens_per_batch_size"] == [[1, 1, 6], [2, 11, 3], [12, 4096, 0]]
+    assert given["num_speculative_tokens"] == 6, "no range may draft more"
+    assert given["method"] == "draft_model"
+
+
+def test_the_others_say_that_they_do_not_and_where_to_stop() -> None:
+    assert any("no gamma per batch size" in note and "up to 11" in note for note in check("SGLang", LOADED).notes)
+    assert any("no gamma per batch size" in note and "up to 11" in note for note in check("llama.cpp", LOADED).notes)
+    (text,) = check("TensorRT-LLM", LOADED).files.values()
+    assert yaml.safe_load(text)["speculative_config"]["max_concurrency"] == 11
+
+
+def test_a_draft_that_never_pays_under_load_is_not_scheduled() -> None:
+    never = replace(GOOD, gamma_by_load=((1, 4096, 0),))
+    assert not any("per_batch_size" in note for note in check("vLLM", never).notes)
+    assert any("serve the target alone" in note for note in check("SGLang", never).notes)
+    (text,) = check("TensorRT-LLM", never).files.values()
+    assert "max_concurrency" not in text
