@@ -41,6 +41,11 @@ class ProbeOptions:
     t_verify: Annotated[
         str, typer.Option(help="given: one verify call of a block; default: as long as a target step")
     ] = ""
+    device_memory: Annotated[
+        str, typer.Option(help="of the serving device, e.g. 80GB or 80GiB: does the pair fit? (with the next two)")
+    ] = ""
+    concurrency: Annotated[int, typer.Option(help="requests served at once there", min=0)] = 0
+    context: Annotated[str, typer.Option(help="tokens of prompt and response of each, e.g. 8192 or 8k")] = ""
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto"
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = ""
     seed: Annotated[int, typer.Option(help="of all sampling")] = 0

@@ -14,12 +14,13 @@ from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
 from distill.commands.output import check_writable, write_asked
+from distill.commands.probe.memory import Device, device_of, memory_record
 from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.rivals import repetition_of, rival_rows
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
 from distill.config.sections import TargetConfig
 from distill.models.draft import as_exported, read_draft
-from distill.models.load import model_fingerprint, resolve
+from distill.models.load import model_fingerprint, resolve, saved_dtype
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
 from distill.report.durations import parse_seconds
@@ -99,7 +100,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         UserError: an option that cannot be, a folder that is not there, prompts that do not fit, no draft that can be used.
         SelfCheckError: the judge contradicts itself on this target.
     """
-    plan = read_plan(options)
+    plan, device = read_plan(options), device_of(options)
     check_writable("--out", options.out)
     stages = Stages(console)
     with stages("loading"):
@@ -152,12 +153,24 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         ],
         "drafts": records,
         "notes": [*notes, *busy_machine(_lead_seconds(plan, candidates, first))],
+        "memory": _memory(device, options.dtype, target, candidates),
         "seconds": stages.seconds,
     }
     warning = next(facts["warning"] for facts in result["repetition"] if facts["temperature"] == plan.lead[0])
     result |= _overall(records, lookup[plan.lead[0]]["speed_up"], plan.given, warning)
     write_asked("--out", options.out, result)
     return result
+
+
+def _memory(
+    device: Device | None, dtype: str, target: PreTrainedModel, candidates: Sequence[_Candidate]
+) -> dict[str, Any] | None:
+    """What the pair takes as it is served: in the dtype that the target is saved in, or the one asked for."""
+    if device is None:
+        return None
+    served = saved_dtype(target.config) if dtype == "auto" else target.dtype
+    drafts = [(one.record["name"], one.model) for one in candidates if one.model is not None]
+    return memory_record(device, served, target, drafts)
 
 
 def read_plan(options: ProbeOptions) -> _Plan:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distill.commands.probe.memory import memory_lines
 from distill.report.screen_table import screen_table
 from distill.report.tables import interval
 from speculative.explain.ceilings import WORTHWHILE
@@ -169,6 +170,7 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
         f"text: {settings['prompts']} prompts, {texts}",
         *(f"taken for granted: {said}" for said in result["costs"]["assumptions"]),
         *(f"note: {note}" for note in result["notes"]),
+        *memory_lines(result["memory"]),
     ]
     for facts in result["repetition"]:
         lines.append(

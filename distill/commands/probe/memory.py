@@ -1,0 +1,116 @@
+"""`understudy probe --device-memory 80GB --concurrency 64 --context 8k`: does the pair fit, and what does the draft cost in requests?"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from distill.commands.probe.options import ProbeOptions
+from speculative.engine.footprint import USABLE_SHARE, capacity, footprint
+from speculative.errors import UserError
+
+BYTES_OF = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+GB = 1e9
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)\s*")
+_TOKENS = re.compile(r"\s*(\d+)\s*([kK]?)\s*")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the pair is to be served on: bytes of memory, requests at once, tokens of prompt and response of each."""
+
+    memory: int
+    concurrency: int
+    context: int
+
+
+def device_of(options: ProbeOptions) -> Device | None:
+    """The three options together; None where none is given.
+
+    Raises:
+        UserError: some of them only, or a value that cannot be read.
+    """
+    given = (options.device_memory, options.concurrency, options.context)
+    if not any(given):
+        return None
+    if not all(given):
+        raise UserError(
+            "--device-memory, --concurrency and --context go together, e.g. --device-memory 80GB --concurrency 64 --context 8k"
+        )
+    if options.concurrency < 1:
+        raise UserError(f"--concurrency {options.concurrency}: give at least 1")
+    return Device(parse_bytes(options.device_memory), options.concurrency, parse_tokens(options.context))
+
+
+def parse_bytes(text: str) -> int:
+    """80GB is 80e9, 80GiB is 80 * 2^30. Raises UserError for anything else."""
+    found = _SIZE.fullmatch(text)
+    unit = BYTES_OF.get(found.group(2).upper()) if found else None
+    size = float(found.group(1)) * unit if found and unit else 0.0
+    if not (size >= 1 and math.isfinite(size)):
+        raise UserError(f"--device-memory {text}: give a size such as 80GB, 80GiB or 512MiB")
+    return int(size)
+
+
+def parse_tokens(text: str) -> int:
+    """8k is 8192 tokens, as contexts are named; a plain number is itself. Raises UserError for anything else."""
+    found = _TOKENS.fullmatch(text)
+    tokens = int(found.group(1)) * (1024 if found.group(2) else 1) if found else 0
+    if tokens < 1:
+        raise UserError(f"--context {text}: give a number of tokens such as 8192 or 8k")
+    return tokens
+
+
+def memory_record(
+    device: Device, dtype: torch.dtype, target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]
+) -> dict[str, Any]:
+    """The answer as plain JSON: bytes of the target and of each draft, and the requests that fit.
+
+    dtype: that both are served in. Raises UserError for a model whose layers keep something else than keys and values.
+    """
+    own = footprint(target, dtype, device.context)
+    rows = []
+    for name, draft in drafts:
+        of_draft = footprint(draft, dtype, device.context)
+        found = capacity(device.memory, device.concurrency, own, of_draft)
+        rows.append({"name": name, **asdict(of_draft), **asdict(found)})
+    return {
+        "device_bytes": device.memory,
+        "usable_share": USABLE_SHARE,
+        "concurrency": device.concurrency,
+        "context": device.context,
+        "dtype": str(dtype).removeprefix("torch."),
+        "target": asdict(own),
+        "drafts": rows,
+    }
+
+
+def memory_lines(record: dict[str, Any] | None) -> list[str]:
+    """The answer in sentences."""
+    if record is None:
+        return []
+    target = record["target"]
+    lines = [
+        f"memory at {record['dtype']}, {record['context']:,} tokens a request, {record['usable_share']:.0%} of {record['device_bytes'] / GB:.3g} GB usable: "
+        f"the target's weights take {_size(target['weights'])}, each request's cache {_size(target['cache_per_request'])}"
+    ]  # fmt: skip
+    for row in record["drafts"]:
+        answer = (
+            "fits"
+            if row["fits"]
+            else f"does not fit (needs {_size(row['needed_bytes'])} of {_size(row['usable_bytes'])})"
+        )
+        lines.append(
+            f"memory with {row['name']} (weights {_size(row['weights'])}, cache {_size(row['cache_per_request'])} a request): "
+            f"{record['concurrency']:,} requests {answer}; {row['requests_alone']:,} fit without the draft, {row['requests_with_draft']:,} with it: "
+            f"it costs {row['requests_lost']:,} requests"
+        )  # fmt: skip
+    return lines
+
+
+def _size(count: int) -> str:
+    return f"{count / GB:.3g} GB" if count >= GB else f"{count / 1e6:.3g} MB"

@@ -1,0 +1,94 @@
+"""How many requests a device holds, with a draft and without: weights and caches from the models' configs. No model is run."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from speculative.errors import UserError
+
+# Of a device's memory; the rest is left to the engine's own buffers, as servers do by default.
+USABLE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a served model: its weights, and the cache of one request at the asked context."""
+
+    weights: int
+    cache_per_request: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Requests that fit beside the weights; below 0 is 0. requests_lost: how many the draft costs, weights and cache."""
+
+    fits: bool
+    requests_alone: int
+    requests_with_draft: int
+    requests_lost: int
+    needed_bytes: int
+    usable_bytes: int
+
+
+def footprint(model: PreTrainedModel, dtype: torch.dtype, context: int) -> Footprint:
+    """Of a model served in this dtype. Weights that are no floating-point numbers (quantised) keep their own size.
+
+    Raises:
+        UserError: its layers keep something else than keys and values.
+    """
+    sizes = (
+        weight.numel() * (dtype.itemsize if weight.is_floating_point() and weight.itemsize > 1 else weight.itemsize)
+        for weight in model.parameters()
+    )
+    return Footprint(sum(sizes), cache_bytes_per_request(model.config, dtype, context))
+
+
+def cache_bytes_per_request(config: PretrainedConfig, dtype: torch.dtype, context: int) -> int:
+    """Keys and values of `context` tokens in every layer: of each key/value head, and of a sliding window no more than it.
+
+    A compressed cache (multi-head latent attention) counts as engines keep it: one latent and one rotary key a token.
+
+    Raises:
+        UserError: a layer keeps something else than keys and values.
+    """
+    text = config.get_text_config(decoder=True)
+    per_token = _width(text) * dtype.itemsize
+    total = 0
+    layers = DynamicCache(config=text).layers
+    if not layers:
+        layers = [DynamicLayer() for _ in range(text.num_hidden_layers)]
+    for layer in layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            total += per_token * min(context, int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            total += per_token * context
+        else:
+            raise UserError(
+                f"{type(layer).__name__} layers keep no keys and values: how much memory they take is not known"
+            )
+    return total
+
+
+def _width(text: PretrainedConfig) -> int:
+    """Numbers that one token leaves in one layer's cache."""
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:
+        return int(latent) + int(getattr(text, "qk_rope_head_dim", 0))
+    heads = text.num_attention_heads
+    grouped = getattr(text, "num_key_value_heads", None)
+    if grouped is None and getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        grouped = 1
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * int(grouped or heads) * int(width)
+
+
+def capacity(device_bytes: int, concurrency: int, target: Footprint, draft: Footprint) -> Capacity:
+    """Whether `concurrency` requests fit with both models, and how many fit at all with the draft and without it."""
+    usable = int(device_bytes * USABLE_SHARE)
+    weights, per_request = target.weights + draft.weights, target.cache_per_request + draft.cache_per_request
+    alone = max(0, (usable - target.weights) // target.cache_per_request)
+    together = max(0, (usable - weights) // per_request)
+    needed = weights + concurrency * per_request
+    return Capacity(needed <= usable, alone, together, alone - together, needed, usable)
