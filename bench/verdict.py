@@ -1,0 +1,91 @@
+"""Does a verdict flip? One draft judged again and again on one machine: what is said of it each time, and how far apart.
+
+    python bench/verdict.py runs/demo --times 10 --out bench/results/verdict.json
+
+Each judgement times everything anew: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
+are the same, so whatever differs is the clock. `inside`: judgements whose interval holds the mean of all; `spread`: standard
+deviation of the speed-ups over their mean; `half_width`: what the intervals promise, which has the texts' variance too.
+"""
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from data.files import write_json
+from distill.commands.evaluate.evaluate import evaluate
+from distill.config.layout import CONFIG
+from distill.config.load import load_config
+from distill.run.provenance import describe_run
+from distill.run.verdict_record import Verdict
+
+
+def row_of(verdict: Verdict) -> dict[str, Any]:
+    """What one judgement says."""
+    speed_up, costs = verdict.speed_up or {}, verdict.costs
+    return {
+        "outcome": verdict.outcome, "run": verdict.run, "speed_up": speed_up.get("best"),
+        "speed_up_ci": (verdict.speed_up_ci or {}).get("best"), "median": (verdict.speed_up_median or {}).get("best"),
+        "gamma": verdict.best.speed_gamma, "best_gamma": verdict.best_gamma, "best_gamma_range": verdict.best_gamma_range,
+        "target_step_seconds": costs.target_step_seconds if costs else None, "c": costs.cost_ratio if costs else None,
+        "v": costs.verify_ratio if costs else None, "target_tokens_per_second": verdict.target_tokens_per_second,
+        "rivals": {rival.name: [rival.speed_up, rival.speed_up_ci] for rival in verdict.rivals},
+    }  # fmt: skip
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far apart the judgements are."""
+    speeds = [row["speed_up"] for row in rows]
+    mean = statistics.fmean(speeds)
+    ends = [row["speed_up_ci"] for row in rows if row["speed_up_ci"]]
+    spread = {
+        name: statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0
+        for name, values in {
+            "speed_up": speeds,
+            "median": [row["median"] for row in rows],
+            "target_step_seconds": [row["target_step_seconds"] for row in rows],
+            "c": [row["c"] for row in rows],
+            **{f"v({gamma})": [row["v"][gamma] for row in rows] for gamma in rows[0]["v"]},
+        }.items()
+    }
+    return {
+        "judgements": len(rows), "outcomes": dict(Counter(row["outcome"] for row in rows)), "mean": mean,
+        "least": min(speeds), "most": max(speeds), "spread": spread, "inside": sum(low <= mean <= high for low, high in ends),
+        "half_width": statistics.fmean((high - low) / 2 / mean for low, high in ends) if ends else None,
+        "gammas": dict(Counter(row["gamma"] for row in rows)), "best_gammas": dict(Counter(row["best_gamma"] for row in rows)),
+    }  # fmt: skip
+
+
+def main(
+    run: Annotated[Path, typer.Argument(help="finished run")],
+    times: Annotated[int, typer.Option(help="judgements", min=1)] = 10,
+    out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/verdict.json"),
+) -> None:
+    """Judge a run's best draft so many times."""
+    config, console = load_config(run / CONFIG), Console()
+    config = config.model_copy(update={"judge": config.judge.model_copy(update={"load": (), "temperatures": ()})})
+    rows: list[dict[str, Any]] = []
+    table = Table("outcome", "speed-up", "interval", "gamma", "best gamma", "c", "target step, ms")
+    for _ in range(times):
+        verdict = evaluate(config, str(run), [config.judge.gamma], config.judge_rule).verdict
+        rows.append(row_of(verdict))
+        row = rows[-1]
+        ends = "" if row["speed_up_ci"] is None else "[{:.2f}, {:.2f}]".format(*row["speed_up_ci"])
+        table.add_row(
+            row["outcome"], f"{row['speed_up']:.3f}", ends, str(row["gamma"]), f"{row['best_gamma']} {row['best_gamma_range'] or ''}",
+            f"{row['c']:.3f}", f"{1e3 * row['target_step_seconds']:.2f}",
+        )  # fmt: skip
+        console.print(f"{len(rows)}/{times}: {row['outcome']}, {row['speed_up']:.3f}x {ends}", highlight=False)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, {"machine": describe_run(config.seed), "run": str(run), "summary": summary(rows), "rows": rows})
+    console.print(table)
+    console.print(json.dumps(summary(rows), indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
