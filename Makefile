@@ -21,7 +21,7 @@ demo: setup      ## distil, judge and export a draft for the embedded target (un
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
 	$(BIN)/python -m distill.models.embedded.train_target --to runs/target-12 --run runs/target
-	$(BIN)/python -m distill.models.embedded.train_target --start runs/target-12 --layers 16 --lr 1.2e-3 --steps 400 --judge-every 200 --run runs/target-16
+	$(BIN)/python -m distill.models.embedded.train_target --start runs/target-12 --layers 16 --lr 1.2e-3 --steps 300 --judge-every 150 --run runs/target-16
 
 check: setup     ## lint, format, types
 	$(BIN)/ruff check .
