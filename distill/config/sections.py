@@ -309,6 +309,9 @@ class TrainConfig(Section):
     profile_steps: int = Field(0, ge=0, description="trace so many steps with torch's profiler into profile/; 0 = none")
 
 
+Temperature = Annotated[float, Field(ge=0, le=100)]
+
+
 class JudgeConfig(Section):
     """Speculative decoding of held-out prompts at step 0 and at every checkpoint."""
 
@@ -331,6 +334,11 @@ class JudgeConfig(Section):
         description="the draft that is served today (run, checkpoint, directory, hub id): judged beside the new one",
     )
     batch_size: int = Field(32, ge=1, description="prompts decoded at once")
+    temperatures: tuple[Temperature, ...] = Field(
+        (),
+        description="measure acceptance at these too (0 = greedy), e.g. [0, 0.3, 0.7, 1]: the target answers 16 held-out prompts "
+        "at each in the end",
+    )
     patience: int = Field(0, ge=0, description="stop after this many checkpoints without a better tau; 0 = never")
     speed_prompts: int = Field(64, ge=1, description="prompts timed one at a time for the verdict's tokens/s, at most")
     speed_seconds: float = Field(

@@ -6,8 +6,8 @@ The page and its Markdown twin show the same ones. Pure: a result in, text out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distill.report.tables import Cell, Table, count, interval, labels_of, percent, times
-from distill.run.result import Result, WhereRow
+from distill.report.tables import Cell, Table, count, interval, labels_of, number, percent, signed, times
+from distill.run.result import Result, TemperatureRow, WhereRow
 
 ALONE = "target"
 
@@ -24,7 +24,8 @@ class Section:
 
 def text_sections(result: Result) -> list[Section]:
     """Those that this result has something for."""
-    return [section for section in (_where(result), _repetition(result)) if section]
+    made = (_where(result), _repetition(result), _temperatures(result), _proofs(result))
+    return [section for section in made if section]
 
 
 def _where(result: Result) -> Section | None:
@@ -86,3 +87,55 @@ def _repetition(result: Result) -> Section | None:
     return Section(
         "repetition", "How much of the text repeats", lines, [Table(("text", "repeated", "looping", "tokens"), rows)]
     )
+
+
+def _temperatures(result: Result) -> Section | None:
+    rows = result.temperatures
+    if not rows:
+        return None
+    serving = result.provenance.get("sampling") or {}
+    timed = any(row.best_gamma is not None for row in rows)
+    cells = [
+        [
+            Cell(f"{row.temperature:g}", row.rule, strong=row.temperature == serving.get("temperature")),
+            Cell(number(row.alpha), interval(row.alpha_ci), bar=row.alpha),
+            Cell(number(row.tau, 2), interval(row.tau_ci, 2)),
+            *([Cell(_best(row), "predicted")] if timed else []),
+            Cell(percent(row.looping, 1)),
+        ]
+        for row in rows
+    ]
+    gamma, prompts = rows[0].gamma, rows[0].prompts
+    columns = ("temperature", "alpha", f"tau at gamma {gamma}", *(["best gamma"] if timed else []), "looping")
+    lines = [
+        f"The same draft when the target is served at other temperatures: {count(prompts, 'held-out prompt')} answered at "
+        "each, alpha and tau by replay of the answers."
+    ]
+    return Section("temperatures", "At other temperatures", lines, [Table(columns, cells)])
+
+
+def _best(row: TemperatureRow) -> str:
+    return f"{row.best_gamma}: {times(row.predicted_speed_up)}" if row.best_gamma else "none pays"
+
+
+def _proofs(result: Result) -> Section | None:
+    """Losslessness and task scores, where `understudy evaluate` added them."""
+    lines, tables = [], []
+    if result.losslessness is not None:
+        found = result.losslessness
+        lines.append(
+            f"{'Passed' if found.passed else 'FAILED'} (rule {found.rule}, gamma {found.gamma}): {found.sentence}"
+        )
+    if result.scores:
+        rows = [
+            [
+                Cell(one.scorer, f"{count(one.prompts, 'prompt')} x {one.samples}", "" if one.passed else "differs"),
+                Cell(number(one.speculative.score), interval(one.speculative.ci)),
+                Cell(number(one.alone.score), interval(one.alone.ci)),
+                Cell(signed(one.difference.value), interval(one.difference.ci, sign=True)),
+            ]
+            for one in result.scores
+        ]
+        tables.append(Table(("scorer", "with the draft", "target alone", "difference"), rows, "Task scores"))
+        lines += [f"{one.scorer}: {one.sentence}" for one in result.scores]
+    return Section("proofs", "Is the text still the target's?", lines, tables) if lines else None

@@ -134,6 +134,67 @@ class WhereRow(Record):
     )
 
 
+class TemperatureRow(Record):
+    """The judged draft at one temperature, by replay of answers that the target gave at it."""
+
+    temperature: float = Field(description="of the target and the draft; 0: greedy")
+    rule: str = Field(description="sample, or greedy at 0")
+    prompts: int = Field(description="held-out prompts answered at each temperature, the same ones")
+    tokens: int = Field(description="of the answers")
+    alpha: float = Field(description="acceptance rate")
+    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
+    gamma: int = Field(description="drafted tokens per block: the verdict's")
+    tau: float = Field(description="tokens per target call there")
+    tau_ci: Interval | None = Field(None, description="its 95 % interval")
+    best_gamma: int | None = Field(None, description="by the verdict's step times; 0: none pays; null: not timed")
+    predicted_speed_up: float | None = Field(None, description="there")
+    repeated: float | None = Field(
+        None, description="share of the answers' tokens inside 8 in a row that stood earlier"
+    )
+    looping: float | None = Field(None, description="share of their tokens in a loop")
+
+
+class Losslessness(Record):
+    """`understudy evaluate --losslessness` of this draft; everything else that it found stands beside."""
+
+    draft: Text = Field(description="as it was named")
+    rule: str | None = Field(None, description="engine rule")
+    gamma: int | None = Field(None, description="drafted tokens per block")
+    passed: bool = Field(description="whether no test failed")
+    sentence: Text = Field(description="the answer in words")
+    greedy: dict[str, Any] | None = Field(None, description="greedy text with and without the draft, token by token")
+    sampled: dict[str, Any] | None = Field(None, description="sampled text with and without it, by permutation test")
+
+
+class Score(Record):
+    """A mean score."""
+
+    score: float = Field(description="from 0 to 1")
+    ci: Interval = Field(description="its 95 % interval")
+
+
+class ScoreDifference(Record):
+    """With the draft minus without."""
+
+    value: float = Field(description="of the mean scores")
+    ci: Interval = Field(description="its 95 % interval, paired by prompt")
+
+
+class TaskScores(Record):
+    """`understudy evaluate --scorer` of this draft."""
+
+    scorer: Text = Field(description="as it was named")
+    rule: str | None = Field(None, description="engine rule")
+    gamma: int | None = Field(None, description="drafted tokens per block")
+    prompts: int = Field(description="held-out prompts scored")
+    samples: int = Field(1, description="responses to each")
+    speculative: Score = Field(description="with the draft")
+    alone: Score = Field(description="the target alone")
+    difference: ScoreDifference = Field(description="between the two")
+    passed: bool = Field(description="whether they are certainly not different")
+    sentence: Text = Field(description="the answer in words")
+
+
 class Disagreement(Record):
     """What the target said where the draft wanted something else."""
 
@@ -269,6 +330,13 @@ class Result(Record):
     costs: TimedCosts | None = Field(None, description="measured seconds; null: not timed")
     slices: list[SliceTable] = Field([], description="the frozen text by dimension")
     where: list[WhereRow] = Field([], description="which contestant helps where; empty: not timed, or one alone")
+    temperatures: list[TemperatureRow] = Field(
+        [], description="acceptance at each of judge.temperatures, coldest first"
+    )
+    losslessness: Losslessness | None = Field(
+        None, description="whether the text is the target's own, where it was tested"
+    )
+    scores: list[TaskScores] = Field([], description="task scores with and without the draft, one a scorer")
     disagreements: list[Disagreement] = Field([], description="where the draft loses most, worst first")
     calibration: Calibration | None = Field(None, description="what its confidence is worth")
     forgetting: list[ForgettingRow] = Field([], description="held-out domains, when not all were trained on")

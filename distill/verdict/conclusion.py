@@ -20,6 +20,7 @@ from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
 from distill.verdict.findings import findings_of, serve_commands
 from distill.verdict.load import under_load
+from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import verdict_of
 from speculative.engine.models import max_positions
@@ -85,7 +86,7 @@ def write_conclusion(run: Path, result: Result) -> None:
 
 
 def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
-    """{entropies, token_view}: what only the target's weights can tell of frozen text and of the live run."""
+    """{entropies, token_view, temperatures}: what only the target's weights can tell beside the live run."""
     of_prompt = {response.prompt: response.domain for response in evidence.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
@@ -94,7 +95,11 @@ def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
         target.model, evidence.best.draft, [responses[index] for index in chosen], [domains[index] for index in chosen],
         target.tokenizer, evidence.settings, name=evidence.best.name,
     )  # fmt: skip
-    return {"entropies": target_entropies(target.model, evidence.frozen), "token_view": view}
+    return {
+        "entropies": target_entropies(target.model, evidence.frozen),
+        "token_view": view,
+        "temperatures": temperature_rows(evidence, target),
+    }
 
 
 def require_served(path: str | None, target: Target, longest: int) -> None:

@@ -27,6 +27,7 @@ from distill.run.result import (
     ServeCommand,
     SliceTable,
     Step,
+    TemperatureRow,
     TimedCosts,
     TimedPrompt,
     TokenView,
@@ -57,6 +58,7 @@ def findings_of(
     checkpoints: Sequence[Judgement],
     entropies: list[np.ndarray] | None = None,
     token_view: TokenView | None = None,
+    temperatures: list[TemperatureRow] | None = None,
     trained_on: Sequence[str] | None = None,
     serve: list[ServeCommand] | None = None,
     provenance: dict[str, Any] | None = None,
@@ -65,7 +67,7 @@ def findings_of(
 ) -> Result:
     """The whole result. checkpoints: the judged ones with their sums by response, which the verdict lacks.
 
-    entropies: the target's at every frozen token, where its weights were here.
+    entropies: the target's at every frozen token; temperatures: of judge.temperatures; where its weights were here.
 
     trained_on: domains of the training prompts; None when nobody trained.
     """
@@ -100,6 +102,7 @@ def findings_of(
         live_prompts=live_prompts(evidence),
         timed_prompts=_timed(evidence),
         token_view=token_view,
+        temperatures=temperatures or [],
         checks=verdict.self_checks,
         serve=serve or [],
         config=config,

@@ -9,6 +9,7 @@ from rich.console import Console
 from distill.commands.evaluate.evaluate import evaluate, parse_gammas
 from distill.commands.evaluate.losslessness import lossless_lines, losslessness
 from distill.commands.evaluate.options import EvaluateOptions
+from distill.commands.evaluate.proofs import add_proofs, result_of_draft
 from distill.commands.evaluate.scores import score_lines, task_scores
 from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
@@ -72,7 +73,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def _prove(config: RunConfig, options: EvaluateOptions, rule: Rule, gamma: int) -> int:
-    """The tests for a doubter; 1 when one fails."""
+    """The tests for a doubter, added to the result at --out where that judges this draft; 1 when one fails."""
     results: dict[str, Any] = {}
     lines: list[str] = []
     if options.losslessness:
@@ -87,5 +88,7 @@ def _prove(config: RunConfig, options: EvaluateOptions, rule: Rule, gamma: int) 
             samples=options.samples or 1, references=options.references,
         )  # fmt: skip
         lines += score_lines(results["scores"])
-    print(json.dumps(results, indent=2) if options.as_json else "\n".join(lines))
+    known, why = result_of_draft(options.out, config, options.draft)
+    said = f"not added to a result: {why}" if known is None else add_proofs(options.out, known, results)
+    print(json.dumps(results, indent=2) if options.as_json else "\n".join([*lines, said]))
     return 0 if all(found["passed"] for found in results.values()) else 1

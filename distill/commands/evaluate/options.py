@@ -21,7 +21,11 @@ class EvaluateOptions:
         False
     )
     out: Annotated[
-        Path, typer.Option(help="where the result is written; every drafted token beside it as .proposals.parquet")
+        Path,
+        typer.Option(
+            help="where the result is written; every drafted token beside it as .proposals.parquet; --losslessness and --scorer "
+            "are added to the result that judges this draft there, a run's own too"
+        ),
     ] = Path("result.json")
     losslessness: Annotated[
         bool,

@@ -16,6 +16,7 @@ from distill import cli
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
 from distill.config.command_line import run_program
+from distill.run.result import load_result
 from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 
@@ -111,6 +112,39 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     )
     assert isinstance(refused.exception, UserError)
     assert "training run" in str(refused.exception)
+
+
+def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    judged = [str(tiny_run), "--config", str(tiny_config), "--rule", "sample", "--out", str(out)]
+    proof = ["--losslessness", "--prompts", "6", "--samples", "2", "--no-control"]
+    assert "not added to a result: " in run("evaluate", *judged, *proof)
+    assert not out.exists()
+    run("evaluate", *judged, "judge.temperatures=[0, 1]")
+    before = json.loads(out.read_text())
+    assert [row["temperature"] for row in before["temperatures"]] == [0.0, 1.0]
+    (tmp_path / "task.py").write_text(
+        "def length(prompt, response, reference):\n    return min(1.0, len(response) / 99)\n"
+    )
+    scored = ["--scorer", f"{tmp_path}/task.py:length", "--prompts", "6"]
+    assert f"added to {out}" in run("evaluate", *judged, *proof, *scored)
+    after = load_result(out)
+    assert after.losslessness is not None
+    assert after.losslessness.passed
+    assert [one.scorer for one in after.scores] == [f"{tmp_path}/task.py:length"]
+    proven = json.loads(out.read_text())
+    assert set(proven) - set(before) == {"losslessness", "scores"}
+    assert {key: proven[key] for key in before} == before, "nothing else has changed"
+    # The same scorer again takes the place of the first; the checkpoint of other weights is not this draft.
+    run("evaluate", *judged, *scored)
+    assert len(load_result(out).scores) == 1
+    other = str(tiny_run / "checkpoints" / "step-000000")
+    assert "judges another draft" in run("evaluate", other, *judged[1:], *scored)
+    assert load_result(out).losslessness == after.losslessness
+    run("report", str(out))
+    page = (tmp_path / "report.html").read_text()
+    for words in ("Is the text still the target", "Task scores", "At other temperatures", "task.py:length"):
+        assert words in page
 
 
 def test_evaluate_json_is_json_alone(

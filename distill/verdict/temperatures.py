@@ -1,0 +1,71 @@
+"""What temperature does to acceptance: the judged draft on answers that the target gives at each of judge.temperatures."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from distill.models.target import Target
+from distill.run.result import TemperatureRow
+from distill.verdict.evidence import Evidence
+from speculative.evaluate import frozen_responses
+from speculative.explain.repetition import repetition
+from speculative.measure.cost import best_gamma
+from speculative.measure.curves import rule_curve
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.verify import Rule
+
+PROMPTS = 16
+MOST_GAMMA = 16
+
+
+def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]:
+    """One row a temperature, coldest first; empty where judge.temperatures is.
+
+    The target answers the same few held-out prompts at each, at its serving top-p, top-k and min-p; the draft scores
+    the answers. Rule `sample`, and `greedy` at 0. Intervals stand alone.
+    """
+    settings, draft, rows = evidence.settings, evidence.best.draft, []
+    distinct = list({one.prompt: one for one in evidence.frozen}.values())
+    # Spread over the set, which is stored longest prompt first.
+    chosen = [distinct[place] for place in np.linspace(0, len(distinct) - 1, min(PROMPTS, len(distinct))).astype(int)]
+    costs = evidence.costs[evidence.best.name] if evidence.costs else None
+    for temperature in sorted(set(evidence.judge.temperatures)):
+        sampling = _sampling(settings.sampling, temperature)
+        rule: Rule = "greedy" if sampling.greedy else "sample"
+        texts = frozen_responses(
+            target.model, [(one.key, one.prompt_ids) for one in chosen], replace(settings, sampling=sampling, rule=rule),
+            "held-out", batch_size=evidence.judge.batch_size,
+        )  # fmt: skip
+        scores, keys = score_tokens(draft, texts, sampling), [text.prompt for text in texts]
+        gammas = range(1, max(MOST_GAMMA, evidence.gamma) + 1)
+        curve = rule_curve(scores, keys, rule, gammas, survival_gamma=evidence.gamma)
+        taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
+        best: tuple[int | None, float | None] = (None, None)
+        if costs is not None:
+            # Gammas beyond the measured ones would be guesses.
+            last = max(costs.verify_seconds)
+            best = best_gamma({gamma: tau for gamma, tau in taus.items() if gamma <= last}, costs)
+        repeated = repetition(texts)
+        rows.append(
+            TemperatureRow(
+                temperature=temperature,
+                rule=rule,
+                prompts=curve["prompts"],
+                tokens=curve["tokens"],
+                alpha=curve["alpha"],
+                alpha_ci=curve["alpha_ci"],
+                gamma=evidence.gamma,
+                tau=taus[evidence.gamma],
+                tau_ci=curve["tau_ci"][curve["gammas"].index(evidence.gamma)],
+                best_gamma=best[0],
+                predicted_speed_up=best[1],
+                repeated=repeated["repeated"],
+                looping=repeated["looping"],
+            )
+        )
+    return rows
+
+
+def _sampling(serving: SamplingSettings, temperature: float) -> SamplingSettings:
+    return GREEDY if temperature == 0 else replace(serving, temperature=temperature)

@@ -1,0 +1,83 @@
+"""Acceptance at other temperatures: each row is what decoding and scoring at it by hand give."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distill.config.load import load_config
+from distill.config.sections import JudgeConfig
+from distill.models.carving import carve
+from distill.models.target import Target
+from distill.run.responses import decode_settings
+from distill.verdict.evidence import BEST, Contestant, Evidence
+from distill.verdict.temperatures import PROMPTS, temperature_rows
+from speculative.decode import decode
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.cost import StepCosts
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import score_tokens
+from speculative.rules.sampling import GREEDY, SamplingSettings
+
+COSTS = StepCosts(1.0, {1: 0.1, 4: 0.4}, {1: 1.1, 4: 1.2}, 1, 64)
+
+
+def evidence_of(tiny_config: Path, temperatures: tuple[float, ...], draft=None, costs=COSTS, prompts: int = 5):
+    config = load_config(tiny_config)
+    target = Target(config.target, torch.device("cpu"))
+    own = target.model if draft == "target" else carve(target.model, (0, -1))
+    settings = replace(decode_settings(config.serving, config.seed, target).under("sample", 3), eos_ids=())
+    texts = [HeldoutResponse(f"key{place}", "code", [5 + place, 9], [7, 8], [0.0, 0.0]) for place in range(prompts)]
+    return target, Evidence(
+        judge=JudgeConfig(temperatures=temperatures),
+        settings=settings,
+        contestants=(Contestant(BEST, "mine", "mine", 0, own),),
+        texts={"sample": [*texts, texts[0]]},
+        scores={},
+        judged={},
+        costs=None if costs is None else {BEST: costs},
+    )
+
+
+def test_each_row_is_decoded_and_scored_at_its_temperature(tiny_config: Path) -> None:
+    target, evidence = evidence_of(tiny_config, (1.0, 0.0, 0.3, 1.0))
+    rows = temperature_rows(evidence, target)
+    assert [(row.temperature, row.rule) for row in rows] == [(0.0, "greedy"), (0.3, "sample"), (1.0, "sample")]
+    prompts = [(text.key, text.prompt_ids) for text in evidence.frozen[:5]]
+    for row in rows:
+        sampling = GREEDY if row.temperature == 0 else SamplingSettings(row.temperature)
+        settings = replace(evidence.settings, sampling=sampling, rule=row.rule, gamma=0)
+        responses, _ = decode(target.model, None, prompts, settings)
+        scores = score_tokens(evidence.best.draft, responses, sampling)
+        accepted = np.concatenate([own.accept_probs(row.rule) for own in scores])
+        assert row.alpha == pytest.approx(accepted.mean(), abs=1e-5)  # float32, other batches
+        calls = expected_blocks_of(scores, row.rule, (3,)).sum()
+        assert (row.prompts, row.tokens, row.gamma) == (5, len(accepted), 3)
+        assert row.tau == pytest.approx(len(accepted) / calls, abs=1e-4)
+        assert row.alpha_ci[0] <= row.alpha <= row.alpha_ci[1]
+        assert row.best_gamma in range(5)
+        assert row.predicted_speed_up >= 1.0
+    assert len({row.alpha for row in rows}) == 3, "temperature matters"
+
+
+def test_the_target_as_its_own_draft_has_alpha_one_at_every_temperature(tiny_config: Path) -> None:
+    target, evidence = evidence_of(tiny_config, (0.0, 0.7), draft="target", costs=None)
+    rows = temperature_rows(evidence, target)
+    assert [row.alpha for row in rows] == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert [(row.best_gamma, row.predicted_speed_up) for row in rows] == [(None, None)] * 2
+
+
+def test_not_asked_nothing_is_measured_and_asked_a_few_prompts_are(tiny_config: Path) -> None:
+    target, evidence = evidence_of(tiny_config, ())
+    assert temperature_rows(evidence, target) == []
+    target, evidence = evidence_of(tiny_config, (0.0,), prompts=40)
+    assert temperature_rows(evidence, target)[0].prompts == PROMPTS
+
+
+@pytest.mark.parametrize("wrong", ["[-1]", "[hot]", "[1000]"])
+def test_no_temperature_is_refused(tiny_config: Path, wrong: str) -> None:
+    with pytest.raises(UserError, match=r"judge\.temperatures"):
+        load_config(tiny_config, [f"judge.temperatures={wrong}"])
