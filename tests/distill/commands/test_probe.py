@@ -186,6 +186,16 @@ def test_it_is_the_same_twice(given):
     assert {**one, "seconds": None} == {**other, "seconds": None}
 
 
+def test_memory_is_said_when_it_is_asked_for(given):
+    asked = replace(given, device_memory="1GB", concurrency=4, context="64", out=None)
+    result = probe(asked)
+    (row,) = result["memory"]["drafts"]
+    assert row["fits"]
+    assert row["requests_lost"] == row["requests_alone"] - row["requests_with_draft"] > 0
+    assert any(f"it costs {row['requests_lost']:,} requests" in line for line in probe_lines(result))
+    assert probe(replace(given, out=None))["memory"] is None
+
+
 def test_a_dear_draft_is_hopeless_in_words_and_for_machines(given):
     result = probe(replace(given, t_draft="15.5ms", temperatures="1"))
     assert (result["decision"], result["go"]) == ("hopeless", False)
