@@ -36,8 +36,10 @@ from speculative.measure.rival_replay import (
 from speculative.measure.token_scores import StoredText, TokenScores
 
 LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
-# Past responses that are looked things up in, at most: the latest so many thousand are what an engine keeps.
+# Past responses that things are looked up in, at most: about as many as an engine keeps.
 MOST_PAST = 10_000
+# Training responses that prompt lookup is tuned on: more change nothing but the time it takes.
+TUNED_ON = 256
 # A speed-up is known when its interval reaches no further up than this share of it.
 PRECISION = 0.05
 
@@ -111,7 +113,7 @@ def rivals_of(
     history: responses of the target to other prompts, at the settings of the frozen text; may be empty.
     """
     gammas = _gammas(costs)
-    tuned = tuned_lookup(history or frozen, costs, gammas)
+    tuned = tuned_lookup(history[:TUNED_ON] or frozen, costs, gammas)
     sizes = (tuned.max_ngram, tuned.min_ngram)
     kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in frozen]
     found = [
