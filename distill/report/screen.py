@@ -45,7 +45,7 @@ def verdict_table(verdict: Verdict) -> Table:
             continue
         table.add_row(
             name if row.step is None else f"{name}\n  (step {row.step})",
-            f"{row.alpha:.3f}\n{interval(row.alpha_ci)}",
+            f"{row.alpha:.3f}\n{interval(row.alpha_ci, 2)}",
             f"{row.tau:.2f}" + (f"\n{interval(row.tau_ci, 2)}" if row.tau_ci else "\n(replay)"),
             f"{row.accepted_per_drafted:.3f}" if row.accepted_per_drafted is not None else "",
             f"{row.tokens_per_second:.0f}" if alone is not None else "",
