@@ -32,6 +32,7 @@ def verdict_table(verdict: Verdict) -> Table:
         ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"),
         words=("draft",),
         no_wrap=True,
+        padding=(0, 1, 0, 0),
         caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]; g: gamma that the speed is of",
     )
     alone = verdict.target_tokens_per_second
