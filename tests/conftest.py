@@ -120,7 +120,7 @@ serving: {{temperature: 0.7, max_tokens: 16, shard_size: 16, batch_size: 16}}
 loss: {{name: forward_kl, chunk_tokens: 64}}
 optim: {{lr: 3.0e-3}}
 train: {{steps: 12, batch_size: 16, micro_batch_size: 4}}
-judge: {{every: 4, prompts: 10, gamma: 3, speed_prompts: 2}}
+judge: {{every: 4, prompts: 10, gamma: 3, speed_prompts: 2, speed_seconds: 0.1}}
 """,
         encoding="utf-8",
     )

@@ -24,6 +24,8 @@ from speculative.measure.token_scores import StoredText, TokenScores, score_toke
 from speculative.rules.verify import Rule
 
 BASELINE, SERVED, BEST = "baseline", "served", "best"
+# Of judge.speed_seconds, for the steps of each pair of shapes.
+COSTS_SHARE = 1 / 6
 
 
 @dataclass(frozen=True)
@@ -176,13 +178,13 @@ def costs_of(
         shape = tuple((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters())
         if shape not in by_shape:
             room = min(context, max_positions(one.draft.config) or context)
-            by_shape[shape] = step_costs(judging.speed_threads, settings, target, one.draft, room, typical)
+            by_shape[shape] = step_costs(judging, settings, target, one.draft, room, typical)
         costs[one.name] = by_shape[shape]
     return costs
 
 
 def step_costs(
-    threads: int | None,
+    judging: JudgeConfig,
     settings: DecodeSettings,
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -191,7 +193,7 @@ def step_costs(
 ) -> StepCosts:
     """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
 
-    threads: of the CPU. settings: rule, sampling and the gamma that is measured in any case.
+    judging: CPU threads, and how long timing may take, of which the steps have COSTS_SHARE. settings: rule, sampling and the gamma that is measured in any case.
     typical: tokens of context that are timed, or fewer where there is no room for them.
     """
     blocks, gamma = 8, settings.gamma
@@ -199,10 +201,11 @@ def step_costs(
         g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
     )
     context = max(2, min(typical, context_limit - (blocks + 3) * (max(gammas) + 1)))
-    with cpu_threads(threads):
+    with cpu_threads(judging.speed_threads):
         return measure_costs(
-            target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, context=context, blocks=blocks
-        )
+            target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, context=context, blocks=blocks,
+            seconds=COSTS_SHARE * judging.speed_seconds,
+        )  # fmt: skip
 
 
 def typical_length(frozen: Sequence[HeldoutResponse]) -> int:

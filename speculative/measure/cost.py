@@ -171,7 +171,7 @@ def measure_costs(
     context: int = 128,
     blocks: int = 8,
     repeats: int = 3,
-    seconds: float = 10.0,
+    seconds: float = 2.0,
     seed: int = 0,
 ) -> StepCosts:
     """Time the stages of the real block loop on random tokens, again and again until what a block costs is known.

@@ -212,7 +212,7 @@ def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int) -> StepCosts:
     config = text.config
     context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
-    return step_costs(config.judge.speed_threads, settings, target, draft, context, typical_length(text.responses))
+    return step_costs(config.judge, settings, target, draft, context, typical_length(text.responses))
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:

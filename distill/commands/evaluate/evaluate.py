@@ -62,7 +62,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
             )  # fmt: skip
             by_gamma[gamma] = Judgement.model_validate(record)
         costs = step_costs(
-            config.judge.speed_threads, pair.settings.under(rule, max(gammas)), target.model, pair.draft, pair.context,
+            config.judge, pair.settings.under(rule, max(gammas)), target.model, pair.draft, pair.context,
             typical_length(frozen),
         )  # fmt: skip
         best, _ = best_timed_gamma(by_gamma[chosen].replay, costs)

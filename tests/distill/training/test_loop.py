@@ -527,7 +527,7 @@ student: {{layers: [0, 2]}}
 data: {{train: [{{path: {prompts}, prompt_column: prompt, domain_column: kind}}], heldout_count: 6, template: {{mode: plain}}}}
 serving: {{temperature: 0.9, max_tokens: 12, batch_size: 4, shard_size: 4}}
 train: {{steps: 6, batch_size: 4, micro_batch_size: 2}}
-judge: {{every: 2, prompts: 6, gamma: 2, speed_prompts: 2}}
+judge: {{every: 2, prompts: 6, gamma: 2, speed_prompts: 2, speed_seconds: 0.1}}
 """
 
 

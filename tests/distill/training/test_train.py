@@ -239,7 +239,7 @@ data:
 serving: {{max_tokens: 12}}
 loss: {{name: ce}}
 train: {{steps: 2, batch_size: 4, micro_batch_size: 4}}
-judge: {{every: 2, prompts: 5, gamma: 2, speed_prompts: 1}}
+judge: {{every: 2, prompts: 5, gamma: 2, speed_prompts: 1, speed_seconds: 0.1}}
 """
     )
     assert train.main([str(config)]) == 0
