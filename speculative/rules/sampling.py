@@ -161,7 +161,8 @@ def sample_at(probs_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
     """
     cumulative_RV = probs_RV.detach().cumsum(-1, dtype=torch.float64)
     if probs_RV.device.type == "cpu":
-        if points_RN[..., 0].numel() > FEW_ROWS:
+        # A subclass, such as a fake tensor, has no numpy.
+        if points_RN[..., 0].numel() > FEW_ROWS or type(cumulative_RV) is not torch.Tensor:
             return search(cumulative_RV, points_RN)
         return _search_rows(cumulative_RV, points_RN)
     # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.

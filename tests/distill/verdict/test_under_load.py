@@ -72,4 +72,4 @@ def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.Mon
     silent = evidence.judge.model_copy(update={"load": ()})
     object.__setattr__(evidence, "judge", silent)
     assert under_load(verdict, evidence, target) is verdict
-    assert "load" not in verdict.record()
+    assert (verdict.load, verdict.plain_wins_from, verdict.roofline) == ([], None, None)
