@@ -16,7 +16,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: setup      ## distil, judge and export a draft for the embedded target (under 10 minutes on 2 cores)
+demo: setup      ## distil, judge and export a draft for the embedded target (7 minutes on 2 cores)
 	$(BIN)/understudy demo
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
