@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from distill.report.tables import Cell, Table, count, interval, labels_of, number, percent, signed, times
 from distill.run.result import Result, TemperatureRow, WhereRow
-
-ALONE = "target"
+from speculative.measure.race import ALONE
 
 
 @dataclass(frozen=True)

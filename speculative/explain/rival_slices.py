@@ -12,8 +12,7 @@ from speculative.explain.repetition import repeats
 from speculative.explain.slices import SlicedText
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
-
-ALONE = "target"
+from speculative.measure.race import ALONE
 
 
 def where_each_helps(

@@ -88,19 +88,12 @@ def effects_of_sums(
 
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
     alpha, tau, *speed_up = ({"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True))
-    fewest = fewest_prompts(corrected)
-    enough = len(sums_PC) >= fewest
+    enough = len(sums_PC) >= fewest_prompts(corrected)
     return {
         "alpha": alpha,
         "tau": tau,
         "speed_up": speed_up[0] if speed_up else None,
-        "confidence": confidence,
-        "looks": looks,
-        "corrected_confidence": corrected,
-        "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
-        "prompts": len(sums_PC),
-        "tokens": int(sums_PC[:, 0].sum()),
-        "fewest_prompts": fewest,
+        **_basis(sums_PC, confidence, looks),
         "minimal_detectable": {
             name: _detectable(error, corrected) if enough else None
             for name, error in zip(("alpha", "tau"), _standard_errors(sums_PC), strict=True)
@@ -140,19 +133,12 @@ def effects_of_calls(
 
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
     tau, *speed_up = ({"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True))
-    fewest = fewest_prompts(corrected)
-    enough = len(sums_PC) >= fewest
+    enough = len(sums_PC) >= fewest_prompts(corrected)
     return {
         "alpha": None,
         "tau": tau,
         "speed_up": speed_up[0] if speed_up else None,
-        "confidence": confidence,
-        "looks": looks,
-        "corrected_confidence": corrected,
-        "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
-        "prompts": len(sums_PC),
-        "tokens": int(sums_PC[:, 0].sum()),
-        "fewest_prompts": fewest,
+        **_basis(sums_PC, confidence, looks),
         "minimal_detectable": {
             "alpha": None,
             "tau": _detectable(_tau_error(*sums_PC.T[:3]), corrected) if enough else None,
@@ -160,6 +146,20 @@ def effects_of_calls(
         "prompts_for_half": 4 * len(sums_PC),
         "certain": None,
         "certain_tau": _certain(tau["ci"]) if enough else "none",
+    }
+
+
+def _basis(sums_PC: np.ndarray, confidence: float, looks: int) -> dict[str, Any]:
+    """How the intervals were made, and from how much: tokens are the first column."""
+    corrected = 1.0 - (1.0 - confidence) / looks
+    return {
+        "confidence": confidence,
+        "looks": looks,
+        "corrected_confidence": corrected,
+        "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
+        "prompts": len(sums_PC),
+        "tokens": int(sums_PC[:, 0].sum()),
+        "fewest_prompts": fewest_prompts(corrected),
     }
 
 
