@@ -2,14 +2,23 @@
 
 import errno
 import importlib.util
+import json
+import os
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from speculative.errors import UserError
 
 MISTAKE, FAILED_CHECK, INTERRUPTED = 2, 1, 130
 # What gloo and NCCL say on a rank whose neighbour is gone.
 _DEAD_RANK = ("closed by peer", "reset by peer", "socket timeout", "timed out waiting", "remote process exited", "nccl")
+# Seconds that trackers have to send what they hold when a run of several ranks fails.
+TRACKER_SECONDS = 20.0
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -38,7 +47,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
             "serving.batch_size or judge.batch_size and start again (responses and their shards are kept)",
             MISTAKE,
         )
-    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _DEAD_RANK):
+    if _is_dead_rank(error):
         return (
             "understudy: another rank died or cannot be reached, so this one stops; the other's own message or the system's log "
             "(out of memory?) says why; the same command goes on from the last checkpoint, also on another number of ranks "
@@ -53,13 +62,46 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def exit_status(error: BaseException) -> int:
-    """Prints the one line of a fault that a person can mend and returns its exit status; raises any other again."""
+def _is_dead_rank(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _DEAD_RANK)
+
+
+def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
+    """Prints the one line of a fault that a person can mend and returns its exit status; raises any other again.
+
+    One of several ranks ends here, whatever the fault: Python's own way out would wait for the process group, whose other ranks
+    sit in a collective. `trackers`: Accelerate's, which are finished first.
+    """
     explained = explain(error)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+        text, status = explained or ("".join(traceback.format_exception(error)).rstrip(), 1)
+        _end_rank(text, status, trackers, witness=explained is not None and _is_dead_rank(error))
+    _finish(trackers)
     if explained is None:
         raise error
     print(explained[0], file=sys.stderr)
     return explained[1]
+
+
+def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) -> NoReturn:
+    """Says why and leaves, for the launcher to end the other ranks. `witness`: another rank was the first to fail."""
+    print(text, file=sys.stderr, flush=True)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report and not witness:
+        # torchrun ends with a table of its own, and calls the first failure in it, by whole seconds, the root cause.
+        Path(report).write_text(json.dumps({"message": text, "timestamp": int(time.time()) - 1}), encoding="utf-8")
+    # They talk to a server.
+    finishing = threading.Thread(target=_finish, args=(trackers,), daemon=True)
+    finishing.start()
+    finishing.join(TRACKER_SECONDS)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _finish(trackers: Iterable[Any]) -> None:
+    for tracker in trackers:
+        tracker.finish()
 
 
 PACKAGES = ("data", "speculative", "distill")

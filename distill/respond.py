@@ -50,24 +50,23 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     """
     config, wanted = _resolved(config_path, overrides, signal)
     accelerator = new_accelerator(project_dir=str(config.folder))
-    try:
-        if accelerator.is_main_process:
-            claim_folder(config)
-        accelerator.wait_for_everyone()
-        target = Target(config.target, accelerator.device, config.folder)
-        context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
-        sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, config.judge.prompts)
-        accelerator.print(sets.report)
-        stores = RunStores(config, accelerator, target)
-        rows = stores.training(sets.train)
-        stores.heldout_by_rule(sets.heldout)
-        if accelerator.is_main_process:
-            target.remember()
-        tokens = int(np.sum([row.example().response_tokens for row in rows]))
-        accelerator.print(f"{len(rows)} responses of {tokens:,} tokens")
-        return _signal(config, rows, target, accelerator) if wanted else None
-    finally:
-        accelerator.end_training()
+    if accelerator.is_main_process:
+        claim_folder(config)
+    accelerator.wait_for_everyone()
+    target = Target(config.target, accelerator.device, config.folder)
+    context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
+    sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, config.judge.prompts)
+    accelerator.print(sets.report)
+    stores = RunStores(config, accelerator, target)
+    rows = stores.training(sets.train)
+    stores.heldout_by_rule(sets.heldout)
+    if accelerator.is_main_process:
+        target.remember()
+    tokens = int(np.sum([row.example().response_tokens for row in rows]))
+    accelerator.print(f"{len(rows)} responses of {tokens:,} tokens")
+    facts = _signal(config, rows, target, accelerator) if wanted else None
+    accelerator.end_training()
+    return facts
 
 
 def _signal(config: RunConfig, rows: Sequence[Row], target: Target, accelerator: Accelerator) -> dict[str, Any]:

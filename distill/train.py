@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.faults import check_imports, exit_status
+from distill.faults import Interrupted, check_imports, exit_status
 from distill.models.heads import SplitModel
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import (
@@ -184,10 +184,11 @@ def command(options: TrainOptions) -> int:
         accelerator = start(config)
         distil(config, accelerator)
     except (Exception, KeyboardInterrupt) as error:
-        return exit_status(error)
-    finally:
-        if accelerator is not None:
-            accelerator.end_training()
+        if accelerator is not None and isinstance(error, Interrupted):
+            accelerator.end_training()  # all ranks have agreed to stop
+            return exit_status(error)
+        return exit_status(error, accelerator.trackers if accelerator is not None else ())
+    accelerator.end_training()
     return 0
 
 

@@ -127,14 +127,19 @@ def free_port() -> int:
 
 def run_ranks(work: Callable[..., Any], *arguments: Any, ranks: int = 2, limit: float = 60.0) -> None:
     """Runs ``work(rank, *arguments)`` in forked CPU ranks as a launcher would start them; fails unless all end well."""
+    statuses = rank_statuses(work, *arguments, ranks=ranks, limit=limit)
+    assert statuses == [0] * ranks, f"exit statuses of the ranks: {statuses} (None: took more than {limit:g} s)"
+
+
+def rank_statuses(work: Callable[..., Any], *arguments: Any, ranks: int = 2, limit: float = 60.0) -> list[int | None]:
+    """As `run_ranks`: the exit status of each rank, None of one that had to be killed after ``limit`` seconds."""
     port = free_port()
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(forked(_rank, rank, ranks, port, work, arguments)) for rank in range(ranks)]
         deadline = time.monotonic() + limit
         for child in children:
             child.join(max(0.0, deadline - time.monotonic()))
-        statuses = [child.exitcode for child in children]
-    assert statuses == [0] * ranks, f"exit statuses of the ranks: {statuses} (None: took more than {limit:g} s)"
+        return [child.exitcode for child in children]
 
 
 def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
