@@ -170,7 +170,7 @@ def _reproduction_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _short(value: Any) -> Any:
-    """A diff of uncommitted changes would bury the card."""
+    """A whole config would bury the card."""
     return "see provenance.json" if isinstance(value, str) and len(value) > LONGEST_SHOWN else value
 
 

@@ -254,9 +254,7 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
         ("command", shlex.join(map(str, argv)) if argv else ""),
         (
             "commit",
-            f"{commit}{f' with {len(dirty.splitlines())} lines of uncommitted changes' if dirty else ''}"
-            if commit
-            else "",
+            f"{commit}{f' with uncommitted changes ({dirty})' if dirty else ''}" if commit else "",
         ),
         ("machine", ", ".join(machine) + (f", {threads} threads" if threads else "")),
         ("prompts timed", f"{len(result.timed_prompts)}" if result.timed_prompts else ""),

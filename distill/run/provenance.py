@@ -1,5 +1,6 @@
 """Where a run came from: code, versions, models, command. Written beside every checkpoint."""
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -10,13 +11,12 @@ from typing import Any
 import torch
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "numpy", "understudy")
+HOME = Path(__file__).resolve().parents[2]
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        result = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20, check=False
-        )
+        result = subprocess.run(["git", *arguments], cwd=HOME, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
@@ -30,11 +30,17 @@ def _version(package: str) -> str | None:
 
 
 def describe_run(seed: int) -> dict[str, Any]:
-    """Commit and uncommitted changes, versions, machine, command line, seed."""
-    difference = _git("diff", "HEAD")
+    """Commit and a hash of uncommitted changes, versions, machine, command line, seed.
+
+    It is published with the draft, so no file's text is in it, and nothing of a repository that is not ours: installed in
+    somebody's project, git would speak of that.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    ours = top is not None and Path(top).resolve() == HOME
+    difference = _git("diff", "HEAD") if ours else None
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": difference or None,
+        "commit": _git("rev-parse", "HEAD") if ours else None,
+        "uncommitted_changes": f"sha256 {hashlib.sha256(difference.encode()).hexdigest()}" if difference else None,
         "argv": sys.argv,
         "seed": seed,
         "versions": {package: _version(package) for package in PACKAGES},

@@ -379,7 +379,7 @@ def example_result(seed: int = 0, responses: int = 8) -> dict[str, Any]:
         ],
         "config": "name: tiny\nserving:\n  temperature: 0.7\n",
         "provenance": {
-            "commit": "fc6a3871ba19a9674f4de6f93105d3a55d56b593", "uncommitted_changes": "diff --git a/x b/x\n+1\n", "seed": 0,
+            "commit": "fc6a3871ba19a9674f4de6f93105d3a55d56b593", "uncommitted_changes": "sha256 0123", "seed": 0,
             "argv": ["understudy", "train", "my config.yaml"], "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "python": "3.11.7",
             "machine": "x86_64", "device": "cpu", "threads": 2, "target": "org/target", "target_fingerprint": "1c4f9e6e44f936e7",
             "tokenizer_fingerprint": "f108d69317a78ea8", "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0},

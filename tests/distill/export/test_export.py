@@ -252,8 +252,8 @@ def test_without_a_verdict_it_says_not_measured(tmp_path, student_dir, target_di
     assert json.loads((report.path / "serving.json").read_text())["measured"] is None
 
 
-def test_a_long_diff_does_not_bury_the_card(tmp_path, student_dir, target_dir):
-    provenance = {"argv": ["train.py", "a b"], "uncommitted_changes": "+" * 5000, "commit": "abc"}
+def test_a_long_entry_does_not_bury_the_card(tmp_path, student_dir, target_dir):
+    provenance = {"argv": ["train.py", "a b"], "config": "+" * 5000, "commit": "abc"}
     card = (export(student_dir, target_dir, tmp_path / "out", provenance=provenance).path / "README.md").read_text()
     assert "train.py 'a b'" in card
     assert "+++" not in card
