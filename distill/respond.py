@@ -22,7 +22,7 @@ from distill.models.target import Target
 from distill.run.folder import claim_folder
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
-from distill.run.session import context_limit, new_accelerator
+from distill.run.session import context_limit, dated_tokenizer, new_accelerator
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
@@ -55,7 +55,8 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     accelerator.wait_for_everyone()
     target = Target(config.target, accelerator.device, config.folder)
     context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
-    sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, config.judge.prompts)
+    tokenizer = dated_tokenizer(target, config.folder, accelerator)
+    sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
     stores = RunStores(config, accelerator, target)
     rows = stores.training(sets.train)

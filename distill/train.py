@@ -32,7 +32,7 @@ from distill.run.folder import claim_folder
 from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
-from distill.run.session import check_instrument, context_limit, new_accelerator
+from distill.run.session import check_instrument, context_limit, dated_tokenizer, new_accelerator
 from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.loop import Loop, check_batches
 from distill.training.module import DraftModule
@@ -75,7 +75,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     target = Target(config.target, accelerator.device, config.folder)
     tokenizer = target.tokenizer
     context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
-    sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
+    dated = dated_tokenizer(target, config.folder, accelerator)
+    sets = load_prompts(config.data, dated, context, config.serving.max_tokens, config.judge.prompts)
     accelerator.print(sets.report)
     refuse_impossible(config.student, target.side.config)
     check_signal(config.signal, target.facts.vocab_rows)

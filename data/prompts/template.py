@@ -3,6 +3,7 @@
 Shapes: ids are flat Python lists; a mask is one flag per id of prompt + response, True where the loss looks.
 """
 
+import copy
 import difflib
 import functools
 import hashlib
@@ -10,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import Any, Literal
 
 import jinja2
@@ -29,6 +31,8 @@ RESERVED_KWARGS = frozenset(
         "truncation",
     }
 )  # fmt: skip
+# How a template asks for the date, e.g. Llama 3's.
+_DATE_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 # Read by apply_chat_template itself, whatever the template's own variables are.
 COMMON_KWARGS = frozenset({"tools", "documents", "sanitize_control_tokens"})
 
@@ -79,6 +83,21 @@ def render_reference(
         response_ids = _split_off(prompt_ids, _plain_ids(row.text + row.reference, tokenizer), row.reference, tokenizer)
         response_ids = _end_at_closing_token(response_ids, "", tokenizer)
     return prompt_ids, response_ids
+
+
+def on_day(tokenizer: Any, day: date) -> Any:
+    """A tokenizer whose chat template writes this day, not today; the same one where the template writes none."""
+
+    def dated(template: str) -> str:
+        return _DATE_CALL.sub(lambda call: json.dumps(day.strftime(call[2])), template)
+
+    given = tokenizer.chat_template
+    frozen = {name: dated(text) for name, text in given.items()} if isinstance(given, dict) else given and dated(given)
+    if frozen == given:
+        return tokenizer
+    own = copy.copy(tokenizer)
+    own.chat_template = frozen
+    return own
 
 
 def loss_mask(prompt_length: int, total_length: int) -> list[bool]:
@@ -149,12 +168,6 @@ def template_fingerprint(tokenizer: Any, mode: Mode, chat_template_kwargs: dict[
     if chat:
         template = _required_template(tokenizer, "set the template's mode to plain")
         _check_kwargs(template, tokenizer, chat_template_kwargs)
-        if "strftime_now" in template and "date_string" not in chat_template_kwargs:
-            log.warning(
-                "the chat template of %s writes today's date: prompts made tomorrow differ; fix it with "
-                "chat_template_kwargs.date_string where the template reads that",
-                tokenizer.name_or_path,
-            )
         content |= {"template": template, "kwargs": chat_template_kwargs}
     else:
         if chat_template_kwargs:

@@ -3,18 +3,19 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from transformers import PreTrainedModel
 
-from data.files import write_json
+from data.files import write_bytes, write_json
+from data.prompts.template import on_day
 from data.responses.respond import RenderedPrompt
-from distill.config.layout import SELF_CHECKS
+from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
@@ -35,6 +36,24 @@ def new_accelerator(**options: Any) -> Accelerator:
     # The other ranks wait while the main process judges: for longer than the usual ten minutes on real prompts.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=12))
     return Accelerator(cpu=torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
+
+
+def dated_tokenizer(target: Target, run: Path, accelerator: Accelerator | None = None) -> Any:
+    """The target's tokenizer as a run renders its prompts: a template that writes the date writes that of the run's first start.
+
+    All ranks of a program that makes responses call it, with the accelerator: the main process writes the day down.
+    """
+    path, day = run / RESPONSES / DAY, date.today()
+    if path.exists():
+        day = date.fromisoformat(path.read_text(encoding="utf-8").strip())
+    elif (
+        accelerator is not None
+        and accelerator.is_main_process
+        and on_day(target.tokenizer, day) is not target.tokenizer
+    ):
+        path.parent.mkdir(exist_ok=True)
+        write_bytes(path, f"{day}\n".encode())
+    return on_day(target.tokenizer, broadcast_object_list([day])[0] if accelerator is not None else day)
 
 
 def context_limit(*limits: int | None) -> int:
@@ -76,7 +95,8 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
     draft = as_exported(load_draft(path, target), target)
     positions = (max_positions(model.config) for model in (target.model, draft))
     context = context_limit(*positions, config.data.context_length)
-    sets = load_prompts(config.data, target.tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True)
+    tokenizer = dated_tokenizer(target, config.folder)
+    sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True)
     return Pair(target, draft, context, sets.heldout, decode_settings(config.serving, config.seed, target))
 
 

@@ -1,6 +1,7 @@
 """Templates: ids of prompts and answers, their border, their masks, and what is refused."""
 
 import logging
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from data.prompts.template import (
     check_lengths,
     check_masks,
     loss_mask,
+    on_day,
     render_prompt,
     render_reference,
     template_fingerprint,
@@ -275,9 +277,21 @@ def test_fingerprint_changes_with_what_changes_prompts(plain_tokenizer, chat_tok
 
     caplog.set_level(logging.WARNING, logger="data.prompts.template")
     template_fingerprint(plain_tokenizer, "plain", {"enable_thinking": False})
-    template_fingerprint(make_tokenizer("{{ strftime_now('%d') }}"), "chat", {})
     assert "are not used" in caplog.text
-    assert "today's date" in caplog.text
+
+
+def test_a_template_writes_the_day_it_is_told():
+    tokenizer = make_tokenizer(
+        '{% if strftime_now is defined %}{% set day = strftime_now( "%d %b %Y") %}{% endif %}{{ day }}'
+        "{{ strftime_now('%Y') | int + 1 }}"
+    )
+    dated = on_day(tokenizer, date(2024, 2, 29))
+    ids = render_prompt(text_row("x"), dated, mode="chat", chat_template_kwargs={})
+    assert dated.decode(ids) == "29 Feb 2024" + "2025"
+    assert "strftime_now" in tokenizer.chat_template, "what is saved with a draft asks for the day as before"
+    assert template_fingerprint(dated, "plain", {}) == template_fingerprint(tokenizer, "plain", {})
+    for other in (make_tokenizer(CHATML), make_tokenizer()):
+        assert on_day(other, date(2024, 2, 29)) is other
 
 
 @pytest.mark.skipif(not SHARED_TARGET.is_dir(), reason="the lab's shared models are not on this machine")

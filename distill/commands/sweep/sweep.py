@@ -30,7 +30,7 @@ from data.files import MANIFEST, write_bytes, write_json
 from data.signals.store import INDEX
 from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
-from distill.config.layout import CHECKPOINTS, RESPONSES, SIGNAL
+from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SIGNAL
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from speculative.errors import UserError
@@ -242,6 +242,8 @@ def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:
                 if (store / MANIFEST).exists() and not to.exists():
                     _link_store(store, to)
                     given.append(part)
+                    if store.with_name(DAY).exists():  # prompts rendered on another day would be others
+                        shutil.copyfile(store.with_name(DAY), to.with_name(DAY))
     return list(dict.fromkeys(given))
 
 

@@ -2,8 +2,11 @@
 
 import json
 import random
+import shutil
 import time
+from datetime import date, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from tiny_training import (
     write_prompts,
     write_target,
 )
+from transformers.utils import chat_template_utils
 
 from data.responses.store import Store
 from data.signals.signal import TopKSignal
@@ -24,8 +28,10 @@ from data.signals.store import ENTRY, INDEX, SignalStore
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.config.sections import TargetConfig
 from distill.models.target import Target, TargetFacts
 from distill.respond import main, run
+from distill.run import session as session_module
 from distill.training import signal as signal_module
 from distill.training.capture import CapturingTeacher
 from distill.training.signal import open_signal_store, signal_line
@@ -92,6 +98,38 @@ def topk_run(config_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("topk")
     respond(config_path, folder)
     return folder
+
+
+def _set_clock(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
+    """What chat templates and runs take for now."""
+    moment = datetime.fromisoformat(day)
+    monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: moment))
+    monkeypatch.setattr(session_module, "date", SimpleNamespace(today=moment.date, fromisoformat=date.fromisoformat))
+
+
+def test_a_template_that_writes_the_date_crosses_midnight(
+    config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(config_path.parent / "target", target)
+    # As Llama 3's.
+    (target / "chat_template.jinja").write_text(
+        "{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "Today is {{ date_string }}. {{ messages[0]['content'] }}"
+    )
+    changes = (f"target.path={target}", "data.template.mode=chat", "serving.max_tokens=2")
+    _set_clock(monkeypatch, "2026-02-28T23:59")
+    respond(config_path, tmp_path, *changes, signal="none")
+    _set_clock(monkeypatch, "2026-03-01T00:01")
+    respond(config_path, tmp_path, *changes)  # the same prompts: nothing is answered again, and the signal is added
+    rows = Store(tmp_path / "tiny" / "responses" / "train").read()
+    tokenizer = Target(TargetConfig(path=str(target)), torch.device("cpu")).tokenizer
+    assert {tokenizer.decode(row.prompt_ids).split(".")[0] for row in rows} == {"Today is 28 Feb 2026"}
+    copied = tmp_path / "other" / "responses"
+    shutil.copytree(tmp_path / "tiny" / "responses", copied)
+    before = sorted(path.stat().st_mtime_ns for path in copied.rglob("*.parquet"))
+    respond(config_path, tmp_path, *changes, "name=other", signal="none")
+    assert sorted(path.stat().st_mtime_ns for path in copied.rglob("*.parquet")) == before
 
 
 @pytest.mark.parametrize("kind", ["topk", "sampled"])
