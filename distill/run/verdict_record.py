@@ -158,6 +158,7 @@ class Rival(Record):
     draft_over_it: float | None = Field(None, description="tokens/s of the draft in question over its own")
     draft_over_it_ci: Interval | None = Field(None, description="the interval of that, paired by prompt")
     ngrams: tuple[int, int] | None = Field(None, description="longest and shortest n-gram that is looked up")
+    then_gamma: int | None = Field(None, description="gamma of the draft behind the lookup")
     tuned_on: str = Field(description="text that its gamma and sizes were chosen on")
     timed_prompts: int | None = Field(None, description="prompts that its blocks were timed on")
 

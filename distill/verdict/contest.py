@@ -49,6 +49,7 @@ class Entrant:
     """A way to serve: its gamma, the blocks it needs for each held-out response by replay, and its drafter.
 
     ngrams: (longest, shortest) that it looks up. tuned_on: the text that gamma and sizes were chosen on.
+    then_gamma: of the draft behind the lookup.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Entrant:
     drafter: Callable[[], Drafter]
     ngrams: tuple[int, int] | None = None
     tuned_on: str = "the judged prompts, by replay"
+    then_gamma: int | None = None
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,12 @@ def rivals_of(
     both = tuned_cascade(frozen, scores, rule, costs, gammas)
     pair = (both.max_ngram, both.min_ngram)
     kept = [kept_by_lookup(text, both.gamma, *pair) for text in frozen]
-    blocks_N = _blocks(cascade_blocks(kept, scores, rule, (both.gamma,)))
+    then = both.then_gamma or both.gamma
+    blocks_N = _blocks(cascade_blocks(kept, scores, rule, (both.gamma,), (then,)))
     found.append(
         Entrant(
             TOGETHER, "prompt lookup, then the draft", both.gamma, blocks_N,
-            lambda: Cascade(PromptLookup(*pair), ModelDrafter(draft)), pair,
+            lambda: Cascade(PromptLookup(*pair), ModelDrafter(draft), then_gamma=then), pair, then_gamma=then,
         )
     )  # fmt: skip
     return found

@@ -173,6 +173,7 @@ def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Riva
                 draft_over_it=ratio,
                 draft_over_it_ci=interval,
                 ngrams=one.ngrams,
+                then_gamma=one.then_gamma,
                 tuned_on=one.tuned_on,
                 timed_prompts=speed.timed,
             )

@@ -22,17 +22,17 @@ class Cascade:
     probabilities that the rule is told. `first` must therefore neither draw nor watch (as a JacobiPool does) a draft
     that draws: refused before anything was committed with it.
 
-    `then` is asked for the whole batch, with the real gamma, as soon as one row needs it; for a chain, also where the
-    settings name a token tree. Cascades nest.
+    `then` is asked for the whole batch as soon as one row needs it, for at most `then_gamma` tokens (None = as many as
+    `first`); for a chain, also where the settings name a token tree. Cascades nest.
     """
 
-    def __init__(self, first: Drafter, then: Drafter, min_found: int = 1):
-        """Raises UserError for a first drafter that is a model (it always proposes), and for min_found under 1."""
-        if min_found < 1:
-            raise UserError(f"min_found = {min_found}: must be at least 1 token")
+    def __init__(self, first: Drafter, then: Drafter, min_found: int = 1, then_gamma: int | None = None):
+        """Raises UserError for a first drafter that is a model (it always proposes), and for a number under 1."""
+        if min_found < 1 or (then_gamma is not None and then_gamma < 1):
+            raise UserError(f"min_found = {min_found}, then_gamma = {then_gamma}: must be at least 1 token")
         if first.model is not None:
             raise UserError(f"a cascade whose first drafter is a model ({first.name}) never asks the second: swap them")
-        self.first, self.then, self.min_found = first, then, min_found
+        self.first, self.then, self.min_found, self.then_gamma = first, then, min_found, then_gamma
         self.name = f"cascade of {first.name} and {then.name}"
         self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
         self.observes = first.observes or then.observes
@@ -93,7 +93,7 @@ class Cascade:
             return early._replace(sources_R=_sources(early))
         # Moved before the device is busy with the second drafter.
         taken_K = torch.from_numpy(np.flatnonzero(taken_R)).to(early.ids_RG.device)
-        late = self.then.propose(ask)
+        late = self.then.propose(ask._replace(gamma=min(ask.gamma, self.then_gamma or ask.gamma)))
         if late.probs_RGV is not None and self.first.observes:
             raise UserError(
                 f"the {self.first.name} watches what is drafted and cannot decide when the {self.then.name} draws: "

@@ -324,7 +324,8 @@ def _together(
     """Prompt lookup before a draft as it is, and before one whose tokens are kept with probability `closed`."""
     tuned = tuned_cascade(texts, scores, rule, costs, gammas)
     kept = [kept_by_lookup(text, tuned.gamma, tuned.max_ngram, tuned.min_ngram) for text in texts]
-    steps_N1 = cascade_steps(cascade_blocks(kept, scores, rule, (tuned.gamma,)), (tuned.gamma,), costs)
+    pair = (tuned.gamma,), (tuned.then_gamma or tuned.gamma,)
+    steps_N1 = cascade_steps(cascade_blocks(kept, scores, rule, *pair), pair[0], costs, pair[1])
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(text.response_ids) for text in texts]))
     interval = list(ratio_interval(tokens_P, sum_by_prompt(prompt_keys, steps_N1[:, 0])))
     reachable = tuned_cascade_at(texts, closed, costs, gammas)

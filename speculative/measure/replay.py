@@ -121,12 +121,12 @@ def _kept_NJ1(group: _Group, start: int, width: int) -> np.ndarray:
     return kept_J1N.T
 
 
-def _exactly_NKJ1(group: _Group, start: int, gammas: np.ndarray) -> np.ndarray:
+def _exactly_NKJ1(group: _Group, start: int, gammas: np.ndarray, sure_gammas: np.ndarray) -> np.ndarray:
     """P(k = j | text) at each gamma: the drop of `kept` below gamma, all that is left of it at gamma, 0 beyond.
 
-    Certain where the block is somebody's who needs no model.
+    Certain where the block is somebody's who needs no model; of at most `sure_gammas` (K,) tokens.
     """
-    kept_NJ1 = _kept_NJ1(group, start, int(gammas.max()))
+    kept_NJ1 = _kept_NJ1(group, start, _width(gammas, sure_gammas))
     counts_J1 = np.arange(kept_NJ1.shape[1])
     drops_NJ1 = kept_NJ1.copy()
     drops_NJ1[:, :-1] -= kept_NJ1[:, 1:]
@@ -135,18 +135,22 @@ def _exactly_NKJ1(group: _Group, start: int, gammas: np.ndarray) -> np.ndarray:
     if group.sure_TN is not None:
         sure_N = group.sure_TN[start]
         taken_S = np.flatnonzero(sure_N >= 0)
-        exactly_NKJ1[taken_S] = np.minimum(sure_N[taken_S, None], gammas)[..., None] == counts_J1
+        exactly_NKJ1[taken_S] = np.minimum(sure_N[taken_S, None], sure_gammas)[..., None] == counts_J1
     return exactly_NKJ1
 
 
-def _starts_TNK(group: _Group, gammas: Sequence[int]) -> np.ndarray:
+def _width(gammas: Sequence[int] | np.ndarray, sure_gammas: Sequence[int] | np.ndarray) -> int:
+    return int(max(*gammas, *sure_gammas))
+
+
+def _starts_TNK(group: _Group, gammas: Sequence[int], sure_gammas: Sequence[int]) -> np.ndarray:
     """P(a block starts at token t) for each gamma; 0 behind the end of a response."""
-    width, gammas_K = max(gammas), np.array(gammas)
+    width, gammas_K, sure_gammas_K = _width(gammas, sure_gammas), np.array(gammas), np.array(sure_gammas)
     starts_TNK = np.zeros((*group.costs_TN.shape, len(gammas)))
     starts_TNK[0] = 1.0
     for start in range(int(group.lengths_N.max(initial=0))):
         starts_TNK[start] *= (start < group.lengths_N)[:, None]
-        exactly_NKJ1 = _exactly_NKJ1(group, start, gammas_K)
+        exactly_NKJ1 = _exactly_NKJ1(group, start, gammas_K, sure_gammas_K)
         exactly_NKJ1 *= starts_TNK[start][..., None]
         starts_TNK[start + 1 : start + width + 2] += exactly_NKJ1.transpose(2, 0, 1)
     starts_TNK[int(group.lengths_N.max(initial=0)) :] = 0.0
@@ -157,16 +161,22 @@ def _expected_blocks(texts: Sequence[TextCosts], gammas: Iterable[int]) -> np.nd
     gammas = tuple(gammas)
     blocks_NK = np.zeros((len(texts), len(gammas)))
     for group in _groups(texts, gammas):
-        blocks_NK[group.rows] = _starts_TNK(group, gammas).sum(0)
+        blocks_NK[group.rows] = _starts_TNK(group, gammas, gammas).sum(0)
     return blocks_NK
 
 
-def blocks_by_proposer(texts: Sequence[TextCosts], gammas: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Expected blocks (N, K) that start where `sure_T` says somebody proposes, and those that are the draft's."""
+def blocks_by_proposer(
+    texts: Sequence[TextCosts], gammas: Iterable[int], sure_gammas: Iterable[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Expected blocks (N, K) that start where `sure_T` says somebody proposes, and those that are the draft's.
+
+    sure_gammas: (K,) how many tokens that somebody proposes beside each of the draft's gammas; None = as many.
+    """
     gammas = tuple(gammas)
+    sure_gammas = gammas if sure_gammas is None else tuple(sure_gammas)
     sure_NK, drafted_NK = (np.zeros((len(texts), len(gammas))) for _ in range(2))
-    for group in _groups(texts, gammas):
-        starts_TNK = _starts_TNK(group, gammas)
+    for group in _groups(texts, (*gammas, *sure_gammas)):
+        starts_TNK = _starts_TNK(group, gammas, sure_gammas)
         if group.sure_TN is not None:
             sure_NK[group.rows] = np.where((group.sure_TN >= 0)[..., None], starts_TNK, 0.0).sum(0)
         drafted_NK[group.rows] = starts_TNK.sum(0) - sure_NK[group.rows]
@@ -197,7 +207,7 @@ def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
     for group in _groups(texts, (gamma,)):
         mean_TN, square_TN = np.zeros_like(group.costs_TN), np.zeros_like(group.costs_TN)
         for start in reversed(range(int(group.lengths_N.max(initial=0)))):
-            exactly_J1N = _exactly_NKJ1(group, start, gammas_K)[:, 0].T
+            exactly_J1N = _exactly_NKJ1(group, start, gammas_K, gammas_K)[:, 0].T
             behind_J1 = slice(start + 1, start + gamma + 2)
             inside_N = start < group.lengths_N
             mean_N = (exactly_J1N * mean_TN[behind_J1]).sum(0)
@@ -215,7 +225,7 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[fl
     """
     blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
     for group in _groups(texts_of(scores, rule), (gamma,)):
-        starts_TN = _starts_TNK(group, (gamma,))[..., 0]
+        starts_TN = _starts_TNK(group, (gamma,), (gamma,))[..., 0]
         for start in range(int(group.lengths_N.max(initial=0))):
             inside_NJ = start + np.arange(1, gamma + 1) <= group.lengths_N[:, None]
             weights_NJ = starts_TN[start][:, None] * inside_NJ

@@ -9,7 +9,7 @@ Shapes: N texts, T tokens of one text, K gammas, G drafted tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,8 @@ class RivalBlocks(NamedTuple):
 class Tuned:
     """Prompt lookup, alone or before a draft, at the sizes and gamma of the highest predicted speed-up on some texts.
 
-    tau: tokens per target call. speed_up: tokens over target steps, also where it is under 1.
+    then_gamma: of the draft behind the lookup; None = none. tau: tokens per target call. speed_up: tokens over target
+    steps, also where it is under 1.
     """
 
     max_ngram: int
@@ -47,6 +48,7 @@ class Tuned:
     gamma: int
     tau: float
     speed_up: float
+    then_gamma: int | None = None
 
 
 def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> np.ndarray:
@@ -113,14 +115,17 @@ def cascade_blocks(
     scores: Sequence[TokenScores],
     rule: str,
     gammas: Sequence[int],
+    then_gammas: Sequence[int] | None = None,
     *,
     stop_below: float = 0.0,
 ) -> RivalBlocks:
     """Expected blocks at each gamma of `Cascade(who keeps kept, the draft that was scored)`; `others_NK` the draft's.
 
-    kept: as for `certain_blocks`. rule: as in `replay.expected_blocks_of`, with `stop_below`.
+    kept: as for `certain_blocks`. then_gammas: (K,) the draft's beside each of `gammas`; None = the same.
+    rule: as in `replay.expected_blocks_of`, with `stop_below`.
     """
-    return RivalBlocks(*blocks_by_proposer(texts_of(scores, rule, stop_below, kept), gammas))
+    texts = texts_of(scores, rule, stop_below, kept)
+    return RivalBlocks(*blocks_by_proposer(texts, then_gammas or gammas, gammas))
 
 
 def lookup_steps(blocks: RivalBlocks, gammas: Sequence[int], costs: StepCosts) -> np.ndarray:
@@ -133,15 +138,21 @@ def lookup_steps(blocks: RivalBlocks, gammas: Sequence[int], costs: StepCosts) -
     return blocks.found_NK * v_K + blocks.others_NK * plain_K
 
 
-def cascade_steps(blocks: RivalBlocks, gammas: Sequence[int], costs: StepCosts) -> np.ndarray:
+def cascade_steps(
+    blocks: RivalBlocks, gammas: Sequence[int], costs: StepCosts, then_gammas: Sequence[int] | None = None
+) -> np.ndarray:
     """(N, K) target steps of a cascade's blocks: v(gamma) for a found one, gamma * c(gamma) + v(gamma) for a drafted one.
 
-    In a larger batch some row nearly always needs the draft, which then drafts for all.
+    A drafted one is of then_gammas (None = the same). In a larger batch some row nearly always needs the draft, which then
+    drafts for all, and some row finds something, which makes the call wide for all.
     """
-    v_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
-    drafted_K = v_K + np.array([gamma * costs.cost_ratio_at(gamma) for gamma in gammas])
-    found_K = v_K if costs.batch_size == 1 else drafted_K
-    return blocks.found_NK * found_K + blocks.others_NK * drafted_K
+    then_gammas = then_gammas or gammas
+    found_K = np.array([costs.verify_ratio(gamma) for gamma in gammas])
+    draft_K = np.array([gamma * costs.cost_ratio_at(gamma) for gamma in then_gammas])
+    if costs.batch_size > 1:
+        return (blocks.found_NK + blocks.others_NK) * (found_K + draft_K)
+    then_K = np.array([costs.verify_ratio(gamma) for gamma in then_gammas])
+    return blocks.found_NK * found_K + blocks.others_NK * (then_K + draft_K)
 
 
 def tuned_lookup(
@@ -170,7 +181,10 @@ def tuned_cascade(
     gammas: Sequence[int] = GAMMAS,
     sizes: Sequence[tuple[int, int]] = NGRAM_SIZES,
 ) -> Tuned:
-    """As `tuned_lookup`, with the draft of these scores behind the lookup, both at one gamma."""
+    """As `tuned_lookup`, with the draft of these scores behind the lookup, at a gamma of its own that is no larger.
+
+    What was found costs nothing to propose, so more of it is worth a try than of what must be drafted.
+    """
     return _tuned_before(texts, texts_of(scores, rule), costs, gammas, sizes)
 
 
@@ -197,8 +211,13 @@ def _tuned_before(
     for max_ngram, min_ngram in sizes:
         kept = [kept_by_lookup(text, max(gammas), max_ngram, min_ngram) for text in texts]
         together = [own._replace(sure_T=kept_T) for own, kept_T in zip(drafted, kept, strict=True)]
-        blocks = RivalBlocks(*blocks_by_proposer(together, gammas))
-        found.append(_best(texts, blocks, cascade_steps(blocks, gammas, costs), gammas, (max_ngram, min_ngram)))
+        for gamma in gammas:
+            then_gammas = [other for other in gammas if other <= gamma]
+            same = [gamma] * len(then_gammas)
+            blocks = RivalBlocks(*blocks_by_proposer(together, then_gammas, same))
+            steps_NK = cascade_steps(blocks, same, costs, then_gammas)
+            best = _best(texts, blocks, steps_NK, then_gammas, (max_ngram, min_ngram))
+            found.append(replace(best, gamma=gamma, then_gamma=best.gamma))
     return max(found, key=lambda one: one.speed_up)
 
 

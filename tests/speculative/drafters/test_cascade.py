@@ -175,6 +175,7 @@ def test_pairs_that_make_no_sense_are_refused():
     for make, message in (
         (lambda: Cascade(ModelDrafter(DRAFT), PromptLookup()), "never asks the second: swap them"),
         (lambda: Cascade(PromptLookup(), JacobiPool(), min_found=0), "min_found = 0"),
+        (lambda: Cascade(PromptLookup(), JacobiPool(), then_gamma=0), "then_gamma = 0"),
     ):
         with pytest.raises(UserError, match=message):
             make()
@@ -208,6 +209,7 @@ def cascades() -> dict[str, Cascade]:
     said = Datastore.build([ids for _, ids in repeating_prompts()], VOCAB, min_ngram=2)
     return {
         "lookup-draft": Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT)),
+        "lookup-short draft": Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
         "lookup-retrieval-draft": Cascade(PromptLookup(3, 3), Cascade(Retrieval(said), ModelDrafter(DRAFT), 2)),
         "pool-draft": Cascade(JacobiPool(explore=False), ModelDrafter(DRAFT)),
         "lookup-exit": Cascade(PromptLookup(min_ngram=2), EarlyExit(TARGET, 1)),

@@ -92,21 +92,25 @@ def test_all_gammas_at_once_are_each_alone_and_empty_texts_have_no_block():
     assert together.found_NK[-1].sum() + together.others_NK[-1].sum() == 0
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 6])
+@pytest.mark.parametrize(("gamma", "then_gamma"), [(1, 1), (3, 3), (6, 6), (6, 1)])
 @pytest.mark.parametrize("first", ["lookup", "retrieval", "much of retrieval"])
-def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, first):
+def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, then_gamma, first):
     store, wanted = datastore(), 3 if first == "much of retrieval" else 1
     drafter = PromptLookup(4, 2) if first == "lookup" else Retrieval(store)
-    live = live_texts(Cascade(drafter, ModelDrafter(DRAFT), wanted), GREEDY, gamma)
+    live = live_texts(Cascade(drafter, ModelDrafter(DRAFT), wanted, then_gamma), GREEDY, gamma)
     kept = [
         kept_by_lookup(text, gamma, 4, 2) if first == "lookup" else kept_by_retrieval(text, gamma, store, wanted)
         for text in live
     ]
     scores = score_tokens(DRAFT, live, GREEDY)
-    found = cascade_blocks(kept, scores, "greedy", (gamma,))
+    found = cascade_blocks(kept, scores, "greedy", (gamma,), (then_gamma,))
     assert (found.found_NK + found.others_NK)[:, 0].tolist() == [one.blocks for one in live]
     assert found.found_NK.sum() > 0 < found.others_NK.sum()
-    assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept)["z"] == 0.0
+    if then_gamma == gamma:
+        assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept)["z"] == 0.0
+    else:
+        longer = cascade_blocks(kept, scores, "greedy", (gamma,))
+        assert longer.found_NK.sum() + longer.others_NK.sum() < found.found_NK.sum() + found.others_NK.sum()
 
 
 class Counted(Cascade):
@@ -158,7 +162,7 @@ def kept_at_least(scores, rule, start, count):
     return math.exp(-highest)
 
 
-def cascade_by_recursion(scores, kept_T, rule, gamma):
+def cascade_by_recursion(scores, kept_T, rule, gamma, then_gamma):
     """Expected (found, drafted) blocks of one text."""
 
     @functools.cache
@@ -167,7 +171,7 @@ def cascade_by_recursion(scores, kept_T, rule, gamma):
             return np.zeros(2)
         if kept_T[start] >= 0:
             return np.array([1, 0]) + ahead(start + min(kept_T[start], gamma) + 1)
-        left = min(gamma, len(scores) - start)
+        left = min(then_gamma, len(scores) - start)
         kept = [kept_at_least(scores, rule, start, count) for count in range(left + 1)] + [0.0]
         behind = sum((kept[count] - kept[count + 1]) * ahead(start + count + 1) for count in range(left + 1))
         return np.array([0, 1]) + behind
@@ -180,15 +184,15 @@ def test_the_cascade_equals_its_recursion(rule, monkeypatch):
     scores = [random_scores(length, length) for length in (25, 1, 40, 3)]
     rng = np.random.default_rng(5)
     kept = [rng.integers(-3, 8, len(text)).clip(-1) for text in scores]
-    gammas = (1, 2, 5, 7)
-    blocks = cascade_blocks(kept, scores, rule, gammas)
+    gammas, then_gammas = (1, 2, 5, 7, 7), (1, 2, 5, 7, 2)
+    blocks = cascade_blocks(kept, scores, rule, gammas, then_gammas)
     for row, (text, kept_T) in enumerate(zip(scores, kept, strict=True)):
-        for column, gamma in enumerate(gammas):
-            expected = cascade_by_recursion(text, kept_T, rule, gamma)
+        for column, (gamma, then_gamma) in enumerate(zip(gammas, then_gammas, strict=True)):
+            expected = cascade_by_recursion(text, kept_T, rule, gamma, then_gamma)
             # Sums in another order.
             np.testing.assert_allclose([one[row, column] for one in blocks], expected, rtol=1e-10, atol=1e-12)
     monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
-    for one, other in zip(cascade_blocks(kept, scores, rule, gammas), blocks, strict=True):
+    for one, other in zip(cascade_blocks(kept, scores, rule, gammas, then_gammas), blocks, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -208,9 +212,12 @@ def test_blocks_are_paid_by_who_proposes_and_in_a_batch_by_the_widest():
     one = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=1, context=0)  # v(4) = 1.5, 4 c = .5
     assert lookup_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2)
     assert cascade_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2 * 2.0)
+    # A draft of 2 behind it: v(2) = 1.25, 2 c = .25 (c is interpolated, the same at each gamma here).
+    assert cascade_steps(blocks, (4,), one, (2,))[0, 0] == pytest.approx(3 * 1.5 + 2 * 1.5)
     many = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=8, context=0)
     assert lookup_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 1.5)
     assert cascade_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 2.0)
+    assert cascade_steps(blocks, (4,), many, (2,))[0, 0] == pytest.approx(5 * (1.5 + 0.25))
 
 
 def test_lookup_is_tuned_to_its_text():
@@ -242,8 +249,8 @@ def test_before_a_good_draft_only_sure_matches_take_its_place():
     assert together.min_ngram > alone.min_ngram
     assert together.speed_up > alone.speed_up
     kept = [kept_by_lookup(text, 16, together.max_ngram, together.min_ngram) for text in texts]
-    gammas = (together.gamma,)
-    blocks = cascade_blocks(kept, scores, "sample", gammas)
+    gammas, then_gammas = (together.gamma,), (together.then_gamma,)
+    blocks = cascade_blocks(kept, scores, "sample", gammas, then_gammas)
     tokens = sum(len(text.response_ids) for text in texts)
     assert together.tau == pytest.approx(tokens / float(sum(one.sum() for one in blocks)))
-    assert together.speed_up == pytest.approx(tokens / cascade_steps(blocks, gammas, costs).sum())
+    assert together.speed_up == pytest.approx(tokens / cascade_steps(blocks, gammas, costs, then_gammas).sum())
