@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
@@ -71,7 +71,8 @@ def start(config: RunConfig) -> Accelerator:
 
 def distil(config: RunConfig, accelerator: Accelerator) -> None:
     """Responses, self-checks, training with judged checkpoints, verdict and plot."""
-    progress, _ = resume_point(config.folder)
+    # What the main process sees: on a network disk another machine sees a new file later.
+    (progress,) = broadcast_object_list([resume_point(config.folder)[0] if accelerator.is_main_process else None])
     target = Target(config.target, accelerator.device, config.folder)
     tokenizer = target.tokenizer
     context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)

@@ -272,10 +272,11 @@ class OptimConfig(Section):
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="share of the steps with rising learning rate")
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end / peak")
     max_grad_norm: float = Field(1.0, gt=0, description="clip the gradient's norm to this")
-    spike_factor: float = Field(
-        10.0,
+    spike_factor: float | None = Field(
+        None,
         ge=0,
-        description="skip an update whose gradient norm is this many times the median of the last 64; 0 = never",
+        description="skip an update whose gradient norm is this many times the median of the last 64; 0 = never; null = 10, and "
+        "0 under DeepSpeed, which cannot",
     )
     ema: float = Field(
         0.0,

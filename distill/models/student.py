@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -243,17 +244,19 @@ def first_student(config: RunConfig, accelerator: Accelerator, target: Target, r
     # Every n-th response, so that all domains have a say.
     texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
-    def made() -> Any:
-        known = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
-        layers = known["layers"] if isinstance(known, dict) else None
+    def made(layers: Sequence[int] | None) -> Any:
         return make_student(
             config.student, source, target.tokenizer, texts or None, seed=config.seed,
             temperature=config.serving.temperature, layers=layers, notes=notes,
         )  # fmt: skip
 
-    student = made() if accelerator.is_main_process else None
-    if accelerator.is_main_process and notes and not path.exists():
-        write_json(path, notes)
-        accelerator.print(f"student: {path} says what was measured and chosen")
-    accelerator.wait_for_everyone()
-    return student if student is not None else made()
+    student, choice = None, None
+    if accelerator.is_main_process:
+        choice = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
+        student = made(choice and choice["layers"])
+        choice = choice or notes.get("layers")
+        if notes and not path.exists():
+            write_json(path, notes)
+            accelerator.print(f"student: {path} says what was measured and chosen")
+    (choice,) = broadcast_object_list([choice])
+    return student if student is not None else made(choice and choice["layers"])

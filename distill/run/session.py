@@ -109,10 +109,10 @@ def check_instrument(
         SelfCheckError: the judge contradicts itself.
     """
     path = run / SELF_CHECKS
-    found = path.exists()
-    accelerator.wait_for_everyone()  # all ranks have looked before one of them writes
-    if found:
-        return json.loads(path.read_text(encoding="utf-8"))
+    looks = accelerator.is_main_process and path.exists()
+    (found,) = broadcast_object_list([json.loads(path.read_text(encoding="utf-8")) if looks else None])
+    if found is not None:
+        return found
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
     result = self_checks(target.model, keyed, settings)
     if accelerator.is_main_process:

@@ -1,6 +1,7 @@
 """What a person sees and presses while training: the progress line, and Ctrl-C."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +35,10 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            launched = "; the launcher kills what still runs in 30 s, a judgement too: it is made when the run goes on"
+            limit = launched if "TORCHELASTIC_RUN_ID" in os.environ else ""
+            print(f"\nstopping after this step, with a checkpoint; once more stops at once{limit}", file=sys.stderr)
 
     def restore(self) -> None:
         """Puts the earlier handlers back."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Batch
 from data.files import write_json
@@ -113,13 +114,13 @@ class Loop:
         optimizers = make_optimizers(module, optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, optim, train.steps)
-        self.spikes = SpikeGuard(optim.spike_factor)
+        self.spikes = SpikeGuard(sharding.spike_factor(accelerator, optim))
         self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
         averaged = [self.average] if self.average is not None else []
         accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *averaged)
         self.clock = self.module.clock = StageClock(accelerator.device)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
-        if progress.step or (step_folder(self.run, 0) / STATE).exists():
+        if progress.step or self._seen(step_folder(self.run, 0) / STATE):
             state = step_folder(self.run, progress.step) / STATE
             sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
             self.metrics.cut_after(progress.step)
@@ -152,9 +153,12 @@ class Loop:
                     self._book(result, elapsed)
                     show(self.progress.step, self._record(result, elapsed))
                     step_ended()
-                    self._judge_if_due()
+                    if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
+                        self._judge_if_due()
+                        stop = self._any_rank(interrupt.requested)
                     self._read_dial_if_due()
-                    if self._any_rank(interrupt.requested):
+                    if stop:
+                        # Not judged first: a launcher waits 30 s.
                         self.save()
                         folder = step_folder(self.run, self.progress.step)
                         raise Interrupted(f"checkpoint {folder} is written; the same command goes on from it")
@@ -179,7 +183,8 @@ class Loop:
         self._set_objective()
         counts = torch.tensor([sum(b.labels_R.numel() for b in window), sum(b.positions for b in window)])
         tokens, positions = accelerator.reduce(counts.to(accelerator.device)).tolist()
-        sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+        # Of loss, overlap and slack, and the gradient's norm: a rank whose own rounding went another way must not part from the others.
+        sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
         self.clock.mark("data")
         for index, batch in enumerate(window):
@@ -195,9 +200,11 @@ class Loop:
                     )  # fmt: skip
                 sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
                 self.clock.mark("student")
-            sums += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
-        grad_norm = sharding.clip_gradients(accelerator, self.wrapped, self.config.optim.max_grad_norm)
-        mean_loss, mean_overlap, mean_slack = (accelerator.reduce(sums) / max(tokens, 1)).tolist()
+            sums[:3] += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
+        sums[3] = sharding.clip_gradients(accelerator, self.wrapped, self.config.optim.max_grad_norm)
+        *totals, norms = accelerator.reduce(sums).tolist()
+        mean_loss, mean_overlap, mean_slack = (total / max(tokens, 1) for total in totals)
+        grad_norm = norms / accelerator.num_processes
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             self._refuse_update(mean_loss, grad_norm)
         # Some optimizers keep their learning rate as a tensor.
@@ -248,7 +255,7 @@ class Loop:
         if self.spikes.skipped_in_a_row >= MOST_SKIPS:
             raise NotFinite(
                 f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g} against {median:.3g} before; "
-                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.config.optim.spike_factor:g}), under another name"
+                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.spikes.factor:g}), under another name"
             )
 
     def _refuse_update(self, loss: float, grad_norm: float) -> None:
@@ -294,9 +301,9 @@ class Loop:
 
     def _judge_if_due(self) -> None:
         """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""
-        step = self.progress.step
-        if step % self.config.judge.every and step != self.config.train.steps:
+        if not self._is_due():
             return  # an interrupt's checkpoint, met again after a resume
+        step = self.progress.step
         folder = step_folder(self.run, step)
         self.save()
         record = self._judgement(folder / JUDGEMENT)
@@ -306,7 +313,10 @@ class Loop:
         flat["judge/judging_seconds"] = self.progress.seconds.get("judge", 0.0)  # of all judgements so far
         self.metrics.write(step, flat, always=True)
         # From the files, not from memory: a kill between two writes cannot make them disagree.
-        scores = checkpoint.judged_scores(self.run)
+        # Those that the main process sees: on a network disk another machine sees a new file later.
+        (scores,) = broadcast_object_list(
+            [checkpoint.judged_scores(self.run) if self.accelerator.is_main_process else None]
+        )
         self.progress.best_step, self.progress.best_score = max(scores, key=lambda item: item[1])
         self.progress.judged_without_gain = sum(step > self.progress.best_step for step, _ in scores)
         if self.accelerator.is_main_process:
@@ -314,21 +324,19 @@ class Loop:
             checkpoint.point_best(self.run, self.progress.best_step)
         self.accelerator.wait_for_everyone()
 
+    def _is_due(self) -> bool:
+        return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.train.steps
+
     def _read_dial_if_due(self) -> None:
         """Between checkpoints: held-out alpha and tau of the weights as they are, by replay, into the metrics."""
-        step, judge = self.progress.step, self.config.judge
-        if (
-            not judge.dial_every
-            or step % judge.dial_every
-            or step % judge.every == 0
-            or step == self.config.train.steps
-        ):
+        step, every = self.progress.step, self.config.judge.dial_every
+        if not every or step % every or self._is_due():
             return
         with self.progress.timed("judge"):
             self.wrapped.eval()
             full = self._full()
             if full is not None and self.accelerator.is_main_process:
-                with torch.random.fork_rng():
+                with self._own_random_numbers():
                     reading = self.validator.dial(full)
                 values = {f"dial/{key}": value for key, value in reading.items()}
                 self.metrics.write(step, values, always=True)
@@ -339,13 +347,12 @@ class Loop:
 
     def _judgement(self, path: Path) -> dict[str, Any]:
         """The record at ``path``, made first when there is none."""
-        judged = path.exists()
-        # All ranks have looked before the first of them can write it: else they would part ways here.
-        self.accelerator.wait_for_everyone()
-        if judged:
-            return json.loads(path.read_text(encoding="utf-8"))
+        looks = self.accelerator.is_main_process and path.exists()
+        (judged,) = broadcast_object_list([json.loads(path.read_text(encoding="utf-8")) if looks else None])
+        if judged is not None:
+            return judged
         # What the judge draws must not reach the training: after a resume the judgement is not repeated.
-        with self.progress.timed("judge"), torch.random.fork_rng():
+        with self.progress.timed("judge"), self._own_random_numbers():
             self.wrapped.eval()
             record = self.validator(self.progress.step, self._full())
             if self.average is not None:
@@ -356,6 +363,14 @@ class Loop:
             self.accelerator.print(self.validator.headline(record))
         self.accelerator.wait_for_everyone()
         return record
+
+    def _own_random_numbers(self) -> Any:
+        device = self.accelerator.device  # without a list torch would wake every GPU of the machine in every rank
+        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+    def _seen(self, path: Path) -> bool:
+        """Whether the main process finds a path, on every rank."""
+        return broadcast_object_list([path.exists()])[0]
 
     def _full(self) -> DraftModule | None:
         """The draft with all of its weights on the main process. All ranks call it."""
@@ -373,7 +388,7 @@ class Loop:
 
     def save(self) -> None:
         """Writes the checkpoint of this step, unless it is there."""
-        if (step_folder(self.run, self.progress.step) / PROGRESS).exists():
+        if self._seen(step_folder(self.run, self.progress.step) / PROGRESS):
             return
         students: dict[str, Any] = {}
         full = self._full()

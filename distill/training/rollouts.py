@@ -18,6 +18,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
@@ -146,8 +147,8 @@ class Rollouts:
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there, and nobody writes yet
         shards = len(plan_shards(prompts, 1, self.config.serving.shard_size))
-        missing = store.missing(shards)
-        self.accelerator.wait_for_everyone()  # all ranks have looked before the first of them writes
+        # The main process looks, before the first rank writes: all of them make the draft whole together, or none.
+        (missing,) = broadcast_object_list([store.missing(shards)])
         if missing:
             self._make(kind, store, manifest, prompts, settings, self._as_served(draft()))
         self.accelerator.wait_for_everyone()

@@ -35,6 +35,7 @@ from speculative.errors import UserError
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 ZERO_STATE = "pytorch_model"  # the folder of DeepSpeed's
+SPIKE_FACTOR = 10.0
 SHARDED_STATE = "pytorch_model_fsdp_0"  # the folder that accelerate's sharded state has in place of a weights file
 
 
@@ -53,6 +54,13 @@ def require_deepspeed() -> None:
 def asked_for(engine: str) -> bool:
     """Whether the launcher's settings name an engine: FSDP or DEEPSPEED."""
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
+
+
+def spike_factor(accelerator: Accelerator, optim: OptimConfig) -> float:
+    """`optim.spike_factor`, or what it is by default: DeepSpeed cannot skip an update."""
+    if optim.spike_factor is not None:
+        return optim.spike_factor
+    return 0.0 if accelerator.distributed_type is DistributedType.DEEPSPEED else SPIKE_FACTOR
 
 
 def settle_launcher(accelerator: Accelerator, optim: OptimConfig, train: TrainConfig) -> None:
@@ -127,7 +135,7 @@ def _settle_deepspeed(accelerator: Accelerator, optim: OptimConfig, train: Train
         raise UserError(f"zero_stage: {stage}; use 2 or 3 (configs/accelerate/), or ddp.yaml")
     if optim.spike_factor:
         raise UserError(
-            "optim.spike_factor: DeepSpeed cannot skip an update; set it to 0, or use configs/accelerate/fsdp2.yaml"
+            "optim.spike_factor: DeepSpeed cannot skip an update; set it to null or 0, or use configs/accelerate/fsdp2.yaml"
         )
     for section in ("offload_optimizer", "offload_param"):
         if settings["zero_optimization"].get(section, {}).get("device", "none") != "none":

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Example, collate, pad_id_of
 from data.files import MANIFEST
@@ -72,8 +73,7 @@ def fill(
     if show and store.present().any():
         store.verify(show=True)
     accelerator.wait_for_everyone()
-    missing = store.missing()
-    accelerator.wait_for_everyone()  # all have counted before one of them writes: else shares would overlap or gape
+    (missing,) = broadcast_object_list([store.missing()])  # one list: else shares would overlap or gape
     size = config.train.micro_batch_size
     order = sorted(missing, key=lambda index: (-len(examples[index].input_ids), index))
     mine = [order[start : start + size] for start in range(0, len(order), size)]

@@ -482,6 +482,51 @@ def test_an_interrupted_step_between_judgements_is_not_judged(tmp_path: Path) ->
     assert finish(config).validator.steps == [4, 5]  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_step_is_saved_before_it_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher gives a rank 30 s, and a judgement takes minutes."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    config = run_config(tmp_path, train={"steps": 5})
+    loop = make_loop(config)
+    step = loop.step
+
+    def interrupted(window: Any) -> Any:
+        if loop.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(window)
+
+    loop.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="step-000002 is written"):
+        loop.fit()
+    assert loop.validator.steps == [0]  # type: ignore[attr-defined]
+    assert "the launcher kills what still runs in 30 s" in capsys.readouterr().err
+    assert finish(config).validator.steps == [2, 4, 5]  # type: ignore[attr-defined]
+
+
+def test_judging_touches_the_random_numbers_of_its_own_device_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a list torch saves those of every GPU, and each rank makes a context on each of them."""
+    asked: list[Any] = []
+    fork = torch.random.fork_rng
+
+    def spying_fork(devices: Any = None) -> Any:
+        asked.append(devices)
+        return fork(devices=[])
+
+    monkeypatch.setattr(torch.random, "fork_rng", spying_fork)
+    loop = make_loop(run_config(tmp_path, train={"steps": 1}))
+    loop.fit()
+    assert asked
+    assert asked == [[]] * len(asked)
+    asked.clear()
+    monkeypatch.setattr(type(loop.accelerator), "device", torch.device("cuda", 3))
+    with loop._own_random_numbers():
+        assert asked == [[torch.device("cuda", 3)]]
+
+
 # --- a real process, a real kill ----------------------------------------------------------------------------------------
 
 

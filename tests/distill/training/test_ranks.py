@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import rank_statuses
+from processes import rank_statuses, run_ranks
 from tiny_training import ScriptedJudge, examples_of, make_loop, run_config
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -73,6 +73,23 @@ def _rank(rank: int, folder: Path, spoil: Callable[[Loop], None]) -> None:
     train.distil = distil
     torch.distributed.destroy_process_group = lambda *_: time.sleep(60)
     sys.exit(train.main([str(folder / "run.yaml")]))
+
+
+def _spike_or_not(rank: int, folder: Path) -> None:
+    """A gradient norm around ten times the median, which the two ranks do not round alike."""
+    loop = make_loop(run_config(folder), examples=examples_of([9, 12, 7, 15]))
+    for _ in range(16):
+        loop.spikes.is_spike(0.5)
+    loop.accelerator.clip_grad_norm_ = lambda *_: torch.tensor(5.5 if rank else 4.9)  # type: ignore[method-assign]
+    result = loop.step(loop.micro_batches(0))
+    torch.save((result.skipped, result.grad_norm), folder / f"rank{rank}.pt")
+
+
+def test_ranks_skip_an_update_together(tmp_path: Path) -> None:
+    run_ranks(_spike_or_not, tmp_path)
+    one, other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
+    assert one == other
+    assert one == (True, pytest.approx(5.2))
 
 
 @pytest.mark.parametrize(

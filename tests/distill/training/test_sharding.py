@@ -280,7 +280,7 @@ def test_settings_that_would_train_something_else_are_refused(
     ("stage", "optim", "zero", "words"),
     [
         (1, {"spike_factor": 0.0}, {}, "zero_stage: 1"),
-        (2, {}, {}, "optim.spike_factor"),
+        (2, {"spike_factor": 10.0}, {}, "optim.spike_factor"),
         (3, {"spike_factor": 0.0}, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer_device"),
     ],
 )
@@ -291,6 +291,24 @@ def test_deepspeed_settings_that_are_not_supported_are_refused(
     plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage, **zero}})
     with pytest.raises(UserError, match=words):
         settle(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path, optim=optim))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "factor"), [("DEEPSPEED", None, 0.0), ("FSDP", None, 10.0), ("NO", None, 10.0), ("NO", 3.0, 3.0)]
+)
+def test_the_guard_against_spikes_is_on_where_an_update_can_be_skipped(
+    tmp_path: Path, kind: str, given: float | None, factor: float
+) -> None:
+    accelerator, config = launched(kind), run_config(tmp_path, optim={"spike_factor": given})
+    assert sharding.spike_factor(accelerator, config.optim) == factor
+
+
+def test_deepspeed_takes_a_config_of_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(sharding, "_turn_on", lambda *_: None)
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
+    settle(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path))
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 1
 
 
 def test_other_launchers_and_a_missing_deepspeed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
