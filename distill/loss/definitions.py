@@ -12,14 +12,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.verify import Rule
+
+UNTOUCHED = SamplingSettings()  # the model's own distribution
+
 
 @dataclass(frozen=True)
 class Objective:
     """What is minimised: weights of the named losses, their constants, and how the rows are taken.
 
     The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient shrinks as
-    the temperature grows. With a dense signal the overlap is taken at `serving_temperature`; a stored signal has one temperature,
-    its own, and the overlap is taken there. `chunk_tokens` rows have logits at once (None: as many as suit the device).
+    the temperature grows. `serving` and `rule`: how a server samples and accepts; nothing learns from them, see `acceptance`.
+    `chunk_tokens` rows have logits at once (None: as many as suit the device).
     """
 
     weights: Mapping[str, float]
@@ -27,7 +32,8 @@ class Objective:
     beta: float = 0.5
     eta: float = 3.0
     chunk_tokens: int | None = None
-    serving_temperature: float = 1.0
+    serving: SamplingSettings = UNTOUCHED
+    rule: Rule = "sample"
     weighting: Literal["none", "entropy", "selected"] = "none"
     keep: float = 0.4
     compile: bool = False
@@ -36,10 +42,22 @@ class Objective:
         """The weight of a named loss, 0 where it is not minimised."""
         return self.weights.get(name, 0.0)
 
+    @property
+    def overlap_is_acceptance(self) -> bool:
+        """Whether a server accepts exactly as often as the distributions in the loss overlap."""
+        return self.rule in ("sample", "block") and self.serving == SamplingSettings(self.temperature)
+
 
 def overlap(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
     """sum_v min(target, student) = 1 - TV: the probability that a draft token is accepted (arXiv 2211.17192). (N,)"""
     return torch.minimum(target_log_probs_NV, student_log_probs_NV).exp().sum(-1)
+
+
+def acceptance(target_logits_NV: Tensor, student_logits_NV: Tensor, serving: SamplingSettings, rule: Rule) -> Tensor:
+    """Probability that a server accepts the student's token: the overlap of what settings and rule make of both. (N,)"""
+    target_NV = logits_to_probs(target_logits_NV, GREEDY if rule == "greedy" else serving)
+    student_NV = logits_to_probs(student_logits_NV, GREEDY if rule in ("greedy", "greedy-draft") else serving)
+    return torch.minimum(target_NV, student_NV).sum(-1)
 
 
 def forward_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:

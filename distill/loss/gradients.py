@@ -65,17 +65,13 @@ def dense_rows(
 ) -> Rows:
     """Objectives against all of the target's logits; the arguments are left as they are, the gradient may lie in the scratch."""
     pairs = ("target", target_logits_CV), ("student", student_logits_CV)
-    served_C = None
-    if objective.temperature != objective.serving_temperature:
-        served = [_probs(name, logits, objective.serving_temperature, scratch) for name, logits in pairs]
-        served_C = torch.minimum(served[0], served[1], out=scratch("product", target_logits_CV)).sum(-1)
     target, student = (_softmax(name, logits, objective.temperature, scratch) for name, logits in pairs)
     log_label_C1 = student.log_probs_NE.gather(-1, labels_C.unsqueeze(-1))
     token_weights_C1 = _token_weights(objective, weights_C, target)
     loss_C1, alpha_C1, gradient_CV = divergences(
         objective, target, student, torch.ones_like(log_label_C1), wants_gradient, scratch
     )
-    overlap_C = alpha_C1.squeeze(-1) if served_C is None else served_C
+    overlap_C = alpha_C1.squeeze(-1)
     rows = Rows(loss_C1, overlap_C, torch.zeros_like(overlap_C), gradient_CV)
     return _finished(objective, rows, labels_C, log_label_C1, token_weights_C1)
 
@@ -267,11 +263,6 @@ def _scores(logits_CV: Tensor, temperature: float, buffer_CV: Tensor | None, own
         return logits_CV if temperature == 1.0 and not own else torch.div(logits_CV, temperature, out=buffer_CV)
     scores_CV = logits_CV.float() if buffer_CV is None else buffer_CV.copy_(logits_CV)
     return scores_CV if temperature == 1.0 else scores_CV.div_(temperature)
-
-
-def _probs(name: str, logits_CV: Tensor, temperature: float, scratch: Buffers) -> Tensor:
-    scores_CV = _scores(logits_CV, temperature, scratch("scores", logits_CV))
-    return torch.softmax(scores_CV, -1, out=scratch(name, logits_CV))
 
 
 def _softmax(name: str, logits_CV: Tensor, temperature: float, scratch: Buffers) -> Distribution:

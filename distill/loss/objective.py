@@ -27,6 +27,8 @@ UNKNOWN_VOCABULARY = 1 << 17
 CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
 # Bytes of a block: five or so of them share a core's cache; on a GPU they only bound the scratch memory.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
+# Rows of a micro-batch that the server's acceptance is estimated from, and the logits that they may have.
+MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 24
 # Bytes of a half-precision product on its way into a float32 sum.
 PRODUCT_SLICE = 32 << 20
 
@@ -35,7 +37,7 @@ PRODUCT_SLICE = 32 << 20
 class Sums:
     """Sums over the response tokens of a micro-batch; `loss` carries the gradient.
 
-    The overlap at the temperature it is taken at lies within [overlap, overlap + overlap_slack]; the slack is 0 but for a top-k
+    The overlap at the loss's temperature lies within [overlap, overlap + overlap_slack]; the slack is 0 but for a top-k
     signal. With a sampled signal the overlap is an unbiased estimate. Neither knows of tokens' weights.
     """
 
@@ -83,6 +85,32 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int
     """Rows of a chunk when nobody says: a few megabytes of logits on a CPU, 256 MB on an accelerator."""
     row = vocabulary * dtype.itemsize
     return max(CPU_ROWS, CPU_CHUNK // row) if device.type == "cpu" else max(1, GPU_CHUNK // row)
+
+
+@torch.no_grad()
+def acceptance_sum(
+    objective: Objective, student_hidden_RD: Tensor, student_head: OutputHead, signal: Signal
+) -> Tensor | None:
+    """How many of the R rows' tokens a server would accept if the student drafted them, by at most 128 rows spread over all.
+
+    A top-k signal counts as the whole distribution: what truncation excludes lies in its tail. None where nothing can be said: no
+    row, or samples, which do not tell what truncation leaves.
+    """
+    tokens = len(student_hidden_RD)
+    if not tokens or isinstance(signal, SampledSignal):
+        return None
+    vocabulary = getattr(student_head.projection, "out_features", UNKNOWN_VOCABULARY)
+    spread = slice(None, None, -(-tokens // max(1, min(MEASURED_ROWS, MEASURED_LOGITS // vocabulary))))
+    student_ND, own = student_hidden_RD[spread], part_of(signal, spread)
+    student_NV = _head_of(student_head, student_ND, False).logits(slice(None))
+    if isinstance(own, DenseSignal):
+        target_NV = _frozen_head_of(own).logits(slice(None))
+    else:
+        target_NV = torch.full_like(student_NV, -torch.inf, dtype=own.log_probs_RK.dtype)
+        target_NV.scatter_reduce_(-1, own.ids_RK, own.log_probs_RK * objective.temperature, "amax")
+    # A row that stores nothing is nan.
+    accepted_N = losses.acceptance(target_NV, student_NV, objective.serving, objective.rule).nan_to_num(0.0)
+    return accepted_N.double().mean() * tokens
 
 
 def refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:

@@ -25,6 +25,7 @@ from distill.models.target import Target
 from distill.training.rollouts import Draft, Rollouts
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
 
 # Distances of hidden states, relative to their norm. Against a sequence alone, in other shapes, rounding differs, and in half
 # precision a token near a tie may go to another expert: the median must be small. Beside other neighbours, in the same shapes,
@@ -210,9 +211,10 @@ def make_batches(
 def make_objective(config: RunConfig) -> Objective:
     """The objective that the config names."""
     loss, weighting = config.loss, config.loss.weighting
-    # Greedy serving has no temperature: the estimate of alpha on the progress line is then the one at temperature 1.
-    serving_temperature = config.serving.temperature or 1.0
+    serving = SamplingSettings(
+        config.serving.temperature, config.serving.top_k, config.serving.top_p, config.serving.min_p
+    )
     return Objective(
-        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving_temperature,
+        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving, config.judge_rule,
         weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
     )  # fmt: skip

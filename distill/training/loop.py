@@ -68,8 +68,8 @@ class Validator(Protocol):
 class StepResult:
     """One optimizer step: means over all response tokens of all ranks.
 
-    `alpha` estimates the draft's acceptance on this batch; it may be too low by `alpha_slack` when the teacher's word comes
-    from a store. `positions` counts all tokens that went through the draft, prompts included and padding not.
+    `alpha` estimates the draft's acceptance on this batch at the serving settings; it may be off by `alpha_slack` when the
+    teacher's word comes from a store. `positions` counts all tokens that went through the draft, prompts included and padding not.
     """
 
     loss: float
@@ -296,8 +296,15 @@ class Loop:
         if share is not None:
             values["mfu"] = round(share, 4)
         self.metrics.write(self.progress.step, values)
-        alpha = f" alpha {result.alpha:.3f}" if self.teacher else ""
+        alpha = f" alpha{self._unserved} {result.alpha:.3f}" if self.teacher else ""
         return f"loss {result.loss:.3f}{alpha} {result.tokens / elapsed:,.0f} tok/s"
+
+    @property
+    def _unserved(self) -> str:
+        """What the progress line adds where alpha is not that of the serving settings: samples of the teacher do not tell it."""
+        signal, objective = self.config.signal, self.module.objective
+        sampled = signal.source != "online" and signal.kind == "sampled"
+        return f" (temperature {objective.temperature:g})" if sampled and not objective.overlap_is_acceptance else ""
 
     def _judge_if_due(self) -> None:
         """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from data.signals.signal import DenseSignal, Signal
 from distill.loss.definitions import Objective
-from distill.loss.objective import chunked_loss
+from distill.loss.objective import acceptance_sum, chunked_loss
 from distill.models.heads import SplitModel
 from speculative.decoder.stage_clock import StageClock
 
@@ -43,16 +43,22 @@ class DraftModule(nn.Module):
         position_ids_BT: Tensor | None = None,
         reference: DenseSignal | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(summed loss, summed overlap, what the overlap may lack) over the R response tokens of a micro-batch."""
+        """(summed loss, summed acceptance, what it may be off by) over the R response tokens of a micro-batch.
+
+        The acceptance is the server's; with a sampled signal the overlap at the loss's temperature stands for it.
+        """
         split = self._split[0]
         hidden_BTD = split.hidden(input_ids_BT, position_ids_BT)
         hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
         if self.clock is not None:
             self.clock.mark("student")
         sums = chunked_loss(self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference)
+        accepted = None
+        if signal is not None and not self.objective.overlap_is_acceptance:
+            accepted = acceptance_sum(self.objective, hidden_RD, split.head, signal)
         if self.clock is not None:
             self.clock.mark("loss")
-        return sums.loss, sums.overlap, sums.overlap_slack
+        return sums.loss, sums.overlap if accepted is None else accepted, sums.overlap_slack
 
     def exported(self) -> PreTrainedModel:
         """A float32 causal LM of the current weights: adapters merged into a copy, otherwise the student itself."""

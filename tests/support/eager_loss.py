@@ -92,8 +92,7 @@ def dense_by_definition(
     if target_logits_NV is None or target_NV is None:
         return Definition(loss_N, none_N, none_N, none_N)
     with torch.no_grad():
-        served = [log_probs(logits, objective.serving_temperature) for logits in (target_logits_NV, student_logits_NV)]
-        return Definition(loss_N, overlap(*served), none_N, entropy(target_NV))
+        return Definition(loss_N, overlap(target_NV, student_NV), none_N, entropy(target_NV))
 
 
 def topk_by_definition(

@@ -70,7 +70,7 @@ WEIGHTS = torch.tensor([1.0, 0.0, 2.5, 0.3, 1.0, 4.0], dtype=torch.float64)
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("mix", MIXES)
 def test_dense_rows_are_the_definition(mix: str, temperature: float, weights_N: Tensor | None) -> None:
-    objective = Objective(MIXES[mix], temperature, beta=0.3, eta=2.0, serving_temperature=0.6)
+    objective = Objective(MIXES[mix], temperature, beta=0.3, eta=2.0)
     target_NV, labels_N = logits_of(0), labels_of()
     compare(
         lambda student: dense_by_definition(objective, target_NV, student, labels_N),
@@ -195,7 +195,7 @@ def test_total_variation_is_one_minus_the_overlap() -> None:
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_signal_of_the_whole_vocabulary_is_dense(mix: str, temperature: float) -> None:
     target_NV, student_NV, labels_N = logits_of(0), logits_of(1), labels_of()
-    objective = Objective(MIXES[mix], temperature, 0.4, 3.0, serving_temperature=temperature)
+    objective = Objective(MIXES[mix], temperature, 0.4, 3.0)
     dense = dense_rows(objective, target_NV, student_NV, labels_N, WEIGHTS, True)
     stored = topk_rows(objective, topk_of(target_NV, VOCAB, temperature), student_NV, labels_N, WEIGHTS, True)
     for mine, theirs in zip(stored, dense, strict=True):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from eager_loss import dense_by_definition, eager_loss
@@ -22,12 +23,15 @@ from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal, Signal
 from distill.loss import definitions as losses
 from distill.loss import gradients
+from distill.loss import objective as objective_module
 from distill.loss.definitions import Objective
-from distill.loss.objective import Sums, chunk_rows, chunked_loss
+from distill.loss.objective import Sums, acceptance_sum, chunk_rows, chunked_loss
 from distill.models.heads import OutputHead
 from distill.models.student import add_lora
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import Rule
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS, WIDTH, TARGET_WIDTH, VOCAB = 11, 6, 9, 19
@@ -114,7 +118,7 @@ def test_chunked_is_eager(kind: str, mix: str, chunk_tokens: int | None) -> None
 @pytest.mark.parametrize(("kind", "mix"), CASES)
 def test_chunked_is_eager_for_every_head(kind: str, mix: str, options: dict[str, Any], plain: bool) -> None:
     setting = Setting(plain=plain, **options)
-    objective = Objective(MIXES[mix], temperature=1.3, beta=0.3, chunk_tokens=4, serving_temperature=0.8)
+    objective = Objective(MIXES[mix], temperature=1.3, beta=0.3, chunk_tokens=4)
     assert_twins(setting, objective, kind, weights_R=setting.weights_R)
 
 
@@ -326,24 +330,81 @@ def test_equal_student_and_target_have_no_loss_and_no_gradient() -> None:
             assert all(float(gradient.abs().max()) < 1e-12 for gradient in setting.gradients(sums)), name
 
 
-def test_temperature_softens_the_loss_and_not_the_overlap() -> None:
+def test_temperature_softens_the_loss_and_not_the_acceptance() -> None:
     setting = Setting()
-    hot, cold = (setting.loss(chunked_loss, Objective(MIXES["forward_kl"], temperature=t)) for t in (3.0, 1.0))
+    hot, cold = (Objective(MIXES["forward_kl"], temperature=temperature) for temperature in (3.0, 1.0))
     target_NV = (setting.dense.head(setting.dense.hidden_RD) / 3.0).log_softmax(-1)
     student_NV = (setting.student_head(setting.student_hidden_RD) / 3.0).log_softmax(-1)
     expected = losses.forward_kl(target_NV, student_NV).sum()
-    torch.testing.assert_close(hot.loss, expected, rtol=1e-10, atol=0)  # order of sums
-    torch.testing.assert_close(hot.overlap, cold.overlap, rtol=1e-12, atol=0)  # order of sums
+    torch.testing.assert_close(setting.loss(chunked_loss, hot).loss, expected, rtol=1e-10, atol=0)  # order of sums
+    accepted = acceptance_sum(hot, setting.student_hidden_RD, setting.student_head, setting.dense)
+    assert float(accepted) == pytest.approx(float(setting.loss(chunked_loss, cold).overlap), rel=1e-12)
 
 
-def test_overlap_is_taken_at_the_temperature_of_the_server() -> None:
+SERVED_AT = [
+    (SamplingSettings(0.6), "sample"),
+    (SamplingSettings(0.8, top_p=0.7), "sample"),
+    (SamplingSettings(0.8, top_k=4, min_p=0.05), "block"),
+    (SamplingSettings(1.0, top_k=3), "greedy-draft"),
+    (SamplingSettings(0.8), "greedy"),
+    (SamplingSettings(0.0), "sample"),
+]
+
+
+@pytest.mark.parametrize(("serving", "rule"), SERVED_AT, ids=str)
+def test_acceptance_is_the_servers(serving: SamplingSettings, rule: Rule) -> None:
+    """Row by row, by hand: both rows scaled, cut and normalised in numpy; then the rule."""
     setting = Setting()
-    for loss_temperature in (1.0, 0.6, 2.0):
-        objective = Objective(MIXES["tv"], temperature=loss_temperature, serving_temperature=0.6, chunk_tokens=4)
-        target_NV = (setting.dense.head(setting.dense.hidden_RD) / 0.6).softmax(-1)
-        student_NV = (setting.student_head(setting.student_hidden_RD) / 0.6).softmax(-1)
-        expected = torch.minimum(target_NV, student_NV).sum().detach()
-        torch.testing.assert_close(setting.loss(chunked_loss, objective).overlap, expected, rtol=1e-10, atol=0)
+    objective = Objective(MIXES["tv"], temperature=1.3, serving=serving, rule=rule)
+    logits = (setting.dense.head(setting.dense.hidden_RD), setting.student_head(setting.student_hidden_RD))
+    expected = 0.0
+    for target_V, student_V in zip(*(one.detach().numpy() for one in logits), strict=True):
+        target, student = (_served(row_V, serving) for row_V in (target_V, student_V))
+        if rule in ("greedy", "greedy-draft"):
+            student = (student == student.max()) * 1.0
+        if rule == "greedy":
+            target = (target == target.max()) * 1.0
+        expected += sum(map(min, target, student))
+    found = acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, setting.dense)
+    assert float(found) == pytest.approx(expected, rel=1e-9)
+    whole = topk_of(logits[0].detach(), VOCAB, objective.temperature)
+    stored = acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, whole)
+    assert float(stored) == pytest.approx(expected, rel=1e-9)
+
+
+def _served(logits_V: np.ndarray, serving: SamplingSettings) -> np.ndarray:
+    if serving.greedy:
+        return (logits_V == logits_V.max()) * 1.0
+    order = np.argsort(-logits_V)
+    probs = np.exp(logits_V / serving.temperature)
+    kept = order[: serving.top_k or None]
+    below = np.cumsum(probs[kept]) / probs[kept].sum() - probs[kept] / probs[kept].sum()
+    kept = kept[below < serving.top_p]
+    kept = kept[probs[kept] >= serving.min_p * probs[kept].max()]
+    served = np.zeros_like(probs)
+    served[kept] = probs[kept] / probs[kept].sum()
+    return served
+
+
+def test_acceptance_is_measured_on_some_rows_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(rows=100)
+    objective = Objective(MIXES["tv"], serving=SamplingSettings(0.7))
+    monkeypatch.setattr(objective_module, "MEASURED_ROWS", 30)
+    spread = slice(None, None, 4)  # 25 of 100: every third would be 34
+    few = acceptance_sum(objective, setting.student_hidden_RD[spread], setting.student_head, setting.dense.rows(spread))
+    assert few is not None
+    found = acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, setting.dense)
+    assert float(found) == pytest.approx(4 * float(few), rel=1e-12)
+
+
+def test_acceptance_is_not_guessed() -> None:
+    setting, objective = Setting(), Objective(MIXES["forward_kl"], serving=SamplingSettings(0.7))
+    sampled = setting.signal("sampled")
+    assert acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, sampled) is None
+    nothing = setting.dense.rows(slice(0, 0))
+    assert acceptance_sum(objective, setting.student_hidden_RD[:0], setting.student_head, nothing) is None
+    assert not objective.overlap_is_acceptance
+    assert replace(objective, temperature=0.7).overlap_is_acceptance
 
 
 def test_without_a_target_the_overlap_is_zero() -> None:

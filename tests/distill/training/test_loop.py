@@ -37,8 +37,10 @@ from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.models.heads import SplitModel
 from distill.run import checkpoint
+from distill.training.batches import make_objective
 from distill.training.loop import Loop, NotFinite
 from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 # Response tokens per sequence: unequal between sequences, micro-batches and ranks.
 RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5)
@@ -397,6 +399,28 @@ def test_pruning_keeps_every_student_and_the_newest_states(tmp_path: Path) -> No
         assert (folder / "student" / "model.safetensors").exists()
         assert (folder / "student" / "tokenizer.json").exists()
         assert (folder / "state").exists() == (step >= 6)
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft"])
+def test_the_lines_alpha_is_that_of_the_serving_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """Else a draft that the judge finds accepted at .88 reads .75 while it trains."""
+    serving = {"temperature": 0.6, "top_p": 0.8, "rule": rule}
+    config = run_config(tmp_path, serving=serving, train={"batch_size": 8, "micro_batch_size": 4})
+    loop = make_loop(config, examples=uneven_examples(), objective=make_objective(config))
+    batch = collate(uneven_examples(), 0)
+    split, teacher, sampling = SplitModel(loop.module.student), loop.teacher, SamplingSettings(0.6, top_p=0.8)
+    hidden_RD = split.hidden(batch.input_ids_BT).flatten(0, 1)[batch.rows_R]
+    signal = teacher.signal(batch)  # type: ignore[union-attr]
+    target = logits_to_probs(signal.head(signal.hidden_RD), sampling)  # type: ignore[union-attr]
+    draft = logits_to_probs(split.head(hidden_RD), sampling if rule == "sample" else GREEDY)
+    expected = float(torch.minimum(target, draft).sum(-1).mean().detach())
+    seen = []
+    monkeypatch.setattr(loop.metrics, "write", lambda _, values, **__: seen.append(values))
+    result = loop.step(loop.micro_batches(0))
+    assert f"alpha {expected:.3f} " in loop._record(result, 1.0)
+    assert seen[0]["alpha_train"] == pytest.approx(expected, rel=1e-5)
 
 
 # --- interrupts --------------------------------------------------------------------------------------------------------
