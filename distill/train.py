@@ -5,6 +5,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,14 +88,15 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     # carved by measurements on the target's own text has to wait for that text.
     longest = max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
     require_served(config.judge.served, target, longest)
-    student = None if carved_by_measurement(config.student) else first_student(config, accelerator, target)
+    measured, prompts = carved_by_measurement(config.student), chain(sets.train, sets.heldout)
+    student = None if measured else first_student(config, accelerator, target, prompts=prompts)
     # Without the target's weights there is no instrument to check: replay alone judges.
     live = config.judge.live != "never"
     with progress.timed("self_checks"):
         checks = check_instrument(config.folder, accelerator, target, sets.heldout, judged_at) if live else {}
     with progress.timed("respond"):
         stores = RunStores(config, accelerator, target)
-        wanted = config.data.mix.target or carved_by_measurement(config.student)
+        wanted = config.data.mix.target or measured
         rows = stores.training(sets.train) if wanted else []  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:

@@ -348,8 +348,14 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A draft made of some of the target's layers, its embeddings, final norm and head; all copied, float32.
 
     Raises:
-        UserError: a layer the target does not have, the same layer twice, an architecture without a plain list of layers.
+        UserError: a layer the target does not have, the same layer twice, an architecture without a plain list of layers, a
+            multimodal one whose text model cannot be taken out.
     """
+    if target.config.get_text_config(decoder=True) is not target.config:
+        raise UserError(
+            f"student.init: carved: {type(target).__name__} is multimodal and transformers has no causal LM of its text model "
+            "alone; use student.init: pretrained or config"
+        )
     depth = target.config.get_text_config().num_hidden_layers
     chosen = [layer + depth if layer < 0 else layer for layer in layers]
     if not chosen or any(not 0 <= layer < depth for layer in chosen):

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from distill.models.text_model import auto_class, text_only
 from speculative.errors import UserError
 
 EMBEDDED = "embedded"
@@ -78,13 +79,14 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM from a directory, hub id or `embedded`, in eval mode. ``what`` is its name in errors.
+    """A causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal one the text model. ``what`` is its name in errors.
 
     Raises:
         UserError: not there, not loadable, hub not reachable.
     """
-    options = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
-    return load_pretrained(what, path, AutoModelForCausalLM.from_pretrained, **options).eval()
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
+    return text_only(load_pretrained(what, path, auto_class(config).from_pretrained, dtype=dtype, **options)).eval()
 
 
 def load_tokenizer(

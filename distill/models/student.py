@@ -2,8 +2,9 @@
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import write_json
+from data.responses.respond import RenderedPrompt
 from data.responses.store import Row
 from distill.config.layout import STUDENT_NOTES
 from distill.config.run import RunConfig
@@ -21,7 +23,13 @@ from distill.models.carving import carve, channel_scores, choose_layers, layers_
 from distill.models.load import load_model, load_pretrained, load_tokenizer, reason_of
 from distill.models.target import Target
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
-from distill.models.vocabulary import compare_vocabularies, repair_rows, require_agreement, vocabulary_rows
+from distill.models.vocabulary import (
+    compare_vocabularies,
+    refuse_rowless,
+    repair_rows,
+    require_agreement,
+    vocabulary_rows,
+)
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
@@ -37,6 +45,7 @@ def make_student(
     temperature: float = 1.0,
     layers: Sequence[int] | None = None,
     notes: dict[str, Any] | None = None,
+    texts: Iterable[Sequence[int]] = (),
 ) -> Any:
     """The draft before training, float32, in the target's vocabulary; a peft model when LoRA is asked for.
 
@@ -48,6 +57,7 @@ def make_student(
         seed: of random weights. temperature: the server's, at which layers are compared; 0 compares at the model's own.
         layers: what `layers: auto` chose earlier, so that a resumed run or another rank has the same without measuring.
         notes: is given what was chosen and measured, as plain values for JSON.
+        texts: token ids that the draft will read, each of which it must have a row for.
 
     Raises:
         UserError: layers the target lacks, a vocabulary that cannot be made to agree, an impossible architecture or pair of
@@ -64,7 +74,7 @@ def make_student(
         if config.embeddings == "target":
             notes["embeddings"] = fit_embeddings(student, target, seed)
     else:
-        student = _pretrained(config, target, tokenizer, notes)
+        student = _pretrained(config, target, tokenizer, notes, texts)
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if config.lora is not None:
@@ -129,7 +139,11 @@ def _carved(
 
 
 def _pretrained(
-    config: StudentConfig, target: PreTrainedModel, tokenizer: Any, notes: dict[str, Any]
+    config: StudentConfig,
+    target: PreTrainedModel,
+    tokenizer: Any,
+    notes: dict[str, Any],
+    texts: Iterable[Sequence[int]],
 ) -> PreTrainedModel:
     path, revision, rows = str(config.path), config.revision, vocabulary_rows(target.config)
     student = load_model("student.path", path, dtype=torch.float32, revision=revision)
@@ -141,7 +155,7 @@ def _pretrained(
             notes["vocabulary"] = transplant_vocabulary(student, own_tokenizer, tokenizer, rows).as_dict()
             return student
         notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: they agree already
-    require_agreement(agreement)
+    refuse_rowless(require_agreement(agreement), tokenizer, texts)
     if agreement.verdict == "repair":
         repair_rows(student, rows, agreement.token_rows)
     return student
@@ -236,7 +250,13 @@ def carved_by_measurement(student: StudentConfig) -> bool:
     return student.layers == "auto" or student.intermediate_size is not None
 
 
-def first_student(config: RunConfig, accelerator: Accelerator, target: Target, rows: Sequence[Row] = ()) -> Any:
+def first_student(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: Target,
+    rows: Sequence[Row] = (),
+    prompts: Iterable[RenderedPrompt] = (),
+) -> Any:
     """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
     source: Any = target.model if wants_weights else target.side
@@ -248,6 +268,7 @@ def first_student(config: RunConfig, accelerator: Accelerator, target: Target, r
         return make_student(
             config.student, source, target.tokenizer, texts or None, seed=config.seed,
             temperature=config.serving.temperature, layers=layers, notes=notes,
+            texts=chain([target.facts.eos_ids], (prompt.prompt_ids for prompt in prompts)),
         )  # fmt: skip
 
     student, choice = None, None

@@ -5,6 +5,7 @@ Models often have more rows than tokens (padded rows, for speed): those may diff
 padded or trimmed. Token strings may not differ: a draft that means another string by an id proposes nonsense.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class VocabularyAgreement:
     token_rows: int  # rows 0 .. token_rows-1 hold the target's tokens; the target's rows after them are padding
     first_difference: TokenDifference | None
     detail: str
+    rowless: tuple[int, ...] = ()  # special tokens that the draft has no row for: no prompt may use them
 
 
 def vocabulary_rows(config: Any) -> int:
@@ -73,21 +75,24 @@ def compare_vocabularies(
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
     compared = len(target_tokens.keys() | draft_tokens.keys())
     token_rows = min(max(target_tokens, default=-1) + 1, target_rows)
+    rowless = tuple(i for i in sorted(target_tokens) if draft_rows <= i < target_rows)
 
     def agreement(verdict: Any, difference: TokenDifference | None, detail: str) -> VocabularyAgreement:
-        return VocabularyAgreement(verdict, target_rows, draft_rows, compared, token_rows, difference, detail)
+        return VocabularyAgreement(verdict, target_rows, draft_rows, compared, token_rows, difference, detail, rowless)
 
     difference = first_string_difference(target_tokens, draft_tokens)
     if difference is not None:
         token_id, target_string, draft_string = difference
         sides = f"{_quoted(target_string)} in the target and {_quoted(draft_string)} in the draft"
         return agreement("refuse", difference, f"token id {token_id} is {sides}")
-    rowless = next((i for i in sorted(target_tokens) if draft_rows <= i < target_rows), None)
-    if rowless is not None:
-        detail = f"token id {rowless} is {_quoted(target_tokens[rowless])} and the draft has only {draft_rows} rows"
-        return agreement("refuse", (rowless, target_tokens[rowless], None), detail)
+    # Special tokens without a role are not text: one for images, which a smaller sibling never learnt, may have a made-up row.
+    unused = special_ids(target_tokenizer) - {getattr(target_tokenizer, f"{role}_token_id", None) for role in ROLES}
+    missing = next((i for i in rowless if i not in unused), None)
+    if missing is not None:
+        detail = f"token id {missing} is {_quoted(target_tokens[missing])} and the draft has only {draft_rows} rows"
+        return agreement("refuse", (missing, target_tokens[missing], None), detail)
 
-    repairs: list[str] = []
+    repairs = [f"{_quoted(target_tokens[i])} is special and gets a made-up row" for i in rowless]
     if draft_rows < target_rows:
         repairs.append(f"the draft's {draft_rows} rows are padded to the target's {target_rows}")
     elif draft_rows > target_rows:
@@ -108,6 +113,19 @@ def require_agreement(found: VocabularyAgreement) -> VocabularyAgreement:
             "or carve one from the target"
         )
     return found
+
+
+def refuse_rowless(found: VocabularyAgreement, tokenizer: Any, texts: Iterable[Sequence[int]]) -> None:
+    """Raises `UserError` when a text (token ids) uses a special token that the draft has no row of its own for."""
+    rowless = set(found.rowless)
+    for ids in texts if rowless else ():
+        used = rowless.intersection(ids)
+        if used:
+            token = _quoted(tokens_by_id(tokenizer).get(min(used)))
+            raise UserError(
+                f"draft and target do not share a vocabulary: a prompt (or its end) uses {token}, and the draft has only "
+                f"{found.draft_rows} rows; leave such prompts out, or carve a draft from the target"
+            )
 
 
 def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:

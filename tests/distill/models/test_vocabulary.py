@@ -5,7 +5,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
 
-from distill.models.vocabulary import compare_vocabularies, repair_rows, require_agreement, vocabulary_rows
+from distill.models.vocabulary import (
+    compare_vocabularies,
+    refuse_rowless,
+    repair_rows,
+    require_agreement,
+    vocabulary_rows,
+)
 from speculative.errors import UserError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -88,6 +94,30 @@ def test_a_draft_without_a_row_for_a_token_is_refused():
     found = compare_vocabularies(make_tokenizer(), len(WORDS) + 4, make_tokenizer(), len(WORDS) - 1)
     assert found.verdict == "refuse"
     assert found.first_difference == (len(WORDS) - 1, WORDS[-1], None)
+
+
+def test_a_special_token_that_no_text_uses_gets_a_made_up_row():
+    """As Gemma-3 27b beside 1b: `<image_soft_token>` is one row beyond the small sibling's."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokens = len(WORDS)
+    found = require_agreement(compare_vocabularies(tokenizer, tokens + 64, tokenizer, tokens))
+    assert (found.verdict, found.rowless) == ("repair", (tokens,))
+    assert "'<image>' is special and gets a made-up row" in found.detail
+    draft = make_llama(tokens, tied=True)
+    repair_rows(draft, tokens + 64, found.token_rows)
+    assert logits_of(draft).shape[-1] == tokens + 64
+    refuse_rowless(found, tokenizer, [[0, 1], [tokens - 1]])
+    with pytest.raises(
+        UserError, match=rf"uses '<image>', and the draft has only {tokens} rows; leave such prompts out"
+    ):
+        refuse_rowless(found, tokenizer, [[0, 1], [2, tokens]])
+
+
+def test_a_token_of_text_or_of_a_role_needs_a_row_of_its_own():
+    for tokenizer in (make_tokenizer(added=["<tool>"]), make_tokenizer([*WORDS, "<eot>"], eos="<eot>")):
+        found = compare_vocabularies(tokenizer, len(WORDS) + 4, tokenizer, len(WORDS))
+        assert (found.verdict, found.first_difference[0]) == ("refuse", len(WORDS))
 
 
 def test_tokens_beyond_the_targets_own_rows_need_no_row():

@@ -1,0 +1,74 @@
+"""The text model of a multimodal checkpoint, as a causal LM of its own: what is asked, carved and trained here is text."""
+
+import copy
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+# Text branches without a causal LM class of their own. Their rotary positions have three axes, in text all the same number:
+# exactly the plain model named here.
+PLAIN_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+PROBE_TOKENS = 8
+
+
+def auto_class(config: Any) -> Any:
+    """The class that loads a model of this config: a causal LM where transformers has one, else the multimodal model."""
+    multimodal = AutoModelForImageTextToText._model_mapping
+    wanted = not _has_causal_lm(config) and type(config) in multimodal
+    return AutoModelForImageTextToText if wanted else AutoModelForCausalLM
+
+
+def _has_causal_lm(config: Any) -> bool:
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def text_only(model: PreTrainedModel) -> Any:
+    """The model's text branch and head as a causal LM, nothing copied; the model itself when it is one, or has none to take out.
+
+    The rest (vision tower, projector) is freed with the model that was given.
+    """
+    text_config = model.config.get_text_config(decoder=True)
+    if text_config is model.config:
+        return model
+    config, head = _causal_config(text_config), model.get_output_embeddings()
+    if not _has_causal_lm(config) or head is None:
+        return model
+    config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
+    config.dtype = model.dtype
+    config._attn_implementation = text_config._attn_implementation
+    with init_empty_weights(include_buffers=False):
+        text: Any = AutoModelForCausalLM.from_config(config)
+    decoder = model.get_decoder()
+    setattr(text, text.base_model_prefix, decoder)
+    text.set_output_embeddings(head)
+    text.generation_config = copy.deepcopy(model.generation_config)
+    if not _same_logits(model.eval(), text.eval()):
+        return model
+    decoder.config = config  # one config for all who look at its layers
+    return text
+
+
+def _causal_config(text_config: Any) -> Any:
+    plain = PLAIN_TYPES.get(text_config.model_type)
+    if plain is None:
+        return text_config
+    fields = text_config.to_dict()
+    del fields["model_type"]
+    rope = fields.get("rope_parameters") or {}
+    fields["rope_parameters"] = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+    return AutoConfig.for_model(plain, **fields)
+
+
+@torch.no_grad()
+def _same_logits(model: PreTrainedModel, text: PreTrainedModel) -> bool:
+    """Whether both say the same of text: a family may do more in front of its layers or behind its head."""
+    ids_BT = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
+    whole, own = (part(input_ids=ids_BT, use_cache=False).logits.float() for part in (model, text))
+    return whole.shape == own.shape and torch.allclose(whole, own, rtol=1e-2, atol=1e-2)
