@@ -1,4 +1,4 @@
-"""What the road costs: responses, one training step, one judgement; each beside the plain way of doing it, in one run.
+"""What the road costs: responses, one training step, one judgement, a token of a served teacher's signal; each beside the plain way of doing it, in one run.
 
     python bench/pipeline.py --out bench/results/pipeline.json            # embedded target, whatever device there is
     python bench/pipeline.py --target DIR --prompts 64 --max-tokens 96
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from data.batches.collate import Batch, Example, collate
 from data.prompts import stdlib
+from data.responses.prompt_logprobs import Readers, read_topk
 from data.responses.respond import RenderedPrompt, plan_shards, row_of
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
@@ -146,6 +148,49 @@ def bench_judge(target: Any, draft: Any, heldout: list[HeldoutResponse], max_tok
     return {"seconds": seconds, "ratio": seconds["replay_and_live"] / seconds["replay"], "prompts": len(heldout)}
 
 
+def plain_topk(content: bytes, k: int) -> torch.Tensor:
+    """The k best of each place, entry by entry into tensors: what a first version of a client does."""
+    places = json.loads(content)["choices"][0]["prompt_logprobs"][1:]
+    ids_RK, logs_RK = torch.zeros((len(places), k), dtype=torch.int64), torch.full((len(places), k), -torch.inf)
+    for row, place in enumerate(places):
+        pairs = [(int(token), float(entry["logprob"])) for token, entry in place.items()]
+        for column, (token, log_prob) in enumerate(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:k]):
+            ids_RK[row, column], logs_RK[row, column] = token, log_prob
+    return logs_RK
+
+
+def bench_topk(tokens: int, k: int, repeats: int) -> dict:
+    """Microseconds a token, of CPU in this process, to read a server's top-k: at once, in a process beside it, entry by entry."""
+    rng, vocab_rows = np.random.default_rng(0), 150_000
+    ids_RK = rng.choice(vocab_rows, (tokens, k), replace=False)
+    logs_RK = np.sort(np.log(rng.dirichlet(np.full(k + 1, 0.2), len(ids_RK))[:, 1:] + 1e-12))[:, ::-1]
+    places = [None] + [
+        {str(i): {"logprob": x, "rank": n, "decoded_token": f" w{n}"} for n, (i, x) in enumerate(zip(*row, strict=True), 1)}
+        for row in zip(ids_RK.tolist(), logs_RK.tolist(), strict=True)
+    ]  # fmt: skip
+    content, readers = json.dumps({"choices": [{"prompt_logprobs": places}]}).encode(), Readers(1)
+    total = len(places)
+
+    def cost(read: Callable[[], Any]) -> Callable[[], float]:
+        def run() -> float:
+            started = time.process_time()
+            read()
+            return (time.process_time() - started) / (total - 1) * 1e6
+
+        return run
+
+    micros = alternate(
+        {
+            "arrays": cost(lambda: read_topk(content, 1, total, k, vocab_rows)),
+            "process": cost(lambda: readers.read(content, 1, total, k, vocab_rows)),
+            "plain": cost(lambda: plain_topk(content, k)),
+        },
+        repeats,
+    )
+    readers.close()
+    return {"microseconds_per_token": micros, "ratio": micros["plain"] / micros["arrays"], "k": k}
+
+
 def main(
     out: Annotated[Path, typer.Option(help="JSON to write")] = Path("bench/results/pipeline.json"),
     target: Annotated[str, typer.Option(help="directory, hub id or `embedded`")] = "embedded",
@@ -174,6 +219,7 @@ def main(
         "responses": bench_responses(model, rendered, max_tokens, batch_size, repeats),
         "step": bench_step(model, examples[:32], (0, depth - 1), repeats),
         "judge": bench_judge(model, draft, heldout, max_tokens, repeats),
+        "topk": bench_topk(1000, 64, repeats),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -196,6 +242,13 @@ def main(
         f"{step['ratio']:.2f}",
     )
     both = judged["seconds"]
+    both = result["topk"]["microseconds_per_token"]
+    table.add_row(
+        "a server's top-k, us/token",
+        f"{both['arrays']:.1f}; with readers {both['process']:.1f}",
+        f"entry by entry {both['plain']:.0f}",
+        f"{result['topk']['ratio']:.1f}",
+    )
     table.add_row(
         "judgement, s", f"{both['replay_and_live']:.2f}", f"replay alone {both['replay']:.2f}", f"{judged['ratio']:.2f}"
     )

@@ -6,7 +6,7 @@ same way but has no `prompt_logprobs`. Legend: R response tokens, K entries of a
 """
 
 import hashlib
-import math
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.respond import RenderedPrompt, ResponseBar, plan_shards, row_of
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
@@ -23,10 +24,6 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
-# What vLLM writes in JSON for a logarithm of zero.
-_CLAMPED = -9999.0
-# Float32 logarithms of k probabilities: their sum is known to about this.
-_SUM_SLACK = 1e-3
 _PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
 
 
@@ -53,6 +50,9 @@ class Endpoint(BaseModel):
     concurrency: int = Field(32, ge=1, description="requests under way at once")
     timeout: float = Field(600.0, gt=0, description="seconds of one request")
     retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
+    readers: int | None = Field(
+        None, ge=0, description="processes that read the top-k of answers; null = by tokens and cores, at most 8"
+    )
 
 
 class EndpointTarget:
@@ -63,6 +63,7 @@ class EndpointTarget:
         self.endpoint, self.tokenizer, self.vocab_rows = endpoint, tokenizer, vocab_rows
         self._client: Any = None
         self._model: str | None = None
+        self._readers = Readers(0)
 
     @property
     def client(self) -> Any:
@@ -191,11 +192,18 @@ class EndpointTarget:
         def work(index: int) -> TopKSignal:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
-        with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
-            for index, signal in self._each(work, missing):
-                store.write(index, signal)
-                progress.count(len(signal.log_tail_R))
-                progress.advance(1)
+        asked = self.endpoint.readers
+        tokens = sum(len(rows[index].input_ids) for index in missing)
+        self._readers = Readers(processes_for(tokens, ranks) if asked is None else asked)
+        try:
+            with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
+                for index, signal in self._each(work, missing):
+                    store.write(index, signal)
+                    progress.count(len(signal.log_tail_R))
+                    progress.advance(1)
+        finally:
+            self._readers.close()
+            self._readers = Readers(0)
 
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
@@ -249,35 +257,12 @@ class EndpointTarget:
             UserError: the server cannot be asked, or does not give `prompt_logprobs`, or not so many; another vocabulary.
         """
         ids = [*prompt_ids, *response_ids]
-        choice = self._complete(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k)
-        places = choice.get("prompt_logprobs")
-        where = self.endpoint.url
-        if places is None:
-            raise UserError(
-                f"{where}: the answer has no prompt_logprobs; serve {self.model} with vLLM to get top-k signals"
-            )
-        wanted = places[len(prompt_ids) :]
-        if len(places) != len(ids) or any(place is None for place in wanted):
-            raise UserError(
-                f"{where}: prompt_logprobs for {sum(place is not None for place in places)} of {len(ids)} tokens; "
-                "start the server with --no-enable-prefix-caching"
-            )
-        ids_RK = torch.zeros(len(wanted), k, dtype=torch.int64)
-        log_probs_RK = torch.full((len(wanted), k), -math.inf, dtype=torch.float64)
-        for row, place in enumerate(wanted):
-            for column, (token, log_prob) in enumerate(_most_probable(place, k)):
-                if not 0 <= token < self.vocab_rows:
-                    raise self._foreign([token])
-                ids_RK[row, column], log_probs_RK[row, column] = token, log_prob
-        kept_R = log_probs_RK.exp().sum(-1)
-        if len(wanted) and not float(kept_R.max()) <= 1 + _SUM_SLACK:
-            raise UserError(
-                f"{where}: probabilities of one token sum to {float(kept_R.max()):.4g}; "
-                "start the server with --logprobs-mode raw_logprobs"
-            )
-        # What is missing to one by less than float32 can say is nothing.
-        tail_R = torch.where(1 - kept_R > k * 2.0**-23, 1 - kept_R, 0.0)
-        return TopKSignal(ids_RK, log_probs_RK.float(), tail_R.log().float())
+        content = self._content(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k)
+        try:
+            found = self._readers.read(content, len(prompt_ids), len(ids), k, self.vocab_rows)
+        except ValueError as error:
+            raise UserError(f"{self.endpoint.url}: {error}") from error
+        return TopKSignal(*map(torch.from_numpy, found))
 
     def _ids_of(self, choice: Mapping[str, Any]) -> list[int]:
         """Token ids of a response: given as such, in the names of its tokens, or from its text when that is beyond doubt."""
@@ -316,17 +301,16 @@ class EndpointTarget:
 
     def _complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
         """The first choice of a completion as a plain dict; OpenAI's parameters and the servers' own in one."""
-        model = self.model
+        content = self._content(prompt, **options)
+        return self._ask(lambda: dict(json.loads(content)["choices"][0]))
 
-        def call() -> dict[str, Any]:
-            raw = self.client.completions.with_raw_response.create(model=model, prompt=prompt, extra_body=options)
-            answer = raw.http_response.json()
-            choice = dict(answer["choices"][0])
-            # Some servers put it beside the choices.
-            choice.setdefault("prompt_logprobs", answer.get("prompt_logprobs"))
-            return choice
-
-        return self._ask(call, options.get("prompt_logprobs"))
+    def _content(self, prompt: str | list[int], **options: Any) -> bytes:
+        """The JSON of a completion."""
+        raw, model = self.client.completions.with_raw_response, self.model
+        return self._ask(
+            lambda: raw.create(model=model, prompt=prompt, extra_body=options).http_response.content,
+            options.get("prompt_logprobs"),
+        )
 
     def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
         import openai
@@ -372,13 +356,6 @@ class EndpointTarget:
                 self._client.close()  # else the interpreter would wait for requests that nobody needs
                 self._client = None
             pool.shutdown(wait=not under_way, cancel_futures=True)
-
-
-def _most_probable(place: Mapping[str, Any], k: int) -> list[tuple[int, float]]:
-    """(id, log-probability) of the k most probable tokens at one place: the given token is among them only where it ranks."""
-    found = [(int(token), float(entry["logprob"])) for token, entry in place.items()]
-    found = [(token, log_prob) for token, log_prob in found if log_prob > _CLAMPED]
-    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:k]
 
 
 def _end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> int:

@@ -1,0 +1,158 @@
+"""The most probable tokens at each place of a text, out of a server's answer; in processes of their own where there is much to read.
+
+Imports nothing of this package, nor torch: this file is also the program of those processes, which start in a tenth of a second.
+Legend: R response tokens, K entries of a row, N entries of all rows together.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from typing import Any, cast
+
+import numpy as np
+
+# What vLLM writes in JSON for a logarithm of zero.
+CLAMPED = -9999.0
+# Float32 logarithms of k probabilities: their sum is known to about this.
+_SUM_SLACK = 1e-3
+# Tokens that are read in the time that a process takes to start, many times over; and how many such processes a server can feed.
+_WORTH_A_PROCESS, _MOST_PROCESSES = 100_000, 8
+
+TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -> TopK:
+    """ids_RK (int64), log_probs_RK and log_tail_R (float32) of the tokens from ``start`` on of a text of ``total`` tokens.
+
+    ``content``: the JSON of a completion with `prompt_logprobs`. At each place the given token counts only where it ranks.
+    An entry that holds nothing has id 0 and log-probability -inf.
+
+    Raises:
+        ValueError: no completion, or without `prompt_logprobs`, or not of all tokens, or of another vocabulary, or no probabilities.
+    """
+    places = _places(content)
+    if places is None:
+        raise ValueError("the answer has no prompt_logprobs; serve the model with vLLM to get top-k signals")
+    wanted = [place for place in places[start:] if place is not None]
+    if len(places) != total or len(wanted) != total - start:
+        raise ValueError(
+            f"prompt_logprobs for {sum(place is not None for place in places)} of {total} tokens; "
+            "start the server with --no-enable-prefix-caching"
+        )
+    entries = [entry["logprob"] for place in wanted for entry in place.values()]
+    ids_N = np.fromiter((int(token) for place in wanted for token in place), np.int64, len(entries))
+    foreign_N = (ids_N < 0) | (ids_N >= vocab_rows)
+    if foreign_N.any():
+        raise ValueError(
+            f"said token {ids_N[foreign_N][0]}, but target.path's vocabulary has {vocab_rows} rows; "
+            "target.path must be the model that is served"
+        )
+    counts_R = np.array([len(place) for place in wanted], dtype=np.int64)
+    return _table(ids_N, np.array(entries, dtype=np.float64), counts_R, k)
+
+
+def _places(content: bytes) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` of the first choice; some servers put it beside the choices."""
+    import jiter  # comes with the openai client; three times as fast as json here
+
+    try:
+        answer = cast(dict[str, Any], jiter.from_json(content))
+        choice = answer["choices"][0]
+        return choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the answer is no completion ({type(error).__name__}); target.endpoint.url must be that of an "
+            "OpenAI-compatible server, with /v1 at its end"
+        ) from error
+
+
+def _table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: int) -> TopK:
+    """The k most probable entries of each row, of equal ones the smaller ids; and the log of the rest's mass."""
+    rows_N = np.repeat(np.arange(len(counts_R)), counts_R)
+    order_N = np.lexsort((ids_N, -logs_N, rows_N))
+    ranks_N = np.arange(len(order_N)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
+    kept_N = (ranks_N < k) & (logs_N[order_N] > CLAMPED)
+    at, order_N = (rows_N[kept_N], ranks_N[kept_N]), order_N[kept_N]
+    ids_RK, logs_RK = np.zeros((len(counts_R), k), np.int64), np.full((len(counts_R), k), -np.inf)
+    ids_RK[at], logs_RK[at] = ids_N[order_N], logs_N[order_N]
+    mass_R = np.exp(logs_RK).sum(-1)
+    if mass_R.max(initial=0.0) > 1 + _SUM_SLACK or np.isnan(mass_R).any():
+        raise ValueError(
+            f"probabilities of one token sum to {mass_R.max():.4g}; start the server with --logprobs-mode raw_logprobs"
+        )
+    with np.errstate(divide="ignore"):
+        # What is missing to one by less than float32 can say is nothing.
+        log_tail_R = np.log(np.where(1 - mass_R > k * 2.0**-23, 1 - mass_R, 0.0))
+    return ids_RK, logs_RK.astype(np.float32), log_tail_R.astype(np.float32)
+
+
+class Readers:
+    """`read_topk` from threads: in so many processes, or in the caller's own."""
+
+    def __init__(self, processes: int) -> None:
+        """Starts them; `close` ends them, and so does the end of this process."""
+        self._processes = [
+            # Their own session: Ctrl-C is for the program that asked. -P: our neighbours here are no top-level modules.
+            subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            for _ in range(processes)
+        ]
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    def read(self, content: bytes, start: int, total: int, k: int, vocab_rows: int) -> TopK:
+        """As `read_topk`; a process that is gone is done without."""
+        job = content, start, total, k, vocab_rows
+        if not self._processes:
+            return read_topk(*job)
+        process = self._idle.get()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            pickle.dump(job, process.stdin, protocol=5)
+            process.stdin.flush()
+            found = pickle.load(process.stdout)
+        except (OSError, EOFError):
+            return read_topk(*job)
+        finally:
+            self._idle.put(process)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def processes_for(tokens: int, ranks: int) -> int:
+    """How many processes so many tokens are worth, on a machine that ``ranks`` ranks share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min((cores - 1) // ranks, _MOST_PROCESSES, tokens // _WORTH_A_PROCESS)
+
+
+def _serve() -> None:
+    """Jobs from stdin, results to stdout, until whoever asks is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job = pickle.load(sys.stdin.buffer)
+            try:
+                found: TopK | str = read_topk(*job)
+            except ValueError as error:
+                found = str(error)
+            pickle.dump(found, sys.stdout.buffer, protocol=5)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve()
