@@ -62,8 +62,10 @@ class RunConfig(Section):
             raise ValueError("student.path goes with student.init: pretrained, and only with it")
         if (student.init == "config") != (student.architecture is not None):
             raise ValueError("student.architecture goes with student.init: config, and only with it")
-        if train.packing is None and train.batch_size % train.micro_batch_size:
+        if train.packing is None and train.batch_size % (train.micro_batch_size or 1):
             raise ValueError("train.batch_size must be a multiple of train.micro_batch_size")
+        if self.loss.weighting.name == "selected" and train.micro_batch_size is None:
+            raise ValueError("loss.weighting.name: selected chooses within a micro-batch: set train.micro_batch_size")
         if self.loss.mix is not None and (not self.loss.mix or any(weight <= 0 for weight in self.loss.mix.values())):
             raise ValueError("loss.mix: weights above zero, at least one")
         if (self.judge_rule == "greedy") != (self.serving.temperature == 0):

@@ -291,9 +291,14 @@ class TrainConfig(Section):
 
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch_size: int = Field(32, ge=1, description="sequences per step, over all ranks and micro-batches")
-    micro_batch_size: int = Field(32, ge=1, description="sequences per forward on one rank")
-    mixed_precision: Literal["no", "bf16"] = Field(
-        "no", description="autocast of the student; its weights stay float32"
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="sequences per forward on one rank; null = as many as fit, found by a trial step on a GPU",
+    )
+    mixed_precision: Literal["auto", "no", "bf16"] = Field(
+        "auto",
+        description="autocast of the student, whose weights stay float32; auto = bf16 on a GPU or where the launcher says so",
     )
     log_every: int = Field(
         10, ge=1, description="steps between points sent to the trackers; metrics.jsonl has every step"

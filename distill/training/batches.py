@@ -54,6 +54,7 @@ class BatchSource:
         ranks: int,
         rollouts: Rollouts | None = None,
         text_examples: Sequence[Example] | None = None,
+        longest_rollout: int = 0,
     ) -> None:
         """`examples`: responses of the target. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
 
@@ -68,6 +69,9 @@ class BatchSource:
         pools = [Pool(name, share, steps) for name, (share, steps) in shares.items() if share > 0]
         self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, rank, ranks, rollouts
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
+        # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
+        self.micro_batch_size = config.train.micro_batch_size or 1
+        self._longest_rollout = longest_rollout
         # The generation of each pool that is in memory, with the lengths of its sequences.
         self._held: dict[str, tuple[int, Sequence[Example], np.ndarray]] = {}
         for name, given in (("target", examples), ("text", text_examples)):
@@ -77,19 +81,19 @@ class BatchSource:
     def micro_batches(self, step: int, draft: Draft | None = None) -> list[Batch]:
         """This rank's micro-batches of a step. All ranks call it: new rollouts are made here, by `draft`, when they are due.
 
-        Without packing every micro-batch has `train.micro_batch_size` sequences; with it at most so many rows, and the last one
-        of a rank may be without response tokens. `indices` of a batch are numbers in `examples`, -1 for other sequences.
+        Without packing every micro-batch has `micro_batch_size` sequences; with it at most so many rows, and the last one of a
+        rank may be without response tokens. `indices` of a batch are numbers in `examples`, -1 for other sequences.
         """
         train = self.config.train
         documents, numbers = self._documents(step, draft)
         lengths = np.array([len(document.input_ids) for document in documents])
         order = np.argsort(-lengths, kind="stable")
         if train.packing is None:
-            shares = micro_batches(order, train.micro_batch_size, self.rank, self.ranks)
+            shares = micro_batches(order, self.micro_batch_size, self.rank, self.ranks)
             return [
                 collate([documents[i] for i in share], self.pad_id, [numbers[i] for i in share]) for share in shares
             ]
-        packed = packed_micro_batches(lengths, train.packing, train.micro_batch_size, self.rank, self.ranks)
+        packed = packed_micro_batches(lengths, train.packing, self.micro_batch_size, self.rank, self.ranks)
         return [
             collate_packed(
                 [[documents[i] for i in row] for row in rows], self.pad_id, train.packing,
@@ -97,6 +101,12 @@ class BatchSource:
             )
             for rows in packed
         ]  # fmt: skip
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that a micro-batch can have."""
+        held = (int(lengths.max()) for _, _, lengths in self._held.values())
+        return self.config.train.packing or max(self._longest_rollout, *held, 2)
 
     def _documents(self, step: int, draft: Draft | None) -> tuple[list[Example], list[int]]:
         """The sequences of a step, pool after pool, and their numbers."""
@@ -185,7 +195,7 @@ def make_batches(
 ) -> BatchSource:
     """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
     mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
-    rollouts, text = None, None
+    rollouts, text, longest = None, None, 0
     if mix.student or mix.speculative:
         rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
         longest = max(len(p.prompt_ids) for p in prompts) + (data.rollouts.max_tokens or config.serving.max_tokens)
@@ -204,8 +214,9 @@ def make_batches(
             )
         text = text_examples(data.text, tokenizer, data.text_window)
     return BatchSource(
-        config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text
-    )
+        config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text,
+        longest,
+    )  # fmt: skip
 
 
 def make_objective(config: RunConfig) -> Objective:

@@ -22,12 +22,12 @@ from data.batches.collate import Batch
 from data.files import write_json
 from distill.config.layout import AVERAGED, JUDGEMENT, PROGRESS, STATE, STUDENT, list_steps, step_folder
 from distill.config.run import RunConfig
-from distill.config.sections import TrainConfig
 from distill.faults import Interrupted
 from distill.run import checkpoint
 from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
+from distill.training.micro_batch import check_batches
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
 from distill.training.profiling import mfu, traced, training_flops
@@ -292,7 +292,7 @@ class Loop:
         values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
         values["peak_memory_mib"] = round(peak_bytes(device) / 2**20, 1)
         flops = self.flops.of(result.positions, result.tokens)
-        share = mfu(1 / elapsed, flops, device, self.config.train.mixed_precision, ranks)
+        share = mfu(1 / elapsed, flops, device, sharding.settled_precision(self.config.train.mixed_precision)[0], ranks)
         if share is not None:
             values["mfu"] = round(share, 4)
         self.metrics.write(self.progress.step, values)
@@ -416,13 +416,3 @@ class Loop:
         if self.accelerator.num_processes == 1:
             return flag
         return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
-
-
-def check_batches(train: TrainConfig, ranks: int) -> None:
-    """Raises UserError when the sequences of a step do not divide into micro-batches of all ranks."""
-    # With packing a micro-batch is so many rows, of however many sequences.
-    if train.packing is None and train.batch_size % (train.micro_batch_size * ranks):
-        raise UserError(
-            f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
-            f"{train.micro_batch_size} x {ranks}"
-        )

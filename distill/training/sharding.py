@@ -63,6 +63,22 @@ def spike_factor(accelerator: Accelerator, optim: OptimConfig) -> float:
     return 0.0 if accelerator.distributed_type is DistributedType.DEEPSPEED else SPIKE_FACTOR
 
 
+def settled_precision(wanted: str) -> tuple[str, str | None]:
+    """(mixed precision for Accelerate, a line where the launcher asks for another one) of `train.mixed_precision`.
+
+    auto: bf16 on a GPU that has it, or where the launcher says so.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    precision = wanted if wanted != "auto" else "bf16" if on_gpu or asked == "bf16" else "no"
+    if asked in ("no", precision):
+        return precision, None
+    return (
+        precision,
+        f"the launcher asks for mixed_precision {asked}; train.mixed_precision: {wanted} decides: {precision}",
+    )
+
+
 def settle_launcher(accelerator: Accelerator, optim: OptimConfig, train: TrainConfig) -> None:
     """Accepts what the launcher asks for, or says what to change.
 
@@ -145,11 +161,11 @@ def _settle_deepspeed(accelerator: Accelerator, optim: OptimConfig, train: Train
     # The window is ours (see `micro_step`), so is the denominator; weights stay float32 and autocast does the rest, as without.
     settings["gradient_accumulation_steps"], settings["train_micro_batch_size_per_gpu"] = (
         1,
-        train.micro_batch_size,
+        train.micro_batch_size or 1,  # chosen later; DeepSpeed only prints it
     )
     settings["gradient_clipping"] = optim.max_grad_norm
     settings["bf16"] = settings["fp16"] = {"enabled": False}
-    if train.mixed_precision == "bf16":
+    if settled_precision(train.mixed_precision)[0] == "bf16":
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     unset_hf_deepspeed_config()
     _turn_on(accelerator, DistributedType.DEEPSPEED)

@@ -21,6 +21,9 @@ from distill.training.capture import CapturingTeacher, StoredTeacher
 from distill.training.teacher import Teacher, TeacherSource
 from speculative.errors import UserError
 
+# Sequences of a forward without gradients, where train.micro_batch_size does not say.
+FILLED_AT_ONCE = 32
+
 
 def open_signal_store(
     config: RunConfig, examples: Sequence[Example], facts: TargetFacts, accelerator: Accelerator, *, repair: bool
@@ -74,7 +77,7 @@ def fill(
         store.verify(show=True)
     accelerator.wait_for_everyone()
     (missing,) = broadcast_object_list([store.missing()])  # one list: else shares would overlap or gape
-    size = config.train.micro_batch_size
+    size = config.train.micro_batch_size or FILLED_AT_ONCE
     order = sorted(missing, key=lambda index: (-len(examples[index].input_ids), index))
     mine = [order[start : start + size] for start in range(0, len(order), size)]
     mine = mine[accelerator.process_index :: accelerator.num_processes]

@@ -1,0 +1,138 @@
+"""Memory of one training step at real shapes, without a GPU: the real step on tensors that have sizes and no data.
+
+    python bench/memory.py --out bench/results/memory.json
+
+Target and draft get their published shapes and no weights: under torch's FakeTensorMode forward, loss and backward of the
+trainer's own module run (bf16 autocast, an online teacher in bfloat16, the head in chunks), and what is alive is added up
+storage by storage. A line is fitted through two micro-batches. `states`: AdamW's moments, which this step does not make, 8 bytes
+a draft weight; with several ranks the gradients' copy, 4 bytes more. Not seen: fragments, libraries' workspaces, the judge's caches.
+"""
+
+import weakref
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from data.files import write_json
+from data.signals.signal import DenseSignal
+from distill.config.sections import LossConfig
+from distill.loss.definitions import Objective
+from distill.models.heads import SplitModel
+from distill.training.module import DraftModule
+
+GB = 1e9
+# Shapes as the models' own config.json give them.
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
+LLAMA3 = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True},
+    "Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": True},
+    "Qwen3-32B": QWEN3 | {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64, "tie_word_embeddings": False},
+    "Llama-3.2-1B": LLAMA3 | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "tie_word_embeddings": True},
+    "Llama-3.1-8B": LLAMA3 | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False},
+}  # fmt: skip
+PAIRS = (("Qwen3-4B", "Qwen3-0.6B"), ("Llama-3.1-8B", "Llama-3.2-1B"), ("Qwen3-32B", "Qwen3-0.6B"))
+DEVICE_GB, SHARE = 80, 0.9
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all storages that operations made and nobody has let go, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        return result
+
+
+def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of a published shape."""
+    shape = dict(SHAPES[name])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=40_960)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def shaped(name: str) -> PreTrainedModel:
+    """A model without memory, to count."""
+    with torch.device("meta"):
+        return model_of(name, torch.float32)
+
+
+def step_bytes(target: str, draft: str, sequences: int, tokens: int) -> tuple[int, int]:
+    """(bytes of both models' weights, bytes alive at the highest point of a step)."""
+    with FakeTensorMode(), Alive() as alive:
+        teacher, student = model_of(target, torch.bfloat16), model_of(draft, torch.float32)
+        weights = alive.now
+        module = DraftModule(student, Objective({"lk_hybrid": 1.0}, chunk_tokens=LossConfig().chunk_tokens))
+        ids = torch.zeros((sequences, tokens), dtype=torch.int64)
+        rows = torch.arange(sequences * tokens - 1)
+        with torch.no_grad():
+            hidden = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        signal = DenseSignal(hidden.reshape(-1, hidden.shape[-1])[rows], teacher.get_output_embeddings())
+        del hidden
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, _, _ = module(ids, rows, torch.zeros_like(rows), signal)
+        loss.backward()
+    return weights, alive.peak
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="JSON")] = None,
+    tokens: Annotated[int, typer.Option(help="tokens of a sequence")] = 1536,
+) -> None:
+    """Peak memory of a training step, pair by pair."""
+    # It compares numbers, which these tensors do not have.
+    SplitModel._check = lambda self: None  # type: ignore[method-assign]
+    table = Table("target", "draft", "weights", "+ states", "peak at 1", "each more", f"fit {DEVICE_GB} GB", title="GB")
+    rows = []
+    for target, draft in track(PAIRS, "steps", transient=True):
+        weights, one = step_bytes(target, draft, 1, tokens)
+        each = step_bytes(target, draft, 2, tokens)[1] - one
+        states = 8 * sum(parameter.numel() for parameter in shaped(draft).parameters())
+        fit = max(0, int((SHARE * DEVICE_GB * GB - states - one) // each) + 1)
+        rows.append(
+            {
+                "target": target, "draft": draft, "tokens": tokens, "weights_gb": weights / GB, "states_gb": states / GB,
+                "peak_gb_at_1": one / GB, "gb_each_more": each / GB, "fit": fit, "fit_with_bytes": DEVICE_GB * GB * SHARE,
+            }
+        )  # fmt: skip
+        table.add_row(target, draft, *(f"{value / GB:.1f}" for value in (weights, states, one, each)), str(fit))
+    Console().print(table)
+    if out is not None:
+        write_json(
+            out, {"command": f"python bench/memory.py --tokens {tokens}", "torch": torch.__version__, "rows": rows}
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""How many sequences go through one forward: given by `train.micro_batch_size`, else as many as a trial step says will fit."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from data.batches.collate import Batch, Example, collate
+from data.signals.signal import DenseSignal
+from distill.config.sections import OptimConfig, TrainConfig
+from distill.models.heads import SplitModel
+from distill.training import sharding
+from distill.training.module import DraftModule
+from distill.training.teacher import Teacher
+from speculative.errors import UserError
+
+# Where nothing is measured: on a CPU, whose memory has no such edge, and where a rank has only a piece of the draft.
+ON_CPU, SHARDED = 32, 4
+# Of the device's free memory. The rest is for what a trial does not show: fragments, the judge's caches, other programs.
+SHARE = 0.9
+# Float32 numbers a trainable weight has beside itself and its gradient: AdamW's moments; the gradients' copy that ranks exchange.
+MOMENTS, EXCHANGE = 2, 1
+
+
+def check_batches(train: TrainConfig, ranks: int) -> None:
+    """Raises UserError when the sequences of a step do not divide into micro-batches of all ranks."""
+    if train.packing is not None:
+        return  # A micro-batch is so many rows then, of however many sequences.
+    if train.micro_batch_size is None and train.batch_size % ranks:
+        raise UserError(
+            f"train.batch_size = {train.batch_size} does not divide among {ranks} ranks; "
+            f"set it to {-(-train.batch_size // ranks) * ranks}"
+        )
+    if train.micro_batch_size is not None and train.batch_size % (train.micro_batch_size * ranks):
+        raise UserError(
+            f"train.batch_size = {train.batch_size} is not a multiple of micro_batch_size x ranks = "
+            f"{train.micro_batch_size} x {ranks}; leave train.micro_batch_size out, and it is chosen"
+        )
+
+
+def sizes_of(train: TrainConfig, ranks: int) -> list[int]:
+    """Micro-batches that divide a rank's share of a step, ascending."""
+    share = max(1, train.batch_size // ranks)
+    return [size for size in range(1, share + 1) if share % size == 0]
+
+
+def largest_that_fits(sizes: Sequence[int], peak_of: Callable[[int], float | None], room: float) -> int:
+    """The largest of `sizes` (ascending) whose peak memory is at most `room`; the smallest of them where none is.
+
+    peak_of: bytes that a step of so many sequences needs at its highest, None when it ran out of memory. Memory grows in
+    proportion to the sequences, so the first two tell where to begin; that size is then tried itself, and halved on refusal.
+    """
+    peaks = {size: peak_of(size) for size in sizes[:2]}
+    known = [(size, peak) for size, peak in peaks.items() if peak is not None]
+    if len(known) < 2:
+        return sizes[0]
+    (one, low), (two, high) = known
+    slope = max(high - low, 0.0) / (two - one)
+    likely = [size for size in sizes if low + slope * (size - one) <= room] or [sizes[0]]
+    for size in reversed(likely):
+        if size == sizes[0]:
+            break
+        peak = peaks[size] if size in peaks else peak_of(size)
+        if peak is not None and peak <= room:
+            return size
+    return sizes[0]
+
+
+def chosen_micro_batch(
+    train: TrainConfig,
+    optim: OptimConfig,
+    accelerator: Accelerator,
+    module: DraftModule,
+    teacher: Teacher | None,
+    longest: int,
+) -> int:
+    """Sequences of one forward, the same on every rank; all ranks call it, before the first update.
+
+    teacher: the target where it answers in this process while the draft learns. longest: tokens of the longest row.
+    """
+    if train.micro_batch_size is not None:
+        return train.micro_batch_size
+    device, ranks = accelerator.device, accelerator.num_processes
+    sizes = sizes_of(train, ranks)
+    if device.type != "cuda" or sharding.is_sharded(accelerator):
+        most = SHARDED if device.type == "cuda" else ON_CPU
+        return max(size for size in sizes if size <= most)
+    module.to(device)
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    per_weight = 4 * ((MOMENTS if optim.name != "adamw8bit" else 0.5) + (EXCHANGE if ranks > 1 else 0))
+    later = per_weight * sum(parameter.numel() for parameter in weights)
+    torch.cuda.empty_cache()
+    room = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)) - later
+
+    def peak_of(size: int) -> float | None:
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            trial_step(accelerator, module, teacher, trial_batch(size, longest, module))
+            return float(torch.cuda.max_memory_allocated(device))
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            module.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
+    found = largest_that_fits(sizes, peak_of, room)
+    # The ranks' devices need not be equally free. Each holds the same sizes, so the smallest choice is one of everybody's.
+    agreed = int(accelerator.gather(torch.tensor([found], device=device)).min())
+    accelerator.print(f"micro-batch: {agreed} sequences of up to {longest:,} tokens (train.micro_batch_size)")
+    return agreed
+
+
+def trial_batch(size: int, longest: int, module: DraftModule) -> Batch:
+    """So many rows as long as any can be, every token but the first to be learnt: the most a micro-batch asks for."""
+    ids = np.arange(longest) % module.inner.config.get_text_config().vocab_size
+    return collate([Example(ids, np.arange(longest) > 0)] * size, 0)
+
+
+def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher | None, batch: Batch) -> None:
+    """Forward and backward on this rank alone; weights stay as they are, gradients are left behind."""
+    batch = batch.to(accelerator.device)
+    # Without the target: the draft's own word, dense. What a store says is smaller.
+    split = teacher.split if teacher is not None else SplitModel(module.inner)
+    with torch.no_grad():
+        hidden_BTD = split.hidden(batch.input_ids_BT)
+    signal = DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head)
+    module.train()
+    with accelerator.autocast():
+        loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal)
+    loss.backward()
