@@ -88,7 +88,7 @@ def new_accelerator(config: RunConfig, engine: str = "") -> Accelerator:
         os.environ.pop(name, None)
     os.environ |= ENGINES[engine]
     sharding.require_deepspeed()
-    accelerator = Accelerator(cpu=True, mixed_precision=config.train.mixed_precision)
+    accelerator = Accelerator(cpu=True, mixed_precision=sharding.settled_precision(config.train.mixed_precision)[0])
     sharding.settle_launcher(accelerator, config.optim, config.train)
     return accelerator
 
