@@ -57,7 +57,9 @@ class LoraConfig(Section):
     )
     alpha: int = Field(128, gt=0, description="scale: the update is multiplied by alpha / rank")
     target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
-        "all-linear", description="module names that get an adapter"
+        "all-linear",
+        description="module names that get an adapter; on a tied head (lm_head) it gets weights of its own, or is refused where "
+        "serving engines read the architecture as tied only",
     )
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.models.vocabulary import VocabularyAgreement, compare_vocabularies, repair_rows, require_agreement
+from distill.models.vocabulary import (
+    VocabularyAgreement,
+    compare_vocabularies,
+    repair_rows,
+    require_agreement,
+    untie_for_adapters,
+)
 from speculative.errors import UserError
 
 ADAPTER_FILE = "adapter_config.json"
@@ -75,8 +81,15 @@ def load_merged_student(
     repair_rows(model, target_rows, agreement.token_rows)
     merge_error = None
     if base is not None:
+        if untie_for_adapters(model, _adapted_modules(student_dir)):
+            notes.append("the adapter sits on a tied table: head and embedding are exported apart, the draft is larger")
         model, merge_error = _merged(model, student_dir, agreement.token_rows)
     return MergedStudent(model.eval(), agreement, merge_error, notes)
+
+
+def _adapted_modules(adapter_dir: Path) -> list[str]:
+    modules = json.loads((adapter_dir / ADAPTER_FILE).read_text(encoding="utf-8")).get("target_modules") or []
+    return [modules] if isinstance(modules, str) else list(modules)
 
 
 def _load_whole(name: str, student_dir: Path, trust_remote_code: bool) -> Any:

@@ -26,8 +26,10 @@ from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
     compare_vocabularies,
     refuse_rowless,
+    refuse_tied,
     repair_rows,
     require_agreement,
+    untie_for_adapters,
     vocabulary_rows,
 )
 from speculative.engine.models import max_positions
@@ -101,6 +103,8 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
         ):
             if wanted and asked is not None and isinstance(there, int) and asked > there:
                 raise UserError(f"student.{key} = {asked}: the target has {there}")
+        if student.init == "carved" and student.lora is not None and "lm_head" in student.lora.target_modules:
+            refuse_tied(text, student.lora.target_modules)
 
 
 def _carved(
@@ -219,26 +223,17 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequ
     """The model with trainable low-rank adapters and everything else frozen (peft).
 
     Raises:
-        UserError: a module name that the model does not have.
+        UserError: a module name that the model does not have, a tied head that must stay tied.
     """
     from peft import LoraConfig, get_peft_model
 
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+    untie_for_adapters(model, modules)
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
     try:
-        adapted = get_peft_model(model, lora)
+        return get_peft_model(model, lora)
     except ValueError as error:
         raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    adapted_table = any(
-        "lora_" in name for table in tables if table is not None for name, _ in table.named_parameters()
-    )
-    if adapted_table and model.config.get_text_config().tie_word_embeddings:
-        raise UserError(
-            f"student.lora.target_modules = {modules}: the head is tied to the embedding, and merging an adapter into one "
-            "would change the other; leave lm_head and the embedding out"
-        )
-    return adapted
 
 
 # Responses that layers and channels are chosen by.

@@ -14,6 +14,8 @@ from torch import nn
 
 from speculative.errors import UserError
 
+# Whose head vLLM and llama.cpp read from the file when the config says that it is not tied; Gemma's, Cohere's and GPT-2's not.
+UNTIED_IN_ENGINES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 ROLES = ("bos", "eos", "pad", "unk")
 
 TokenDifference = tuple[int, str | None, str | None]  # id, string in the target, string in the draft (None: no token)
@@ -167,6 +169,34 @@ def repair_rows(model: Any, rows: int, token_rows: int | None = None) -> None:
             assert tensor.shape[0] == rows
             tensor[old_rows:] = mean.to(tensor.dtype)
     model.config.get_text_config().vocab_size = rows
+
+
+def untie_for_adapters(model: Any, adapted: Sequence[str] | str) -> bool:
+    """Gives a tied head weights of its own when an adapter would sit on it or on the embedding; whether it did.
+
+    Merged into one of two tied tables, an adapter would change the other too. ``adapted``: module names as peft takes them.
+
+    Raises:
+        UserError: an architecture whose head serving engines take for tied, whatever its config says.
+    """
+    config, tables = model.config.get_text_config(), (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [f".{name}" for name, module in model.named_modules() if module in tables]
+    wanted = () if isinstance(adapted, str) else adapted  # all-linear leaves the head out
+    if not config.tie_word_embeddings or not any(name.endswith(f".{one}") for name in names for one in wanted):
+        return False
+    refuse_tied(config, wanted)
+    tables[1].weight = nn.Parameter(tables[1].weight.detach().clone())
+    config.tie_word_embeddings = model.config.tie_word_embeddings = False
+    return True
+
+
+def refuse_tied(text_config: Any, adapted: Sequence[str]) -> None:
+    """Raises UserError where a tied head, which an adapter is to sit on, must stay tied."""
+    if text_config.tie_word_embeddings and text_config.model_type not in UNTIED_IN_ENGINES:
+        raise UserError(
+            f"student.lora.target_modules = {list(adapted)}: the head is tied to the embedding, merging an adapter into one would "
+            f"change the other, and engines read {text_config.model_type} as tied only; leave the head and the embedding out"
+        )
 
 
 def row_tensors(model: Any) -> list[torch.Tensor]:

@@ -233,6 +233,21 @@ def test_an_adapter_is_merged(tmp_path, target_dir, tokenizer, base_rows):
         export(adapter_dir, target_dir, base_dir / "inside")
 
 
+def test_an_adapter_on_a_tied_head_is_merged_into_a_head_of_its_own(tmp_path, target_dir, tokenizer):
+    base_dir, adapter_dir = tmp_path / "base", tmp_path / "adapter"
+    make_llama(len(tokenizer) + PADDED_ROWS).save_pretrained(base_dir)
+    loaded = AutoModelForCausalLM.from_pretrained(base_dir)
+    torch.manual_seed(5)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    adapted = get_peft_model(loaded, lora).eval()
+    adapted.save_pretrained(adapter_dir, save_embedding_layers=False)
+    report = export(adapter_dir, target_dir, tmp_path / "out", dtype="float32")
+    draft = AutoModelForCausalLM.from_pretrained(report.path)
+    assert not draft.config.tie_word_embeddings
+    torch.testing.assert_close(logits_of(draft), logits_of(adapted), atol=1e-4, rtol=1e-4)
+    assert any("head and embedding are exported apart" in warning for warning in report.warnings)
+
+
 def test_an_adapter_without_its_base_is_refused(tmp_path, target_dir):
     (tmp_path / "adapter").mkdir()
     config = tmp_path / "adapter" / "adapter_config.json"

@@ -10,10 +10,11 @@ from tiny_training import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
+from distill.config.sections import LoraConfig, StudentConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer, saved_dtype
-from distill.models.student import add_lora, from_architecture
+from distill.models.student import add_lora, from_architecture, refuse_impossible
 from distill.training.module import DraftModule
 from speculative.errors import UserError
 
@@ -154,9 +155,40 @@ def test_unknown_adapter_module_is_refused() -> None:
     one_line(error)
 
 
-def test_export_of_adapters_is_the_adapted_model() -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_an_adapter_on_a_head_that_stays_tied_is_refused(kind: str) -> None:
+    model = tiny_model(kind, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=rf"the head is tied.*{kind} as tied only; leave the head") as error:
+        add_lora(model, 4, 8, ["lm_head"])
+    one_line(error)
+    carved = StudentConfig(layers="auto", lora=LoraConfig(target_modules=("lm_head",)))
+    with pytest.raises(UserError, match="as tied only"):
+        refuse_impossible(carved, model.config)  # before the target has answered anything
+    add_lora(model, 4, 8, "all-linear")
+    assert model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "lm_head"], ["embed_tokens"]])
+def test_adapters_on_tied_tables_are_exported_apart(tmp_path: Path, modules: list[str]) -> None:
     torch.manual_seed(0)
-    adapted = add_lora(tiny_model(), 4, 8.0, "all-linear")
+    adapted = add_lora(tiny_model(tie_word_embeddings=True), 4, 8, modules)
+    plain = logits(adapted)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.2)
+    expected = logits(adapted)
+    assert (expected - plain).abs().max() > 0.1, "the adapters do something"
+    DraftModule(adapted, Objective({"ce": 1.0})).exported().save_pretrained(tmp_path)
+    loaded = load_model("draft", str(tmp_path))
+    assert not loaded.config.tie_word_embeddings
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)  # merged weights: one product, not two
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_export_of_adapters_is_the_adapted_model(tied: bool) -> None:
+    torch.manual_seed(0)
+    adapted = add_lora(tiny_model(tie_word_embeddings=tied), 4, 8.0, "all-linear")
     plain = logits(adapted)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
