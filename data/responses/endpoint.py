@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.respond import RenderedPrompt, ResponseBar, plan_shards, row_of
+from data.responses.served import TEXTS, TOP, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from speculative.decoder.responses import DecodeSettings, Response
@@ -58,11 +60,15 @@ class Endpoint(BaseModel):
 class EndpointTarget:
     """A target whose weights are elsewhere. Safe to use from threads; nothing is asked before the first call."""
 
-    def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int) -> None:
-        """``tokenizer``: the target's, to read responses of servers that give text only; ``vocab_rows``: rows of its head."""
-        self.endpoint, self.tokenizer, self.vocab_rows = endpoint, tokenizer, vocab_rows
+    def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
+        """``tokenizer``: the target's, to read responses of servers that give text only; ``vocab_rows``: rows of its head.
+
+        ``record``: file that says which model answered before; see `data.responses.served`.
+        """
+        self.endpoint, self.tokenizer, self.vocab_rows, self.record = endpoint, tokenizer, vocab_rows, record
         self._client: Any = None
         self._model: str | None = None
+        self._root: str | None = None
         self._readers = Readers(0)
 
     @property
@@ -94,20 +100,22 @@ class EndpointTarget:
             UserError: no server there, key refused, another model than asked, several to choose from.
         """
         if self._model is None:
-            served = [str(model.id) for model in self._ask(lambda: list(self.client.models.list()))]
-            wanted = self.endpoint.model
+            listed = {str(model.id): model for model in self._ask(lambda: list(self.client.models.list()))}
+            served, wanted = list(listed), self.endpoint.model
             if wanted is None and len(served) != 1:
                 raise UserError(f"target.endpoint.model: {self.endpoint.url} serves {_names(served)}; name one of them")
             if wanted is not None and wanted not in served:
                 raise UserError(f"target.endpoint.model = {wanted}: {self.endpoint.url} serves {_names(served)}")
             self._model = wanted or served[0]
+            # vLLM's own: the directory or hub id that the name stands for.
+            self._root = getattr(listed[self._model], "root", None)
         return self._model
 
     def check(self) -> None:
         """Asks who is there, and whether its tokenizer splits a text as ours does (where the server shows its prompt's ids).
 
         Raises:
-            UserError: as `model`; another tokenizer.
+            UserError: as `model`; another tokenizer; another model than the record's.
         """
         choice = self._complete(
             _PROBE_TEXT, max_tokens=1, temperature=0.0, add_special_tokens=False, return_token_ids=True
@@ -119,6 +127,15 @@ class EndpointTarget:
                 f"{self.endpoint.url}: {self.model} splits text into other tokens than target.path's tokenizer does "
                 f"({theirs[:6]}... against {ours[:6]}...); give the served model's own directory or hub id as target.path"
             )
+        if self.record is not None:
+            says = [self._next_token(text) for text in TEXTS]
+            recognise(self.record, {"model": self.model, "root": self._root, "next": says}, self.endpoint.url)
+
+    def _next_token(self, text: str) -> dict[str, float]:
+        """Log-probabilities of the most likely tokens behind a text; none from a server that does not say."""
+        # At temperature 1 a server that gives processed probabilities gives the same.
+        choice = self._complete(text, max_tokens=1, temperature=1.0, logprobs=TOP)
+        return ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
 
     def respond(
         self,

@@ -4,7 +4,8 @@ runs/NAME/config.yaml             the resolved config
          metrics.jsonl            one line a step
          target.json              what is known of the target without its weights
          student.json             what was measured and chosen for the draft's first weights
-         responses/, signal/      token stores, and day.txt where the chat template writes the date; what the teacher said
+         responses/, signal/      token stores, day.txt where the chat template writes the date, served.json of a
+                                  target behind a server; what the teacher said
          rollouts/                sequences made while training
          checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), state/ (optimizer, scheduler, RNG), progress.json,
                                   judgement.json, provenance.json (commit, versions, machine, command)
@@ -20,7 +21,7 @@ from pathlib import Path
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
-DAY = "day.txt"  # beside the stores of responses, to be copied with them
+DAY, SERVED = "day.txt", "served.json"  # beside the stores of responses, to be copied with them
 SIGNAL, ROLLOUTS = "signal", "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
 STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"  # the last two while it is not known which is better

@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from data.files import write_json
 from data.responses.endpoint import EndpointTarget
-from distill.config.layout import TARGET_FACTS
+from distill.config.layout import RESPONSES, SERVED, TARGET_FACTS
 from distill.config.sections import TargetConfig
 from distill.models.load import (
     dtype_of,
@@ -155,7 +155,8 @@ class Target:
         """The server that has the weights."""
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
-        return EndpointTarget(self.config.endpoint, self.tokenizer, rows)
+        record = self._run / RESPONSES / SERVED if self._run else None
+        return EndpointTarget(self.config.endpoint, self.tokenizer, rows, record)
 
     def _asked(self) -> dict[str, Any]:
         """What an earlier start must have asked for, and what local weight files looked like then."""
@@ -163,7 +164,8 @@ class Target:
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         return {
             "path": self.config.path, "revision": self.config.revision, "dtype": self.config.dtype, "device": self.device.type,
-            "endpoint": self.config.endpoint.model_dump() if self.config.endpoint else None,
+            # Where it is served may change: who it is, is asked whenever it is (data/responses/served.py).
+            "endpoint": {"model": self.config.endpoint.model} if self.config.endpoint else None,
             "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from tiny_training import TOKENS, tiny_tokenizer
 from data.responses.endpoint import Endpoint, EndpointTarget
 from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.respond import RenderedPrompt, respond
+from data.responses.served import TEXTS, TOP, difference
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore, signal_manifest
@@ -41,6 +43,7 @@ class Behaviour:
     """How the server differs from a good one."""
 
     served: tuple[str, ...] = ("tiny",)
+    model: Any = MODEL  # whose top log-probabilities it gives
     key: str | None = None
     token_ids: bool = True
     token_names: bool = True  # names of the form token_id:N when they are asked for
@@ -131,9 +134,14 @@ class Handler(BaseHTTPRequestHandler):
         said = [token + behaviour.shift for token in (ids[:-1] if ended else ids)]
         as_ids = request.get("return_tokens_as_token_ids") and behaviour.token_names
         names = [f"token_id:{i}" if as_ids else tiny_tokenizer().decode([i]) for i in said]
+        tops = [
+            {f"token_id:{i}" if as_ids else tiny_tokenizer().decode([i]): x for i, x in top}
+            for top in top_logprobs(prompt, ids, request, behaviour)
+        ]
         choice: dict[str, Any] = {
             "index": 0, "finish_reason": "stop" if finished else "length", "text": tiny_tokenizer().decode(said),
-            "stop_reason": ids[-1] if ended else None, "logprobs": {"tokens": names, "token_logprobs": log_probs},
+            "stop_reason": ids[-1] if ended else None,
+            "logprobs": {"tokens": names, "token_logprobs": log_probs, "top_logprobs": tops},
         }  # fmt: skip
         if request.get("return_token_ids") and behaviour.token_ids:
             choice |= {"token_ids": said, "prompt_token_ids": prompt}
@@ -160,6 +168,16 @@ def generate(prompt: list[int], request: dict[str, Any], processed: bool) -> tup
     return ids[len(prompt) :], log_probs, False
 
 
+def top_logprobs(
+    prompt: list[int], ids: list[int], request: dict[str, Any], behaviour: Behaviour
+) -> list[list[tuple[int, float]]]:
+    """(id, log-probability) of the most probable tokens at each place of a response, as the model itself has them."""
+    logs = logits_after([*prompt, *ids], behaviour.model)[len(prompt) - 1 : -1].log_softmax(-1)
+    top = logs.topk(request.get("logprobs") or 0)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]
+
+
 def places(prompt: list[int], k: int, behaviour: Behaviour) -> list[dict[str, Any] | None]:
     """Per prompt token: the k best and the token itself, with ranks, as vLLM gives them; none for the first."""
     logs = logits_after(prompt).log_softmax(-1)
@@ -178,8 +196,8 @@ def places(prompt: list[int], k: int, behaviour: Behaviour) -> list[dict[str, An
 
 
 @torch.no_grad()
-def logits_after(ids: list[int]) -> torch.Tensor:
-    return MODEL(torch.tensor([ids])).logits[0].float()
+def logits_after(ids: list[int], model: Any = MODEL) -> torch.Tensor:
+    return model(torch.tensor([ids])).logits[0].float()
 
 
 @pytest.fixture
@@ -194,9 +212,9 @@ def server() -> Iterator[tuple[str, Behaviour]]:
         running.shutdown()
 
 
-def target_at(url: str, **options: Any) -> EndpointTarget:
+def target_at(url: str, record: Path | None = None, **options: Any) -> EndpointTarget:
     settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, "retries": 2, **options}
-    return EndpointTarget(Endpoint(url=url, **settings), tiny_tokenizer(), TOKENS)
+    return EndpointTarget(Endpoint(url=url, **settings), tiny_tokenizer(), TOKENS, record)
 
 
 def rendered(count: int = 9) -> list[RenderedPrompt]:
@@ -478,6 +496,38 @@ def test_another_model_and_several_are_one_line(server: Any) -> None:
     behaviour.served = ("one", "two")
     assert "serves one, two; name one" in refusal(lambda: target_at(url).model)
     assert target_at(url, model="two").model == "two"
+
+
+def test_another_model_under_the_same_name_is_refused_and_the_same_at_another_url_is_not(
+    server: Any, tmp_path: Path
+) -> None:
+    url, behaviour = server
+    record = tmp_path / "run" / "responses" / "served.json"
+    target_at(url, record).check()
+    before = record.read_text()
+    said = json.loads(before)["next"]
+    top = logits_after(tiny_tokenizer()(TEXTS[1], add_special_tokens=False)["input_ids"])[-1].log_softmax(-1).topk(TOP)
+    expected = {tiny_tokenizer().decode([i]): x for i, x in zip(top.indices.tolist(), top.values.tolist(), strict=True)}
+    assert said[1] == pytest.approx(expected, abs=1e-5)  # forwards of one text alone and with a token behind it
+    # What a batch of another shape, another card or a replica does to logits.
+    behaviour.model = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        for weight in behaviour.model.parameters():
+            weight.mul_(1 + 1e-3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    target_at(url.replace("127.0.0.1", "localhost"), record).check()
+    assert record.read_text() == before
+    behaviour.model = tiny_model(vocab_size=TOKENS, seed=4)
+    text = refusal(target_at(url, record).check)
+    assert "is not the model that answered before" in text
+    assert str(record) in text
+
+
+def test_how_far_two_servers_are_apart() -> None:
+    one = [{"a": -1.0, "b": -2.0}, {"c": -0.5}]
+    assert difference(one, one) == 0.0
+    # a is 0.2 off; b may be anything below d's -3, so it lost at least 1; d was at most -2 before: -3 is no gap; c is 0.6 off
+    assert difference(one, [{"a": -1.2, "d": -3.0}, {"c": -1.1}]) == pytest.approx((0.2 + 1.0 + 0.0 + 0.6) / 4)
+    assert difference([{}, {}], one) == 0.0, "a server that does not say cannot be told apart"
 
 
 def test_a_url_without_the_version_is_one_line(server: Any) -> None:

@@ -1,9 +1,11 @@
 """A run's folder: claimed once, written whole or not at all, pruned, pointed at."""
 
+import contextlib
 import errno
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +78,22 @@ def test_what_does_not_reach_the_training_may_change(tmp_path: Path) -> None:
     claim_folder(run_config(tmp_path, train={"micro_batch_size": 1}))
     with pytest.raises(UserError, match="another config"):
         claim_folder(run_config(tmp_path, train={"micro_batch_size": 1}, loss=chosen))
+
+
+def test_where_a_run_lies_how_it_is_cut_and_which_url_answers_may_change(tmp_path: Path) -> None:
+    claim_and_produce(tmp_path / "here", "checkpoints")
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    moved = run_config(tmp_path / "there", target={"shard": True}, student={"gradient_checkpointing": True})
+    claim_folder(moved)
+    assert load_config(moved.folder / "config.yaml") == moved
+    served: dict[str, Any] = {
+        "student": {"init": "pretrained", "path": "x"}, "judge": {"live": "never"}, "signal": {"source": "store"}
+    }  # fmt: skip
+    for url, model, fine in (("http://a/v1", "m", True), ("http://b/v1", "m", True), ("http://b/v1", "n", False)):
+        config = run_config(tmp_path / "served", target={"endpoint": {"url": url, "model": model}}, **served)
+        with contextlib.nullcontext() if fine else pytest.raises(UserError, match=r"endpoint\.model"):
+            claim_folder(config)
+        (config.folder / "checkpoints").mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
