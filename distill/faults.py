@@ -74,7 +74,8 @@ def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
     """
     explained = explain(error)
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+    grouped = distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+    if grouped or "TORCHELASTIC_ERROR_FILE" in os.environ:
         text, status = explained or ("".join(traceback.format_exception(error)).rstrip(), 1)
         _end_rank(text, status, trackers, witness=explained is not None and _is_dead_rank(error))
     _finish(trackers)

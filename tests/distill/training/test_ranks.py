@@ -1,6 +1,8 @@
-"""Two ranks as programs: when one fails both are gone at once, and why is the last thing on the screen."""
+"""Two ranks as programs: whole runs, launched and on disks that lag; when one fails both are gone at once and the screen says why."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -9,15 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from processes import rank_statuses, run_ranks
-from tiny_training import ScriptedJudge, examples_of, make_loop, run_config
+from processes import free_port, rank_statuses, run_ranks
+from tiny_training import (
+    ScriptedJudge,
+    examples_of,
+    forget_accelerators,
+    make_loop,
+    metrics_of,
+    run_config,
+    write_prompts,
+    write_target,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distill import train
-from distill.config.load import dump_config
+from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
+from distill.models import student
+from distill.run.checkpoint import judged_scores, last_resumable
+from distill.run.folder import load_verdict
 from distill.training.loop import Loop
 from speculative.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class RefusingJudge(ScriptedJudge):
@@ -60,6 +76,7 @@ def _refusing_judge(loop: Loop) -> None:
 
 def _rank(rank: int, folder: Path, spoil: Callable[[Loop], None]) -> None:
     """`distill.train` on a tiny loop. As under NCCL, a group cannot be destroyed while another rank waits in a collective."""
+    forget_accelerators()
     screen = os.open(folder / f"screen{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(screen, 2)
     sys.stderr = os.fdopen(2, "w")
@@ -118,3 +135,103 @@ def test_one_rank_that_fails_ends_all_at_once_and_says_why(
     summary = ChildFailedError("distill.train", failures)
     assert summary.get_first_failure()[0] == culprit
     assert last in str(summary).splitlines()[-2]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of a few seconds; the runs of it are beside it."""
+    folder = tmp_path_factory.mktemp("small")
+    write_target(folder / "target")
+    write_prompts(folder / "prompts.jsonl", 24)
+    path = folder / "small.yaml"
+    path.write_text(
+        f"""
+name: small
+output: {folder}
+target: {{path: {folder}/target}}
+data: {{train: [{{path: {folder}/prompts.jsonl, prompt_column: prompt}}], template: {{mode: plain}}}}
+serving: {{temperature: 0.7, max_tokens: 8, shard_size: 8, batch_size: 8}}
+loss: {{name: forward_kl}}
+optim: {{lr: 3.0e-3}}
+train: {{steps: 4, batch_size: 4}}
+judge: {{every: 2, prompts: 4, gamma: 2, speed_prompts: 2, speed_seconds: 0.1}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def run_alone(path: Path, name: str, *overrides: str) -> RunConfig:
+    """The same run by one process."""
+    forget_accelerators()
+    asked = [f"name={name}", *overrides]
+    assert train.main([str(path), *asked]) == 0
+    return load_config(path, asked)
+
+
+def losses_of(config: RunConfig) -> list[float]:
+    return [line["loss"] for line in metrics_of(config) if "loss" in line]
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("without_verdict")
+def test_accelerate_launch_is_a_run_from_config_to_verdict(small: Path) -> None:
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs/accelerate/ddp.yaml"),
+        "--num_processes", "2", "--main_process_port", str(free_port()), "-m", "distill.train", str(small),
+    ]  # fmt: skip
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = load_config(small)
+    verdict = load_verdict(config.folder)
+    assert (verdict.prompts, verdict.checkpoints[-1].step) == (4, 4)
+    assert verdict.sentence in done.stdout
+    assert losses_of(config) == pytest.approx(losses_of(run_alone(small, "one-process")), rel=1e-4)
+
+
+def _no_such_key(rank: int, path: Path) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(path.with_suffix(".json"))
+    sys.exit(train.main([str(path), "optim.lrr=1"]))
+
+
+def test_a_mistake_before_there_is_a_group_is_the_launchers_last_word_too(small: Path) -> None:
+    (status,) = rank_statuses(_no_such_key, small, ranks=1)
+    failure = ProcessFailure(0, 0, int(status or 0), str(small.with_suffix(".json")))
+    assert "unknown key `optim.lrr`" in str(ChildFailedError("distill.train", {0: failure})).splitlines()[-2]
+
+
+def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) -> None:
+    """A rank of a run, the second one on a machine where small files of the run never show; both stopped in step 3."""
+    forget_accelerators()
+    if rank == 1:
+        exists, late = Path.exists, ("judgement.json", "progress.json", "student.json", "self_checks.json")
+        Path.exists = lambda self, **options: self.name not in late and exists(self, **options)  # type: ignore[method-assign]
+
+        def measured_again(*_: Any, **__: Any) -> None:
+            raise AssertionError("the main process has chosen")
+
+        student.choose_layers = measured_again
+    if stop:
+        step = Loop.step
+
+        def interrupted(self: Loop, window: Any) -> Any:
+            if self.progress.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return step(self, window)
+
+        Loop.step = interrupted  # type: ignore[method-assign]
+    sys.exit(train.main([str(path), *overrides]))
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("without_verdict", "interruptible")
+def test_ranks_stay_together_where_one_sees_files_late(small: Path) -> None:
+    overrides = ["student={layers: auto, depth: 2}", "judge.live=never"]
+    asked = ["name=lagging", *overrides]
+    assert rank_statuses(_on_a_lagging_disk, small, asked, True) == [130, 130]
+    config = load_config(small, asked)
+    assert last_resumable(config.folder) == 3
+    assert rank_statuses(_on_a_lagging_disk, small, asked, False) == [0, 0]
+    assert [step for step, _ in judged_scores(config.folder)] == [0, 2, 4]
+    assert losses_of(config) == pytest.approx(losses_of(run_alone(small, "alone", *overrides)), rel=1e-4)
