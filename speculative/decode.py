@@ -7,6 +7,7 @@ response never holds the batch; when nobody waits, rows that are done are droppe
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -142,7 +143,7 @@ def decode(
     policy: GammaPolicy | None = None,
     gate: CommitGate | None = None,
     log: ProposalLog | None = None,
-    runner: str = EAGER,
+    runner: str = "auto",
 ) -> tuple[list[Response], Timing]:
     """All responses, in the order of the prompts, and where the time went; see `generate`, whose events it collects.
 
@@ -231,7 +232,9 @@ def _events(
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
-    with in_eval_mode(target, draft_model):
+    with in_eval_mode(target, draft_model), ExitStack() as ending:
+        if drafter is not None:
+            ending.callback(drafter.end)
         with torch.no_grad():
             fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
             shared = getattr(drafter, "shares_cache", False)

@@ -8,6 +8,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its pool of processes stays
 
+from pretend_cuda import library  # before anything that imports torch
+
+# isort: split
+import contextlib
 import json
 import shutil
 import signal
@@ -24,24 +28,39 @@ from distill import train
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+_device = contextlib.ExitStack()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tiny models lose more to thread hand-over than they gain.
     torch.set_num_threads(1)
     processes.keep_family_together()
+    if library.LOADED:
+        from pretend_cuda.device import pretend_cuda
+
+        _device.enter_context(pretend_cuda())
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    # Importing all tests takes longer than those of the device.
+    if not library.LOADED or not collection_path.match("test_*.py"):
+        return None
+    return "mark.device" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    _device.close()
     # What a crashed worker or an interrupted test left.
     processes.end(processes.descendants())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif "device" in item.keywords and "gpu" not in item.keywords and not library.LOADED:
+            reason = library.why_not() or "tests of the pretend device run by themselves: pytest -m device"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -69,6 +69,10 @@ class Cascade:
         self._strayed_R = self._strayed_R[rows]
         self._asked_lengths_R = self._asked_lengths_R[rows]
 
+    def end(self) -> None:
+        self.first.end()
+        self.then.end()
+
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         for drafter in (self.first, self.then):
             if drafter.observes:

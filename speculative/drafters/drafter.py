@@ -106,6 +106,10 @@ class Drafter(Protocol):
         """Compact to these rows, in this order."""
         return
 
+    def end(self) -> None:
+        """The decode call is over: let go of its memory."""
+        return
+
 
 class ModelDrafter:
     """A causal LM of its own with its own cache.
@@ -147,6 +151,9 @@ class ModelDrafter:
         assert self._cached is not None, "keep() before start()"
         self._cached.keep(rows)
         self._read_R = self._read_R[rows]
+
+    def end(self) -> None:
+        self._cached = None
 
     def propose(self, ask: Ask) -> Proposal:
         assert self._cached is not None, "propose() before start()"

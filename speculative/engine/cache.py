@@ -6,27 +6,46 @@ Shapes: R rows, K rows of one call (all of them, or the few being prefilled), Q 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+POSITION_STEP = 64
+
+
+def whole_steps(positions: int) -> int:
+    """Positions rounded up, as accelerators are given them: few shapes reach the allocator, and the rows of a mask are aligned."""
+    return -(-positions // POSITION_STEP) * POSITION_STEP
+
+
+@dataclass
+class CallPlace:
+    """Where a call writes and how much of the buffers it reads back, the same for all layers; see `RaggedCache.begin`."""
+
+    rows: int
+    capacity: int
+    positions_KQ: torch.Tensor
+    rows_K: torch.Tensor | None = None
+    shared_start: int | None = 0
+    starts_empty: bool = False
+    prefix: int = 0
+
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer in static buffers (R, H, C, D).
-
-    Where a call writes and how much of the buffer it reads back is set once for all layers in `RaggedCache.begin`.
-    """
+    """Keys and values of one layer in static buffers (R, H, C, D)."""
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: RaggedCache):
+    def __init__(self, place: CallPlace):
+        # Not the cache: what refers to itself waits for the garbage collector, with its memory.
         super().__init__()
-        self.cache = cache
+        self.place = place
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, capacity = self.cache.rows, self.cache.capacity
+        rows, capacity = self.place.rows, self.place.capacity
         # Zeros, not empty: a masked position still multiplies its value by 0, and 0 x NaN is NaN.
         self.keys = key_states.new_zeros((rows, key_states.shape[1], capacity, key_states.shape[3]))
         self.values = value_states.new_zeros((rows, value_states.shape[1], capacity, value_states.shape[3]))
@@ -40,37 +59,37 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        cache, prefix = self.cache, self.cache.prefix
-        if cache.rows_K is not None:
-            rows_K1, positions_KQ = cache.rows_K.unsqueeze(1), cache.positions_KQ
+        place, prefix = self.place, self.place.prefix
+        if place.rows_K is not None:
+            rows_K1, positions_KQ = place.rows_K.unsqueeze(1), place.positions_KQ
             self.keys[rows_K1, :, positions_KQ] = key_states.transpose(1, 2)
             self.values[rows_K1, :, positions_KQ] = value_states.transpose(1, 2)
-            if cache.starts_empty:
+            if place.starts_empty:
                 return key_states, value_states
             return (
-                self.keys[:, :, :prefix].index_select(0, cache.rows_K),
-                self.values[:, :, :prefix].index_select(0, cache.rows_K),
+                self.keys[:, :, :prefix].index_select(0, place.rows_K),
+                self.values[:, :, :prefix].index_select(0, place.rows_K),
             )
-        if cache.shared_start is not None:
-            stop = cache.shared_start + key_states.shape[2]
-            self.keys[:, :, cache.shared_start : stop] = key_states
-            self.values[:, :, cache.shared_start : stop] = value_states
+        if place.shared_start is not None:
+            stop = place.shared_start + key_states.shape[2]
+            self.keys[:, :, place.shared_start : stop] = key_states
+            self.values[:, :, place.shared_start : stop] = value_states
         else:
             # One scatter: no host synchronisation, any mixture of row lengths, capturable in a graph.
-            index_K1Q1 = cache.positions_KQ[:, None, :, None]
+            index_K1Q1 = place.positions_KQ[:, None, :, None]
             self.keys.scatter_(2, index_K1Q1.expand(key_states.shape), key_states.to(self.keys.dtype))
             self.values.scatter_(2, index_K1Q1.expand(value_states.shape), value_states.to(self.values.dtype))
         return self.keys[:, :, :prefix], self.values[:, :, :prefix]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.prefix, 0
+        return self.place.prefix, 0
 
     def get_seq_length(self) -> int:
         # Positions before this call, as far as there is one number: a model that makes its own mask asks for it.
-        return self.cache.prefix if self.cache.shared_start is None else self.cache.shared_start
+        return self.place.prefix if self.place.shared_start is None else self.place.shared_start
 
     def get_max_length(self) -> int:
-        return self.cache.capacity
+        return self.place.capacity
 
     def keep(self, rows_K: torch.Tensor) -> None:
         if self.is_initialized:
@@ -97,13 +116,13 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, layer_count: int, rows: int, capacity: int):
-        self.rows, self.capacity = rows, capacity
-        self.rows_K: torch.Tensor | None = None
-        self.positions_KQ = torch.zeros(0)
-        self.shared_start: int | None = 0
-        self.starts_empty = False
-        self.prefix = 0
-        super().__init__(layers=[RaggedLayer(self) for _ in range(layer_count)])
+        self.place = CallPlace(rows, capacity, torch.zeros(0))
+        super().__init__(layers=[RaggedLayer(self.place) for _ in range(layer_count)])
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self.place.rows
 
     def begin(
         self,
@@ -117,14 +136,15 @@ class RaggedCache(Cache):
         `shared_start`: set when every row writes consecutively from this position on (a slice is then enough).
         `rows_K`: only these rows take part; None = all.
         """
-        assert prefix <= self.capacity, (prefix, self.capacity)
-        assert positions_KQ.shape[0] == (self.rows if rows_K is None else len(rows_K))
-        self.positions_KQ, self.prefix, self.shared_start, self.rows_K = positions_KQ, prefix, shared_start, rows_K
-        self.starts_empty = shared_start == 0
+        place = self.place
+        assert prefix <= place.capacity, (prefix, place.capacity)
+        assert positions_KQ.shape[0] == (place.rows if rows_K is None else len(rows_K))
+        place.positions_KQ, place.prefix, place.shared_start, place.rows_K = positions_KQ, prefix, shared_start, rows_K
+        place.starts_empty = shared_start == 0
 
     def keep(self, rows_K: torch.Tensor) -> None:
         """Compact to the given rows, in that order."""
-        self.rows = len(rows_K)
+        self.place.rows = len(rows_K)
         for layer in self.layers:
             assert isinstance(layer, RaggedLayer)
             layer.keep(rows_K)

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.cache import RaggedCache
+from speculative.engine.cache import RaggedCache, whole_steps
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import attention_windows, check_decodable, max_positions, takes_logits_to_keep
 from speculative.engine.runners import EAGER, Runner, make_runner
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
-PREFIX_STEP = 64  # On an accelerator the prefix is rounded up to this, so that few shapes reach the allocator.
 STATIC_PREFIX = 256  # Compiled and captured calls see prefixes of this times a power of two: few recordings.
 PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
 REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large, and of lengths that hardly come again.
@@ -49,17 +48,17 @@ class CachedModel:
         self.model, self.name = model, name
         self.device = model.device
         config = model.config.get_text_config(decoder=True)
-        self.cache = cache or RaggedCache(config.num_hidden_layers, rows, capacity)
         self.runner: Runner = make_runner(runner)
         self.prefill_tokens = PREFILL_TOKENS
-        self._capacity = capacity
+        longest = max_positions(model.config)
+        self._last_position = longest - 1 if longest is not None and capacity > longest else None
         self._exact_prefix = self.device.type == "cpu" and not self.runner.static
+        self._capacity = capacity = capacity if self.device.type == "cpu" else whole_steps(capacity)
+        self.cache = cache or RaggedCache(config.num_hidden_layers, rows, capacity)
         self._positions_C = torch.arange(capacity, device=self.device)
         self._mask_dtype = cache_shapes(model)[0].dtype
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
-        longest = max_positions(model.config)
-        self._last_position = longest - 1 if longest is not None and capacity > longest else None
         # A window that no text can outgrow is no window.
         windows = [None if window is None or window >= capacity else window for window in attention_windows(model)]
         self._windows = sorted(set(windows), key=lambda window: window or 0)
@@ -97,7 +96,7 @@ class CachedModel:
         positions_KQ = upload(starts_K[:, None] + np.arange(query_length), self.device)
         if self.runner.static and rows is None and not once:
             return self.runner.run(self._static_call, (ids_KQ, positions_KQ), (self._static_prefix(stop), logits_kept))
-        rows_K = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=self.device)
+        rows_K = None if rows is None else upload(np.array(rows), self.device)
         # A call on some rows that begins at position 0 attends to its own states and to nothing else.
         prefix = query_length if rows is not None and shared == 0 else self._eager_prefix(stop)
         self.cache.begin(positions_KQ, prefix, 0 if shared == 0 and rows is not None else None, rows_K)
@@ -151,7 +150,7 @@ class CachedModel:
             start = 0
             while start < longest:
                 columns = max(1, self.prefill_tokens // len(group))
-                ids_KQ = torch.from_numpy(tokens_RC[group_rows, start : min(start + columns, longest)]).to(self.device)
+                ids_KQ = upload(tokens_RC[group_rows, start : min(start + columns, longest)], self.device)
                 try:
                     self.feed(ids_KQ, np.full(len(group), start), 1, None if everyone else group_rows, once=True)
                 except RuntimeError as error:
@@ -161,7 +160,7 @@ class CachedModel:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Compact to these rows, in this order."""
-        self.cache.keep(torch.tensor(rows, dtype=torch.int64, device=self.device))
+        self.cache.keep(upload(np.array(rows), self.device))
 
     def _shrink_prefill(self, error: RuntimeError) -> None:
         """Halve the size of prefill calls after an out of memory; raises what it is not able to answer."""
@@ -208,7 +207,7 @@ class CachedModel:
         return min(prefix, self._capacity)
 
     def _eager_prefix(self, stop: int) -> int:
-        return stop if self._exact_prefix else min(-(-stop // PREFIX_STEP) * PREFIX_STEP, self._capacity)
+        return stop if self._exact_prefix else min(whole_steps(stop), self._capacity)
 
     def _masks(self, positions_KQ: torch.Tensor, prefix: int) -> list[torch.Tensor]:
         """Additive masks (K, 1, Q, P), one per kind of layer: a token sees its position and everything before."""

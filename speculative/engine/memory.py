@@ -13,7 +13,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
 from speculative.engine.models import in_eval_mode, vocab_rows
 from speculative.errors import UserError
 
@@ -111,6 +111,7 @@ def check_memory(
     `shared_cache`: the draft writes into the target's.
     """
     free = free_bytes(target.device)
+    capacity = capacity if target.device.type == "cpu" else whole_steps(capacity)
     needed = cache_bytes(target, rows, capacity) + block_bytes(target, rows, query_length)
     if draft is not None:
         needed += block_bytes(draft, rows, query_length)

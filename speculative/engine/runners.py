@@ -4,7 +4,8 @@ A static runner gets a function and tensors whose shapes, with the given constan
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,8 +82,9 @@ class Recording(NamedTuple):
 class GraphRunner:
     """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory.
 
-    A capture is compared with the eager call it stands for before it is trusted; a model that cannot be captured
-    (it asks the device for a value inside its forward) runs eagerly, with one warning.
+    A capture is compared with the eager call it stands for before it is trusted. A model that cannot be captured (it asks
+    the device for a value inside its forward) runs eagerly, with one warning; its capture is never begun, because torch's
+    allocator goes on believing in one that failed.
     """
 
     static = True
@@ -91,6 +93,7 @@ class GraphRunner:
         self._recorded: dict[Any, Recording] = {}
         self._usable = True
         self._pool: Any = None
+        self._side: Any = None
         self.recordings = 0
 
     def run(
@@ -139,17 +142,31 @@ class GraphRunner:
         self, function: StepFunction, inputs: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> Recording:
         with torch.cuda.device(inputs[0].device):
-            side = torch.cuda.Stream()
+            # One pool for all: they never run at the same time, and outputs are copied before the next replay. Captures that
+            # share a pool share a stream.
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            side = self._side = self._side or torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # Warm-up outside the capture: libraries initialise their workspaces.
+            # On the stream of the capture, so that libraries have their workspaces there.
+            with torch.cuda.stream(side), _refusing_waits():
                 function(*inputs, *constants)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # One pool for all: they never run at the same time, and outputs are copied before the next replay.
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may go on using the device.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 output = function(*inputs, *constants)
         return Recording(graph.replay, inputs, output)
+
+
+@contextmanager
+def _refusing_waits() -> Iterator[None]:
+    """What would wait for the device, and so cannot be captured, raises RuntimeError instead."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def make_runner(kind: str) -> Runner:

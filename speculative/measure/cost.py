@@ -16,6 +16,7 @@ from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
+from speculative.engine.runners import resolve_runner
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
 
@@ -206,6 +207,7 @@ def measure_costs(
                     batch_size,
                     context + settings.max_tokens,
                     settings,
+                    runner=resolve_runner("auto", target.device),
                     exact_stages=True,
                 )
                 loop.admit(range(batch_size), prompts)
@@ -235,11 +237,12 @@ def _agreed(seconds_RG2: np.ndarray, gammas: Sequence[int], batch_size: int, con
 
 
 def _block_seconds(loop: BlockLoop, blocks: int) -> list[tuple[float, float]]:
-    """(draft, verify) seconds of `blocks` blocks after one that is not counted."""
+    """(draft, verify) seconds of `blocks` blocks after one that is not counted, without those that recorded a call."""
     loop.run_block()
     seconds = []
     for _ in range(blocks):
         loop.timing = Timing()
         loop.run_block()
-        seconds.append((loop.timing.draft_seconds, loop.timing.verify_seconds + loop.timing.accept_seconds))
+        if loop.timing.recording_calls == 0:
+            seconds.append((loop.timing.draft_seconds, loop.timing.verify_seconds + loop.timing.accept_seconds))
     return seconds

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from speculative.decode import Event, context_of, generate
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine.runners import EAGER
 from speculative.errors import UserError
 
 Stream = Generator[Event, None, None]
@@ -103,4 +102,4 @@ def _stream(
     target: PreTrainedModel, draft: PreTrainedModel | None, prompts: Sequence[Prompt], settings: DecodeSettings
 ) -> Stream:
     drafter = ModelDrafter(draft) if draft is not None else None
-    return cast(Stream, generate(target, drafter, prompts, settings, batch_size=len(prompts), runner=EAGER))
+    return cast(Stream, generate(target, drafter, prompts, settings, batch_size=len(prompts)))

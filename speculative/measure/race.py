@@ -51,7 +51,10 @@ class Racer:
 
 @dataclass(frozen=True)
 class Lap:
-    """One response of one racer. Seconds: of reading the prompt, and of everything behind that."""
+    """One response of one racer. Seconds: of reading the prompt, and of everything behind that.
+
+    Blocks that recorded a model call first count as long as the others.
+    """
 
     prefill_seconds: float
     seconds: float
@@ -107,7 +110,10 @@ def race(
 def _lap(target: PreTrainedModel, racer: Racer, prompt: Prompt, settings: DecodeSettings) -> Lap:
     drafter = racer.drafter() if racer.drafter is not None else None
     (response,), timing = decode(target, drafter, [prompt], replace(settings, gamma=racer.gamma))
-    return Lap(timing.prefill_seconds, timing.total_seconds - timing.prefill_seconds, response)
+    seconds, timed = timing.total_seconds - timing.prefill_seconds, response.blocks - timing.recording_calls
+    if 0 < timed < response.blocks:
+        seconds = (seconds - timing.recording_seconds) * response.blocks / timed
+    return Lap(timing.prefill_seconds, seconds, response)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class Scripted:
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         self.told.append(("observe", fed_ids_RG1.tolist()))
 
+    def end(self) -> None: ...
+
     def keep(self, rows: list[int]) -> None:
         self.told.append(("keep", rows))
 

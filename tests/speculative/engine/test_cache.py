@@ -7,12 +7,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, perturbed, prompts_of, tiny_model
 
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.cache import RaggedCache
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.models import evaluating
 from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY
 from speculative.rules.tree import TokenTree
 
 CAPACITY = 96
@@ -202,3 +206,17 @@ def test_a_cache_of_one_row_writes_slices_and_a_ragged_one_scatters_the_same():
         torch.testing.assert_close(read_values[:, :, 5:], 2 * keys, rtol=0, atol=0)
         caches.append(cache.layers[0].keys)
     assert torch.equal(*caches)
+
+
+def test_no_cache_outlives_its_call() -> None:
+    """Without the garbage collector: what waits for it counts as used, and on a GPU it is gigabytes."""
+    target = tiny_model()
+    drafter = ModelDrafter(perturbed(target))
+    gc.collect()
+    gc.disable()
+    try:
+        decode(target, drafter, prompts_of([5, 3]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=8))
+        alive = sum(type(thing) is RaggedCache for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert alive == 0

@@ -263,6 +263,7 @@ def test_nothing_asks_for_a_value_on_the_way():
         every_form(*map(mode.from_tensor, block_inputs("cpu")))
 
 
+@pytest.mark.device
 @pytest.mark.gpu
 def test_the_device_gives_the_same_and_is_never_waited_for():
     expected, inputs = every_form(*block_inputs("cpu")), block_inputs("cuda")

@@ -345,6 +345,7 @@ def test_changed_rules_do_not_inherit_what_was_made_for_the_old_ones():
     assert wider.shape == (1, V + 3)
 
 
+@pytest.mark.device
 @pytest.mark.gpu
 def test_rules_without_extra_run_in_a_captured_graph():
     rules = LogitsRules(1.4, ((3, 2.5),), tuple(range(10)), (7,), 4, (1, 2))

@@ -231,6 +231,7 @@ def test_nothing_asks_for_a_value_on_the_way():
         every_rule(tree, *map(mode.from_tensor, tensors))
 
 
+@pytest.mark.device
 @pytest.mark.gpu
 def test_the_device_gives_the_same_and_is_never_waited_for():
     expected, inputs = every_rule(*tree_inputs("cpu")), tree_inputs("cuda")

@@ -1,0 +1,174 @@
+"""On the pretend device decoding gives the CPU's tokens, and waits for the device and sends to it no more often than is written here."""
+
+import copy
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretend_cuda.ledger import LEDGER
+from tiny_models import perturbed, prompts_of, texts, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import Drafter, ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.jacobi import JacobiPool
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.engine.cache import POSITION_STEP, RaggedCache
+from speculative.engine.cached_model import CachedModel
+from speculative.evaluate import frozen_responses, judge
+from speculative.measure.cost import measure_costs
+from speculative.measure.full_batch import full_batch_seconds
+from speculative.measure.race import Racer, race
+from speculative.rules.processors import LogitsRules
+from speculative.rules.sampling import GREEDY, SamplingSettings
+from speculative.rules.tree import TokenTree
+
+pytestmark = pytest.mark.device
+
+PROMPTS = prompts_of([7, 3, 12])  # Two rows: the third is seated when one of the others is done.
+WARM = SamplingSettings(0.9, top_k=20, top_p=0.95)
+TREE = TokenTree.from_branching((2, 1))
+MOST = {"max_tokens": 6, "eos_ids": (5,)}
+
+RULES = {
+    "plain": DecodeSettings(WARM, 0, **MOST),
+    "greedy": DecodeSettings(GREEDY, 3, "greedy", **MOST),
+    "greedy-draft": DecodeSettings(WARM, 3, "greedy-draft", **MOST),
+    "sample": DecodeSettings(WARM, 3, "sample", **MOST),
+    "block": DecodeSettings(WARM, 3, "block", **MOST),
+    "greedy tree": DecodeSettings(GREEDY, 2, "greedy", tree=TREE, **MOST),
+    "sampled tree": DecodeSettings(WARM, 2, "sample", tree=TREE, **MOST),
+    "rules": DecodeSettings(WARM, 2, rules=LogitsRules(1.2, bias=((3, 1.0),), banned_ids=(7,)), min_tokens=4, **MOST),
+}
+DRAFTERS = {
+    "lookup": lambda target: PromptLookup(),
+    "retrieval": lambda target: Retrieval(Datastore.build([list(ids) for _, ids in PROMPTS], 50)),
+    "jacobi": lambda target: JacobiPool(),
+    "early exit": lambda target: EarlyExit(target, 1),
+    "cascade": lambda target: Cascade(PromptLookup(), ModelDrafter(perturbed(tiny_model()).to(target.device))),
+}
+
+
+def on_device(model: Any) -> Any:
+    return copy.deepcopy(model).to("cuda")
+
+
+def outcome(target: Any, drafter: Drafter | None, settings: DecodeSettings, **options: Any) -> tuple[Any, ...]:
+    responses, timing = decode(target, drafter, PROMPTS, settings, batch_size=2, **options)
+    return texts(responses), [response.accepted_counts for response in responses], timing.target_calls
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_gives_the_cpus_tokens(rule: str) -> None:
+    target, settings = tiny_model(), RULES[rule]
+    draft = perturbed(target)
+    expected = outcome(target, ModelDrafter(draft), settings)
+    for runner in ("eager", "graph"):
+        found = outcome(on_device(target), ModelDrafter(on_device(draft)), settings, runner=runner)
+        assert found[:2] == expected[:2], runner
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("rule", ["greedy", "sample"])
+def test_every_drafter_gives_the_cpus_tokens(name: str, rule: str) -> None:
+    target = tiny_model()
+    moved = on_device(target)
+    expected = outcome(target, DRAFTERS[name](target), RULES[rule])
+    found = outcome(moved, DRAFTERS[name](moved), RULES[rule], runner="graph")
+    assert found[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("runner", ["eager", "graph"])
+def test_what_a_block_asks_of_the_device(runner: str) -> None:
+    """One read and one event that are waited for, and uploads that nobody waits for: seven or eight at gamma 3."""
+    target, draft = on_device(tiny_model()), on_device(perturbed(tiny_model()))
+    outcome(target, ModelDrafter(draft), RULES["sample"], runner=runner)  # what a model is asked once
+    LEDGER.clear()
+    _, _, blocks = outcome(target, ModelDrafter(draft), RULES["sample"], runner=runner)
+    prefills, captures = 2, len(LEDGER.captures)  # two rows at once, then the third prompt
+    assert (captures > 0) == (runner == "graph")
+    assert sum(LEDGER.reads.values()) == blocks + captures
+    assert sum(LEDGER.synchronized.values()) == blocks + prefills
+    assert LEDGER.blocking_uploads == 0
+    of_a_prefill = 2 * 3  # ids, positions and rows, of both models
+    assert sum(LEDGER.uploads.values()) <= 8 * blocks + prefills * of_a_prefill
+
+
+def test_a_capture_is_on_a_stream_of_its_own_and_leaves_other_threads_alone() -> None:
+    LEDGER.clear()
+    outcome(on_device(tiny_model()), None, RULES["plain"], runner="graph")
+    assert set(LEDGER.captures) == {(True, "thread_local")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "asks"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "synchronizing"),
+        ("falcon", {}, "synchronizing"),
+    ],
+)
+def test_a_capture_that_would_fail_is_never_begun(kind: str, options: dict[str, Any], asks: str) -> None:
+    """On a GPU torch's allocator believes in a failed capture ever after."""
+    target = tiny_model(kind, **options)
+    expected = outcome(target, None, RULES["plain"])
+    LEDGER.clear()
+    with pytest.warns(UserWarning, match=f"cannot be captured in a CUDA graph .*{asks}") as seen:
+        found = outcome(on_device(target), None, RULES["plain"], runner="graph")
+    assert len(seen) == 1
+    assert (LEDGER.captures, LEDGER.failed_captures) == ([], [])
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert found[0] == expected[0]
+
+
+def test_positions_on_the_device_come_in_steps() -> None:
+    target = on_device(tiny_model())
+    cached = CachedModel(target, "target", rows=2, capacity=70)
+    cached.feed(torch.ones((2, 1), dtype=torch.int64, device="cuda"), np.array([3, 9]), 1)
+    assert (cached.cache.place.capacity, cached.cache.place.prefix) == (2 * POSITION_STEP, POSITION_STEP)
+
+
+def test_a_call_with_graphs_leaves_no_cache() -> None:
+    target, draft = on_device(tiny_model()), on_device(perturbed(tiny_model()))
+    gc.collect()
+    gc.disable()
+    try:
+        outcome(target, ModelDrafter(draft), RULES["sample"], runner="graph")
+        alive = sum(type(thing) is RaggedCache for thing in gc.get_objects())
+    finally:
+        gc.enable()
+    assert alive == 0
+
+
+def judged(target: Any, draft: Any) -> None:
+    settings = RULES["sample"]
+    judge(target, draft, frozen_responses(target, PROMPTS, settings, "all"), settings)
+
+
+def raced(target: Any, draft: Any) -> None:
+    racers = [Racer("draft", 3, lambda: ModelDrafter(draft))]
+    laps = race(target, racers, PROMPTS[:2], RULES["sample"], still=lambda laps: ["draft"], seconds=0.0, least=2)
+    assert all(lap.seconds > 0 for of in laps.values() for own in of.values() for lap in own)
+
+
+def timed(target: Any, draft: Any) -> None:
+    costs = measure_costs(target, draft, gammas=(2,), context=16, blocks=4, repeats=1, seconds=0.0)
+    assert min(costs.target_seconds, costs.draft_seconds[2], costs.verify_seconds[2]) > 0
+
+
+def filled(target: Any, draft: Any) -> None:
+    texts_given = [(list(ids), list(ids)) for _, ids in PROMPTS]
+    full_batch_seconds(target, draft, texts_given, RULES["sample"], 2, turns=1)
+
+
+@pytest.mark.parametrize("measure", [judged, raced, timed, filled])
+def test_verdicts_are_measured_with_graphs(measure: Any) -> None:
+    """As the models are served: a call that says nothing of runners takes graphs on CUDA."""
+    target, draft = on_device(tiny_model()), on_device(perturbed(tiny_model()))
+    LEDGER.clear()
+    measure(target, draft)
+    assert LEDGER.replays > 0

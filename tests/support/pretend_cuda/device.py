@@ -1,0 +1,106 @@
+"""`torch.cuda` as a CUDA build has it, as far as we ask it, while the device is there."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pretend_cuda.graph import Graph, Tape, capture
+from pretend_cuda.ledger import LEDGER, SYNCHRONIZED, Ledger
+from pretend_cuda.tensors import CUDA, Doors, Room, waited
+
+GIB = 1024**3
+SYNC_MODES = ("default", "warn", "error")
+
+
+class Stream:
+    """Nothing here runs beside anything else."""
+
+    device = CUDA
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> "Event":
+        return event or Event()
+
+    def synchronize(self) -> None:
+        waited("stream", SYNCHRONIZED)
+
+
+class Event:
+    """The host's clock, read when the event is recorded."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._seconds: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        waited("event", SYNCHRONIZED)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        if self._seconds is None or other._seconds is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return 1e3 * (other._seconds - self._seconds)
+
+
+def _set_sync_mode(mode: str | int) -> None:
+    LEDGER.sync_mode = mode if isinstance(mode, str) else SYNC_MODES[mode]
+
+
+def _state(device: Any = None) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _torch_cuda() -> dict[str, Any]:
+    """What stands for each name of `torch.cuda`."""
+    stream = Stream()
+    named: dict[str, Any] = {
+        "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": capture, "current_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
+        "synchronize": lambda device=None: waited("device", SYNCHRONIZED), "graph_pool_handle": lambda: (0, 1),
+        "set_sync_debug_mode": _set_sync_mode, "get_sync_debug_mode": lambda: SYNC_MODES.index(LEDGER.sync_mode),
+        "is_current_stream_capturing": lambda: Tape.current is not None, "get_rng_state": _state,
+        "get_rng_state_all": lambda: [_state()],
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1, "mem_get_info": (80 * GIB, 80 * GIB),
+        "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 123, "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_capability": (9, 0), "is_bf16_supported": True, "_is_in_bad_fork": False,
+    }  # fmt: skip
+    silent = ("_lazy_init", "set_stream", "set_device", "reset_peak_memory_stats", "empty_cache", "set_rng_state",
+              "set_rng_state_all", "manual_seed", "manual_seed_all")  # fmt: skip
+    answers = {name: lambda *args, _value=value, **kwargs: _value for name, value in constants.items()}
+    return named | answers | dict.fromkeys(silent, _nothing)
+
+
+@contextlib.contextmanager
+def pretend_cuda() -> Iterator[Ledger]:
+    """Inside there is one CUDA device; the ledger says what was asked of it."""
+    assert str(torch.accelerator.current_accelerator()) == "cuda", "the hooks were not loaded before torch"
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._set_only_lift_cpu_tensors(True)
+    stand_ins = _torch_cuda()
+    before = {name: getattr(torch.cuda, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+    LEDGER.clear()
+    try:
+        with Doors(), Room():
+            yield LEDGER
+    finally:
+        for name, own in before.items():
+            setattr(torch.cuda, name, own)
