@@ -3,11 +3,13 @@
 The trainer needs logits of response positions only, a chunk at a time; transformers' own forward makes all of them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from speculative.errors import UserError
 
@@ -31,6 +33,26 @@ class OutputHead:
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters."""
         return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
+
+
+def _no_packed_rows(position_ids_BT: Tensor) -> None: ...
+
+
+def _packed_rows(position_ids_BT: Tensor) -> Tensor:
+    """Number (B, T) of the sequence in its row that each position belongs to."""
+    before_B1 = position_ids_BT[:, :1] - 1
+    return (torch.diff(position_ids_BT, prepend=before_B1) != 1).cumsum(-1)
+
+
+@contextmanager
+def _rows_known(packed: bool) -> Iterator[None]:
+    """transformers reads from the device whether rows hold several sequences, a wait in every forward: here it is told."""
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _packed_rows if packed else _no_packed_rows
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asked
 
 
 class SplitModel:
@@ -63,7 +85,8 @@ class SplitModel:
         again and masks across them.
         """
         options: dict[str, Any] = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
-        return self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
+        with _rows_known(packed=position_ids_BT is not None):
+            return self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
 
     def _check(self) -> None:
         parameter = next(self.model.parameters())

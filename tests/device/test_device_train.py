@@ -1,0 +1,48 @@
+"""On the pretend device whole runs end with a verdict, and a step waits for the device as often as is written here."""
+
+from pathlib import Path
+
+import pytest
+from pretend_cuda.ledger import LEDGER
+from tiny_training import forget_accelerators, write_prompts, write_target
+
+from distill import train
+
+pytestmark = pytest.mark.device
+
+CONFIG = """
+name: run
+output: {folder}
+target: {{path: {folder}/target}}
+student: {{init: carved, layers: [0, -1]}}
+data:
+  train: [{{path: {folder}/train.jsonl}}]
+  template: {{mode: plain}}
+serving: {{temperature: 0.9, max_tokens: 5, batch_size: 8}}
+loss: {{name: lk_hybrid, chunk_tokens: 16}}
+train: {{steps: 2, batch_size: 4, micro_batch_size: 2}}
+judge: {{every: 2, prompts: 2, gamma: 2, speed_prompts: 1, speed_seconds: 0.1, live: end}}
+"""
+
+
+def run(folder: Path, *overrides: str) -> int:
+    forget_accelerators()
+    write_target(folder / "target")
+    write_prompts(folder / "train.jsonl", 14)
+    (folder / "run.yaml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
+    return train.main([str(folder / "run.yaml"), *overrides])
+
+
+VARIANTS = {
+    "online": (),
+    "bf16": ("train.mixed_precision=bf16", "train.gradient_checkpointing=true", "judge.live=checkpoint"),
+    "packed": ("train.packing=64", "loss.name=forward_kl"),
+    "capture": ("signal.source=capture",),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_trains_and_judges(variant: str, tmp_path: Path, without_verdict: None) -> None:
+    LEDGER.clear()
+    assert run(tmp_path, *VARIANTS[variant]) == 0
+    assert LEDGER.replays > 0
