@@ -1,12 +1,15 @@
 """On the pretend device whole runs end with a verdict, and a step waits for the device as often as is written here."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from pretend_cuda.ledger import LEDGER
 from tiny_training import forget_accelerators, write_prompts, write_target
 
+from data.batches.collate import Batch
 from distill import train
+from distill.training.loop import Loop, StepResult
 
 pytestmark = pytest.mark.device
 
@@ -35,9 +38,10 @@ def run(folder: Path, *overrides: str) -> int:
 
 VARIANTS = {
     "online": (),
-    "bf16": ("train.mixed_precision=bf16", "train.gradient_checkpointing=true", "judge.live=checkpoint"),
+    "bf16": ("train.mixed_precision=bf16", "student.gradient_checkpointing=true", "judge.live=checkpoint"),
     "packed": ("train.packing=64", "loss.name=forward_kl"),
     "capture": ("signal.source=capture",),
+    "rollouts": ("data.mix={target: 0.5, speculative: 0.5}", "data.rollouts.prompts=4", "optim.name=muon"),
 }
 
 
@@ -46,3 +50,21 @@ def test_a_run_trains_and_judges(variant: str, tmp_path: Path, without_verdict: 
     LEDGER.clear()
     assert run(tmp_path, *VARIANTS[variant]) == 0
     assert LEDGER.replays > 0
+
+
+def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three values are read: the window's tokens, the gradient's norm, the sums; the host waits for two uploads, of a few numbers."""
+    asked, step = [], Loop.step
+
+    def counted(loop: Loop, window: Sequence[Batch]) -> StepResult:
+        LEDGER.clear()
+        result = step(loop, window)
+        uploads = [sum(n for (waits, _), n in LEDGER.uploads.items() if waits is kind) for kind in (True, False)]
+        asked.append((sum(LEDGER.reads.values()), sum(LEDGER.synchronized.values()), *uploads))
+        return result
+
+    monkeypatch.setattr(Loop, "step", counted)
+    monkeypatch.setattr(train, "_conclude", lambda *_: None)
+    assert run(tmp_path, "judge.live=never") == 0
+    reads, micro_batches, tensors = 3, 2, 3  # ids, rows, labels
+    assert asked == [(reads, 1, 2, micro_batches * tensors)] * 2
