@@ -13,7 +13,7 @@ pytestmark = pytest.mark.device
 def test_the_decoders_bench_runs(tmp_path: Path) -> None:
     LEDGER.clear()
     bench("gpu_decode").main(
-        out=tmp_path / "decode.json", device="cuda", alpha=0.8, gamma=2, max_tokens=8, batches="2", repeats=1, tiny=True
+        out=tmp_path / "decode.json", device="cuda", alpha=0.8, gamma=2, max_tokens=4, batches="2", repeats=1, tiny=True
     )
     cells = json.loads((tmp_path / "decode.json").read_text())["cells"]
     assert {(cell["device"], cell["runner"], cell["mode"]) for cell in cells} == {
@@ -24,7 +24,14 @@ def test_the_decoders_bench_runs(tmp_path: Path) -> None:
 
 def test_the_trainers_bench_runs(tmp_path: Path) -> None:
     bench("gpu_train").main(
-        out=tmp_path / "train.json", device="cuda", rounds=1, steps=1, batch=2, compile_too=False, minutes=1.0, tiny=True
+        out=tmp_path / "train.json",
+        device="cuda",
+        rounds=1,
+        steps=1,
+        batch=2,
+        compile_too=False,
+        minutes=1.0,
+        tiny=True,
     )
     cells = json.loads((tmp_path / "train.json").read_text())["cells"]
     ours = [cell for cell in cells if cell["contestant"] == "ours"]

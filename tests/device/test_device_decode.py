@@ -65,7 +65,7 @@ def outcome(target: Any, drafter: Drafter | None, settings: DecodeSettings, **op
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_gives_the_cpus_tokens(rule: str) -> None:
-    target, settings = tiny_model(), RULES[rule]
+    target, settings = tiny_model(num_hidden_layers=1), RULES[rule]
     draft = perturbed(target)
     expected = outcome(target, ModelDrafter(draft), settings)
     for runner in ("eager", "graph"):

@@ -17,7 +17,7 @@ CONFIG = """
 name: run
 output: {folder}
 target: {{path: {folder}/target}}
-student: {{init: carved, layers: [0, -1]}}
+student: {{init: carved, layers: [0]}}
 data:
   train: [{{path: {folder}/train.jsonl}}]
   template: {{mode: plain}}
@@ -30,8 +30,8 @@ judge: {{every: 2, prompts: 2, gamma: 2, speed_prompts: 1, speed_seconds: 0.1, l
 
 def run(folder: Path, *overrides: str) -> int:
     forget_accelerators()
-    write_target(folder / "target")
-    write_prompts(folder / "train.jsonl", 14)
+    write_target(folder / "target", num_hidden_layers=2)
+    write_prompts(folder / "train.jsonl", 10)
     (folder / "run.yaml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
     return train.main([str(folder / "run.yaml"), *overrides])
 

@@ -203,11 +203,12 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         waited(str(func))
     if func in INDEXED:
         args = _indexed(args)
+        tensors = tensors_of((args, kwargs))
     if "device" in kwargs:
         if kwargs["device"] is not None and not _is_cuda(kwargs["device"]):  # new_zeros(device="cpu")
             return func(*mapped(_host, args), **kwargs)
         return _run(func, args, _without_place(kwargs))
-    _refuse_mixture(func, args, tensors_of((args, kwargs)))
+    _refuse_mixture(func, args, tensors)
     if func is aten._local_scalar_dense.default:
         return func(args[0]._host)
     if func is aten.histc.default and not args[0].dtype.is_floating_point:  # CUDA has it for integers, a CPU has not.
