@@ -3,7 +3,7 @@
 The trainer needs logits of response positions only, a chunk at a time; transformers' own forward makes all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,7 +48,8 @@ def _packed_rows(position_ids_BT: Tensor) -> Tensor:
 def _rows_known(packed: bool) -> Iterator[None]:
     """transformers reads from the device whether rows hold several sequences, a wait in every forward: here it is told."""
     asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _packed_rows if packed else _no_packed_rows
+    told: Callable[[Tensor], Tensor | None] = _packed_rows if packed else _no_packed_rows
+    masking_utils.find_packed_sequence_indices = told
     try:
         yield
     finally:
