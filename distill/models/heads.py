@@ -3,7 +3,7 @@
 The trainer needs logits of response positions only, a chunk at a time; transformers' own forward makes all of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,21 +35,21 @@ class OutputHead:
         return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
 
 
-def _no_packed_rows(position_ids_BT: Tensor) -> None: ...
+def _no_packed_rows(position_ids: Tensor) -> Tensor | None:
+    return None
 
 
-def _packed_rows(position_ids_BT: Tensor) -> Tensor:
+def _packed_rows(position_ids: Tensor) -> Tensor | None:
     """Number (B, T) of the sequence in its row that each position belongs to."""
-    before_B1 = position_ids_BT[:, :1] - 1
-    return (torch.diff(position_ids_BT, prepend=before_B1) != 1).cumsum(-1)
+    before_B1 = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=before_B1) != 1).cumsum(-1)
 
 
 @contextmanager
 def _rows_known(packed: bool) -> Iterator[None]:
     """transformers reads from the device whether rows hold several sequences, a wait in every forward: here it is told."""
     asked = masking_utils.find_packed_sequence_indices
-    told: Callable[[Tensor], Tensor | None] = _packed_rows if packed else _no_packed_rows
-    masking_utils.find_packed_sequence_indices = told
+    masking_utils.find_packed_sequence_indices = _packed_rows if packed else _no_packed_rows
     try:
         yield
     finally:

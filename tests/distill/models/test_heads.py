@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from distill.models.heads import SplitModel
 from speculative.errors import UserError
@@ -105,3 +105,23 @@ def test_frozen_parameters_are_not_trainable_ones() -> None:
 
 def test_it_is_not_a_module_and_registers_nothing() -> None:
     assert not isinstance(SplitModel(tiny_model()), nn.Module)
+
+
+def test_what_a_row_holds_is_told_and_not_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hidden states that transformers gives when it asks."""
+    model = tiny_model("gemma2", sliding_window=4)
+    ids_BT = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    positions_BT = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
+    split = SplitModel(model)
+    with torch.no_grad():
+        whole = split.body(input_ids=ids_BT, use_cache=False).last_hidden_state
+        packed = split.body(input_ids=ids_BT, position_ids=positions_BT, use_cache=False).last_hidden_state
+
+        def asked(*_: Any) -> None:
+            raise AssertionError("the device was asked")
+
+        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked)
+        assert torch.equal(split.hidden(ids_BT), whole)
+        assert torch.equal(split.hidden(ids_BT, positions_BT), packed)
+    assert not torch.allclose(whole, packed)
+    assert masking_utils.find_packed_sequence_indices is asked
