@@ -5,9 +5,12 @@ so that the model learns where a function ends). As a source of prompts it gives
 """
 
 import ast
+import contextlib
 import importlib.util
+import os
 import sysconfig
 import textwrap
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,21 +63,36 @@ def modules(heldout: bool) -> Iterator[tuple[str, str]]:
 
     Files that are not UTF-8 or do not parse with the running interpreter are left out.
     """
-    root = library_folder()
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        name = relative.as_posix()
-        if EXCLUDED_FOLDERS & set(relative.parts) or name in EXCLUDED_MODULES or name.startswith(EXCLUDED_PREFIXES):
-            continue
-        if is_heldout(name) != heldout:
-            continue
+    for name, source in _sources(heldout):
         try:
-            source = path.read_text(encoding="utf-8")
             ast.parse(source)
-        except (UnicodeDecodeError, SyntaxError, OSError):
+        except SyntaxError:
             continue
-        if source.strip():
-            yield name, source
+        yield name, source
+
+
+def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
+    """`modules`, those that do not parse among them."""
+    root, paths = library_folder(), list[Path]()
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in EXCLUDED_FOLDERS]  # thousands of installed files are not visited
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    for path in sorted(paths):
+        name = path.relative_to(root).as_posix()
+        if name in EXCLUDED_MODULES or name.startswith(EXCLUDED_PREFIXES) or is_heldout(name) != heldout:
+            continue
+        with contextlib.suppress(UnicodeDecodeError, OSError):
+            if (source := path.read_text(encoding="utf-8")).strip():
+                yield name, source
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Like `ast.walk`, in its order, without expressions: no function is defined within one, and they are most of a tree."""
+    queue = deque([tree])
+    while queue:
+        yield (node := queue.popleft())
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+            queue.extend(getattr(node, field, ()))
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
@@ -85,7 +103,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
     in a bare line break is one that the model has seen only at the end of a function.
     """
     lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if not isinstance(node, FunctionNode) or not ast.get_docstring(node) or len(node.body) < 2:
             continue
         docstring = node.body[0]
@@ -104,11 +122,12 @@ def function_head_rows(heldout: bool) -> list[tuple[str, str]]:
     """(module path, function head) of each documented function of one side, in module order, exact repeats once."""
     seen: set[str] = set()
     rows = []
-    for name, source in modules(heldout):
-        for head, _ in functions(source):
-            if head not in seen:
-                seen.add(head)
-                rows.append((name, head))
+    for name, source in _sources(heldout):
+        with contextlib.suppress(SyntaxError):
+            for head, _ in functions(source):
+                if head not in seen:
+                    seen.add(head)
+                    rows.append((name, head))
     return rows
 
 
