@@ -24,7 +24,8 @@ from rich.table import Table
 from data.batches.collate import Batch, Example, collate
 from data.prompts import stdlib
 from data.responses.prompt_logprobs import Readers, read_topk
-from data.responses.respond import RenderedPrompt, plan_shards, row_of
+from data.responses.rendered import RenderedPrompt
+from data.responses.respond import ResponsePlan, row_of
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.load import dtype_of, load_model, load_tokenizer
@@ -59,7 +60,8 @@ def bench_responses(target: Any, prompts: list[RenderedPrompt], max_tokens: int,
     """Tokens/s of batched responses: our plain decoder against transformers' generate (left padding), sampled."""
     sampling = SamplingSettings(temperature=0.8)
     settings = DecodeSettings(sampling, 0, "sample", max_tokens, end_token_ids(target))
-    jobs = [job for shard in plan_shards(prompts, 1, 64) for job in shard]
+    plan = ResponsePlan(prompts, 1, 64)
+    jobs = [plan.job(number) for number in range(len(prompts))]
 
     def ours() -> float:
         started = time.perf_counter()

@@ -50,7 +50,7 @@ from trl_peer import version as trl_version
 
 from data.batches.collate import Example, collate
 from data.prompts import stdlib
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.load import parse_config
@@ -196,7 +196,7 @@ def stored_teacher(teacher: Teacher, examples: Sequence[Example], k: int) -> Any
     store, model = SignalStore(Path(tempfile.mkdtemp(prefix="signals-"))), teacher.split.model
     manifest = signal_manifest(
         "topk", k, temperature=1.0, vocab_rows=vocabulary_rows(model.config), target=model_fingerprint(model),
-        target_dtype=str(model.dtype), examples=examples, seed=0,
+        target_dtype=str(model.dtype), seed=0,
     )  # fmt: skip
     store.open(manifest, [example.response_tokens for example in examples])
     for number, example in enumerate(examples):

@@ -299,7 +299,7 @@ def captured(target: Any, examples: Sequence[Example], k: int, temperature: floa
     config = SignalConfig(source="capture", kind="topk", k=k)
     manifest = signal_manifest(
         "topk", k, temperature=temperature, vocab_rows=vocabulary_rows(target.config), target="", target_dtype=str(target.dtype),
-        examples=examples, seed=0,
+        seed=0,
     )  # fmt: skip
     store = SignalStore(Path(folder))
     store.open(manifest, [example.response_tokens for example in examples])

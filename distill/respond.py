@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 
-from data.responses.store import Row
+from data.responses.store import StoredRows
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
@@ -56,30 +55,31 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     target = Target(config.target, accelerator.device, config.folder)
     context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
     tokenizer = dated_tokenizer(target, config.folder, accelerator)
-    sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts)
+    sets = load_prompts(
+        config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts, run=config.folder,
+        accelerator=accelerator,
+    )  # fmt: skip
     accelerator.print(sets.report)
     stores = RunStores(config, accelerator, target)
     rows = stores.training(sets.train)
     stores.heldout_by_rule(sets.heldout)
     if accelerator.is_main_process:
         target.remember()
-    tokens = int(np.sum([row.example().response_tokens for row in rows]))
-    accelerator.print(f"{len(rows)} responses of {tokens:,} tokens")
+    accelerator.print(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
     facts = _signal(config, rows, target, accelerator) if wanted else None
     accelerator.end_training()
     return facts
 
 
-def _signal(config: RunConfig, rows: Sequence[Row], target: Target, accelerator: Accelerator) -> dict[str, Any]:
-    examples = [row.example() for row in rows]
-    store = open_signal_store(config, examples, target.facts, accelerator, repair=True)
+def _signal(config: RunConfig, rows: StoredRows, target: Target, accelerator: Accelerator) -> dict[str, Any]:
+    store = open_signal_store(config, rows.examples, target.facts, accelerator, repair=True)
     try:
         if target.config.endpoint is not None:
             rank, ranks = accelerator.process_index, accelerator.num_processes
             target.endpoint.topk(store, rows, config.signal.k, rank=rank, ranks=ranks, label="teacher signal")
             accelerator.wait_for_everyone()
         else:
-            fill(config, store, target, examples, accelerator)
+            fill(config, store, target, rows.examples, accelerator)
         assert not store.missing()
         facts = store.facts()
     finally:

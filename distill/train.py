@@ -12,6 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 
+from data.batches.examples import as_examples
+from data.responses.rendered import domains_of
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
@@ -87,7 +89,9 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     tokenizer = target.tokenizer
     context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
     dated = dated_tokenizer(target, config.folder, accelerator)
-    sets = load_prompts(config.data, dated, context, config.serving.max_tokens, config.judge.prompts)
+    sets = load_prompts(
+        config.data, dated, context, config.serving.max_tokens, config.judge.prompts, run=config.folder, accelerator=accelerator
+    )  # fmt: skip
     accelerator.print(sets.report)
     refuse_impossible(config.student, target.side.config)
     check_signal(config.signal, target.facts.vocab_rows)
@@ -106,15 +110,15 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     with progress.timed("respond"):
         stores = RunStores(config, accelerator, target)
         wanted = config.data.mix.target or measured
-        rows = stores.training(sets.train) if wanted else []  # on-policy alone trains on nothing of them
+        rows = stores.training(sets.train) if wanted else None  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:
-        student = first_student(config, accelerator, target, rows)
+        student = first_student(config, accelerator, target, rows or ())
     module = DraftModule(student, make_objective(config))
     if config.train.compile:
         module.inner.base_model.compile(dynamic=True)  # batches differ in width
     accelerator.print(
-        f"{len(rows)} responses of {sum(map(len, (row.log_target_probs for row in rows))):,} tokens; "
+        f"{len(rows or ())} responses of {rows.response_tokens_N.sum() if rows else 0:,} tokens; "
         + (f"target {target.facts.parameters:,} parameters, " if target.facts.parameters else "")
         + f"draft {_parameters(module):,}"
     )
@@ -123,7 +127,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
     }  # fmt: skip
     judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
-    examples = [row.example() for row in rows]
+    examples = rows.examples if rows is not None else as_examples(())
     teacher = make_teacher(config, target, examples, accelerator)
     reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
@@ -152,7 +156,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         gc.collect()
     with gathered(target.model) if target.in_memory else contextlib.nullcontext():
         if accelerator.is_main_process:
-            domains = sorted({prompt.domain for prompt in sets.train})
+            domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
             _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
         accelerator.wait_for_everyone()
 

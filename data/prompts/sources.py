@@ -11,6 +11,7 @@ import gzip
 import json
 import logging
 import re
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -74,6 +75,23 @@ def load_source(source: PromptSource, preferred: str | None = None) -> list[Prom
         return rows
     chosen = {id(row) for row in sorted(rows, key=content_hash)[: source.limit]}
     return [row for row in rows if id(row) in chosen]
+
+
+def source_state(source: PromptSource) -> list[Any]:
+    """What tells, without reading them, that a source's files are others: names, sizes and times, or the Python version.
+
+    Of a hub dataset nothing is known without asking for it: it counts as the same.
+    """
+    if source.path == STDLIB:
+        return [sys.version]
+    local = Path(source.path).expanduser()
+    if local.is_dir():
+        paths = sorted(path for path in local.rglob("*") if path.is_file())
+    elif glob.has_magic(source.path):
+        paths = sorted(Path(name) for name in glob.glob(str(local), recursive=True) if Path(name).is_file())
+    else:
+        paths = [local] if local.is_file() else []
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def _stdlib_rows(source: PromptSource) -> list[PromptRow]:

@@ -5,6 +5,7 @@ A prompt's id is the hash of its content, so adding, removing or shuffling rows 
 
 import functools
 import hashlib
+import heapq
 import json
 import sys
 import unicodedata
@@ -79,30 +80,26 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
     return kept, DuplicateReport(len(rows), exact, normalised, len(kept))
 
 
-def split_rows(rows: Sequence[PromptRow], heldout_count: int) -> tuple[list[PromptRow], list[PromptRow]]:
-    """(train, heldout), both in the order given, decided by each row's content hash.
+def held_out(prompt_ids: Sequence[str], heldout_count: int) -> list[int]:
+    """Numbers of the prompts that are held out, decided by each one's id: those that a smaller count holds out come first.
 
-    The rows of the ``heldout_count`` smallest hashes are held out, so a new row may take the place of one of them. Call
-    ``deduplicate`` first: equal prompts go to the same side, near-equal ones need not.
+    A larger count holds out more, never others, and a new prompt takes the place of one of them at most. The ids are
+    distinct (``deduplicate``); near-equal prompts may be on two sides.
 
     Raises:
-        UserError: no rows, or a side that would stay empty.
+        UserError: no prompts, or a side that would stay empty.
     """
-    if not rows:
+    if not len(prompt_ids):
         raise UserError("the dataset is empty: give a source with at least one prompt")
-    positions = [_position(row) for row in rows]
-    unique = sorted(set(positions))
-    if len(unique) < 2:
-        raise UserError(f"{len(unique)} different prompts: two are needed for a held-out set, give more prompts")
-    if not 0 < heldout_count < len(unique):
+    if len(prompt_ids) < 2:
+        raise UserError("1 different prompts: two are needed for a held-out set, give more prompts")
+    if not 0 < heldout_count < len(prompt_ids):
         raise UserError(
-            f"heldout_count is {heldout_count} of {len(unique)} different prompts: give 1 to {len(unique) - 1}, so "
+            f"heldout_count is {heldout_count} of {len(prompt_ids)} different prompts: give 1 to {len(prompt_ids) - 1}, so "
             "that both sides have some"
         )
-    last = unique[heldout_count - 1]
-    train = [row for row, position in zip(rows, positions, strict=True) if position > last]
-    heldout = [row for row, position in zip(rows, positions, strict=True) if position <= last]
-    return train, heldout
+    positions = [_position(prompt_id) for prompt_id in prompt_ids]
+    return heapq.nsmallest(heldout_count, range(len(positions)), key=positions.__getitem__)
 
 
 def remove_overlap(train: Sequence[PromptRow], heldout: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
@@ -130,10 +127,10 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
-def _position(row: PromptRow) -> str:
+def _position(prompt_id: str) -> str:
     """A prompt's place among all prompts, uniform over them, as hex digits."""
     # Hashed once more: whoever takes the first ids in order gets no more held-out rows than by chance.
-    return hashlib.sha256(b"split:" + content_hash(row).encode()).hexdigest()[:13]
+    return hashlib.sha256(b"split:" + prompt_id.encode()).hexdigest()[:13]
 
 
 def _normalised(text: str) -> str:

@@ -75,7 +75,9 @@ def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
     """`modules`, those that do not parse among them."""
     root, paths = library_folder(), list[Path]()
     for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in EXCLUDED_FOLDERS]  # thousands of installed files are not visited
+        inner[:] = [
+            name for name in inner if name not in EXCLUDED_FOLDERS
+        ]  # thousands of installed files are not visited
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()

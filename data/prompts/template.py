@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from typing import Any, Literal
 
@@ -106,26 +106,18 @@ def loss_mask(prompt_length: int, total_length: int) -> list[bool]:
     return [False] * prompt_length + [True] * (total_length - prompt_length)
 
 
-def check_masks(masks: Iterable[Sequence[bool]], where: str) -> None:
-    """Refuse a set whose masks are all zero (nothing to learn) or all one (prompts would be learned too).
+def check_learnable(rows: int, tokens: int, learned: int, where: str) -> None:
+    """Refuse a set of rows in which nothing is to be predicted: `learned` of their `tokens` are.
 
     Raises:
-        UserError: one of the two, or no mask at all. Single rows may be either.
+        UserError: none is, or there is no token at all. Single rows may be without.
     """
-    rows, learned, tokens = 0, 0, 0
-    for mask in masks:
-        rows, learned, tokens = rows + 1, learned + sum(map(bool, mask)), tokens + len(mask)
     if tokens == 0:
         raise UserError(f"{where}: no tokens in {rows} rows: check the prompts and the responses")
     if learned == 0:
         raise UserError(
             f"{where}: the loss mask is 0 on all {tokens} tokens of {rows} rows: every response is empty or cut away; "
             "check max_new_tokens and the sequence length"
-        )
-    if learned == tokens:
-        raise UserError(
-            f"{where}: the loss mask is 1 on all {tokens} tokens of {rows} rows: no row has a prompt; check the "
-            "columns and the template's mode"
         )
 
 

@@ -18,7 +18,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from data.responses.prompt_logprobs import Readers, processes_for
-from data.responses.respond import RenderedPrompt, ResponseBar, plan_shards, row_of
+from data.responses.rendered import RenderedPrompt
+from data.responses.respond import ResponseBar, ResponsePlan, row_of
 from data.responses.served import TEXTS, TOP, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
@@ -159,29 +160,27 @@ class EndpointTarget:
         Raises:
             UserError: the store is another's; the server cannot be asked, or cannot answer at these settings. Whole shards stay.
         """
-        shards = plan_shards(prompts, samples_per_prompt, shard_size)
+        plan = ResponsePlan(prompts, samples_per_prompt, shard_size)
         store.open(dict(manifest))
-        mine = range(rank, len(shards), ranks)
-        missing = [shard for shard in store.missing(len(shards)) if shard in mine]
-        if not missing:
+        lacking, total = plan.share(store, rank, ranks)
+        if not lacking:
             return
         self.check()
         self._check_probabilities(settings.sampling, prompts)
-        jobs = [(shard, place) for shard in missing for place in range(len(shards[shard]))]
-        answers: dict[int, dict[int, Row]] = {shard: {} for shard in missing}
+        answers: dict[int, dict[int, Row]] = {shard: {} for shard, _ in lacking}
+        wanted = {shard: len(numbers) for shard, numbers in lacking}
 
         def work(job: tuple[int, int]) -> Row:
-            prompt, sample = shards[job[0]][job[1]]
+            prompt, sample = plan.job(job[1])
             return row_of(prompt, sample, self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}"))
 
-        done = sum(len(shards[shard]) for shard in mine if shard not in missing)
-        with ResponseBar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as progress:
-            for (shard, place), row in self._each(work, jobs):
+        with ResponseBar(label, total, total - sum(wanted.values()), show and rank == 0) as progress:
+            for (shard, number), row in self._each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
                 progress.count(len(row.log_target_probs))
-                answers[shard][place] = row
-                if len(answers[shard]) == len(shards[shard]):
+                answers[shard][number] = row
+                if len(answers[shard]) == wanted[shard]:
                     rows = answers.pop(shard)
-                    store.write_shard(shard, [rows[index] for index in range(len(rows))])
+                    store.write_shard(shard, [rows[number] for number in sorted(rows)])
                     progress.advance(len(rows))
 
     def topk(

@@ -1,53 +1,61 @@
 """The target answers the prompts, at the serving settings, into a store: batched, resumable, shared between ranks."""
 
-import hashlib
-import json
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from data.files import MANIFEST
 from data.prompts.template import loss_mask
-from data.responses.store import Row, Store
+from data.responses.rendered import RenderedPrompt, domains_of, prompt_ids_of, prompt_lengths
+from data.responses.store import Row, Store, row_keys
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import Drafter
-from speculative.measure.token_scores import score_responses
-from speculative.rules.sampling import SamplingSettings
 
 
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """A prompt as the target will see it. `reference_ids`: the dataset's own answer, when one is mapped."""
+class ResponsePlan:
+    """Every response that is wanted, a job of (prompt, sample number), cut into shards: a function of the arguments alone.
 
-    prompt_id: str
-    domain: str
-    prompt_ids: tuple[int, ...]
-    text: str = ""
-    reference_ids: tuple[int, ...] | None = None
-
-
-def prompts_fingerprint(prompts: Sequence[RenderedPrompt]) -> str:
-    """16 hex digits of SHA-256 over ids, domains and tokens of all prompts, in order."""
-    content = json.dumps([(p.prompt_id, p.domain, p.prompt_ids, p.reference_ids) for p in prompts])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def plan_shards(
-    prompts: Sequence[RenderedPrompt], samples_per_prompt: int, shard_size: int
-) -> list[list[tuple[RenderedPrompt, int]]]:
-    """(prompt, sample number) jobs cut into shards: a function of the arguments alone.
-
-    Longest prompts first, so that a batch holds prompts of like length and memory runs out at once or never.
+    Longest prompts first, so that a batch holds prompts of like length and memory runs out at once or never. J jobs.
     """
-    order = sorted(prompts, key=lambda prompt: (-len(prompt.prompt_ids), prompt.prompt_id))
-    jobs = [(prompt, sample) for prompt in order for sample in range(samples_per_prompt)]
-    return [jobs[start : start + shard_size] for start in range(0, len(jobs), shard_size)]
+
+    def __init__(self, prompts: Sequence[RenderedPrompt], samples_per_prompt: int, shard_size: int) -> None:
+        self.prompts, self.shard_size = prompts, shard_size
+        columns = pa.table({"length": prompt_lengths(prompts), "prompt_id": prompt_ids_of(prompts)})
+        keys = [("length", "descending"), ("prompt_id", "ascending")]
+        order = pc.sort_indices(columns, sort_keys=keys).to_numpy()
+        self.numbers_J = np.repeat(order, samples_per_prompt)
+        self.samples_J = np.tile(np.arange(samples_per_prompt, dtype=np.int32), len(order))
+        self.keys = row_keys(columns["prompt_id"].take(self.numbers_J), pa.array(self.samples_J))
+
+    def __len__(self) -> int:
+        return -(-len(self.numbers_J) // self.shard_size)
+
+    def domains(self) -> pa.Array:
+        """Of the jobs' prompts, in order."""
+        return domains_of(self.prompts).take(pa.array(self.numbers_J))
+
+    def job(self, number: int) -> tuple[RenderedPrompt, int]:
+        """A job by its place in the order."""
+        return self.prompts[int(self.numbers_J[number])], int(self.samples_J[number])
+
+    def shard(self, number: int) -> range:
+        """Places of a shard's jobs."""
+        return range(number * self.shard_size, min((number + 1) * self.shard_size, len(self.numbers_J)))
+
+    def share(self, store: Store, rank: int, ranks: int) -> tuple[list[tuple[int, list[int]]], int]:
+        """(the shards of this rank, every `ranks`-th, with the places of the jobs that the store lacks; its jobs in all)."""
+        present_J, mine = store.present(self.keys), range(rank, len(self), ranks)
+        lacking = [(shard, [job for job in self.shard(shard) if not present_J[job]]) for shard in mine]
+        return [(shard, jobs) for shard, jobs in lacking if jobs], sum(len(self.shard(shard)) for shard in mine)
 
 
 def respond(
@@ -75,23 +83,21 @@ def respond(
     Raises:
         UserError: the store was made with another manifest; a prompt that does not fit; disk full.
     """
-    shards = plan_shards(prompts, samples_per_prompt, shard_size)
+    plan = ResponsePlan(prompts, samples_per_prompt, shard_size)
     # Every rank: one that does not look would write into a store that another refuses.
     store.open(manifest)
-    missing = store.missing(len(shards))
-    mine = range(rank, len(shards), ranks)
-    done = sum(len(shards[shard]) for shard in mine if shard not in missing)
-    with ResponseBar(label, sum(len(shards[shard]) for shard in mine), done, show and rank == 0) as bar:
-        for shard in mine:
-            if shard not in missing:
-                continue
-            keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in shards[shard]]
+    lacking, total = plan.share(store, rank, ranks)
+    done = total - sum(len(numbers) for _, numbers in lacking)
+    with ResponseBar(label, total, done, show and rank == 0) as bar:
+        for shard, numbers in lacking:
+            jobs = [plan.job(number) for number in numbers]
+            keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in jobs]
             responses, _ = decode(
                 target, drafter, keyed, settings, batch_size=batch_size, on_commit=lambda _, ids: bar.count(len(ids))
             )
             if companion is not None:
                 companion(store.shard_path(shard), responses)
-            pairs = zip(shards[shard], responses, strict=True)
+            pairs = zip(jobs, responses, strict=True)
             store.write_shard(shard, [row_of(prompt, sample, response) for (prompt, sample), response in pairs])
             bar.advance(len(responses))
 
@@ -105,35 +111,28 @@ def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
 
 
 def store_references(
-    store: Store,
-    manifest: dict[str, Any],
-    target: PreTrainedModel,
-    prompts: Sequence[RenderedPrompt],
-    sampling: SamplingSettings,
-    max_tokens: int,
+    store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt], max_tokens: int, shard_size: int
 ) -> None:
-    """Stores the dataset's own answers, cut at `max_tokens`, with the target's probabilities of their tokens.
+    """Stores the dataset's own answers, cut at `max_tokens`. Other ones that the store held are deleted.
 
-    The probabilities come from one forward. A token that the settings exclude (top-k, top-p) has probability 0 and
-    logarithm -inf; under greedy settings all logarithms are 0.
+    The target has no part in it: its probabilities of these tokens are not known.
+
+    Raises:
+        UserError: the store holds a target's responses; disk full.
     """
+    found = store.manifest() if (store.folder / MANIFEST).exists() else manifest
+    if found != manifest and found.get("responses") == manifest["responses"]:
+        shutil.rmtree(store.folder)
     store.open(manifest)
-    if not store.missing(1):
-        return
-    texts = []
-    answered = [prompt for prompt in prompts if prompt.reference_ids]
-    for prompt in answered:
-        ids = list(prompt.reference_ids or ())
-        text = Response(prompt.prompt_id, list(prompt.prompt_ids), response_ids=ids[:max_tokens])
-        text.log_target_probs = [0.0] * len(text.response_ids)
-        text.finish_reason = "end" if len(ids) <= max_tokens else "length"
-        texts.append(text)
-    if not sampling.greedy:
-        # With stored logarithms of 0 the acceptance probability min(1, model / 1) is the model's own probability.
-        with np.errstate(divide="ignore"):
-            for text, probs in zip(texts, score_responses(target, texts, sampling), strict=True):
-                text.log_target_probs = np.log(probs).tolist()
-    store.write_shard(0, [row_of(prompt, 0, text) for prompt, text in zip(answered, texts, strict=True)])
+    plan = ResponsePlan(prompts, 1, shard_size)
+    for shard, numbers in plan.share(store, 0, 1)[0]:
+        rows = []
+        for prompt, _ in map(plan.job, numbers):
+            ids = list(prompt.reference_ids or ())
+            answer = Response(prompt.prompt_id, list(prompt.prompt_ids), response_ids=ids[:max_tokens])
+            answer.finish_reason = "end" if len(ids) <= max_tokens else "length"
+            rows.append(row_of(prompt, 0, answer))
+        store.write_shard(shard, rows)
 
 
 class ResponseBar:

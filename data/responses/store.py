@@ -1,20 +1,28 @@
-"""The token store: responses in parquet shards beside a manifest that says which target, tokenizer and settings made them.
+"""The token store: responses in Arrow shards beside a manifest that says which target, tokenizer and settings made them.
 
-A shard holds a fixed list of jobs (prompt, sample number), is written under a temporary name and renamed, and is never
-changed. So a killed writer leaves whole shards, and whoever resumes makes the missing ones: nothing lost, nothing twice.
-Beside each shard lies its checksum, as `sha256sum -c` reads it; a shard whose bytes have another one is refused.
+    manifest.json            what every row was made with
+    shard-NNNNN.arrow        rows (prompt, sample number), written under a temporary name and renamed, never changed
+    checksum-NNNNN.sha256    of the shard beside it, as `sha256sum -c` reads it; a shard whose bytes have another one is refused
+    index.arrow              which rows are in use, in which order
+
+A killed writer leaves whole shards, and whoever resumes makes the missing rows: nothing lost, nothing twice. A row is known by
+its prompt's id and its sample number, so a store grows: what is there stays, whatever prompts stand beside it.
 """
 
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from data.batches.collate import Example
+from data.batches.examples import Examples, example_key
 from data.files import (
     MANIFEST,
     _checksum_line,
@@ -26,17 +34,29 @@ from data.files import (
 )
 from speculative.errors import UserError
 
-SCHEMA = pa.schema(
+INDEX = "index.arrow"
+MAPPED_SHARDS = 64  # of the rows that were looked at last; what they touched goes back with them
+SCANNED_SHARDS = 256  # mapped at once while the rows of all shards are listed
+# What is known of a row without its tokens; then the tokens.
+FACTS = pa.schema(
     [
         ("prompt_id", pa.string()),
         ("sample", pa.int32()),
         ("domain", pa.string()),
+        ("finished", pa.bool_()),
+        ("tokens", pa.int32()),
+        ("response_tokens", pa.int32()),
+        ("key", pa.uint64()),
+    ]
+)
+TOKENS = pa.schema(
+    [
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("log_target_probs", pa.list_(pa.float32())),
-        ("finished", pa.bool_()),
     ]
 )
+LISTED = pa.schema([*FACTS, ("shard", pa.string()), ("place", pa.int32())])
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,8 @@ class Row:
     """One response with its prompt.
 
     `loss_mask` is true on response tokens; `log_target_probs` holds one natural logarithm per response token: the target's
-    probability of it under the manifest's sampling settings (0 under greedy). `finished`: it ended by itself, not by budget.
+    probability of it under the manifest's sampling settings (0 under greedy), nothing where the target did not write it.
+    `finished`: it ended by itself, not by budget.
     """
 
     prompt_id: str
@@ -70,6 +91,49 @@ class Row:
     def example(self) -> Example:
         """The training sequence of this row."""
         return Example(np.asarray(self.input_ids, dtype=np.int32), np.asarray(self.loss_mask, dtype=bool))
+
+
+class StoredRows(Sequence[Row]):
+    """Rows of a store in an order: their tokens stay on disk, mapped while they are looked at. Safe to use from threads.
+
+    Shapes: N rows. `tokens_N`: ids of prompt and response; `response_tokens_N`: those that are predicted.
+    """
+
+    def __init__(self, folder: Path, listed: pa.Table) -> None:
+        """``listed``: the columns of `LISTED`."""
+        self.folder, self.listed = folder, listed
+        self.tokens_N, self.response_tokens_N, keys_N, self._places_N = (
+            listed[name].to_numpy() for name in ("tokens", "response_tokens", "key", "place")
+        )
+        shards = listed["shard"].combine_chunks().dictionary_encode()
+        self._names, self._shards_N = shards.dictionary.to_pylist(), shards.indices.to_numpy()
+        self._mapped = functools.lru_cache(MAPPED_SHARDS)(self._map)
+        self.examples = Examples(self.example, self.tokens_N, self.response_tokens_N, keys_N)
+
+    def __len__(self) -> int:
+        return len(self.tokens_N)
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | list[Row]:
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        facts = {name: self.listed[name][number].as_py() for name in ("prompt_id", "sample", "domain", "finished")}
+        return Row(**facts, **{name: self._values(name, number).tolist() for name in TOKENS.names})
+
+    def example(self, number: int) -> Example:
+        """The training sequence of a row; its ids are those of the file."""
+        return Example(self._values("input_ids", number), self._values("loss_mask", number))
+
+    def _values(self, name: str, number: int) -> np.ndarray:
+        column = self._mapped(int(self._shards_N[number]))[name].chunk(0)
+        return column[int(self._places_N[number])].values.to_numpy(zero_copy_only=name != "loss_mask")
+
+    def _map(self, shard: int) -> pa.Table:
+        return _mapped_table(self.folder / self._names[shard])
 
 
 class Store:
@@ -108,35 +172,24 @@ class Store:
 
     def shard_path(self, shard: int) -> Path:
         """File of a shard."""
-        return self.folder / f"shard-{shard:05d}.parquet"
-
-    def missing(self, shards: int) -> list[int]:
-        """Numbers of the shards 0 .. shards-1 that are not there."""
-        return [shard for shard in range(shards) if not self.shard_path(shard).exists()]
-
-    def has_all(self, shards: int, manifest: Mapping[str, Any]) -> bool:
-        """Whether the store is there with all its shards, so that nobody need answer; it is not created.
-
-        Raises:
-            UserError: the store was made with something else.
-        """
-        if not (self.folder / MANIFEST).exists():
-            return False
-        self._require(manifest)
-        return not self.missing(shards)
+        return self.folder / f"shard-{shard:05d}.arrow"
 
     def write_shard(self, shard: int, rows: Sequence[Row]) -> None:
-        """Writes one shard, whole or not at all.
+        """Writes one shard, whole or not at all; where one of that number is, under a name made of these rows' keys.
 
         Raises:
             UserError: disk full or folder not writable.
         """
-        path = self.shard_path(shard)
+        path, table = self.shard_path(shard), _table_of(rows)
+        if path.exists():
+            names = "".join(f"{row.prompt_id}:{row.sample}\n" for row in rows)
+            path = path.with_stem(
+                f"{path.stem}-{hashlib.sha256(names.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+            )
         try:
             stream = pa.BufferOutputStream()
-            pq.write_table(
-                pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), stream, compression="zstd"
-            )
+            with pa.ipc.new_file(stream, table.schema) as writer:
+                writer.write_table(table)
             content = stream.getvalue().to_pybytes()
             # First the checksum: a shard is there when its own file is, and then this one is too.
             write_bytes(_checksum_path(path), _checksum_line(path, content))
@@ -148,29 +201,142 @@ class Store:
                 f"{path}: cannot be written ({error.strerror or error}); what was there before is whole"
             ) from error
 
+    def shards(self) -> list[Path]:
+        """Files of all shards, by name."""
+        return sorted(self.folder.glob("shard-*.arrow"))
+
+    def present(self, keys: pa.Array) -> np.ndarray:
+        """Which of these rows (see `row_keys`) are there, bool; shards are not checked.
+
+        Raises:
+            UserError: a shard that cannot be read.
+        """
+        there = self._listed()
+        found = pc.is_in(keys, value_set=row_keys(there["prompt_id"], there["sample"]))
+        return found.to_numpy(zero_copy_only=False)
+
+    def select(self, keys: pa.Array, domains: Sequence[str]) -> None:
+        """Makes these rows, in this order, the ones that are read from now on; `domains` are their labels. Shards are checked.
+
+        Raises:
+            UserError: a row that is missing, a shard that is damaged, disk full.
+        """
+        self.verify()
+        there = self._listed()
+        places = pc.index_in(keys, value_set=row_keys(there["prompt_id"], there["sample"]))
+        if places.null_count:
+            raise UserError(
+                f"{self.folder}: {places.null_count} of {len(keys)} responses are missing; run again to make them"
+            )
+        listed = there.take(places)
+        listed = listed.set_column(FACTS.get_field_index("domain"), "domain", pa.array(domains, pa.string()))
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, LISTED) as writer:
+            writer.write_table(listed.combine_chunks())
+        content = stream.getvalue().to_pybytes()
+        try:
+            write_bytes(self.folder / INDEX, content + hashlib.sha256(content).digest())
+        except OSError as error:
+            raise UserError(f"{self.folder / INDEX}: cannot be written ({error.strerror or error})") from error
+
+    def rows(self) -> StoredRows:
+        """The selected rows, or, where none were, all rows in the order of the shards' names; shards are not checked.
+
+        Raises:
+            UserError: the index is damaged, a shard cannot be read.
+        """
+        path = self.folder / INDEX
+        if not path.exists():
+            return StoredRows(self.folder, self._listed())
+        with pa.memory_map(str(path)) as source:
+            content = source.read_buffer()
+        if len(content) < 32 or hashlib.sha256(content[:-32]).digest() != content[-32:].to_pybytes():
+            raise UserError(f"{path}: damaged; delete it and run again to make it anew")
+        return StoredRows(self.folder, pa.ipc.open_stream(content).read_all())
+
     def read(self) -> list[Row]:
-        """All rows in shard order, every shard's checksum checked.
+        """`rows`, every shard's checksum checked, in memory.
 
         Raises:
             UserError: a shard that is damaged or cannot be read, or has no checksum.
         """
-        rows: list[Row] = []
-        for path in sorted(self.folder.glob("shard-*.parquet")):
-            try:
-                content = path.read_bytes()
-                checksum = _checksum_path(path).read_bytes() if _checksum_path(path).exists() else None
-                if checksum is None:
-                    raise UserError(
-                        f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again "
-                        "to make it anew"
-                    )
-                if checksum != _checksum_line(path, content):
-                    raise UserError(
-                        f"{path}: damaged shard (another checksum than {_checksum_path(path).name} says); delete it and run "
-                        "again to make it anew"
-                    )
-                table = pq.read_table(pa.BufferReader(content))
-            except (OSError, pa.ArrowException) as error:
-                raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
-            rows.extend(Row(**row) for row in table.to_pylist())
-        return rows
+        self.verify()
+        return list(self.rows())
+
+    def verify(self) -> None:
+        """Compares every shard with its checksum.
+
+        Raises:
+            UserError: a shard that is damaged or cannot be read, or has no checksum.
+        """
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_verify, self.shards()))
+
+    def _listed(self) -> pa.Table:
+        """What is known of all rows, shard by shard."""
+        paths, parts = self.shards(), [LISTED.empty_table()]
+        for start in range(0, len(paths), SCANNED_SHARDS):
+            some = pa.concat_tables([_facts_of(path) for path in paths[start : start + SCANNED_SHARDS]])
+            # Copied, so that the files behind it are unmapped.
+            parts.append(some.take(np.arange(len(some))))
+        return pa.concat_tables(parts).combine_chunks()
+
+
+def row_keys(prompt_ids: Any, samples: Any) -> pa.Array:
+    """What rows are known by, from their columns."""
+    keys = pc.binary_join_element_wise(prompt_ids, pc.cast(samples, pa.string()), ":")
+    return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+
+
+def _table_of(rows: Sequence[Row]) -> pa.Table:
+    examples = [row.example() for row in rows]
+    facts = [
+        [row.prompt_id for row in rows], [row.sample for row in rows], [row.domain for row in rows],
+        [row.finished for row in rows], [len(example.input_ids) for example in examples],
+        [example.response_tokens for example in examples],
+        [
+            example_key(example.input_ids, example.loss_mask, f"{row.prompt_id}:{row.sample}")
+            for row, example in zip(rows, examples, strict=True)
+        ],
+    ]  # fmt: skip
+    lists = [
+        [example.input_ids for example in examples], [example.loss_mask for example in examples],
+        [np.asarray(row.log_target_probs, dtype=np.float32) for row in rows],
+    ]  # fmt: skip
+    columns = [pa.array(values, field.type) for values, field in zip(facts, FACTS, strict=True)]
+    for values in lists:
+        offsets = np.concatenate([[0], np.cumsum([len(one) for one in values])]).astype(np.int32)
+        columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values))))
+    return pa.Table.from_arrays(columns, schema=pa.schema([*FACTS, *TOKENS]))
+
+
+def _mapped_table(path: Path, columns: int | None = None) -> pa.Table:
+    """A shard's columns, or the first so many, as they lie in its file."""
+    options = pa.ipc.IpcReadOptions(included_fields=list(range(columns)) if columns else None)
+    try:
+        with pa.memory_map(str(path)) as source:
+            return pa.ipc.open_file(source, options=options).read_all()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
+
+
+def _facts_of(path: Path) -> pa.Table:
+    facts = _mapped_table(path, len(FACTS))
+    names = pa.array([path.name]).take(np.zeros(len(facts), dtype=np.int32))
+    return facts.append_column("shard", names).append_column("place", pa.array(np.arange(len(facts), dtype=np.int32)))
+
+
+def _verify(path: Path) -> None:
+    try:
+        if not _checksum_path(path).exists():
+            raise UserError(
+                f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again to make it anew"
+            )
+        damaged = _checksum_path(path).read_bytes() != _checksum_line(path, path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
+    if damaged:
+        raise UserError(
+            f"{path}: damaged shard (another checksum than {_checksum_path(path).name} says); delete it and run again to "
+            "make it anew"
+        )

@@ -1,8 +1,11 @@
-"""What the teacher said about each example, on disk: written once by any number of ranks, read memory-mapped.
+"""What the teacher said about each example, on disk: written once by any number of ranks, read where it lies.
 
-    manifest.json          whose signal, of which examples, in which form
-    index.bin              one entry of 64 bytes per example: where its record is, its checksum; all zero = not there yet
+    manifest.json          whose signal, in which form
+    index.bin              entries of 64 bytes: whose record is where, its checksum; all zero = free
     shard-RANK-NNN.bin     records behind each other, nothing else
+
+An example is known by its key, so a store grows: opened for other examples it still has what it knows of them, and of those
+that are not asked for now.
 
 A record is appended and handed to the system before its entry is written, and each opening writes into new files of its own
 rank. So a killed writer leaves whole records, and an example without an entry is simply made again. Files are written in
@@ -11,10 +14,10 @@ is looked at whenever it is read; it begins with the manifest and the example's 
 of another example does not fit.
 """
 
-import hashlib
 import json
 import os
 import sys
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,20 +27,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from data.batches.collate import Example
 from data.files import MANIFEST, require_manifest, write_manifest
 from data.signals import codec
 from data.signals.signal import SampledSignal, TopKSignal
 from speculative.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.bin"
 SHARD_BYTES = 256 << 20  # a file that has grown beyond this gets no more records
-MAPPED_FILES = 64  # each holds a file descriptor
+OPEN_FILES = 64
 # 64 bytes divide a page: a killed process leaves no half of an entry. `figure`: tail mass (topk), distinct ids (sampled).
 ENTRY = np.dtype(
     [("rank", "<u4"), ("shard", "<u4"), ("offset", "<u8"), ("nbytes", "<u8"), ("tokens", "<u8"), ("figure_sum", "<f8"),
-     ("figure_max", "<f8"), ("reserved", "<u8"), ("record_crc", "<u4"), ("entry_crc", "<u4")]
+     ("figure_max", "<f8"), ("key", "<u8"), ("record_crc", "<u4"), ("entry_crc", "<u4")]
 )  # fmt: skip
 
 StoredSignal = TopKSignal | SampledSignal
@@ -47,20 +49,9 @@ class _Damaged(Exception):
     """A file and what is wrong in it."""
 
 
-def examples_fingerprint(examples: Sequence[Example]) -> str:
-    """16 hex digits of SHA-256 over ids and masks of all examples, in order."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(len(example.input_ids).to_bytes(8, "little"))
-        digest.update(np.asarray(example.input_ids, dtype="<i8").tobytes())
-        digest.update(np.asarray(example.loss_mask, dtype=bool).tobytes())
-    return digest.hexdigest()[:16]
-
-
 def signal_manifest(
     kind: str,
     entries: int,
-    examples: Sequence[Example],
     *,
     temperature: float,
     vocab_rows: int,
@@ -68,7 +59,7 @@ def signal_manifest(
     target_dtype: str,
     seed: int,
 ) -> dict[str, Any]:
-    """What sets one store apart from another: kind, k or samples, the loss's temperature, target, examples, seed of draws.
+    """What sets one store apart from another: kind, k or samples, the loss's temperature, target, seed of draws.
 
     Raises:
         UserError: more entries than the vocabulary has tokens, more samples than a record can count.
@@ -79,8 +70,7 @@ def signal_manifest(
         raise UserError(f"signal.samples = {entries}: from 1 to {codec.MAX_SAMPLES}")
     manifest = {
         "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
-        "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype, "examples": len(examples),
-        "responses": examples_fingerprint(examples),
+        "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
     }  # fmt: skip
     return manifest | ({"seed": seed} if kind == "sampled" else {})
 
@@ -92,35 +82,76 @@ class SignalStore:
         """Nothing is read or written yet."""
         self.folder = folder
 
-    def open(self, manifest: Mapping[str, Any], lengths: Sequence[int], *, rank: int = 0, repair: bool = False) -> None:
+    def open(
+        self,
+        manifest: Mapping[str, Any],
+        lengths: Sequence[int] | np.ndarray,
+        keys: Sequence[int] | np.ndarray | None = None,
+        *,
+        rank: int = 0,
+        repair: bool = False,
+    ) -> None:
         """Creates the store, or accepts the one that is there.
 
         Args:
             manifest: see `signal_manifest`.
             lengths: response tokens of each example.
+            keys: 64 bits that each example is known by, whatever its number; by default its number.
             rank: whose files this opening writes.
             repair: what is damaged counts as missing, with a line on stderr, instead of being refused.
 
         Raises:
             UserError: made from something else (the first differing key is named), damaged, or not writable.
         """
-        self._lengths, self._rank, self._repair = [int(length) for length in lengths], rank, repair
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._keys = np.asarray(np.arange(len(self._lengths)) if keys is None else keys, dtype="<u8")
+        self._rank, self._repair = rank, repair
         self.kind, self._vocab_rows = str(manifest["kind"]), int(manifest["vocab_rows"])
         self._entries = int(manifest["k" if self.kind == "topk" else "samples"])
         self._seed = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-        self._maps: dict[tuple[int, int], np.ndarray] = {}
+        self._files: dict[Path, int] = {}  # descriptors of those that were read last
+        self._reading = threading.Lock()
         self._writer: tuple[int, int] | None = None  # file descriptor and number of the file
         if (self.folder / MANIFEST).exists():
             remedy = "give the run another name, or delete that folder to make its signal again"
             require_manifest(self.folder, manifest, remedy)
         else:
             self._create(manifest)
-        path, size = self.folder / INDEX, len(self._lengths) * ENTRY.itemsize
-        found = path.stat().st_size if path.exists() else 0
-        if found != size:
-            raise UserError(f"{path}: damaged, {found} bytes instead of {size}; delete the folder and {self._again}")
-        # A store that is only read may lie where nobody can write.
-        self._index = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+        path = self.folder / INDEX
+        try:
+            # A store that is only read may lie where nobody can write.
+            self._index = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); delete the folder and {self._again}"
+            ) from error
+        self._slots = self._find_slots()
+
+    def _find_slots(self) -> np.ndarray:
+        """The place in the index of each example: where its entry is, or a free one.
+
+        Free places go out in order to what is missing, in order: ranks that look while others write agree on the rest.
+        """
+        content = self._whole_index()
+        if len(content) % ENTRY.itemsize:
+            path = self.folder / INDEX
+            raise UserError(f"{path}: damaged, {len(content)} bytes; delete the folder and {self._again}")
+        entries = np.frombuffer(content, ENTRY)
+        used = np.frombuffer(content, np.uint8).reshape(-1, ENTRY.itemsize).max(axis=1) > 0
+        places = np.flatnonzero(used)
+        places = places[np.argsort(entries["key"][places], kind="stable")]
+        known = entries["key"][places]
+        slots = np.full(len(self._keys), -1)
+        if len(known):
+            nearest = np.minimum(np.searchsorted(known, self._keys), len(known) - 1)
+            slots = np.where(known[nearest] == self._keys, places[nearest], -1)
+        missing, free = np.flatnonzero(slots < 0), np.flatnonzero(~used)
+        more = np.arange(len(used), len(used) + max(0, len(missing) - len(free)))
+        slots[missing] = np.concatenate([free, more])[: len(missing)]
+        return slots
+
+    def _whole_index(self) -> bytes:
+        return os.pread(self._index, os.fstat(self._index).st_size, 0)
 
     @property
     def _again(self) -> str:
@@ -129,10 +160,8 @@ class SignalStore:
     def _create(self, manifest: Mapping[str, Any]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The manifest comes last: where it is, the index is whole. Two ranks may do this at the same time.
-            index = os.open(self.folder / INDEX, os.O_RDWR | os.O_CREAT, 0o644)
-            os.ftruncate(index, len(self._lengths) * ENTRY.itemsize)
-            os.close(index)
+            # The manifest comes last: where it is, the index is too. Two ranks may do this at the same time.
+            os.close(os.open(self.folder / INDEX, os.O_RDWR | os.O_CREAT, 0o644))
             write_manifest(self.folder, manifest)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
@@ -143,11 +172,17 @@ class SignalStore:
             os.close(self._writer[0])
             self._writer = None
         os.close(self._index)
-        self._maps.clear()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Response tokens of these examples."""
-        return [self._lengths[index] for index in indices]
+        return self._lengths[list(indices)].tolist()
+
+    def keys(self, indices: Sequence[int]) -> list[int]:
+        """What these examples are known by."""
+        return self._keys[list(indices)].tolist()
 
     def present(self) -> np.ndarray:
         """Which examples have a record, bool; records themselves are not looked at.
@@ -155,9 +190,15 @@ class SignalStore:
         Raises:
             UserError: a damaged entry, unless opened to repair.
         """
-        content = os.pread(self._index, len(self._lengths) * ENTRY.itemsize, 0)
-        raws = [content[start : start + ENTRY.itemsize] for start in range(0, len(content), ENTRY.itemsize)]
-        return np.array([self._sound(index, lambda i=index: self._parsed(i, raws[i])) for index in range(len(raws))])
+        content, size = self._whole_index(), ENTRY.itemsize
+        starts = (self._slots * size).tolist()
+        return np.array(
+            [
+                self._sound(index, lambda i=index, at=start: self._parsed(i, content[at : at + size]))
+                for index, start in enumerate(starts)
+            ],
+            dtype=bool,
+        )
 
     def missing(self) -> list[int]:
         """Numbers of the examples without a record."""
@@ -184,14 +225,15 @@ class SignalStore:
             figures = (signal.weights_RS > 0).sum(-1).double()
         try:
             file, shard = self._file()
+            key = int(self._keys[index])
             offset = os.lseek(file, 0, os.SEEK_END)
             _write_all(file, record)
             entry = np.zeros((), ENTRY)
             entry["rank"], entry["shard"], entry["offset"], entry["nbytes"] = self._rank, shard, offset, len(record)
-            entry["tokens"], entry["record_crc"] = len(rows), self._crc(record, index)
+            entry["tokens"], entry["key"], entry["record_crc"] = len(rows), key, self._crc(record, key)
             entry["figure_sum"], entry["figure_max"] = float(figures.sum()), float(max(figures.tolist(), default=0.0))
-            entry["entry_crc"] = self._crc(entry.tobytes()[:-4], index)
-            os.pwrite(self._index, entry.tobytes(), index * ENTRY.itemsize)
+            entry["entry_crc"] = self._crc(entry.tobytes()[:-4], key)
+            os.pwrite(self._index, entry.tobytes(), int(self._slots[index]) * ENTRY.itemsize)
         except OSError as error:
             raise UserError(
                 f"{self.folder}: cannot be written ({error.strerror or error}); what was there before is whole"
@@ -199,6 +241,8 @@ class SignalStore:
 
     def read(self, indices: Sequence[int]) -> StoredSignal:
         """Rows of these examples behind each other, in this order, on the CPU. Every record's checksum is checked.
+
+        Safe to call from several threads.
 
         Raises:
             UserError: an example that is missing or damaged; file and number are named.
@@ -210,17 +254,33 @@ class SignalStore:
             except _Damaged as damage:
                 raise self._refusal(index, damage) from damage
             if signal is None:
-                raise UserError(f"{self.folder}: there is no signal of example {index} yet; {self._again}")
+                raise UserError(f"{self.folder / INDEX}: there is no signal of example {index} yet; {self._again}")
             signals.append(signal)
         return codec.join_topk(signals, self._entries) if self.kind == "topk" else codec.join_sampled(signals)
 
-    def verify(self, show: bool = False) -> None:
-        """Reads every record there is, once.
+    def check_files(self) -> None:
+        """Looks at names and sizes alone: a record itself is checked when it is read.
+
+        Raises:
+            UserError: a file that an entry points into is missing or ends early.
+        """
+        entries = self._present_entries()
+        files, place = np.unique(entries[["rank", "shard"]], return_inverse=True)
+        ends = np.zeros(len(files), dtype=np.uint64)
+        np.maximum.at(ends, place.reshape(-1), entries["offset"] + entries["nbytes"])
+        for file, end in zip(files, ends.tolist(), strict=True):
+            path = self._shard_path(int(file["rank"]), int(file["shard"]))
+            if not path.exists() or path.stat().st_size < end:
+                fault = "ends early" if path.exists() else "missing"
+                raise UserError(f"{path}: {fault}; delete the folder and {self._again}")
+
+    def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
+        """Reads every record there is, once; of several ranks each its share.
 
         Raises:
             UserError: a damaged one, unless opened to repair: then it is forgotten, with a line on stderr.
         """
-        numbers = range(len(self._lengths))
+        numbers = range(rank, len(self._lengths), ranks)
         # On stderr: stdout may be JSON for a script.
         for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):
             self._sound(index, lambda i=index: self._load(i))
@@ -231,29 +291,32 @@ class SignalStore:
         The tail mass bounds what truncation does to acceptance: alpha from the store is low by at most `tail_mean`, and either
         side of that by the codec's rounding.
         """
-        found = np.flatnonzero(self.present()).tolist()
-        entries = [entry for index in found if (entry := self._entry(index)) is not None]
-        tokens = sum(int(entry["tokens"]) for entry in entries)
-        size = sum(int(entry["nbytes"]) for entry in entries) + len(entries) * ENTRY.itemsize
+        entries = self._present_entries()
+        tokens = int(entries["tokens"].sum())
         what = "tail" if self.kind == "topk" else "distinct"
         return {
             "kind": self.kind,
             "examples": len(entries),
             "tokens": tokens,
-            "bytes_per_token": size / max(tokens, 1),
-            f"{what}_mean": float(sum(entry["figure_sum"] for entry in entries)) / max(tokens, 1),
-            f"{what}_max": float(max((entry["figure_max"] for entry in entries), default=0.0)),
+            "bytes_per_token": (int(entries["nbytes"].sum()) + entries.nbytes) / max(tokens, 1),
+            f"{what}_mean": float(entries["figure_sum"].sum()) / max(tokens, 1),
+            f"{what}_max": float(entries["figure_max"].max(initial=0.0)),
         }
 
-    def _crc(self, content: bytes | memoryview, index: int) -> int:
-        return zlib.crc32(content, zlib.crc32(index.to_bytes(8, "little"), self._seed))
+    def _present_entries(self) -> np.ndarray:
+        places = self._slots[self.present()]
+        return np.frombuffer(self._whole_index(), ENTRY)[places]
+
+    def _crc(self, content: bytes, key: int) -> int:
+        return zlib.crc32(content, zlib.crc32(key.to_bytes(8, "little"), self._seed))
 
     def _file(self) -> tuple[int, int]:
         """The file that this opening appends to: nobody else ever writes into it."""
         if self._writer is not None and os.fstat(self._writer[0]).st_size >= SHARD_BYTES:
             os.close(self._writer[0])
             self._writer = None
-        number = len(list(self.folder.glob(f"shard-{self._rank:03d}-*.bin")))
+        # Counted when a file is begun, not at every record.
+        number = 0 if self._writer else len(list(self.folder.glob(f"shard-{self._rank:03d}-*.bin")))
         while self._writer is None:
             try:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
@@ -266,7 +329,7 @@ class SignalStore:
         return self.folder / f"shard-{rank:03d}-{shard:03d}.bin"
 
     def _entry(self, index: int) -> np.ndarray | None:
-        return self._parsed(index, os.pread(self._index, ENTRY.itemsize, index * ENTRY.itemsize))
+        return self._parsed(index, os.pread(self._index, ENTRY.itemsize, int(self._slots[index]) * ENTRY.itemsize))
 
     def _parsed(self, index: int, raw: bytes) -> np.ndarray | None:
         """An entry, None when it is blank. Raises _Damaged."""
@@ -275,7 +338,7 @@ class SignalStore:
         if len(raw) != ENTRY.itemsize:
             raise _Damaged(f"{self.folder / INDEX}: ends early")
         entry = np.frombuffer(raw, ENTRY)[0]
-        if entry["entry_crc"] != self._crc(raw[:-4], index):
+        if entry["key"] != self._keys[index] or entry["entry_crc"] != self._crc(raw[:-4], int(entry["key"])):
             raise _Damaged(f"{self.folder / INDEX}: the entry has another checksum")
         return entry
 
@@ -285,11 +348,10 @@ class SignalStore:
         if entry is None:
             return None
         path = self._shard_path(int(entry["rank"]), int(entry["shard"]))
-        start, end = int(entry["offset"]), int(entry["offset"]) + int(entry["nbytes"])
-        record = self._mapped(path, (int(entry["rank"]), int(entry["shard"])), end)[start:end]
-        if self._crc(record.data, index) != entry["record_crc"]:
+        content = self._content(path, int(entry["offset"]), int(entry["nbytes"]))
+        if self._crc(content, int(entry["key"])) != entry["record_crc"]:
             raise _Damaged(f"{path}: the record has another checksum")
-        tokens = self._lengths[index]
+        record, tokens = np.frombuffer(content, np.uint8), int(self._lengths[index])
         try:
             if self.kind == "topk":
                 return codec.decode_topk(record, tokens, self._entries, self._vocab_rows)
@@ -297,20 +359,20 @@ class SignalStore:
         except ValueError as error:
             raise _Damaged(f"{path}: {error}") from error
 
-    def _mapped(self, path: Path, key: tuple[int, int], end: int) -> np.ndarray:
-        """A file's bytes, at least up to `end`; mapped anew when it has grown since. Raises _Damaged."""
-        mapped = self._maps.get(key)
-        if mapped is None or len(mapped) < end:
-            if not path.exists():
-                raise _Damaged(f"{path}: missing")
-            if path.stat().st_size < end:
-                raise _Damaged(f"{path}: ends early")
-            if end == 0:
-                return np.zeros(0, np.uint8)
-            while len(self._maps) >= MAPPED_FILES:
-                del self._maps[next(iter(self._maps))]
-            mapped = self._maps[key] = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        return mapped
+    def _content(self, path: Path, offset: int, size: int) -> bytes:
+        """Bytes of a file. Read, not mapped: what was looked at once would stay in memory. Raises _Damaged."""
+        with self._reading:
+            if path not in self._files:
+                while len(self._files) >= OPEN_FILES:
+                    os.close(self._files.pop(next(iter(self._files))))
+                try:
+                    self._files[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise _Damaged(f"{path}: {error.strerror}") from error
+            content = os.pread(self._files[path], size, offset)
+        if len(content) != size:
+            raise _Damaged(f"{path}: ends early")
+        return content
 
     def _sound(self, index: int, look: Any) -> bool:
         """Whether looking finds something. Damage is refused, or, when opened to repair, told and forgotten."""
@@ -320,7 +382,7 @@ class SignalStore:
             if not self._repair:
                 raise self._refusal(index, damage) from damage
             print(f"understudy: {damage} (example {index}); it is made again", file=sys.stderr)
-            os.pwrite(self._index, bytes(ENTRY.itemsize), index * ENTRY.itemsize)
+            os.pwrite(self._index, bytes(ENTRY.itemsize), int(self._slots[index]) * ENTRY.itemsize)
             return False
 
     def _refusal(self, index: int, damage: _Damaged) -> UserError:

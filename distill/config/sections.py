@@ -146,7 +146,9 @@ class DataConfig(Section):
     train: tuple[SourceConfig, ...] = Field((), description="sources of training prompts")
     heldout: tuple[SourceConfig, ...] = Field((), description="sources of held-out prompts; empty = split from train")
     heldout_count: int | None = Field(
-        None, ge=2, description="prompts held out of `train` when `heldout` is empty; null = judge.prompts"
+        None,
+        ge=2,
+        description="prompts held out of `train` when `heldout` is empty, at most a fifth of all; null = 256. judge.prompts of them are judged",
     )
     template: TemplateConfig = Field(default_factory=TemplateConfig)
     responses: Literal["target", "reference"] = Field(

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import write_json
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from data.responses.store import Row
 from distill.config.layout import STUDENT_NOTES
 from distill.config.run import RunConfig

@@ -1,27 +1,44 @@
 """From the config's sources, or a command's, to rendered prompts: read, de-duplicate, split, render, check."""
 
 import contextlib
+import hashlib
 import itertools
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from accelerate import Accelerator
+
+from data.files import MANIFEST, read_manifest, write_manifest
 from data.prompts.prompt import PromptRow
-from data.prompts.sources import format_of, load_source
-from data.prompts.split import content_hash, deduplicate, remove_overlap, split_rows
-from data.prompts.template import Mode, check_lengths, render_prompt, render_reference
-from data.responses.respond import RenderedPrompt
+from data.prompts.sources import format_of, load_source, source_state
+from data.prompts.split import DuplicateReport, content_hash, deduplicate, held_out, remove_overlap
+from data.prompts.template import Mode, check_lengths, render_prompt, render_reference, template_fingerprint
+from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
+from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig, SourceConfig
+from distill.models.load import tokenizer_fingerprint
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
+
+TRAIN_FILE, HELDOUT_FILE = "train.arrow", "heldout.arrow"
+# Prompts held out of the training sources unless `data.heldout_count` says otherwise, whatever `judge.prompts` is: they may be
+# judged, or not, and no more of them be judged, without that another prompt is trained on.
+HELD_OUT = 256
+CACHE_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class PromptSets:
     """Training and held-out prompts, disjoint, and one line that says what was left out."""
 
-    train: list[RenderedPrompt]
+    train: Sequence[RenderedPrompt]
     heldout: list[RenderedPrompt]
     report: str
 
@@ -34,44 +51,156 @@ def load_prompts(
     heldout_prompts: int,
     *,
     heldout_only: bool = False,
+    run: Path | None = None,
+    accelerator: Accelerator | None = None,
 ) -> PromptSets:
     """All prompts of a run, rendered by the target's tokenizer.
 
+    They are rendered once, by the main process, into the run's folder, and read from there while sources, tokenizer and limits
+    are the same. What does not fit is left out before the split.
+
     Args:
         context_length: tokens that prompt + response may have at most.
-        heldout_prompts: keep this many held-out prompts, chosen by content hash.
-        heldout_only: leave `train` unrendered and empty (for evaluation alone).
+        heldout_prompts: keep this many held-out prompts: the first ones by hash, so that more of them begin with these.
+        heldout_only: leave `train` empty (for evaluation alone); the run's folder is read, never written.
+        run: the run's folder; None = nothing is kept.
+        accelerator: given when all ranks of a run call.
 
     Raises:
-        UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template.
+        UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; other prompts
+            than those that a run with checkpoints began with.
     """
-    train_rows, repeats = deduplicate([row for source in data.train for row in load_source(source)])
-    if data.heldout:
-        heldout_rows, _ = deduplicate([row for source in data.heldout for row in load_source(source)])
-        train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
-    else:
-        train_rows, heldout_rows = split_rows(
-            train_rows, heldout_count=min(data.heldout_count or heldout_prompts, max(2, len(train_rows) // 5))
+    made_with = _made_with(data, tokenizer, context_length, max_tokens)
+    if run is not None:
+        folder = run / PROMPTS
+        kept = (accelerator is not None and not accelerator.is_main_process) or _is_kept(
+            folder, made_with, heldout_prompts
         )
-        overlapping = 0
-    render = _Renderer(data, tokenizer, context_length, max_tokens)
-    # Lazily: rows behind the last prompt that is needed are not even looked at.
-    fitting = (prompt for row in _by_hash(heldout_rows) if (prompt := render(row, with_reference=False)) is not None)
-    heldout = list(itertools.islice(fitting, heldout_prompts))
-    train = [] if heldout_only else [prompt for row in train_rows if (prompt := render(row)) is not None]
-    if not heldout or not (train or heldout_only):
-        side = "heldout" if not heldout else "train"
+        if not kept and not heldout_only:
+            _make(data, tokenizer, folder, made_with, heldout_prompts)
+            kept = True
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+        if kept:
+            return _read(folder, heldout_prompts)
+    if heldout_only and data.heldout:
+        rows = _rows_of(data.heldout)[0]
+        return PromptSets([], _asked_heldout(rows, _Renderer(data, tokenizer, made_with), heldout_prompts), "")
+    with tempfile.TemporaryDirectory(prefix="understudy-prompts-") as passing:
+        _make(data, tokenizer, Path(passing), made_with, heldout_prompts)
+        return _read(Path(passing), heldout_prompts)
+
+
+def _rows_of(sources: Sequence[SourceConfig]) -> tuple[list[PromptRow], DuplicateReport]:
+    return deduplicate([row for source in sources for row in load_source(source)])
+
+
+def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> dict[str, Any]:
+    """Everything that reaches the prompts of a run but the number that is judged, as JSON has it."""
+    template = data.template
+    return json.loads(
+        json.dumps(
+            {
+                "format": CACHE_FORMAT, "context_length": context_length, "max_tokens": max_tokens,
+                "tokenizer": tokenizer_fingerprint(tokenizer),
+                "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
+                "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window"}),
+                "sources": [source_state(source) for source in (*data.train, *data.heldout)],
+            }
+        )
+    )  # fmt: skip
+
+
+def _is_kept(folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> bool:
+    """Whether these prompts are there, whole."""
+    if not (folder / MANIFEST).exists():
+        return False
+    with contextlib.suppress(UserError, OSError, KeyError):  # damaged: they are rendered again
+        kept = read_manifest(folder)
+        enough = kept["heldout"] >= heldout_prompts or kept["heldout_whole"]
+        return kept["made_with"] == made_with and enough and kept["files"] == _digests(folder)
+    return False
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in (TRAIN_FILE, HELDOUT_FILE):
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _read(folder: Path, heldout_prompts: int) -> PromptSets:
+    train, kept = StoredPrompts(folder / TRAIN_FILE), read_manifest(folder)
+    heldout = StoredPrompts(folder / HELDOUT_FILE)[:heldout_prompts]
+    parts = [f"{len(train)} training and {len(heldout)} held-out prompts"]
+    parts += [f"{count} left out ({what})" for what, count in kept["left_out"].items() if count]
+    if len(heldout) < heldout_prompts:
+        parts.append(f"judge.prompts = {heldout_prompts}: no more are held out (data.heldout_count, or more sources)")
+    return PromptSets(train, heldout, ", ".join(parts))
+
+
+def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> None:
+    """Reads, de-duplicates, renders and splits into a folder, the manifest last."""
+    train_rows, repeats = _rows_of(data.train)
+    render, overlapping = _Renderer(data, tokenizer, made_with), 0
+    making = folder / ".making"
+    shutil.rmtree(making, ignore_errors=True)
+    if data.heldout:
+        wanted, heldout_rows = max(heldout_prompts, HELD_OUT), _rows_of(data.heldout)[0]
+        heldout = _asked_heldout(heldout_rows, render, wanted)
+        whole, fingerprints = len(heldout) < wanted, [write_prompts(making / HELDOUT_FILE, heldout)]
+        train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
+        fingerprints.append(write_prompts(making / TRAIN_FILE, filter(None, map(render, train_rows))))
+    else:
+        whole, fingerprints = True, [write_prompts(making / "all.arrow", filter(None, map(render, train_rows)))]
+        fitting = StoredPrompts(making / "all.arrow")
+        _require_some(len(fitting) > 1, "train", render)
+        count = min(data.heldout_count or HELD_OUT, max(2, len(fitting) // 5), len(fitting) - 1)
+        numbers = held_out(fitting.column("prompt_id").to_pylist(), count)
+        write_prompts(making / HELDOUT_FILE, (fitting[number] for number in numbers))
+        fitting.write(making / TRAIN_FILE, np.isin(np.arange(len(fitting)), numbers, invert=True))
+    _require_some(len(StoredPrompts(making / TRAIN_FILE)) > 0, "train", render)
+    _refuse_others(folder, fingerprints)
+    manifest = {
+        "made_with": made_with, "fingerprints": fingerprints, "heldout": len(StoredPrompts(making / HELDOUT_FILE)),
+        "heldout_whole": whole, "files": _digests(making),
+        "left_out": {"duplicates": repeats.rows - repeats.kept, "in both sets": overlapping, "too long": render.dropped},
+    }  # fmt: skip
+    for name in (TRAIN_FILE, HELDOUT_FILE):
+        os.replace(making / name, folder / name)
+    shutil.rmtree(making)
+    write_manifest(folder, manifest)
+
+
+def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
+    """The first held-out prompts by hash that fit. Rows behind the last that is needed are not even looked at."""
+    fitting = (prompt for row in sorted(rows, key=content_hash) if (prompt := render(row, False)) is not None)
+    found = list(itertools.islice(fitting, count))
+    _require_some(bool(found), "heldout", render)
+    return found
+
+
+def _require_some(some: bool, side: str, render: "_Renderer") -> None:
+    if not some:
         raise UserError(
             f"data.{side}: every prompt is too long ({render.dropped} left out): lower serving.max_tokens, or raise "
-            f"data.max_prompt_tokens or the context (now {context_length} tokens for prompt and response)"
+            f"data.max_prompt_tokens or the context (now {render.context_length} tokens for prompt and response)"
         )
-    parts = [f"{len(train)} training and {len(heldout)} held-out prompts"]
-    for count, what in (
-        (repeats.rows - repeats.kept, "duplicates"), (overlapping, "in both sets"), (render.dropped, "too long")
-    ):  # fmt: skip
-        if count:
-            parts.append(f"{count} left out ({what})")
-    return PromptSets(train, heldout, ", ".join(parts))
+
+
+def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
+    """A run's checkpoints were trained and judged on the prompts that it began with."""
+    run = folder.parent
+    if (
+        (run / CHECKPOINTS).exists()
+        and (folder / MANIFEST).exists()
+        and read_manifest(folder)["fingerprints"] != fingerprints
+    ):
+        raise UserError(
+            f"{run}: the prompts are others than those that its checkpoints were trained and judged on; choose another name=... "
+            "(responses/ and signal/ may be copied there: only what is missing is made), or delete its checkpoints/"
+        )
 
 
 def asked_rows(
@@ -118,14 +247,10 @@ def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[P
     return prompts
 
 
-def _by_hash(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    return sorted(rows, key=content_hash)
-
-
 class _Renderer:
-    def __init__(self, data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Any, made_with: dict[str, Any]) -> None:
         self.data, self.tokenizer = data, tokenizer
-        self.context_length, self.max_tokens = context_length, max_tokens
+        self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
         self.dropped = 0
 
     def __call__(self, row: PromptRow, with_reference: bool = True) -> RenderedPrompt | None:

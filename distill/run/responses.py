@@ -1,15 +1,17 @@
 """The three stores of a run: training responses, held-out responses at the serving settings, greedy held-out ones."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from data.files import MANIFEST
-from data.prompts.template import check_masks, template_fingerprint
-from data.responses.respond import RenderedPrompt, prompts_fingerprint, respond, store_references
-from data.responses.store import Row, Store
+from data.prompts.template import check_learnable, template_fingerprint
+from data.responses.rendered import RenderedPrompt, prompts_fingerprint
+from data.responses.respond import ResponsePlan, respond, store_references
+from data.responses.store import Row, Store, StoredRows
 from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
@@ -20,7 +22,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import Rule
 
-STORE_FORMAT = 2
+STORE_FORMAT = 3
 
 
 def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
@@ -48,52 +50,51 @@ class RunStores:
             "template": template_fingerprint(target.tokenizer, template.mode, template.chat_template_kwargs)[:16],
         }
 
-    def training(self, prompts: list[RenderedPrompt]) -> list[Row]:
+    def training(self, prompts: Sequence[RenderedPrompt]) -> StoredRows:
         """Rows to train on: the target's answers, or the dataset's own."""
         if not self.of_dataset:
             return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
-        store = Store(self.folder / TRAINING)
-        manifest = self._manifest(prompts, self.settings, 1) | {"responses": "reference"}
-        if self.accelerator.is_main_process and not store.has_all(1, manifest):
-            store_references(
-                store, manifest, self.target.model, prompts, self.settings.sampling, self.serving.max_tokens
-            )
-        self.accelerator.wait_for_everyone()
-        return self._checked(store)
+        store, size = Store(self.folder / TRAINING), self.serving.shard_size
+        if self.accelerator.is_main_process:
+            manifest = self._manifest(self.settings) | {
+                "responses": "reference",
+                "prompts": prompts_fingerprint(prompts),
+            }
+            store_references(store, manifest, prompts, self.serving.max_tokens, size)
+        return self._selected(store, ResponsePlan(prompts, 1, size))
 
-    def heldout(self, prompts: list[RenderedPrompt], rule: Rule) -> list[HeldoutResponse]:
+    def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule) -> list[HeldoutResponse]:
         """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings."""
         greedy = rule == "greedy"
         settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
         # Another seed than the training responses': the same prompt under both would give the same text.
         return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1))
 
-    def heldout_by_rule(self, prompts: list[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
+    def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Held-out responses for the configured rule, then greedy ones when that is another rule."""
         rules: tuple[Rule, ...] = (self.judge_rule, "greedy")
         return {rule: self.heldout(prompts, rule) for rule in dict.fromkeys(rules)}
 
-    def _manifest(self, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> dict[str, Any]:
+    def _manifest(self, settings: DecodeSettings) -> dict[str, Any]:
         return self.identity | {
-            "prompts": prompts_fingerprint(prompts),
             "sampling": settings.sampling.as_dict(),
             "max_tokens": settings.max_tokens,
             "eos_ids": list(settings.eos_ids),
-            "samples_per_prompt": samples,
-            "shard_size": self.serving.shard_size,
             "seed": settings.seed,
             "responses": "target",
         }
 
-    def _make(self, name: str, prompts: list[RenderedPrompt], settings: DecodeSettings, samples: int) -> list[Row]:
-        store, manifest = Store(self.folder / name), self._manifest(prompts, settings, samples)
+    def _make(self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int) -> StoredRows:
+        store, manifest = Store(self.folder / name), self._manifest(settings)
         if self.accelerator.is_main_process:
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it
-        shard_size = self.serving.shard_size
-        if not store.has_all(math.ceil(len(prompts) * samples / shard_size), manifest):
+        plan = ResponsePlan(prompts, samples, self.serving.shard_size)
+        # The main process looks, before the first rank writes.
+        (whole,) = broadcast_object_list([bool(store.present(plan.keys).all())])
+        if not whole:
             share: dict[str, Any] = {
-                "samples_per_prompt": samples, "shard_size": shard_size, "rank": self.accelerator.process_index,
+                "samples_per_prompt": samples, "shard_size": plan.shard_size, "rank": self.accelerator.process_index,
                 "ranks": self.accelerator.num_processes, "label": f"{name} responses",
             }  # fmt: skip
             if self.target.config.endpoint is not None:
@@ -102,15 +103,20 @@ class RunStores:
                 batch_size = self.serving.batch_size
                 respond(store, manifest, self.target.model, prompts, settings, batch_size=batch_size, **share)
         self.accelerator.wait_for_everyone()
-        return self._checked(store)
+        return self._selected(store, plan)
 
-    def _checked(self, store: Store) -> list[Row]:
-        rows = store.read()
-        check_masks([row.loss_mask for row in rows], str(store.folder))
+    def _selected(self, store: Store, plan: ResponsePlan) -> StoredRows:
+        """The plan's rows, checked and put in its order by the main process; the others find them so."""
+        if self.accelerator.is_main_process:
+            store.select(plan.keys, plan.domains())
+        self.accelerator.wait_for_everyone()
+        rows = store.rows()
+        tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
+        check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows
 
 
-def past_responses(config: RunConfig, target: Target, rule: Rule) -> list[Row]:
+def past_responses(config: RunConfig, target: Target, rule: Rule) -> Sequence[Row]:
     """What the target answered to the training prompts, as far as this run has it; none at other settings than a rule's own.
 
     Raises:
@@ -121,10 +127,10 @@ def past_responses(config: RunConfig, target: Target, rule: Rule) -> list[Row]:
         return []
     manifest = store.manifest()
     own = {"target": target.facts.fingerprint, "sampling": settings.sampling.as_dict(), "responses": "target"}
-    return store.read() if all(manifest.get(key) == value for key, value in own.items()) else []
+    return store.rows() if all(manifest.get(key) == value for key, value in own.items()) else []
 
 
-def frozen_responses_of(rows: list[Row]) -> list[HeldoutResponse]:
+def frozen_responses_of(rows: Sequence[Row]) -> list[HeldoutResponse]:
     """Rows of a store of held-out responses as what a draft is judged on."""
     return [
         HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from data.files import write_bytes, write_json
 from data.prompts.template import on_day
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported, load_draft
@@ -96,7 +96,9 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
     positions = (max_positions(model.config) for model in (target.model, draft))
     context = context_limit(*positions, config.data.context_length)
     tokenizer = dated_tokenizer(target, config.folder)
-    sets = load_prompts(config.data, tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True)
+    sets = load_prompts(
+        config.data, tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True, run=config.folder
+    )
     return Pair(target, draft, context, sets.heldout, decode_settings(config.serving, config.seed, target))
 
 

@@ -13,11 +13,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data.batches.collate import Batch, Example, collate, pad_id_of
+from data.batches.examples import Examples, as_examples
 from data.batches.mixture import Mixture, Pool
 from data.batches.packed import collate_packed
 from data.batches.packing import micro_batches, packed_micro_batches
 from data.batches.windows import text_examples
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt, prompt_lengths
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
@@ -48,7 +49,7 @@ class BatchSource:
     def __init__(
         self,
         config: RunConfig,
-        examples: Sequence[Example],
+        examples: Examples | Sequence[Example],
         pad_id: int,
         rank: int,
         ranks: int,
@@ -72,11 +73,10 @@ class BatchSource:
         # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
         self.micro_batch_size = config.train.micro_batch_size or 1
         self._longest_rollout = longest_rollout
-        # The generation of each pool that is in memory, with the lengths of its sequences.
-        self._held: dict[str, tuple[int, Sequence[Example], np.ndarray]] = {}
+        self._held: dict[str, tuple[int, Examples]] = {}  # the generation of each pool that is at hand
         for name, given in (("target", examples), ("text", text_examples)):
             if name in self.mixture.pools:
-                self._hold(name, 0, given or ())
+                self._hold(name, 0, () if given is None else given)
 
     def micro_batches(self, step: int, draft: Draft | None = None) -> list[Batch]:
         """This rank's micro-batches of a step. All ranks call it: new rollouts are made here, by `draft`, when they are due.
@@ -105,7 +105,7 @@ class BatchSource:
     @property
     def longest(self) -> int:
         """Tokens of the longest row that a micro-batch can have."""
-        held = (int(lengths.max()) for _, _, lengths in self._held.values())
+        held = (int(examples.lengths_N.max()) for _, examples in self._held.values())
         return self.config.train.packing or max(self._longest_rollout, *held, 2)
 
     def _documents(self, step: int, draft: Draft | None) -> tuple[list[Example], list[int]]:
@@ -121,24 +121,29 @@ class BatchSource:
                     raise ValueError(f"data.mix.{name}: rollouts and a draft are needed")
                 made = self.rollouts.student if name == "student" else self.rollouts.speculative
                 self._hold(name, generation, made(generation, draft))
-            _, examples, lengths = self._held[name]
-            chosen = self.mixture.chosen(name, step, lengths).tolist()
-            documents += [examples[number] for number in chosen]
+            _, examples = self._held[name]
+            chosen = self.mixture.chosen(name, step, examples.lengths_N).tolist()
+            documents += [self._weighted(name, examples[number]) for number in chosen]
             numbers += chosen if name == "target" else [-1] * count
         return documents, numbers
 
-    def _hold(self, name: str, generation: int, examples: Sequence[Example]) -> None:
-        if not examples:
+    def _hold(self, name: str, generation: int, sequences: Examples | Sequence[Example]) -> None:
+        examples, packing = as_examples(sequences), self.config.train.packing
+        if not len(examples):
             raise UserError(f"data.mix.{name}: no sequences; check its sources, or set its share to 0")
-        packing, weighting = self.config.train.packing, self.config.loss.weighting
-        lengths = np.array([len(example.input_ids) for example in examples])
-        if packing is not None and lengths.max() > packing:
+        if packing is not None and (longest := examples.lengths_N.max()) > packing:
             raise UserError(
-                f"train.packing = {packing}: a sequence of data.mix.{name} has {lengths.max()} tokens; set it to at least that"
+                f"train.packing = {packing}: a sequence of data.mix.{name} has {longest} tokens; set it to at least that"
             )
-        if weighting.name == "position" and name != "text":
-            examples = [position_weighted(example, weighting.half_life) for example in examples]
-        self._held[name] = generation, examples, lengths
+        self._held[name] = generation, examples
+
+    def _weighted(self, name: str, example: Example) -> Example:
+        weighting = self.config.loss.weighting
+        return (
+            position_weighted(example, weighting.half_life)
+            if weighting.name == "position" and name != "text"
+            else example
+        )
 
 
 def check_packing(split: SplitModel) -> None:
@@ -189,8 +194,8 @@ def make_batches(
     config: RunConfig,
     accelerator: Accelerator,
     target: Target,
-    prompts: list[RenderedPrompt],
-    examples: list[Example],
+    prompts: Sequence[RenderedPrompt],
+    examples: Examples | Sequence[Example],
     context: int,
 ) -> BatchSource:
     """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
@@ -198,7 +203,7 @@ def make_batches(
     rollouts, text, longest = None, None, 0
     if mix.student or mix.speculative:
         rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
-        longest = max(len(p.prompt_ids) for p in prompts) + (data.rollouts.max_tokens or config.serving.max_tokens)
+        longest = int(prompt_lengths(prompts).max()) + (data.rollouts.max_tokens or config.serving.max_tokens)
         if config.train.packing is not None and longest > config.train.packing:
             raise UserError(
                 f"train.packing = {config.train.packing}: a rollout may have {longest} tokens; set it to at least that"

@@ -97,9 +97,9 @@ def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
     return ids_CS, counts_CS / ids_CN.shape[-1]
 
 
-def draw_uniforms(seed: int, example: int, tokens: int) -> Tensor:
-    """One uniform per response token of an example (tokens,), float64: of seed, example and place alone, whatever the batch."""
-    return row_uniforms(seed, str(example), tokens, 1, "signal")[:, 0]
+def draw_uniforms(seed: int, key: int, tokens: int) -> Tensor:
+    """One uniform per response token of an example (tokens,), float64: of seed, its key and place alone, whatever the batch."""
+    return row_uniforms(seed, str(key), tokens, 1, "signal")[:, 0]
 
 
 class StoredTeacher:
@@ -185,7 +185,8 @@ class CapturingTeacher(StoredTeacher):
         if self.config.kind == "topk":
             signal = topk_signal(dense.head, dense.hidden_RD, self.config.k, self.temperature, self.chunk)
         else:
-            uniforms = [draw_uniforms(self.seed, index, length) for index, length in zip(indices, lengths, strict=True)]
+            keys = self.store.keys(indices)
+            uniforms = [draw_uniforms(self.seed, key, length) for key, length in zip(keys, lengths, strict=True)]
             signal = sampled_signal(
                 dense.head, dense.hidden_RD, self.config.samples, torch.cat(uniforms), self.temperature, self.chunk
             )

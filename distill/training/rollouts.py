@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from data.batches.collate import Example
 from data.files import write_bytes
-from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond
+from data.responses.rendered import RenderedPrompt, prompts_fingerprint
+from data.responses.respond import ResponsePlan, respond
 from data.responses.store import Row, Store
 from distill.config.layout import ROLLOUTS
 from distill.config.run import RunConfig
@@ -110,7 +111,7 @@ class Rollouts:
             UserError: disk full; a store of other settings; a damaged shard.
         """
         rows, store = self._generation("speculative", generation, draft)
-        rejected = [mask for path in sorted(store.folder.glob("shard-*.parquet")) for mask in read_rejected(path)]
+        rejected = [mask for path in store.shards() for mask in read_rejected(path)]
         if [len(mask) for mask in rejected] != [len(row.response_ids) for row in rows]:
             raise UserError(f"{store.folder}: shards and their .rejected.npz files do not agree; delete the folder")
         weight = self.config.data.rollouts.rejected_weight
@@ -146,14 +147,14 @@ class Rollouts:
             self._delete_old(kind, generation)
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there, and nobody writes yet
-        shards = len(plan_shards(prompts, 1, self.config.serving.shard_size))
+        keys = ResponsePlan(prompts, 1, self.config.serving.shard_size).keys
         # The main process looks, before the first rank writes: all of them make the draft whole together, or none.
-        (missing,) = broadcast_object_list([store.missing(shards)])
+        (missing,) = broadcast_object_list([not store.present(keys).all()])
         if missing:
             self._make(kind, store, manifest, prompts, settings, self._as_served(draft()))
         self.accelerator.wait_for_everyone()
-        if store.missing(shards):
-            raise UserError(f"{store.folder}: shards {store.missing(shards)} are missing; run again to make them")
+        if lost := int((~store.present(keys)).sum()):
+            raise UserError(f"{store.folder}: {lost} of {len(keys)} responses are missing; run again to make them")
         rows = store.read()
         self.seconds += time.perf_counter() - began
         return rows, store

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Example, collate, pad_id_of
+from data.batches.examples import Examples, as_examples
 from data.files import MANIFEST
 from data.responses.respond import ResponseBar
 from data.signals.codec import RELATIVE_ERROR
@@ -26,29 +28,34 @@ FILLED_AT_ONCE = 32
 
 
 def open_signal_store(
-    config: RunConfig, examples: Sequence[Example], facts: TargetFacts, accelerator: Accelerator, *, repair: bool
+    config: RunConfig,
+    examples: Examples | Sequence[Example],
+    facts: TargetFacts,
+    accelerator: Accelerator,
+    *,
+    repair: bool,
 ) -> SignalStore:
-    """The run's signal store, open on every rank; all ranks call it.
+    """The run's signal store, open on every rank; all ranks call it. What it knows of other examples stays in it.
 
     ``repair``: whoever fills the store; it is created, and what is damaged counts as missing. Otherwise it must be complete.
 
     Raises:
-        UserError: made from another target, examples or settings; not there or not complete (the command is named); damaged.
+        UserError: made from another target or with other settings; not there or not complete (the command is named); damaged.
     """
     signal, store = config.signal, SignalStore(config.folder / SIGNAL)
     manifest = signal_manifest(
-        signal.kind, signal.k if signal.kind == "topk" else signal.samples, examples, temperature=config.loss.temperature,
-        vocab_rows=facts.vocab_rows, target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
+        signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature, vocab_rows=facts.vocab_rows,
+        target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
     )  # fmt: skip
     command = f"understudy respond {config.folder / CONFIG} --signal {signal.kind}"
     if not repair and not (store.folder / MANIFEST).exists():
         raise UserError(f"{store.folder}: signal.source is store, and there is none; run `{command}` first")
-    lengths, rank = [example.response_tokens for example in examples], accelerator.process_index
+    examples, rank = as_examples(examples), accelerator.process_index
     if accelerator.is_main_process:
-        store.open(manifest, lengths, rank=rank, repair=repair)
+        store.open(manifest, examples.response_tokens_N, examples.keys_N, rank=rank, repair=repair)
     accelerator.wait_for_everyone()  # it is there before another rank looks
     if not accelerator.is_main_process:
-        store.open(manifest, lengths, rank=rank, repair=repair)
+        store.open(manifest, examples.response_tokens_N, examples.keys_N, rank=rank, repair=repair)
     if not repair and (missing := store.missing()):
         raise UserError(
             f"{store.folder}: the signal of {len(missing)} of {len(examples)} examples is missing; run `{command}` first"
@@ -62,25 +69,23 @@ def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
         raise UserError(f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that")
 
 
-def fill(
-    config: RunConfig, store: SignalStore, target: Target, examples: Sequence[Example], accelerator: Accelerator
-) -> None:
+def fill(config: RunConfig, store: SignalStore, target: Target, examples: Examples, accelerator: Accelerator) -> None:
     """Captures what the store lacks, this rank its share: micro-batches of like length, the longest first.
 
-    What an earlier run left is checked first. The target's weights are not touched when nothing is missing.
+    What an earlier run left is checked first, by each rank a share. The target's weights are not touched when nothing is missing.
 
     Raises:
         UserError: disk full; a target whose distributions are not finite.
     """
-    show = accelerator.is_main_process
-    if show and store.present().any():
-        store.verify(show=True)
+    show, rank, ranks = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
+    if store.present().any():
+        store.verify(rank=rank, ranks=ranks, show=show)
     accelerator.wait_for_everyone()
-    (missing,) = broadcast_object_list([store.missing()])  # one list: else shares would overlap or gape
+    (found,) = broadcast_object_list([store.missing()])  # one list: else shares would overlap or gape
+    missing = np.array(found, dtype=np.int64)
     size = config.train.micro_batch_size or FILLED_AT_ONCE
-    order = sorted(missing, key=lambda index: (-len(examples[index].input_ids), index))
-    mine = [order[start : start + size] for start in range(0, len(order), size)]
-    mine = mine[accelerator.process_index :: accelerator.num_processes]
+    order = missing[np.argsort(-examples.lengths_N[missing].astype(np.int64), kind="stable")].tolist()
+    mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
     if mine:
         teacher = CapturingTeacher(
             Teacher(target.model), store, config.signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
@@ -108,7 +113,7 @@ def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
 
 
 def make_teacher(
-    config: RunConfig, target: Target, examples: Sequence[Example], accelerator: Accelerator
+    config: RunConfig, target: Target, examples: Examples | Sequence[Example], accelerator: Accelerator
 ) -> TeacherSource | None:
     """The target itself, the store of what it said, or the target asked once for each sequence; None when no objective needs one.
 
@@ -122,7 +127,7 @@ def make_teacher(
         return Teacher(target.model)
     store = open_signal_store(config, examples, target.facts, accelerator, repair=signal.source == "capture")
     if signal.source == "store":
-        store.verify(show=accelerator.is_main_process)
+        store.check_files()  # each record is checked when it is read, on the rank that reads it
         return StoredTeacher(store)
     return CapturingTeacher(
         Teacher(target.model), store, signal, config.loss.temperature, config.seed, config.loss.chunk_tokens

@@ -24,7 +24,8 @@ from tiny_training import TOKENS, tiny_tokenizer
 
 from data.responses.endpoint import Endpoint, EndpointTarget
 from data.responses.prompt_logprobs import Readers, processes_for
-from data.responses.respond import RenderedPrompt, respond
+from data.responses.rendered import RenderedPrompt
+from data.responses.respond import respond
 from data.responses.served import TEXTS, TOP, difference
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
@@ -359,10 +360,9 @@ def test_what_has_no_probability_is_an_empty_entry(server: Any, monkeypatch: pyt
 
 
 def opened(folder: Path, rows: list[Row], k: int = 5) -> SignalStore:
-    examples = [row.example() for row in rows]
     store = SignalStore(folder)
     facts: dict[str, Any] = {"temperature": 1.0, "vocab_rows": TOKENS, "target": "t", "target_dtype": "d", "seed": 0}
-    store.open(signal_manifest("topk", k, examples, **facts), [len(row.response_ids) for row in rows])
+    store.open(signal_manifest("topk", k, **facts), [len(row.response_ids) for row in rows])
     return store
 
 
@@ -432,8 +432,8 @@ def test_a_server_that_dies_leaves_whole_shards_and_the_same_call_goes_on(server
     with pytest.raises(UserError, match="the same command goes on") as error:
         made(target_at(url, retries=0, concurrency=1), tmp_path / "killed", SAMPLED)
     assert "\n" not in str(error.value)
-    shards = [path.name for path in sorted((tmp_path / "killed").glob("shard-*.parquet"))]
-    assert shards == ["shard-00000.parquet"]
+    shards = [path.name for path in sorted((tmp_path / "killed").glob("shard-*.arrow"))]
+    assert shards == ["shard-00000.arrow"]
     behaviour.dead_after = None
     behaviour.requests.clear()
     assert made(target_at(url), tmp_path / "killed", SAMPLED) == good

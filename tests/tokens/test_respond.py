@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from processes import run_and_kill, run_child
 from tiny_models import VOCAB, tiny_model
 
-from data.responses.respond import RenderedPrompt, plan_shards, prompts_fingerprint, respond, store_references
+from data.responses.rendered import RenderedPrompt, StoredPrompts, prompts_fingerprint, write_prompts
+from data.responses.respond import ResponsePlan, respond, row_of, store_references
 from data.responses.store import Row, Store
-from speculative.decoder.responses import DecodeSettings
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -176,53 +179,99 @@ def test_stored_log_probabilities_are_those_of_a_fresh_forward(tmp_path: Path, s
             )  # float32 forward with a cache
 
 
-@pytest.mark.parametrize("sampling", [SERVED[0], SERVED[4], {"temperature": 0.0}])
-def test_references_carry_the_targets_log_probabilities(tmp_path: Path, sampling: dict[str, Any]) -> None:
+def test_references_are_stored_without_a_target(tmp_path: Path) -> None:
     generator = random.Random(1)
     prompts = [
-        RenderedPrompt(
-            p.prompt_id,
-            p.domain,
-            p.prompt_ids,
-            reference_ids=tuple(generator.choices(range(3, VOCAB), k=3 + 3 * index)),
-        )
-        for index, p in enumerate(prompts_of(5))
+        replace(prompt, reference_ids=tuple(generator.choices(range(3, VOCAB), k=3 + 3 * index)))
+        for index, prompt in enumerate(prompts_of(5))
     ]
-    store, model = Store(tmp_path / "store"), tiny_model()
-    store_references(store, MANIFEST, model, prompts, SamplingSettings(**sampling), max_tokens=10)
-    rows = store.read()
-    assert [row.prompt_id for row in rows] == [prompt.prompt_id for prompt in prompts]
-    full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | sampling
-    for row, prompt in zip(rows, prompts, strict=True):
+    store, manifest = Store(tmp_path / "store"), {"responses": "reference", "prompts": "abc"}
+    store_references(store, manifest, prompts, max_tokens=10, shard_size=2)
+    rows = {row.prompt_id: row for row in store.read()}
+    assert len(store.shards()) == 3
+    for prompt in prompts:
+        row = rows[prompt.prompt_id]
         assert prompt.reference_ids is not None
+        assert row.prompt_ids == list(prompt.prompt_ids)
         assert row.response_ids == list(prompt.reference_ids[:10])
         assert row.finished == (len(prompt.reference_ids) <= 10)
-        if not sampling["temperature"]:
-            assert set(row.log_target_probs) == {0.0}
-            continue
-        with torch.no_grad():
-            logits_TV = model(input_ids=torch.tensor([row.input_ids])).logits[0].double()
-        for index, (token, stored) in enumerate(zip(row.response_ids, row.log_target_probs, strict=True)):
-            expected = processed_log_probs(logits_TV[len(row.prompt_ids) - 1 + index].tolist(), **full)[token]
-            assert stored == pytest.approx(expected, rel=1e-4, abs=1e-4)  # float32 forward, stored as float32
-    if sampling.get("top_k"):
-        assert any(value == -math.inf for row in rows for value in row.log_target_probs), (
-            "references may leave the nucleus"
-        )
+        assert row.log_target_probs == [], "nobody asked the target"
+    others = [replace(prompt, reference_ids=(7,)) for prompt in prompts]
+    store_references(store, manifest | {"prompts": "def"}, others, max_tokens=10, shard_size=2)
+    assert [row.response_ids for row in store.read()] == [[7]] * 5, "they cost nothing: made again"
+
+
+def test_references_do_not_take_the_place_of_a_targets_responses(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.open({"responses": "target"})
+    store.write_shard(0, [row_of(prompts_of(1)[0], 0, Response("a", [3], response_ids=[4]))])
+    with pytest.raises(UserError, match="another responses"):
+        store_references(store, {"responses": "reference"}, prompts_of(1), max_tokens=4, shard_size=2)
+    assert len(store.read()) == 1
 
 
 # --- shards and ranks --------------------------------------------------------------------------------------------------
 
 
 def test_shards_are_a_function_of_the_prompts_alone() -> None:
+    """Slow twin: the jobs sorted in Python."""
     prompts = prompts_of(11)
-    shards = plan_shards(prompts, 3, 4)
-    assert plan_shards(prompts[::-1], 3, 4) == shards
-    jobs = [(prompt.prompt_id, sample) for shard in shards for prompt, sample in shard]
-    assert len(jobs) == len(set(jobs)) == 33
-    assert [len(shard) for shard in shards] == [4] * 8 + [1]
-    lengths = [len(prompt.prompt_ids) for shard in shards for prompt, _ in shard]
-    assert lengths == sorted(lengths, reverse=True)
+    plan, other = ResponsePlan(prompts, 3, 4), ResponsePlan(prompts[::-1], 3, 4)
+    order = sorted(prompts, key=lambda prompt: (-len(prompt.prompt_ids), prompt.prompt_id))
+    jobs = [(prompt, sample) for prompt in order for sample in range(3)]
+    assert [plan.job(number) for number in range(33)] == [other.job(number) for number in range(33)] == jobs
+    assert [list(plan.shard(number)) for number in range(len(plan))] == [
+        list(range(33))[i : i + 4] for i in range(0, 33, 4)
+    ]
+    assert plan.keys.to_pylist() == [f"{prompt.prompt_id}:{sample}" for prompt, sample in jobs]
+    assert plan.domains().to_pylist() == [prompt.domain for prompt, _ in jobs]
+
+
+def test_one_more_prompt_asks_for_nothing_but_its_response(tmp_path: Path) -> None:
+    """Whatever its length: it may stand first, and then every shard of the plan holds other jobs."""
+    prompts = prompts_of(12)
+    before = {(row.prompt_id, row.sample): row for row in answers(tmp_path / "store", prompts[:6] + prompts[7:])}
+    files = {path: path.read_bytes() for path in (tmp_path / "store").glob("shard-*")}
+    asked: list[str] = []
+
+    def noted(target: Any, drafter: Any, keyed: Any, *rest: Any, **options: Any) -> Any:
+        asked.extend(key for key, _ in keyed)
+        return decode(target, drafter, keyed, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("data.responses.respond.decode", noted)
+        after = {(row.prompt_id, row.sample): row for row in answers(tmp_path / "store", prompts)}
+        assert asked == ["prompt6:0"]
+        answers(tmp_path / "store", prompts, samples_per_prompt=2)
+        assert sorted(asked[1:]) == sorted(f"prompt{index}:1" for index in range(12))
+        answers(tmp_path / "store", prompts[3:], shard_size=5)
+        assert len(asked) == 13, "fewer prompts, other shards: all there"
+    assert after.items() >= before.items()
+    assert all(path.read_bytes() == content for path, content in files.items())
+    alone = {(row.prompt_id, row.sample): row for row in answers(tmp_path / "whole", prompts)}
+    assert [row.input_ids for row in alone.values()] == [after[key].input_ids for key in alone]
+
+
+def test_prompts_in_a_file(tmp_path: Path) -> None:
+    """Slow twin: the same prompts in a list."""
+    prompts = [
+        replace(prompt, text=f"text {index}", reference_ids=(1, 2) if index % 3 else None)
+        for index, prompt in enumerate(prompts_of(9))
+    ]
+    assert write_prompts(tmp_path / "prompts.arrow", iter(prompts)) == prompts_fingerprint(prompts)
+    stored = StoredPrompts(tmp_path / "prompts.arrow")
+    assert list(stored) == prompts
+    assert stored[2:8:2] == prompts[2:8:2]
+    assert stored[-1] == prompts[-1]
+    plan, twin = ResponsePlan(stored, 2, 4), ResponsePlan(prompts, 2, 4)
+    assert plan.keys.equals(twin.keys)
+    assert [plan.job(number) for number in range(18)] == [twin.job(number) for number in range(18)]
+    assert plan.domains().equals(twin.domains())
+    write_prompts(tmp_path / "prompts.arrow", [])
+    assert len(StoredPrompts(tmp_path / "prompts.arrow")) == 0
+    (tmp_path / "prompts.arrow").write_bytes(b"no")
+    with pytest.raises(UserError, match=r"prompts\.arrow: cannot be read"):
+        StoredPrompts(tmp_path / "prompts.arrow")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -291,7 +340,7 @@ def test_a_full_disk_leaves_the_shards_before_it(tmp_path: Path, monkeypatch: py
     replace = os.replace
 
     def full(source: Any, destination: Any) -> None:
-        if Path(destination).name == "shard-00001.parquet":
+        if Path(destination).name == "shard-00001.arrow":
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(source, destination)
 
@@ -315,7 +364,7 @@ def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
     generator = random.Random(0)
 
     def shards() -> int:
-        return len(list((tmp_path / "killed").glob("shard-*.parquet")))
+        return len(list((tmp_path / "killed").glob("shard-*.arrow")))
 
     kills = 0
     for _ in range(6):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.prompts.prompt import PromptRow
-from data.prompts.split import content_hash, deduplicate, normalised_hash, remove_overlap, split_rows
+from data.prompts.split import content_hash, deduplicate, held_out, normalised_hash, remove_overlap
 from speculative.errors import UserError
 
 
@@ -115,44 +115,48 @@ def test_deduplicate_is_idempotent_and_leaves_no_twins(rows):
     assert [row for row in rows if row in kept][:1] == kept[:1]
 
 
-@quick
-@given(ROWS, st.integers(1, 29), st.randoms(use_true_random=False))
-def test_count_split_is_an_exact_partition_stable_under_order(rows, count, random):
-    unique = list({content_hash(row): row for row in rows}.values())
-    if count >= len(unique):
-        assert "different prompts" in refusal(split_rows, unique, heldout_count=count)
-        return
-    train, heldout = split_rows(unique, heldout_count=count)
-    assert len(heldout) == count
-    assert [row for row in unique if row in heldout] == heldout
-    assert [row for row in unique if row not in heldout] == train
-    shuffled = split_rows(random.sample(unique, len(unique)), heldout_count=count)[1]
-    assert sorted(map(content_hash, shuffled)) == sorted(map(content_hash, heldout))
+IDS = st.lists(st.text(min_size=1, max_size=4), min_size=2, max_size=30, unique=True)
 
 
 @quick
-@given(ROWS, st.data())
-def test_a_larger_count_holds_out_more_never_others(rows, data):
-    unique = list({content_hash(row): row for row in rows}.values())
-    if len(unique) < 3:
+@given(IDS, st.integers(1, 29), st.randoms(use_true_random=False))
+def test_who_is_held_out_is_stable_under_order(ids, count, random):
+    if count >= len(ids):
+        assert "different prompts" in refusal(held_out, ids, heldout_count=count)
         return
-    one, other = sorted(data.draw(st.tuples(*[st.integers(1, len(unique) - 1)] * 2)))
-    few, many = (split_rows(unique, count)[1] for count in (one, other))
-    assert [row for row in many if row in few] == few
+    numbers = held_out(ids, heldout_count=count)
+    assert len(set(numbers)) == len(numbers) == count
+    shuffled = random.sample(ids, len(ids))
+    assert [shuffled[number] for number in held_out(shuffled, count)] == [ids[number] for number in numbers]
+
+
+@quick
+@given(IDS, st.data())
+def test_a_larger_count_holds_out_more_never_others(ids, data):
+    one, other = sorted(data.draw(st.tuples(*[st.integers(1, len(ids) - 1)] * 2)))
+    assert held_out(ids, other)[:one] == held_out(ids, one)
+
+
+@quick
+@given(IDS, st.text(min_size=5, max_size=6), st.data())
+def test_a_new_prompt_takes_the_place_of_one_at_most(ids, new, data):
+    count = data.draw(st.integers(1, len(ids) - 1))
+    before = [ids[number] for number in held_out(ids, count)]
+    after = [[*ids, new][number] for number in held_out([*ids, new], count)]
+    assert after == before or [one for one in after if one != new] == before[:-1]
 
 
 def test_who_is_held_out_never_changes():
     # Runs are compared on the same held-out prompts: the choice itself is the promise.
-    rows = [text_row(f"prompt {number}") for number in range(40)]
-    assert [row.text for row in split_rows(rows, 4)[1]] == ["prompt 6", "prompt 11", "prompt 20", "prompt 38"]
+    ids = [content_hash(text_row(f"prompt {number}")) for number in range(40)]
+    assert sorted(held_out(ids, 4)) == [6, 11, 20, 38]
 
 
 def test_split_refuses_odd_settings():
-    rows = [text_row("a"), text_row("b")]
     for count in (0, 2, -1):
-        assert "give 1 to 1" in refusal(split_rows, rows, heldout_count=count)
-    assert "1 different prompts: two are needed" in refusal(split_rows, rows[:1], heldout_count=1)
-    assert "empty" in refusal(split_rows, [], heldout_count=1)
+        assert "give 1 to 1" in refusal(held_out, ["a", "b"], heldout_count=count)
+    assert "1 different prompts: two are needed" in refusal(held_out, ["a"], heldout_count=1)
+    assert "empty" in refusal(held_out, [], heldout_count=1)
 
 
 @quick

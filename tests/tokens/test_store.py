@@ -5,17 +5,20 @@ import hashlib
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
+import psutil
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.files import MANIFEST, write_json
-from data.responses.store import Row, Store
+from data.responses import store as token_store
+from data.responses.store import INDEX, Row, Store, row_keys
 from speculative.errors import UserError
 
 IDENTITY = {"target": "abc", "tokenizer": "def", "sampling": {"temperature": 1.0, "top_k": 0}, "eos_ids": [2]}
@@ -35,6 +38,14 @@ def row_of(index: int, prompt: int = 3, response: int = 4) -> Row:
     return Row(
         f"prompt{index}", index % 2, "code", ids, mask, [-0.5 * step for step in range(response)], index % 2 == 0
     )
+
+
+def keys_of(*rows: Row) -> pa.Array:
+    return row_keys(pa.array([row.prompt_id for row in rows]), pa.array([row.sample for row in rows]))
+
+
+def there(store: Store, *indices: int) -> list[bool]:
+    return store.present(keys_of(*map(row_of, indices))).tolist()
 
 
 def opened(folder: Path) -> Store:
@@ -81,8 +92,7 @@ def test_shards_are_read_in_order_and_missing_ones_are_known(tmp_path: Path) -> 
     for shard in (10, 0, 2):
         store.write_shard(shard, [row_of(shard)])
     assert [row.prompt_id for row in store.read()] == ["prompt0", "prompt2", "prompt10"]
-    assert store.missing(4) == [1, 3]
-    assert store.missing(1) == []
+    assert there(store, *range(4)) == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
         store.write_shard(shard, [row_of(index) for index in range(20)])
     path = store.shard_path(1)
     content = path.read_bytes()
-    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "text": b"not parquet at all"}[damage])
+    path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "text": b"not arrow at all"}[damage])
     text = refused(store.read)
     assert str(path) in text
     assert "delete it" in text
@@ -152,7 +162,7 @@ def test_one_flipped_byte_anywhere_is_refused_by_name_or_harmless(tmp_path: Path
     harmless = []
     for path in sorted(store.folder.iterdir()):
         content = path.read_bytes()
-        for position in range(0, len(content), 3 if path.suffix == ".parquet" else 1):
+        for position in range(0, len(content), 3 if path.suffix == ".arrow" else 1):
             path.write_bytes(flipped(content, position))
             said = ""
             try:
@@ -204,15 +214,80 @@ def test_shards_of_two_numbers_cannot_change_places(tmp_path: Path) -> None:
     assert str(first) in refused(store.read)
 
 
-def test_has_all(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
-    assert not store.has_all(1, IDENTITY)
-    assert not store.folder.exists(), "asking creates nothing"
-    store.open(IDENTITY)
-    store.write_shard(0, [row_of(0)])
-    assert store.has_all(1, IDENTITY)
-    assert not store.has_all(2, IDENTITY)
-    assert "another target" in refused(lambda: store.has_all(1, IDENTITY | {"target": "xyz"}))
+def test_a_store_grows_and_keeps_what_it_has(tmp_path: Path) -> None:
+    """The plan's shard 0 is other rows now: what is there stays as it is, the new rows lie beside it."""
+    store = opened(tmp_path)
+    store.write_shard(0, [row_of(0), row_of(2)])
+    before = {path: path.read_bytes() for path in store.folder.iterdir()}
+    store.write_shard(0, [row_of(1), row_of(3)])
+    store.write_shard(0, [row_of(4)])
+    assert len(store.shards()) == 3
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert there(store, *range(6)) == [True] * 5 + [False]
+    assert not store.present(keys_of(Row("prompt0", 7, "code", [1], [True], [], True)))[0], "another sample"
+
+
+def test_a_selection_is_what_is_read_in_its_order(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for shard in range(3):
+        store.write_shard(shard, [row_of(2 * shard), row_of(2 * shard + 1)])
+    chosen = [row_of(index) for index in (5, 0, 3)]
+    store.select(keys_of(*chosen), ["new", "code", "other"])
+    domains = zip(chosen, ["new", "code", "other"], strict=True)
+    assert store.read() == [replace(row, domain=domain) for row, domain in domains], "labels may change"
+    store.select(keys_of(*chosen[:1]), ["code"])
+    assert store.read() == chosen[:1]
+    assert there(store, *range(6)) == [True] * 6, "the others stay"
+    assert "1 of 2 responses are missing" in refused(lambda: store.select(keys_of(row_of(1), row_of(9)), ["a", "b"]))
+    assert store.read() == chosen[:1]
+    content = bytearray((store.folder / INDEX).read_bytes())
+    content[len(content) // 2] ^= 1
+    (store.folder / INDEX).write_bytes(bytes(content))
+    assert INDEX in refused(store.read)
+
+
+def test_rows_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow twin: the rows in memory. Ids are no copies, and few shards stay mapped."""
+    monkeypatch.setattr(token_store, "MAPPED_SHARDS", 2)
+    monkeypatch.setattr(token_store, "SCANNED_SHARDS", 2)
+    store = opened(tmp_path)
+    rows = [row_of(index, prompt=1 + index % 3, response=index % 4 + 1) for index in range(12)]
+    for shard in range(6):
+        store.write_shard(shard, rows[2 * shard : 2 * shard + 2])
+    stored = store.rows()
+    assert list(stored) == rows
+    assert stored[2:9:3] == rows[2:9:3]
+    assert stored[-1] == rows[-1]
+    examples = stored.examples
+    assert len(examples) == 12
+    for number, row in enumerate(rows):
+        example, twin = examples[number], row.example()
+        assert not example.input_ids.flags.writeable
+        assert not example.input_ids.flags.owndata
+        assert (example.input_ids.dtype, example.loss_mask.dtype) == (np.int32, bool)
+        np.testing.assert_array_equal(example.input_ids, twin.input_ids)
+        np.testing.assert_array_equal(example.loss_mask, twin.loss_mask)
+        assert examples.lengths_N[number] == len(twin.input_ids)
+        assert examples.response_tokens_N[number] == twin.response_tokens
+    del example
+    assert len(set(examples.keys_N.tolist())) == 12
+    mapped = {one.path for one in psutil.Process().memory_maps() if one.path.startswith(str(store.folder))}
+    assert 1 <= len(mapped) <= 2
+
+
+def test_keys_see_prompt_sample_ids_and_mask(tmp_path: Path) -> None:
+    row = row_of(0)
+    others = [
+        row, replace(row, prompt_id="other"), replace(row, sample=1), replace(row, input_ids=[*row.input_ids[:-1], 99]),
+        replace(row, loss_mask=[True, *row.loss_mask[1:]]), replace(row, domain="other", finished=False),
+    ]  # fmt: skip
+    keys = []
+    for index, other in enumerate(others):
+        store = opened(tmp_path / str(index))
+        store.write_shard(0, [other])
+        keys.append(int(store.rows().examples.keys_N[0]))
+    assert len(set(keys)) == 5
+    assert keys[0] == keys[5], "a label is no part of it"
 
 
 def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +303,7 @@ def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.
         patched.setattr(os, "replace", killed)
         with pytest.raises(Killed):
             store.write_shard(1, [row_of(1)])
-    assert store.missing(2) == [1]
+    assert there(store, 0, 1) == [True, False]
     assert store.read() == [row_of(0)]
     store.write_shard(1, [row_of(1)])
     assert store.read() == [row_of(0), row_of(1)]
@@ -241,7 +316,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_shards(tmp_path: Path, monke
     store = opened(tmp_path)
     store.write_shard(0, [row_of(0)])
     with monkeypatch.context() as patched:
-        patched.setattr(parquet, "write_table", full)
+        patched.setattr(pa, "BufferOutputStream", full)
         text = refused(lambda: store.write_shard(1, [row_of(1)]))
     assert "No space left" in text
     assert str(store.shard_path(1)) in text
@@ -249,7 +324,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_shards(tmp_path: Path, monke
     assert sorted(path.name for path in store.folder.iterdir()) == [
         "checksum-00000.sha256",
         MANIFEST,
-        "shard-00000.parquet",
+        "shard-00000.arrow",
     ]
 
 

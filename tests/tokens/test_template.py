@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.prompts.prompt import PromptRow
 from data.prompts.template import (
+    check_learnable,
     check_lengths,
-    check_masks,
     loss_mask,
     on_day,
     render_prompt,
@@ -239,15 +239,10 @@ def test_loss_mask_covers_the_response_only():
         loss_mask(3, 2)
 
 
-def test_masks_of_a_set():
-    check_masks([[False, True], [False, False], [True]], "train")
-    check_masks(iter([[0, 1]]), "train")
-    assert refusal(check_masks, [[False], [False, False]], "train").startswith(
-        "train: the loss mask is 0 on all 3 tokens"
-    )
-    assert "is 1 on all 2 tokens" in refusal(check_masks, [[True, True]], "train")
-    assert "no tokens in 0 rows" in refusal(check_masks, [], "held-out")
-    assert "no tokens in 1 rows" in refusal(check_masks, [[]], "held-out")
+def test_a_set_with_nothing_to_learn():
+    check_learnable(3, 4, 1, "train")
+    assert refusal(check_learnable, 2, 3, 0, "train").startswith("train: the loss mask is 0 on all 3 tokens")
+    assert "no tokens in 2 rows" in refusal(check_learnable, 2, 0, 0, "held-out")
 
 
 def test_lengths():

@@ -36,7 +36,7 @@ import numpy as np
 
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.run.session import Pair, open_pair
 from speculative.decoder.responses import DecodeSettings, Response

@@ -14,7 +14,6 @@ import pytest
 import torch
 from processes import run_and_kill, run_ranks
 from tiny_training import (
-    examples_of,
     forget_accelerators,
     fresh_accelerator,
     write_prompts,
@@ -22,6 +21,7 @@ from tiny_training import (
 )
 from transformers.utils import chat_template_utils
 
+from data.responses import respond as data_respond
 from data.responses.store import Store
 from data.signals.signal import TopKSignal
 from data.signals.store import ENTRY, INDEX, SignalStore
@@ -78,7 +78,7 @@ def stored(
     config = load_config(config_path, asked)
     assert config.target is not None
     facts = Target(config.target, torch.device("cpu"), config.folder).facts
-    examples = [row.example() for row in Store(config.folder / "responses" / "train").read()]
+    examples = Store(config.folder / "responses" / "train").rows().examples
     return open_signal_store(config, examples, facts, fresh_accelerator(folder), repair=repair), config
 
 
@@ -186,6 +186,47 @@ def test_a_second_time_nothing_is_computed(config_path: Path, topk_run: Path, mo
     assert same(stored(config_path, topk_run)[0].read(range(12)), before)
 
 
+def test_one_more_prompt_costs_one_response_and_one_signal(
+    config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And judging other numbers of prompts costs what is missing of them."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 31)
+    lines = prompts.read_text().splitlines(keepends=True)
+    changes = [f"data.train.0.path={prompts}", "data.heldout_count=6"]
+    prompts.write_text("".join(lines[:30]))
+    respond(config_path, tmp_path, *changes)
+    before = stored(config_path, tmp_path, *changes)[0].facts()
+    asked: list[str] = []
+    captured: list[int] = []
+    answer, write = data_respond.decode, SignalStore.write
+
+    def noted(target: Any, drafter: Any, keyed: Any, *rest: Any, **options: Any) -> Any:
+        asked.extend(key for key, _ in keyed)
+        return answer(target, drafter, keyed, *rest, **options)
+
+    monkeypatch.setattr(data_respond, "decode", noted)
+    monkeypatch.setattr(
+        SignalStore, "write", lambda store, index, rows: (captured.append(index), write(store, index, rows))
+    )
+    prompts.write_text("".join(lines))
+    facts = respond(config_path, tmp_path, *changes)
+    assert facts is not None
+    # The new prompt is trained on, or held out, and then another one that was held out is trained on.
+    assert (facts["examples"], len(captured)) == (before["examples"] + 1, 1)
+    assert 1 <= len(asked) <= 3
+    folder = tmp_path / "tiny" / "responses"
+    trained = {row.prompt_id for row in Store(folder / "train").read()}
+    assert not trained & {row.prompt_id for row in Store(folder / "heldout").read()}
+    asked.clear()
+    respond(config_path, tmp_path, *changes, "judge.prompts=6")
+    assert len(captured) == 1
+    assert len(asked) == 4, "two more held-out prompts, under two rules"
+    assert len(Store(folder / "heldout").read()) == 6
+    respond(config_path, tmp_path, *changes, "judge.prompts=4", "serving.shard_size=9")
+    assert len(asked) == 4
+    assert len(Store(folder / "heldout").read()) == 4, "what is there is not what is judged"
+
+
 def test_what_is_damaged_is_made_again(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     respond(config_path, tmp_path)
     store, config = stored(config_path, tmp_path)
@@ -226,11 +267,9 @@ def test_a_store_of_other_settings_is_refused(config_path: Path, topk_run: Path,
 def test_a_store_of_another_target_is_refused(config_path: Path, topk_run: Path) -> None:
     config = load_config(config_path, [f"output={topk_run}", "signal.source=store"])
     facts = TargetFacts("x", None, "0123", "float32", "float32", (2,), 256, 300, 1)
-    examples = [row.example() for row in Store(config.folder / "responses" / "train").read()]
+    examples = Store(config.folder / "responses" / "train").rows().examples
     accelerator = fresh_accelerator(topk_run)
     assert "another target (" in refused(lambda: open_signal_store(config, examples, facts, accelerator, repair=False))
-    others = examples_of([9] * 12)
-    assert "another " in refused(lambda: open_signal_store(config, others, facts, accelerator, repair=True))
 
 
 def test_a_k_above_the_vocabulary_is_refused(config_path: Path, tmp_path: Path) -> None:

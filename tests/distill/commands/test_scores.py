@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import perturbed
 from tiny_training import TOKENS, forget_accelerators, tiny_tokenizer, write_target
 
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from distill.commands.evaluate import scores as room
 from distill.commands.evaluate.losslessness import lossless_lines, losslessness
 from distill.commands.evaluate.scores import (

@@ -59,7 +59,7 @@ store = folder / "responses" / "train"
 if not store.exists():
     store.mkdir(parents=True)
     (store / "manifest.json").write_text("{}")
-    (store / "shard-00000.parquet").write_text(f"seed {seed}")
+    (store / "shard-00000.arrow").write_text(f"seed {seed}")
     (control / f"decoded-{name}").touch()
 if (control / f"fail-{name}").exists():
     print("some line", file=sys.stderr)
@@ -240,7 +240,7 @@ def test_responses_are_made_once_per_seed_and_shared_as_files(tmp_path: Path) ->
     assert sorted(file.name for file in tmp_path.glob("decoded-*")) == ["decoded-s-tv-seed0", "decoded-s-tv-seed1"]
     assert said(console).count("with the responses of an earlier run") == 2
     one, other = (tmp_path / "runs" / f"s-{loss}-seed0/responses/train" for loss in ("tv", "forward_kl"))
-    assert (one / "shard-00000.parquet").stat()[stat.ST_INO] == (other / "shard-00000.parquet").stat()[stat.ST_INO]
+    assert (one / "shard-00000.arrow").stat()[stat.ST_INO] == (other / "shard-00000.arrow").stat()[stat.ST_INO]
     assert (one / "manifest.json").stat()[stat.ST_INO] != (other / "manifest.json").stat()[stat.ST_INO]
 
 
@@ -489,7 +489,7 @@ def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) 
     result = run_sweep(path, console=quiet())
     assert [trial["error"] for trial in result["trials"]] == [None, None]
     assert all(finished(trial) for trial in plan(load_sweep(path)))
-    shards = [sorted((tmp_path / f"real-{loss}/responses").rglob("shard-*.parquet")) for loss in ("tv", "forward_kl")]
+    shards = [sorted((tmp_path / f"real-{loss}/responses").rglob("shard-*.arrow")) for loss in ("tv", "forward_kl")]
     assert len(shards[0]) == len(shards[1]) > 1
     for one, other in zip(*shards, strict=True):
         assert one.samefile(other)

@@ -28,7 +28,7 @@ from tiny_training import (
 
 from data.batches.collate import Batch, Example, collate
 from data.batches.packing import batches_per_epoch, micro_batches, plan_epoch
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from distill.config.layout import list_steps
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective

@@ -187,7 +187,7 @@ def test_uniforms_depend_on_seed_example_and_place_alone() -> None:
 def open_store(folder: Path, config: SignalConfig, rank: int = 0) -> SignalStore:
     store = SignalStore(folder / "signal")
     manifest = signal_manifest(
-        config.kind, config.k if config.kind == "topk" else config.samples, EXAMPLES, temperature=1.5, vocab_rows=TOKENS,
+        config.kind, config.k if config.kind == "topk" else config.samples, temperature=1.5, vocab_rows=TOKENS,
         target="abc", target_dtype="float32", seed=7,
     )  # fmt: skip
     store.open(manifest, [example.response_tokens for example in EXAMPLES], rank=rank, repair=True)

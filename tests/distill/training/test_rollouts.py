@@ -16,7 +16,7 @@ from tiny_training import TOKENS, run_config, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
-from data.responses.respond import RenderedPrompt
+from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.draft import cast_copy
@@ -253,7 +253,7 @@ def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: in
                 made(rollouts, kind, 1, Draft(draft_model()))
         else:
             found = made(rollouts, kind, 1, Draft(draft_model()))
-        there = {path.name for path in (config.folder / "rollouts").rglob("shard-*.parquet")}
+        there = {path.name for path in (config.folder / "rollouts").rglob("shard-*.arrow")}
         if rank < 3:
             assert len(there - shards) == len(range(rank, 3, ranks)), "each rank makes its share"
         shards = there
@@ -273,7 +273,7 @@ def test_a_killed_run_reads_the_same_rollouts_as_one_that_was_not(tmp_path: Path
     deaths = 0
     for _ in range(4):
         deaths += run_and_kill(
-            make, killed, progress=lambda: len(list((killed.folder / "rollouts").rglob("*.parquet"))),
+            make, killed, progress=lambda: len(list((killed.folder / "rollouts").rglob("*.arrow"))),
             generator=generator, most=2,
         ) != 0  # fmt: skip
     assert deaths > 0
@@ -364,7 +364,7 @@ def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> N
 def test_a_damaged_companion_is_refused_by_name(tmp_path: Path, harm: str) -> None:
     config, draft = config_of(tmp_path), Draft(draft_model())
     rollouts_of(config).speculative(0, draft)
-    shard = config.folder / "rollouts" / "speculative-g00000" / "shard-00001.parquet"
+    shard = config.folder / "rollouts" / "speculative-g00000" / "shard-00001.arrow"
     path = rejected_path(shard)
     if harm == "gone":
         path.unlink()
@@ -383,8 +383,8 @@ def test_companions_of_other_shards_are_refused(tmp_path: Path) -> None:
     config, draft = config_of(tmp_path), Draft(draft_model())
     rollouts_of(config).speculative(0, draft)
     folder = config.folder / "rollouts" / "speculative-g00000"
-    masks = read_rejected(folder / "shard-00000.parquet")
-    np.savez(rejected_path(folder / "shard-00000.parquet"), lengths=[1], rejected=masks[0][:1])
+    masks = read_rejected(folder / "shard-00000.arrow")
+    np.savez(rejected_path(folder / "shard-00000.arrow"), lengths=[1], rejected=masks[0][:1])
     with pytest.raises(UserError, match="do not agree"):
         rollouts_of(config).speculative(0, draft)
 
@@ -405,4 +405,4 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="No space left"):
         rollouts_of(config).speculative(0, Draft(draft_model()))
     assert not list((config.folder / "rollouts").rglob("*.tmp"))
-    assert not list((config.folder / "rollouts").rglob("*.parquet"))
+    assert not list((config.folder / "rollouts").rglob("*.arrow"))

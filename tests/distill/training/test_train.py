@@ -219,7 +219,7 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest(tiny_target: Path, ti
     assert len(of_muon) == 3 * 7
 
 
-def test_reference_answers_train_and_are_scored_by_the_target(
+def test_reference_answers_train_and_the_target_is_not_asked_of_them(
     tiny_target: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "answers.jsonl"
@@ -245,12 +245,7 @@ judge: {{every: 2, prompts: 5, gamma: 2, speed_prompts: 1, speed_seconds: 0.1}}
     assert train.main([str(config)]) == 0
     stored = Store(tmp_path / "reference" / "responses" / "train").read()
     assert len(stored) == 25
-    target = load_model("target", str(tiny_target))
-    row = stored[0]
-    logits = target(torch.tensor([row.input_ids])).logits[0, :-1].log_softmax(-1)
-    expected = logits.gather(-1, torch.tensor(row.input_ids[1:])[:, None]).squeeze(-1)[-len(row.response_ids) :]
-    # Batched with right padding there, alone here.
-    torch.testing.assert_close(torch.tensor(list(row.log_target_probs)), expected.detach(), rtol=1e-4, atol=1e-4)
+    assert all(row.response_ids and not row.log_target_probs for row in stored)
 
 
 def test_stores_are_named_by_what_they_hold(tiny_run: Path) -> None:

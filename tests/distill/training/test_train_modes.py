@@ -96,9 +96,7 @@ class TestStoredSignals:
         assert train.main([str(tiny_config), "name=none-there", "signal.source=store"]) == 2
         assert "understudy respond" in capsys.readouterr().err
         shard = next((stored / "signal").glob("shard-*.bin"))
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        shard.write_bytes(shard.read_bytes()[:-1])
         assert train.main([str(tiny_config), "name=stored", "signal.source=store", *STORED]) == 2
         said = capsys.readouterr().err
         assert shard.name in said

@@ -1,0 +1,159 @@
+"""Prompts as the target will see them: one by one, or as a file of many that stays on disk."""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from speculative.errors import UserError
+
+WRITTEN_AT_ONCE = 4096  # prompts held while a file is written
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("domain", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("reference_ids", pa.list_(pa.int32())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt as the target will see it. `reference_ids`: the dataset's own answer, when one is mapped."""
+
+    prompt_id: str
+    domain: str
+    prompt_ids: tuple[int, ...]
+    text: str = ""
+    reference_ids: tuple[int, ...] | None = None
+
+
+class StoredPrompts(Sequence[RenderedPrompt]):
+    """The prompts of a file, mapped: each is made when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when the file cannot be read."""
+        try:
+            with pa.memory_map(str(path)) as source:
+                self._table = pa.ipc.open_file(source).read_all()
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{path}: cannot be read ({error}); delete its folder to make it again") from error
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, number: int) -> RenderedPrompt: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[RenderedPrompt]: ...
+    def __getitem__(self, number: int | slice) -> RenderedPrompt | list[RenderedPrompt]:
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        row = {name: self._table[name][number] for name in SCHEMA.names}
+        ids = {
+            name: tuple(row[name].values.to_pylist()) if row[name].is_valid else None
+            for name in ("prompt_ids", "reference_ids")
+        }
+        return RenderedPrompt(
+            row["prompt_id"].as_py(), row["domain"].as_py(), ids["prompt_ids"] or (), row["text"].as_py(), ids["reference_ids"]
+        )  # fmt: skip
+
+    def write(self, path: Path, chosen_N: np.ndarray) -> None:
+        """Writes the prompts for which ``chosen_N`` (bool) holds to a file of their own, whole or not at all.
+
+        Raises:
+            UserError: disk full or folder not writable.
+        """
+        batches = self._table.to_batches()
+        ends = np.cumsum([len(batch) for batch in batches])
+        masks = np.split(chosen_N, ends[:-1]) if batches else []
+        _write(path, (pa.table(batch.filter(pa.array(mask))) for batch, mask in zip(batches, masks, strict=True)))
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One of SCHEMA's columns."""
+        return self._table[name]
+
+
+def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
+    """Writes prompts to a file, whole or not at all, few of them in memory; returns their fingerprint.
+
+    Raises:
+        UserError: disk full or folder not writable; or what the prompts raise while they come.
+    """
+    digest = hashlib.sha256()
+
+    def tables() -> Iterator[pa.Table]:
+        coming = iter(prompts)
+        while some := list(itertools.islice(coming, WRITTEN_AT_ONCE)):
+            for prompt in some:
+                digest.update(_identity(prompt))
+            yield _table(some)
+
+    _write(path, tables())
+    return digest.hexdigest()[:16]
+
+
+def _write(path: Path, tables: Iterable[pa.Table]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+            for table in tables:
+                writer.write_table(table)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def prompts_fingerprint(prompts: Iterable[RenderedPrompt]) -> str:
+    """16 hex digits of SHA-256 over ids, domains and tokens of all prompts, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(_identity(prompt))
+    return digest.hexdigest()[:16]
+
+
+def prompt_ids_of(prompts: Sequence[RenderedPrompt]) -> pa.Array:
+    """Ids of all prompts, in order."""
+    if isinstance(prompts, StoredPrompts):
+        return prompts.column("prompt_id").combine_chunks()
+    return pa.array([prompt.prompt_id for prompt in prompts], pa.string())
+
+
+def domains_of(prompts: Sequence[RenderedPrompt]) -> pa.Array:
+    """Domains of all prompts, in order."""
+    if isinstance(prompts, StoredPrompts):
+        return prompts.column("domain").combine_chunks()
+    return pa.array([prompt.domain for prompt in prompts], pa.string())
+
+
+def prompt_lengths(prompts: Sequence[RenderedPrompt]) -> np.ndarray:
+    """Tokens of all prompts, in order."""
+    if isinstance(prompts, StoredPrompts):
+        return pc.list_value_length(prompts.column("prompt_ids")).to_numpy()
+    return np.array([len(prompt.prompt_ids) for prompt in prompts], dtype=np.int64)
+
+
+def _identity(prompt: RenderedPrompt) -> bytes:
+    content = (prompt.prompt_id, prompt.domain, prompt.prompt_ids, prompt.reference_ids)
+    return json.dumps(content).encode() + b"\n"
+
+
+def _table(prompts: Sequence[RenderedPrompt]) -> pa.Table:
+    columns: list[Any] = [[getattr(prompt, name) for prompt in prompts] for name in SCHEMA.names]
+    return pa.Table.from_arrays(
+        [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], schema=SCHEMA
+    )

@@ -1,0 +1,134 @@
+"""A run's prompts: rendered once by the main process, split by content, the same whatever is judged and whatever is added."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_training import tiny_tokenizer, write_prompts
+
+from data.responses.rendered import RenderedPrompt
+from distill.config.layout import CHECKPOINTS, PROMPTS
+from distill.config.sections import DataConfig
+from distill.run import prompts as run_prompts
+from distill.run.prompts import PromptSets, load_prompts
+from speculative.errors import UserError
+
+TOKENIZER = tiny_tokenizer()
+
+
+def data_of(folder: Path, count: int = 40, **keys: Any) -> DataConfig:
+    path = write_prompts(folder / "prompts.jsonl", count)
+    return DataConfig.model_validate({"train": ({"path": str(path)},), "template": {"mode": "plain"}, **keys})
+
+
+def loaded(
+    data: DataConfig, judged: int = 4, run: Path | None = None, context: int = 100, **options: Any
+) -> PromptSets:
+    return load_prompts(data, TOKENIZER, context, 10, judged, run=run, **options)
+
+
+def ids(prompts: Any) -> list[str]:
+    return [prompt.prompt_id for prompt in prompts]
+
+
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_prompts, "load_source", lambda *_: pytest.fail("sources were read"))
+
+
+def test_training_prompts_do_not_depend_on_how_many_are_judged(tmp_path: Path) -> None:
+    data = data_of(tmp_path)
+    few, many = loaded(data, 3), loaded(data, 6)
+    assert list(few.train) == list(many.train)
+    assert many.heldout[:3] == few.heldout
+    assert (len(few.train), len(many.heldout)) == (32, 6)
+    assert not set(ids(many.train)) & set(ids(many.heldout))
+
+
+def test_one_more_prompt_moves_one_at_most(tmp_path: Path) -> None:
+    before, after = loaded(data_of(tmp_path, 40), 8), loaded(data_of(tmp_path, 41), 8)
+    assert len(set(ids(before.train)) ^ set(ids(after.train))) == 1
+    held = set(ids(before.heldout)) ^ set(ids(after.heldout))
+    assert len(held) in (0, 2)
+
+
+def test_what_does_not_fit_is_left_out_before_the_split(tmp_path: Path) -> None:
+    lengths = sorted(len(prompt.prompt_ids) for prompt in loaded(data_of(tmp_path)).train)
+    most = lengths[len(lengths) // 2]
+    sets = loaded(data_of(tmp_path, too_long="drop"), 100, context=most + 10)
+    everything = [*sets.train, *sets.heldout]
+    assert max(len(prompt.prompt_ids) for prompt in everything) == most
+    assert len(everything) < 40
+    assert len(sets.heldout) == len(everything) // 5, "a fifth of those that fit"
+    assert f"{40 - len(everything)} left out (too long)" in sets.report
+    assert "judge.prompts = 100: no more are held out" in sets.report
+
+
+def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, data = tmp_path / "run", data_of(tmp_path)
+    first = loaded(data, run=run)
+    twin = loaded(data)
+    assert (list(first.train), first.heldout) == (list(twin.train), twin.heldout)
+    with monkeypatch.context() as patched:
+        no_reading(patched)
+        for sets in (loaded(data, run=run), loaded(data, 4, run=run, heldout_only=True)):
+            assert (list(sets.train), sets.heldout, sets.report) == (list(first.train), first.heldout, first.report)
+        assert loaded(data, 8, run=run).heldout[:4] == first.heldout, "another number to judge"
+        other = SimpleNamespace(is_main_process=False, wait_for_everyone=lambda: None)
+        assert list(loaded(data, run=run, accelerator=other).train) == list(first.train)
+    assert {path.name for path in (run / PROMPTS).iterdir()} == {"train.arrow", "heldout.arrow", "manifest.json"}
+
+
+@pytest.mark.parametrize("change", ["source", "context", "damage", "manifest", "judged"])
+def test_they_are_rendered_again_when_something_is_another(tmp_path: Path, change: str) -> None:
+    run = tmp_path / "run"
+    sources: dict[str, Any] = {}
+    if change == "judged":
+        path = write_prompts(tmp_path / "heldout.jsonl", 340)
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[40:]))
+        sources = {"heldout": ({"path": str(path)},)}
+    data = data_of(tmp_path, 40, **sources)
+    first = loaded(data, run=run)
+    counted: list[RenderedPrompt] = []
+    with pytest.MonkeyPatch.context() as patched:
+        render = run_prompts._Renderer.__call__
+        patched.setattr(
+            run_prompts._Renderer, "__call__", lambda *given: (made := render(*given), counted.append(made))[0]
+        )
+        if change == "source":
+            data = data_of(tmp_path, 42)
+        path = run / PROMPTS / ("manifest.json" if change == "manifest" else "train.arrow")
+        if change in ("damage", "manifest"):
+            content = path.read_bytes()
+            path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+        sets = loaded(data, 280 if change == "judged" else 4, run=run, context=99 if change == "context" else 100)
+        assert counted, "rendered again"
+    if change not in ("source", "judged"):
+        assert (list(sets.train), sets.heldout) == (list(first.train), first.heldout)
+
+
+def test_a_run_with_checkpoints_keeps_its_prompts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = loaded(data_of(tmp_path), run=run)
+    (run / CHECKPOINTS).mkdir()
+    data = data_of(tmp_path)  # the file is written again: the same prompts
+    assert list(loaded(data, run=run).train) == list(first.train)
+    with pytest.raises(UserError, match="prompts are others") as error:
+        loaded(data_of(tmp_path, 41), run=run)
+    assert str(run) in str(error.value)
+    assert "name=" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert json.loads((run / PROMPTS / "manifest.json").read_text())["heldout"] == 8, "nothing is lost"
+
+
+def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
+    """From sources of its own: nothing of the training prompts is read, nothing is kept."""
+    path = write_prompts(tmp_path / "heldout.jsonl", 30)
+    data = DataConfig.model_validate(
+        {"train": ({"path": "nowhere.jsonl"},), "heldout": ({"path": str(path)},), "template": {"mode": "plain"}}
+    )
+    sets = loaded(data, 5, run=tmp_path / "run", heldout_only=True)
+    assert ids(sets.heldout) == sorted(ids(loaded(data, 30, heldout_only=True).heldout))[:5]
+    assert len(sets.train) == 0
+    assert not (tmp_path / "run").exists()
