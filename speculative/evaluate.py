@@ -11,6 +11,7 @@ from speculative.decode import decode
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import ModelDrafter
+from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
 from speculative.measure.curves import CURVE_GAMMAS
 from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
@@ -127,6 +128,7 @@ def judge(
     if settings.active_rules is None and settings.tree is None:
         own, law = score_tokens(draft, responses, settings.sampling), law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
+    warnings = (agreement_warning(check), recurrence_warning(target), recurrence_warning(draft))
     record = {
         **result,
         **live_metrics(responses, settings.gamma),
@@ -137,7 +139,7 @@ def judge(
         "seconds": stage_seconds(timing),
         "peak_bytes": timing.peak_bytes,
         "replay_check": check,
-        "warnings": [warning for warning in [agreement_warning(check)] if warning],
+        "warnings": [warning for warning in dict.fromkeys(warnings) if warning],
     }
     return record, responses
 

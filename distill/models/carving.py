@@ -349,7 +349,7 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
 
     Raises:
         UserError: a layer the target does not have, the same layer twice, an architecture without a plain list of layers, a
-            multimodal one whose text model cannot be taken out.
+            hybrid's recurrent layers alone, a multimodal one whose text model cannot be taken out.
     """
     if target.config.get_text_config(decoder=True) is not target.config:
         raise UserError(
@@ -362,6 +362,13 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         raise UserError(f"student.layers = {list(layers)}: the target has layers 0 to {depth - 1} (or -{depth} to -1)")
     if len(set(chosen)) != len(chosen):
         raise UserError(f"student.layers = {list(layers)}: names a layer of the target twice")
+    kinds = getattr(target.config, "layer_types", None) or []
+    attention = [layer for layer, kind in enumerate(kinds) if "attention" in kind and kind != "linear_attention"]
+    if attention and not set(attention) & set(chosen):
+        raise UserError(
+            f"student.layers = {list(layers)}: recurrent layers only, which {type(target).__name__} does not decode without one of "
+            f"attention; take in one of {attention}"
+        )
     config = copy.deepcopy(target.config)
     text_config = config.get_text_config()
     text_config.num_hidden_layers = len(chosen)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Timing
 from speculative.decoder.stage_clock import StageClock
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
-from speculative.engine.cached_model import CachedModel, upload
+from speculative.engine.cached_model import open_model, upload
 from speculative.engine.models import without_autograd
 from speculative.engine.runners import EAGER
 from speculative.errors import UserError
@@ -93,7 +93,7 @@ class BlockLoop:
         self.lengths_R = np.ones(rows, dtype=np.int64)  # An empty seat is a text of one token that never grows.
         self.prompt_lengths_R = np.ones(rows, dtype=np.int64)
         self.active_R = np.zeros(rows, dtype=bool)
-        self.target = CachedModel(target, "target", rows, longest + slack, runner)
+        self.target = open_model(target, "target", rows, longest + slack, runner)
         self._device = target.device
         self._step_mode = without_autograd(runner, target, drafter.model if drafter is not None else None)
         self._exact_stages, self._keep_probs = exact_stages, keep_probs

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.cached_model import CachedModel, upload
+from speculative.engine.cached_model import CachedModel, open_model, upload
+from speculative.engine.recurrent_model import RecurrentModel
 from speculative.engine.runners import EAGER
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import SamplingSettings, logits_to_probs, most_likely_and_peak, sample
@@ -27,7 +28,7 @@ class Seats:
 
     rows: int
     capacity: int
-    target: CachedModel
+    target: CachedModel | RecurrentModel
     runner: str = EAGER
 
 
@@ -126,7 +127,7 @@ class ModelDrafter:
     def __init__(self, model: PreTrainedModel, name: str = "draft"):
         self.model: PreTrainedModel = model
         self.name = name
-        self._cached: CachedModel | None = None
+        self._cached: CachedModel | RecurrentModel | None = None
         self._read_R = np.zeros(0, dtype=np.int64)
 
     @property
@@ -135,7 +136,7 @@ class ModelDrafter:
         return self._cached.runner.recordings if self._cached is not None else 0
 
     def start(self, seats: Seats) -> None:
-        self._cached = CachedModel(self.model, self.name, seats.rows, seats.capacity, seats.runner)
+        self._cached = open_model(self.model, self.name, seats.rows, seats.capacity, seats.runner)
         self._read_R = np.zeros(seats.rows, dtype=np.int64)
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:

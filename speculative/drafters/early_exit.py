@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
 from speculative.engine.cached_model import CachedModel
+from speculative.engine.models import is_recurrent
 from speculative.errors import UserError
 
 
@@ -27,7 +28,11 @@ class EarlyExit(ModelDrafter):
     shares_cache = True
 
     def __init__(self, target: PreTrainedModel, layers: int):
-        """Raises UserError when the target has no more than `layers` layers, or none that can be found."""
+        """Raises UserError when the target has no more than `layers` layers, or none that can be found, or a recurrent state."""
+        if is_recurrent(target):
+            raise UserError(
+                f"{type(target).__name__} keeps a recurrent state, which an early exit cannot share: use a draft"
+            )
         super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
 
     def start(self, seats: Seats) -> None:

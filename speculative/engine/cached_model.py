@@ -12,7 +12,14 @@ from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, whole_steps
 from speculative.engine.memory import cache_shapes
-from speculative.engine.models import attention_windows, check_decodable, max_positions, takes_logits_to_keep
+from speculative.engine.models import (
+    attention_windows,
+    check_decodable,
+    is_recurrent,
+    max_positions,
+    takes_logits_to_keep,
+)
+from speculative.engine.recurrent_model import RecurrentModel
 from speculative.engine.runners import EAGER, Runner, make_runner
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
@@ -21,6 +28,19 @@ STATIC_PREFIX = 256  # Compiled and captured calls see prefixes of this times a 
 PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
 REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large, and of lengths that hardly come again.
 FEWEST_PREFILL_TOKENS = 64  # Out of memory is believed only when this few tokens do not fit either.
+
+
+def open_model(
+    model: PreTrainedModel, name: str, rows: int, capacity: int, runner: str
+) -> "CachedModel | RecurrentModel":
+    """The model with its memory of `rows` texts of at most `capacity` tokens.
+
+    Raises UserError (through `check_decodable`) when the model cannot be used so.
+    """
+    check_decodable(model, name)
+    if is_recurrent(model):
+        return RecurrentModel(model, name, rows, capacity)
+    return CachedModel(model, name, rows, capacity, runner)
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:

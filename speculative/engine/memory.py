@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
-from speculative.engine.models import in_eval_mode, vocab_rows
+from speculative.engine.models import in_eval_mode, is_recurrent, vocab_rows
+from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.errors import UserError
 
 GIB = 1024**3
@@ -65,7 +66,9 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
-    """Bytes of a RaggedCache for this model."""
+    """Bytes of a RaggedCache for this model, or of its recurrent states."""
+    if is_recurrent(model):
+        return recurrent_bytes(model, rows, capacity)
     return rows * capacity * sum(shape.bytes_per_position for shape in cache_shapes(model))
 
 

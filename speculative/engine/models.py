@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from speculative.engine.runners import EAGER
 from speculative.errors import UserError
@@ -75,6 +80,13 @@ _known_windows: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[str, ...]
 )
 
 
+OWN_MASKS = ("chunked_attention", "local")
+
+
+def _layer_kinds(config: PretrainedConfig) -> set[str]:
+    return {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+
+
 def attention_windows(model: PreTrainedModel) -> list[int | None]:
     """Per layer, how many positions back it sees (itself included); None for all of them.
 
@@ -86,9 +98,8 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     if known is not None and known[0] == told:
         return known[1]
     windows: list[int | None] = []
-    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
-    for kind in ("chunked_attention", "local"):
-        if kind in kinds:
+    for kind in OWN_MASKS:
+        if kind in _layer_kinds(config):
             raise UserError(f"{type(model).__name__} has {kind} layers, whose masks are their own: use another model")
     for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -104,20 +115,44 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     return windows
 
 
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether some layer keeps a state of the whole text (state space, linear attention, short convolution)."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model, "_is_stateful", False):
+        return True
+    if not _layer_kinds(config).isdisjoint(OWN_MASKS):
+        return False
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def state_name(model: PreTrainedModel) -> str:
+    """What a recurrent model calls its state, in its forward and in what that returns.
+
+    Raises UserError for one that has its own way (older code).
+    """
+    for name in ("past_key_values", "cache_params"):
+        if name in forward_parameters(model):
+            return name
+    raise UserError(
+        f"{type(model).__name__} does not take the state that it returns: it cannot be decoded step by step"
+    )
+
+
 def check_decodable(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model whose past cannot be rolled back by a length, or whose rows cannot differ in length.
+    """Refuse a model whose past can neither be cut nor read again, or whose rows cannot differ in length.
 
     Sliding-window layers are supported: their keys are kept in full and the window is in the mask.
 
-    Raises UserError naming the model: encoder-decoder, recurrent or hybrid layers, ALiBi, attention kernels that do not
+    Raises UserError naming the model: encoder-decoder, ALiBi, layers with masks of their own, attention kernels that do not
     take a 4-D mask.
     """
     config = model.config.get_text_config(decoder=True)
     who = f"{name} ({type(model).__name__})"
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{who} is an encoder-decoder: give a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise UserError(f"{who} keeps a recurrent state, which cannot be rolled back by a length: give an attention LM")
+    if is_recurrent(model):
+        state_name(model)
+        return
     if getattr(config, "alibi", False) or "position_ids" not in forward_parameters(model):
         raise UserError(f"{who} takes no position ids (ALiBi or older code): rows of different length need them")
     if config._attn_implementation not in ("sdpa", "eager"):

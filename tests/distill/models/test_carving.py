@@ -180,6 +180,14 @@ def test_a_choice_is_plain_values() -> None:
     assert set(plain) == {"layers", "alpha", "drop_one", "path", "exchanges", "tokens"}
 
 
+def test_recurrent_layers_alone_are_not_carved() -> None:
+    target = tiny_model("lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
+    with pytest.raises(UserError, match=r"recurrent layers only.*take in one of \[1\]") as error:
+        carve(target, (0, -1))
+    one_line(error)
+    torch.testing.assert_close(logits(carve(target, (0, 1, 2))), logits(target), rtol=0, atol=0)
+
+
 def test_impossible_choices_are_refused() -> None:
     target = tiny_model(num_hidden_layers=3)
     with pytest.raises(UserError, match=r"student\.depth = 4.*3 layers") as error:

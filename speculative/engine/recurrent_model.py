@@ -1,0 +1,161 @@
+"""A causal LM with recurrent layers (state space, linear attention) fed as `CachedModel` is, though its past cannot be cut.
+
+A state knows all of its text at once, so a rejected token is undone by going back to a copy of an earlier state and reading the
+committed text from there again. Row by row: right, and slower than an engine that keeps the state of every drafted token.
+
+Shapes: R rows, K rows of one call, Q query tokens, C capacity (positions a row can hold), V vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.engine.models import forward_parameters, is_recurrent, state_name, takes_logits_to_keep
+from speculative.engine.runners import EagerRunner
+from speculative.errors import UserError
+from speculative.rules.tree import TokenTree
+
+CHECKPOINT_STEP = 32  # Tokens read again at most, before the copy that rows go back to is made anew.
+REREAD = 2  # Committed tokens that a drafter may feed again.
+PROBE = 3  # Tokens of each of the two calls that tell whether a state goes on in calls of several tokens.
+
+
+class _Row:
+    """Text of a row, the state after its first `length` tokens, and the copy to go back to."""
+
+    def __init__(self, capacity: int, device: torch.device):
+        self.tokens_C = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.state: Any = None
+        self.length = 0
+        self.kept: Any = None
+        self.kept_length = 0
+
+    def keep(self) -> None:
+        self.kept, self.kept_length = copy.deepcopy(self.state), self.length
+
+    def go_back(self) -> None:
+        self.state, self.length = copy.deepcopy(self.kept), self.kept_length
+
+
+class RecurrentModel:
+    """The calls of `CachedModel`, except for token trees."""
+
+    cache = None  # Nothing that another model could share.
+    prefill_tokens = 0
+
+    def __init__(self, model: PreTrainedModel, name: str, rows: int, capacity: int):
+        self.model, self.name, self.device = model, name, model.device
+        self.runner = EagerRunner()
+        self._capacity = capacity
+        self._rows = [_Row(capacity, self.device) for _ in range(rows)]
+        self._state_name = state_name(model)
+        self._keeps_logits = takes_logits_to_keep(model)
+        self._takes_positions = "position_ids" in forward_parameters(model)
+        self._goes_on = self._in_several_tokens()
+
+    def feed(
+        self,
+        ids_KQ: torch.Tensor,
+        starts_K: np.ndarray,
+        logits_kept: int,
+        rows: Sequence[int] | None = None,
+        once: bool = False,
+    ) -> torch.Tensor:
+        """Logits (K, logits_kept, V) after the last `logits_kept` of Q tokens, written from each row's start on."""
+        logits = []
+        for place, row in enumerate(self._rows if rows is None else [self._rows[row] for row in rows]):
+            start = int(starts_K[place])
+            self._rewind(row, start)
+            row.tokens_C[start : start + ids_KQ.shape[1]] = ids_KQ[place]
+            logits.append(self._read(row, start + ids_KQ.shape[1], logits_kept))
+        return torch.stack(logits)
+
+    def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
+        """Raises UserError: one state has one past."""
+        raise UserError(f"the {self.name} keeps a recurrent state, which has one past: no token trees; use a chain")
+
+    def commit_path(self, starts_R: np.ndarray, path_RD: torch.Tensor) -> None:
+        """Never reached: see `feed_tree`."""
+        raise NotImplementedError
+
+    def prefill(self, tokens_RC: np.ndarray, rows: Sequence[int], lengths_K: np.ndarray) -> None:
+        """Read the first `lengths_K` tokens of these rows."""
+        for index, length in zip(rows, lengths_K.tolist(), strict=True):
+            row = self._rows[index] = _Row(self._capacity, self.device)
+            if length:
+                row.tokens_C[:length] = torch.from_numpy(tokens_RC[index, :length]).to(self.device)
+                self._read(row, length, 1)
+                row.keep()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Compact to these rows, in this order."""
+        self._rows = [self._rows[row] for row in rows]
+
+    def _rewind(self, row: _Row, start: int) -> None:
+        """Makes the row's state one of its first `start` tokens or fewer."""
+        if row.length <= start:
+            return
+        if row.kept_length > start:
+            row.kept, row.kept_length = None, 0
+        row.go_back()
+        if start - row.length > CHECKPOINT_STEP:
+            self._read(row, start - REREAD, 1)
+            row.keep()
+
+    def _read(self, row: _Row, stop: int, logits_kept: int) -> torch.Tensor:
+        """Reads the row's text up to `stop`; logits (logits_kept, V) after the last tokens."""
+        parts = []
+        while row.length < stop:
+            tokens = stop - row.length if self._goes_on or row.length == 0 else 1
+            parts.append(self._call(row, row.tokens_C[row.length : row.length + tokens], logits_kept))
+            row.length += tokens
+        return torch.cat(parts)[-logits_kept:]
+
+    def _call(self, row: _Row, ids_Q: torch.Tensor, logits_kept: int) -> torch.Tensor:
+        options: dict[str, Any] = {} if row.state is None else {self._state_name: row.state}
+        if self._takes_positions:  # some count them from 0 in every call
+            options["position_ids"] = torch.arange(row.length, row.length + len(ids_Q), device=self.device).unsqueeze(0)
+        if self._keeps_logits:
+            options["logits_to_keep"] = min(logits_kept, len(ids_Q))
+        output = self.model(input_ids=ids_Q.unsqueeze(0), use_cache=True, **options)
+        row.state = getattr(output, self._state_name)
+        return output.logits[0, -logits_kept:]
+
+    def _in_several_tokens(self) -> bool:
+        """Whether the model goes on from a state with several tokens at a time; some start anew with each such call."""
+        self._goes_on = True
+        rows = [_Row(2 * PROBE, self.device) for _ in range(2)]
+        with torch.no_grad():
+            for row in rows:
+                row.tokens_C += torch.arange(2 * PROBE, device=self.device) + 1
+            self._read(rows[0], PROBE, 1)
+            found, expected = (self._read(row, 2 * PROBE, PROBE) for row in rows)
+        return bool((expected - found).abs().amax() <= 0.01 * expected.abs().amax())
+
+
+def recurrent_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
+    """Upper bound of what `rows` rows of a RecurrentModel keep: the state, the copy, and the copy's copy while it is made."""
+    probe = RecurrentModel(model, "model", 1, 1)
+    with torch.no_grad():
+        probe.feed(torch.zeros((1, 1), dtype=torch.int64, device=model.device), np.zeros(1, dtype=np.int64), 1)
+    total = 0
+    for layer in probe._rows[0].state.layers:
+        growing = [getattr(layer, name, None) for name in ("keys", "values")]
+        fixed = [state for name in ("conv_states", "recurrent_states") for state in getattr(layer, name, {}).values()]
+        total += sum(tensor.nbytes * capacity for tensor in growing if tensor is not None)
+        total += sum(tensor.nbytes for tensor in fixed if tensor is not None)
+    return 3 * rows * total
+
+
+def recurrence_warning(model: PreTrainedModel) -> str | None:
+    """What the speeds of a model decoded this way do not say."""
+    if not is_recurrent(model):
+        return None
+    return (
+        f"{type(model).__name__} keeps a recurrent state: acceptance is that of any engine, speeds and c are not (here rejected "
+        "tokens are undone by reading text again, row by row)"
+    )
