@@ -28,7 +28,7 @@ CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
 # Bytes of a block: five or so of them share a core's cache; on a GPU they only bound the scratch memory.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
 # Rows of a micro-batch that the server's acceptance is estimated from, and the logits that they may have.
-MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 24
+MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
 # Bytes of a half-precision product on its way into a float32 sum.
 PRODUCT_SLICE = 32 << 20
 
