@@ -24,6 +24,7 @@ from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig, SourceConfig
 from distill.models.load import tokenizer_fingerprint
+from distill.run.lag import await_written
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
@@ -80,7 +81,7 @@ def load_prompts(
             _make(data, tokenizer, folder, made_with, heldout_prompts)
             kept = True
         if accelerator is not None:
-            accelerator.wait_for_everyone()
+            await_written(folder / MANIFEST)
         if kept:
             return _read(folder, heldout_prompts)
     if heldout_only and data.heldout:

@@ -11,12 +11,13 @@ from data.files import MANIFEST
 from data.prompts.template import check_learnable, template_fingerprint
 from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
-from data.responses.store import Row, Store, StoredRows
+from data.responses.store import INDEX, Row, Store, StoredRows
 from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target
+from distill.run.lag import await_seen, await_written
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.sampling import SamplingSettings
@@ -103,13 +104,15 @@ class RunStores:
                 batch_size = self.serving.batch_size
                 respond(store, manifest, self.target.model, prompts, settings, batch_size=batch_size, **share)
         self.accelerator.wait_for_everyone()
+        if not whole and self.accelerator.is_main_process:
+            await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
         return self._selected(store, plan)
 
     def _selected(self, store: Store, plan: ResponsePlan) -> StoredRows:
         """The plan's rows, checked and put in its order by the main process; the others find them so."""
         if self.accelerator.is_main_process:
             store.select(plan.keys, plan.domains())
-        self.accelerator.wait_for_everyone()
+        await_written(store.folder / INDEX)
         rows = store.rows()
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))

@@ -31,6 +31,7 @@ from distill.config.run import RunConfig
 from distill.models.draft import cast_copy
 from distill.models.load import model_fingerprint, tokenizer_fingerprint
 from distill.run import checkpoint
+from distill.run.lag import await_seen
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
@@ -153,6 +154,7 @@ class Rollouts:
         if missing:
             self._make(kind, store, manifest, prompts, settings, self._as_served(draft()))
         self.accelerator.wait_for_everyone()
+        await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
             raise UserError(f"{store.folder}: {lost} of {len(keys)} responses are missing; run again to make them")
         rows = store.read()

@@ -16,6 +16,7 @@ from tiny_training import (
     ScriptedJudge,
     examples_of,
     forget_accelerators,
+    fresh_accelerator,
     make_loop,
     metrics_of,
     run_config,
@@ -28,12 +29,26 @@ from distill import train
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.models import student
+from distill.run import lag
 from distill.run.checkpoint import judged_scores, last_resumable
 from distill.run.folder import load_verdict
 from distill.training.loop import Loop
 from speculative.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def _asks_for_what_never_shows(rank: int, folder: Path) -> None:
+    fresh_accelerator(folder)
+    lag.PATIENCE = 0.3
+    if rank == 0:
+        (folder / "written").write_text("x", encoding="utf-8")
+    lag.await_written(folder / "written" if rank == 0 else folder / "elsewhere")
+
+
+def test_a_rank_without_the_shared_disk_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert rank_statuses(_asks_for_what_never_shows, tmp_path) == [0, 1]
+    assert "does not show here after 0.3 s; set output to a folder on a disk" in capfd.readouterr().err
 
 
 class RefusingJudge(ScriptedJudge):
@@ -206,6 +221,14 @@ def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) 
     forget_accelerators()
     if rank == 1:
         exists, late = Path.exists, ("judgement.json", "progress.json", "student.json", "self_checks.json")
+        read, clock = Path.open, iter([True] * 5)
+
+        def open_late(self: Path, *mode: Any, **options: Any) -> Any:
+            if self.name == "index.arrow" and next(clock, False):
+                raise FileNotFoundError(self)
+            return read(self, *mode, **options)
+
+        Path.open = open_late  # type: ignore[method-assign]
         Path.exists = lambda self, **options: self.name not in late and exists(self, **options)  # type: ignore[method-assign]
 
         def measured_again(*_: Any, **__: Any) -> None:
