@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pretend_cuda.ledger import LEDGER
 from tiny_training import forget_accelerators, write_prompts, write_target
 
 from data.batches.collate import Batch
 from distill import train
+from distill.training import micro_batch
 from distill.training.loop import Loop, StepResult
 
 pytestmark = pytest.mark.device
@@ -33,7 +36,10 @@ def run(folder: Path, *overrides: str) -> int:
     write_target(folder / "target", num_hidden_layers=2)
     write_prompts(folder / "train.jsonl", 10)
     (folder / "run.yaml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
-    return train.main([str(folder / "run.yaml"), *overrides])
+    try:
+        return train.main([str(folder / "run.yaml"), *overrides])
+    finally:
+        torch.set_float32_matmul_precision("highest")  # of the whole process, which has other tests
 
 
 VARIANTS = {
@@ -68,3 +74,33 @@ def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: py
     assert run(tmp_path, "judge.live=never") == 0
     reads, micro_batches, tensors = 3, 2, 3  # ids, rows, labels
     assert asked == [(reads, 1, 2, micro_batches * tensors)] * 2
+
+
+@pytest.mark.parametrize(("gib_each", "refused_from", "expected"), [(30, 99, 2), (1, 4, 2), (1, 99, 8), (90, 99, 1)])
+def test_the_micro_batch_is_what_a_trial_step_finds_room_for(
+    gib_each: int,
+    refused_from: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """80 GiB are free, nine tenths of them used; a trial of so many rows takes so much, or is out of memory."""
+    sizes, trial_step = [0], micro_batch.trial_step
+
+    def trial(accelerator: Any, module: Any, teacher: Any, batch: Batch) -> None:
+        sizes.append(len(batch.input_ids_BT))
+        if sizes[-1] >= refused_from:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        trial_step(accelerator, module, teacher, batch)
+
+    trained = []
+    monkeypatch.setattr(micro_batch, "trial_step", trial)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: sizes[-1] * gib_each * 2**30)
+    monkeypatch.setattr(Loop, "fit", lambda loop: trained.append(len(loop.micro_batches(0)[0].input_ids_BT)))
+    monkeypatch.setattr(train, "_conclude", lambda *_: None)
+    assert run(tmp_path, "judge.live=never", "train.micro_batch_size=null", "train.batch_size=8") == 0
+    assert trained == [expected]
+    printed = capsys.readouterr().out
+    assert f"micro-batch: {expected} sequences" in printed
+    assert "autocast bf16, float32 products in TF32" in printed
