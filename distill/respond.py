@@ -11,8 +11,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from data.responses.chat import ChatTarget
 from data.responses.store import StoredRows
 from distill.config.command_line import RespondOptions, run_program
+from distill.config.layout import RESPONSES, TRAINING
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
@@ -75,8 +77,12 @@ def _signal(config: RunConfig, rows: StoredRows, target: Target, accelerator: Ac
     store = open_signal_store(config, rows.examples, target.facts, accelerator, repair=True)
     try:
         if target.config.endpoint is not None:
-            rank, ranks = accelerator.process_index, accelerator.num_processes
-            target.endpoint.topk(store, rows, config.signal.k, rank=rank, ranks=ranks, label="teacher signal")
+            share = {"rank": accelerator.process_index, "ranks": accelerator.num_processes}
+            if isinstance(target.endpoint, ChatTarget):
+                answers = config.folder / RESPONSES / TRAINING
+                target.endpoint.keep_signal(store, answers, rows, config.signal.k, **share)
+            else:
+                target.endpoint.topk(store, rows, config.signal.k, label="teacher signal", **share)
             accelerator.wait_for_everyone()
         else:
             fill(config, store, target, rows.examples, accelerator)
@@ -85,7 +91,8 @@ def _signal(config: RunConfig, rows: StoredRows, target: Target, accelerator: Ac
     finally:
         store.close()
     accelerator.print(signal_line(config.signal, facts))
-    accelerator.print(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
+    if config.signal.source != "response_logprobs":
+        accelerator.print(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
     return facts
 
 

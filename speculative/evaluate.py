@@ -28,7 +28,7 @@ class HeldoutResponse:
     domain: str
     prompt_ids: list[int]
     response_ids: list[int]
-    log_target_probs: list[float]
+    log_target_probs: list[float]  # NaN where the server does not tell them
 
     @property
     def prompt(self) -> Hashable:
@@ -57,6 +57,7 @@ def judge_frozen(
         scores = score_tokens(draft, heldout, settings.sampling)
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
+    known = not any(np.isnan(own.log_target_probs).any() for own in scores)
     gammas = tuple(CURVE_GAMMAS)
     blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
     tokens_N = np.array([len(own) for own in scores])
@@ -76,7 +77,7 @@ def judge_frozen(
     return {
         **numbers(range(len(heldout))),
         "rule": settings.rule,
-        "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(law) if rule != law},
+        "rules": {rule: _under_rule(scores, rule, gammas) for rule in rules_of_text(law, known) if rule != law},
         # A domain of empty responses has nothing to judge.
         "domains": {name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
         "per_response": {

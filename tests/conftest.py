@@ -21,6 +21,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from model_server import Behaviour, running_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.prompts.stdlib import functions, library_folder
@@ -144,6 +145,13 @@ judge: {{every: 4, prompts: 10, gamma: 3, speed_prompts: 2, speed_seconds: 0.1}}
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Behaviour]]:
+    """(url, how it behaves) of a local server of `model_server`."""
+    with running_server() as found:
+        yield found
 
 
 @pytest.fixture

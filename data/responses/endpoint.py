@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,6 +48,9 @@ class Endpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     url: str = Field(description="up to and with /v1")
+    api: Literal["completions", "chat"] = Field(
+        "completions", description="chat: a hosted API of messages; goes with signal.source: response_logprobs"
+    )
     model: str | None = Field(None, description="its name there; null = the only one served")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
     concurrency: int = Field(32, ge=1, description="requests under way at once")
@@ -128,6 +131,10 @@ class EndpointTarget:
                 f"{self.endpoint.url}: {self.model} splits text into other tokens than target.path's tokenizer does "
                 f"({theirs[:6]}... against {ours[:6]}...); give the served model's own directory or hub id as target.path"
             )
+        self._recognise()
+
+    def _recognise(self) -> None:
+        """Refuses another model than the one that answered before."""
         if self.record is not None:
             says = [self._next_token(text) for text in TEXTS]
             recognise(self.record, {"model": self.model, "root": self._root, "next": says}, self.endpoint.url)
@@ -172,7 +179,7 @@ class EndpointTarget:
 
         def work(job: tuple[int, int]) -> Row:
             prompt, sample = plan.job(job[1])
-            return row_of(prompt, sample, self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}"))
+            return row_of(prompt, sample, self._answer(prompt, settings, f"{prompt.prompt_id}:{sample}"))
 
         with ResponseBar(label, total, total - sum(wanted.values()), show and rank == 0) as progress:
             for (shard, number), row in self._each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
@@ -180,7 +187,9 @@ class EndpointTarget:
                 answers[shard][number] = row
                 if len(answers[shard]) == wanted[shard]:
                     rows = answers.pop(shard)
-                    store.write_shard(shard, [rows[number] for number in sorted(rows)])
+                    ordered = [rows[number] for number in sorted(rows)]
+                    self._before_shard(store, ordered)
+                    store.write_shard(shard, ordered)
                     progress.advance(len(rows))
 
     def topk(
@@ -209,7 +218,8 @@ class EndpointTarget:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
         asked = self.endpoint.readers
-        tokens = sum(len(rows[index].input_ids) for index in missing)
+        some = missing[:64]
+        tokens = len(missing) * sum(len(rows[index].input_ids) for index in some) // len(some)
         self._readers = Readers(processes_for(tokens, ranks) if asked is None else asked)
         try:
             with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
@@ -220,6 +230,12 @@ class EndpointTarget:
         finally:
             self._readers.close()
             self._readers = Readers(0)
+
+    def _answer(self, prompt: RenderedPrompt, settings: DecodeSettings, key: str) -> Response:
+        return self.answer(prompt.prompt_ids, settings, key)
+
+    def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
+        """Before responses are written."""
 
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
@@ -233,7 +249,7 @@ class EndpointTarget:
             max_tokens=settings.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            seed=_seed(settings.seed, key),
+            seed=request_seed(settings.seed, key),
             logprobs=1,
             # The defaults of the model's own generation_config.json would hold for whatever is left out.
             top_k=sampling.top_k or -1,
@@ -384,7 +400,7 @@ def _end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> i
     raise UserError(f"{url}: does not say which of the end tokens {list(eos_ids)} ended a response; use vLLM")
 
 
-def _seed(seed: int, key: str) -> int:
+def request_seed(seed: int, key: str) -> int:
     """31 bits of SHA-256 over both."""
     return int.from_bytes(hashlib.sha256(f"{seed}\x00{key}".encode()).digest()[:4], "big") >> 1
 
@@ -411,9 +427,9 @@ def _one_line(error: Any, endpoint: Endpoint, model: str | None, k: int | None) 
         return f"{url}: refuses the key; put the right one into the environment variable {endpoint.api_key_env}"
     if isinstance(error, openai.NotFoundError):
         return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {model or 'a model'} must be served there"
-    limit = re.search(r"prompt.?logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
+    limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
     if k is not None and limit:
-        return f"{url}: gives at most {limit.group(1)} prompt_logprobs; start it with --max-logprobs {k}, or lower signal.k"
+        return f"{url}: gives at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
     if isinstance(error, openai.BadRequestError) and re.search(
         r"context length|max_model_len|maximum model length", said
     ):

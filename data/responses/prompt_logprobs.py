@@ -51,7 +51,7 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
             "target.path must be the model that is served"
         )
     counts_R = np.array([len(place) for place in wanted], dtype=np.int64)
-    return _table(ids_N, np.array(entries, dtype=np.float64), counts_R, k)
+    return topk_table(ids_N, np.array(entries, dtype=np.float64), counts_R, k)
 
 
 def _places(content: bytes) -> list[dict[str, Any] | None] | None:
@@ -69,8 +69,11 @@ def _places(content: bytes) -> list[dict[str, Any] | None] | None:
         ) from error
 
 
-def _table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: int) -> TopK:
-    """The k most probable entries of each row, of equal ones the smaller ids; and the log of the rest's mass."""
+def topk_table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: int) -> TopK:
+    """The k most probable entries of each row, of equal ones the smaller ids; and the log of the rest's mass.
+
+    Rows lie behind each other, ``counts_R`` entries each. Raises ValueError when a row has more than all mass.
+    """
     rows_N = np.repeat(np.arange(len(counts_R)), counts_R)
     order_N = np.lexsort((ids_N, -logs_N, rows_N))
     ranks_N = np.arange(len(order_N)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)

@@ -23,19 +23,24 @@ SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("text", pa.string()),
         ("reference_ids", pa.list_(pa.int32())),
+        ("turns", pa.string()),
     ]
 )
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as the target will see it. `reference_ids`: the dataset's own answer, when one is mapped."""
+    """A prompt as the target will see it. `reference_ids`: the dataset's own answer, when one is mapped.
+
+    `turns`: JSON of {messages, tools} where the prompt is a conversation, for a server that applies the template itself.
+    """
 
     prompt_id: str
     domain: str
     prompt_ids: tuple[int, ...]
     text: str = ""
     reference_ids: tuple[int, ...] | None = None
+    turns: str = ""
 
 
 class StoredPrompts(Sequence[RenderedPrompt]):
@@ -65,9 +70,8 @@ class StoredPrompts(Sequence[RenderedPrompt]):
             name: tuple(row[name].values.to_pylist()) if row[name].is_valid else None
             for name in ("prompt_ids", "reference_ids")
         }
-        return RenderedPrompt(
-            row["prompt_id"].as_py(), row["domain"].as_py(), ids["prompt_ids"] or (), row["text"].as_py(), ids["reference_ids"]
-        )  # fmt: skip
+        texts = {name: row[name].as_py() for name in ("prompt_id", "domain", "text", "turns")}
+        return RenderedPrompt(prompt_ids=ids["prompt_ids"] or (), reference_ids=ids["reference_ids"], **texts)
 
     def write(self, path: Path, chosen_N: np.ndarray) -> None:
         """Writes the prompts for which ``chosen_N`` (bool) holds to a file of their own, whole or not at all.

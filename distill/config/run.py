@@ -20,7 +20,7 @@ from distill.config.sections import (
     TrackingConfig,
     TrainConfig,
 )
-from speculative.rules.verify import Rule
+from speculative.rules.verify import Rule, draft_draws
 
 # Objective by engine rule when loss.name is null. One for all until a sweep shows that a rule wants another (docs/training.md).
 DEFAULT_OBJECTIVE: dict[Rule, LossName] = {
@@ -105,6 +105,8 @@ class RunConfig(Section):
             )
         if self.target.endpoint is not None:
             self._possible_endpoint()
+        elif self.signal.source == "response_logprobs":
+            raise ValueError("signal.source: response_logprobs goes with target.endpoint.api: chat, and only with it")
         if self.target.shard and (mix.student or mix.speculative or self.signal.source == "capture"):
             raise ValueError(
                 "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"
@@ -126,9 +128,32 @@ class RunConfig(Section):
             )
         if self.data.responses == "reference":
             raise ValueError("target.endpoint: data.responses: reference needs the target's weights")
-        store = self.signal.source == "store" and self.signal.kind == "topk" and self.loss.temperature == 1
+        chat = self.target.endpoint is not None and self.target.endpoint.api == "chat"
+        source = "response_logprobs" if chat else "store"
+        store = self.signal.source == source and self.signal.kind == "topk" and self.loss.temperature == 1
         if self.objective_names() != {"ce"} and not store:
-            raise ValueError("target.endpoint gives signal.source: store with signal.kind: topk at loss.temperature: 1")
+            raise ValueError(
+                f"target.endpoint gives signal.source: {source} with signal.kind: topk at loss.temperature: 1"
+            )
+        if chat and self.data.template.mode == "plain":
+            raise ValueError("target.endpoint.api: chat applies the chat template; data.template.mode cannot be plain")
+        if chat and (said := self.unreplayable(self.judge_rule)):
+            raise ValueError(said)
+
+    def unreplayable(self, rule: Rule) -> str | None:
+        """Why stored responses cannot be replayed by a rule; None when they can.
+
+        A chat API tells the probabilities of the model itself, the first few of them: what temperature and truncation make of a
+        token's own cannot be known from these. Where drafts take their argmax it is not asked for.
+        """
+        endpoint, serving = self.target.endpoint, self.serving
+        plain = (serving.temperature, serving.top_k, serving.top_p, serving.min_p) == (1.0, 0, 1.0, 0.0)
+        if endpoint is None or endpoint.api != "chat" or plain or not draft_draws(rule):
+            return None
+        return (
+            f"judge.rule: {rule} replays text by its probability under the serving settings, and target.endpoint.api: chat gives the "
+            "model's own; set judge.rule: greedy-draft, or serve at temperature 1 without top_k, top_p and min_p"
+        )
 
     @property
     def serving_rule(self) -> Rule:

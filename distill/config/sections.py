@@ -239,10 +239,11 @@ class LossConfig(Section):
 class SignalConfig(Section):
     """Where the teacher's distributions come from while the draft learns."""
 
-    source: Literal["online", "store", "capture"] = Field(
+    source: Literal["online", "store", "capture", "response_logprobs"] = Field(
         "online",
         description="online: the target runs in every step; store: written before by `understudy respond --signal`, the target "
-        "is not in memory; capture: the target runs once per sequence, later epochs read what was kept",
+        "is not in memory; capture: the target runs once per sequence, later epochs read what was kept; response_logprobs: what a "
+        "hosted chat API says of its own responses' tokens (target.endpoint.api: chat), kept by `understudy respond`",
     )
     kind: Literal["topk", "sampled"] = Field(
         "topk", description="topk: the k most probable tokens and the rest's mass; sampled: unbiased importance samples"

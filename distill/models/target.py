@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from data.files import write_json
+from data.responses.chat import ChatTarget
 from data.responses.endpoint import EndpointTarget
 from distill.config.layout import RESPONSES, SERVED, TARGET_FACTS
 from distill.config.sections import TargetConfig
@@ -24,6 +25,7 @@ from distill.models.load import (
     resolve,
     saved_dtype,
 )
+from distill.models.transplant import token_bytes
 from distill.models.vocabulary import vocabulary_rows
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
@@ -156,7 +158,10 @@ class Target:
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
         record = self._run / RESPONSES / SERVED if self._run else None
-        return EndpointTarget(self.config.endpoint, self.tokenizer, rows, record)
+        known = self.config.endpoint, self.tokenizer, rows, record
+        if self.config.endpoint.api == "chat":
+            return ChatTarget(*known, token_bytes=functools.partial(token_bytes, self.tokenizer))
+        return EndpointTarget(*known)
 
     def _asked(self) -> dict[str, Any]:
         """What an earlier start must have asked for, and what local weight files looked like then."""

@@ -45,12 +45,14 @@ def load_frozen_text(run: Path, rule: Rule | None = None) -> FrozenText:
     """The held-out text of a run for a rule, by default the one its config judges by.
 
     Raises:
-        UserError: no run there, or it stopped before its target had answered the held-out prompts.
+        UserError: no run there, or it stopped before its target had answered the held-out prompts; text that a rule cannot replay.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config = load_config(run / CONFIG)
     chosen: Rule = rule or config.judge_rule
+    if said := config.unreplayable(chosen):
+        raise UserError(f"{run}: {said}")
     folder = run / RESPONSES / (HELDOUT_GREEDY if chosen == "greedy" else HELDOUT)
     if not folder.is_dir():
         have = sorted(path.name for path in (run / RESPONSES).glob("heldout*"))

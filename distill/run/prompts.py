@@ -275,7 +275,8 @@ class _Renderer:
         ):
             self.dropped += 1
             return None
-        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), _text_of(row), reference_ids)
+        turns = json.dumps({"messages": row.messages}) if row.messages is not None else ""
+        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), _text_of(row), reference_ids, turns)
 
 
 def _text_of(row: PromptRow) -> str:

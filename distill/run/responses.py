@@ -9,6 +9,7 @@ from accelerate.utils import broadcast_object_list
 
 from data.files import MANIFEST
 from data.prompts.template import check_learnable, template_fingerprint
+from data.responses.chat import ChatTarget
 from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
@@ -41,6 +42,7 @@ class RunStores:
         self.folder, self.serving = config.folder / RESPONSES, config.serving
         self.accelerator, self.target = accelerator, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
+        self.kept_top = config.signal.k if config.signal.source == "response_logprobs" else 0
         self.settings = decode_settings(config.serving, config.seed, target)
         template = config.data.template
         self.identity = {
@@ -99,6 +101,8 @@ class RunStores:
                 "ranks": self.accelerator.num_processes, "label": f"{name} responses",
             }  # fmt: skip
             if self.target.config.endpoint is not None:
+                if isinstance(self.target.endpoint, ChatTarget):
+                    self.target.endpoint.top = self.kept_top
                 self.target.endpoint.respond(store, manifest, prompts, settings, **share)
             else:
                 batch_size = self.serving.batch_size

@@ -49,7 +49,7 @@ def open_signal_store(
     )  # fmt: skip
     command = f"understudy respond {config.folder / CONFIG} --signal {signal.kind}"
     if not repair and not (store.folder / MANIFEST).exists():
-        raise UserError(f"{store.folder}: signal.source is store, and there is none; run `{command}` first")
+        raise UserError(f"{store.folder}: signal.source is {signal.source}, and there is none; run `{command}` first")
     examples, rank = as_examples(examples), accelerator.process_index
     if accelerator.is_main_process:
         store.open(manifest, examples.response_tokens_N, examples.keys_N, rank=rank, repair=repair)
@@ -126,7 +126,7 @@ def make_teacher(
     if signal.source == "online":
         return Teacher(target.model)
     store = open_signal_store(config, examples, target.facts, accelerator, repair=signal.source == "capture")
-    if signal.source == "store":
+    if signal.source != "capture":
         store.check_files()  # each record is checked when it is read, on the rank that reads it
         return StoredTeacher(store)
     return CapturingTeacher(

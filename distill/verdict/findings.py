@@ -149,7 +149,8 @@ def curves_of(evidence: Evidence) -> Curves:
     for text_rule, text in evidence.texts.items():
         keys = [response.prompt for response in text]
         sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
-        for rule in rules_of_text(text_rule):
+        known = not any(np.isnan(response.log_target_probs).any() for response in text)
+        for rule in rules_of_text(text_rule, known):
             if rule in covered:
                 continue
             covered.add(rule)
@@ -165,6 +166,8 @@ def curves_of(evidence: Evidence) -> Curves:
             rule=rule,
             why="needs text that the target answered at temperature 0, and this run has none"
             if rule == "greedy"
+            else "needs the probabilities of the target's text under the serving settings, and its server tells the model's own alone"
+            if "greedy-draft" in covered
             else "needs text that the target sampled, and this run serves at temperature 0",
         )
         for rule in RULES

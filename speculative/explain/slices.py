@@ -179,8 +179,9 @@ def _dimensions(
         found.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, lambda _: NATS_NAMES)))
     else:
         surprisals_flat_T = -_flat([np.asarray(text.log_target_probs, dtype=np.float64) for text in texts])
-        # Greedy text is stored with log probability 0 everywhere: nothing to tell apart.
-        if len(surprisals_flat_T) == lengths_N.sum() and surprisals_flat_T.any():
+        # Greedy text is stored with log probability 0 everywhere: nothing to tell apart; NaN is not known.
+        told = surprisals_flat_T.any() and not np.isnan(surprisals_flat_T).any()
+        if len(surprisals_flat_T) == lengths_N.sum() and told:
             partition = _by_edges(surprisals_flat_T, NATS_EDGES, lambda _: NATS_NAMES)
             found.append(("target surprisal", "nats of the token said", partition))
     return found

@@ -19,9 +19,13 @@ def draft_draws(rule: str) -> bool:
     return rule in ("sample", "block")
 
 
-def rules_of_text(rule: str) -> tuple[Rule, ...]:
-    """The rules that text which the target wrote under a rule can be replayed under: greedy text under `greedy` alone."""
-    return ("greedy",) if rule == "greedy" else ("sample", "greedy-draft", "block")
+def rules_of_text(rule: str, probabilities: bool = True) -> tuple[Rule, ...]:
+    """The rules that text which the target wrote under a rule can be replayed under: greedy text under `greedy` alone.
+
+    probabilities: those of its tokens under the target's settings are known; without them a drawn draft cannot be judged.
+    """
+    sampled: tuple[Rule, ...] = ("sample", "greedy-draft", "block") if probabilities else ("greedy-draft",)
+    return ("greedy",) if rule == "greedy" else sampled
 
 
 class Verified(NamedTuple):

@@ -115,7 +115,10 @@ class _Runner:
         started = time.perf_counter()
         with self.console.status(f"training, log in {self._log(name)}"):
             arguments = [self.sweep.base, *trial.overrides]
-            if trial.config.signal.source == "store" and not (trial.config.folder / CHECKPOINTS).exists():
+            if (
+                trial.config.signal.source in ("store", "response_logprobs")
+                and not (trial.config.folder / CHECKPOINTS).exists()
+            ):
                 self._child("distill.respond", arguments, name)
             self._child("distill.train", arguments, name)
         if not finished(trial):

@@ -1,0 +1,192 @@
+"""The target behind a hosted chat API, which gives no `prompt_logprobs`: what it says of its own response's tokens is the signal.
+
+The protocol is `/v1/chat/completions` with `logprobs` and `top_logprobs`. The server applies the chat template and names tokens by
+their text. Its probabilities are the model's own, before temperature and truncation, and it has none for the end token, which is
+left out of a response.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from data.files import write_bytes
+from data.responses.endpoint import EndpointTarget, SignalSink, request_seed
+from data.responses.prompt_logprobs import TopK, topk_table
+from data.responses.rendered import RenderedPrompt
+from data.responses.served import TOP
+from data.responses.store import Row, Store
+from data.signals.signal import TopKSignal
+from speculative.decoder.responses import DecodeSettings, Response
+from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
+
+TOPS = "top"  # folder beside the shards of a store: what was most probable at each token of their responses
+
+
+class ChatTarget(EndpointTarget):
+    """As `EndpointTarget`, asked in messages; of each response token the `top` most probable tokens are kept (0 = none)."""
+
+    def __init__(self, *of_endpoint: Any, token_bytes: Callable[[], Mapping[int, bytes]]) -> None:
+        """``token_bytes``: the text that each id of the target's vocabulary stands for, special tokens left out."""
+        super().__init__(*of_endpoint)
+        self.top = 0
+        self._token_bytes = token_bytes
+        self._tops: dict[str, TopK] = {}
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """Text of a token -> its id. A vocabulary with raw bytes has them first: a token that is written as such wins."""
+        written = {text: token for token, text in sorted(self._token_bytes().items())}
+        return written | {
+            str(one.content).encode(): token for token, one in self.tokenizer.added_tokens_decoder.items()
+        }
+
+    def check(self) -> None:
+        """Asks who is there; whether its template makes our prompts is seen at each answer.
+
+        Raises:
+            UserError: as `model`; another model than the record's.
+        """
+        self._recognise()
+
+    def _next_token(self, text: str) -> dict[str, float]:
+        messages = [{"role": "user", "content": text}]
+        places = _places(self._chat(messages, max_tokens=1, temperature=1.0, top_logprobs=TOP)[0])
+        return {one["token"]: float(one["logprob"]) for one in places[0]["top_logprobs"]} if places else {}
+
+    def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
+        """Nothing to ask: they are the model's own, and the config refuses what would want others."""
+
+    def _answer(self, prompt: RenderedPrompt, settings: DecodeSettings, key: str) -> Response:
+        sampling = settings.sampling
+        turns = json.loads(prompt.turns) if prompt.turns else {"messages": [{"role": "user", "content": prompt.text}]}
+        asked: dict[str, Any] = {
+            "max_tokens": settings.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "seed": request_seed(settings.seed, key), "top_logprobs": self.top,
+        }  # fmt: skip
+        # What is off is left out: hosted servers know few parameters.
+        asked |= {name: value for name in ("top_k", "min_p") if (value := getattr(sampling, name))}
+        choice, counted = self._chat(**turns, **asked)
+        if counted not in (None, len(prompt.prompt_ids)):
+            raise UserError(
+                f"{self.endpoint.url}: counts {counted} tokens in a prompt of {len(prompt.prompt_ids)}: its chat template is not "
+                "that of target.path; set data.template.chat_template_kwargs, or give the served model's own directory"
+            )
+        places = _places(choice)
+        ids = [self._id_of(place) for place in places]
+        text = choice["message"].get("content") or ""
+        if None in ids or (text and not ids):
+            which = repr(places[ids.index(None)]["token"]) if ids else "no token of its text"
+            raise UserError(
+                f"{self.endpoint.url}: names {which}, which target.path's vocabulary does not have; target.path must be the "
+                "model that is served, and the server must give logprobs"
+            )
+        finished = choice.get("finish_reason") in ("stop", "tool_calls")
+        response = Response(key, list(prompt.prompt_ids), finish_reason="end" if finished else "length")
+        response.response_ids = [token for token in ids if token is not None]
+        # The model's own are those of the settings where these change nothing; else they are not known.
+        own = [float(place["logprob"]) if sampling == SamplingSettings() else math.nan for place in places]
+        response.log_target_probs = [0.0] * len(own) if sampling.greedy else own
+        if self.top:
+            self._tops[key] = self._top_of(places)
+        return response
+
+    def _id_of(self, entry: Mapping[str, Any]) -> int | None:
+        text = bytes(entry["bytes"]) if entry.get("bytes") else str(entry["token"]).encode()
+        return self._ids.get(text)
+
+    def _top_of(self, places: Sequence[Mapping[str, Any]]) -> TopK:
+        """The most probable tokens at each place; what the vocabulary does not have counts to the rest's mass."""
+        known = [
+            {token: float(one["logprob"]) for one in place["top_logprobs"] if (token := self._id_of(one)) is not None}
+            for place in places
+        ]
+        ids_N = np.array([token for place in known for token in place], dtype=np.int64)
+        logs_N = np.array([log_prob for place in known for log_prob in place.values()], dtype=np.float64)
+        try:
+            return topk_table(ids_N, logs_N, np.array([len(place) for place in known], dtype=np.int64), self.top)
+        except ValueError as error:
+            raise UserError(f"{self.endpoint.url}: {error}") from error
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[dict[str, Any], int | None]:
+        """(the first choice of an answer to a conversation, tokens that the server counts in its prompt)."""
+        raw, model = self.client.chat.completions.with_raw_response, self.model
+        body = {"logprobs": True, **options}
+
+        def call() -> tuple[dict[str, Any], int | None]:
+            answer = json.loads(raw.create(model=model, messages=messages, extra_body=body).http_response.content)
+            choice = answer["choices"][0]
+            return {**choice, "message": choice["message"]}, (answer.get("usage") or {}).get("prompt_tokens")
+
+        return self._ask(call, options["top_logprobs"])
+
+    def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
+        """Writes the most probable tokens of a shard's responses: a shard that is there has them.
+
+        Raises:
+            UserError: disk full or folder not writable.
+        """
+        keys = [f"{row.prompt_id}:{row.sample}" for row in rows]
+        if not self.top:
+            return
+        kept = [self._tops.pop(key) for key in keys]
+        columns = [[part.reshape(-1) for part in parts] for parts in zip(*kept, strict=True)]
+        kinds = (pa.int32(), pa.float32(), pa.float32())
+        table = pa.table(
+            {
+                "key": keys, "k": [self.top] * len(keys),
+                **{name: pa.array(parts, pa.list_(kind)) for name, parts, kind in zip(("ids", "log_probs", "log_tail"), columns, kinds, strict=True)},
+            }
+        )  # fmt: skip
+        stream, folder = pa.BufferOutputStream(), store.folder / TOPS
+        pq.write_table(table, stream, compression="zstd")
+        name = hashlib.sha256("\n".join(keys).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        try:
+            folder.mkdir(exist_ok=True)
+            write_bytes(folder / f"{name}.parquet", stream.getvalue().to_pybytes())
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from error
+
+    def keep_signal(
+        self, store: SignalSink, answers: Path, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1
+    ) -> None:
+        """Writes the signal that an opened store lacks: example i is row i; this rank every `ranks`-th. Nothing is asked.
+
+        ``answers``: folder of the store that `respond` filled.
+
+        Raises:
+            UserError: responses without these (made by another `signal.source` or `signal.k`), damaged files, disk full.
+        """
+        lacking = [index for index in store.missing() if index % ranks == rank]
+        wanted = {f"{rows[index].prompt_id}:{rows[index].sample}": index for index in lacking}
+        for path in sorted((answers / TOPS).glob("*.parquet")):
+            try:
+                found = pq.read_table(path).to_pylist()
+            except (OSError, pa.ArrowException) as error:
+                raise UserError(f"{path}: damaged ({error}); delete {answers} and run again to make it anew") from error
+            for one in found:
+                index = wanted.get(one["key"])
+                if index is None or one["k"] != k or len(one["log_tail"]) != len(rows[index].response_ids):
+                    continue
+                ids_RK, log_probs_RK = torch.tensor(one["ids"]).view(-1, k), torch.tensor(one["log_probs"]).view(-1, k)
+                store.write(index, TopKSignal(ids_RK.long(), log_probs_RK, torch.tensor(one["log_tail"])))
+                del wanted[one["key"]]
+        if wanted:
+            raise UserError(
+                f"{answers}: {len(wanted)} responses were made without their {k} most probable tokens; delete that folder to make "
+                "them again, or set signal.k as it was"
+            )
+
+
+def _places(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One entry a response token: token, logprob, top_logprobs."""
+    return (choice.get("logprobs") or {}).get("content") or []
