@@ -1,5 +1,6 @@
 """What went wrong, as one line and an exit status: for every program of ours, so that none ends in a traceback needlessly."""
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -87,17 +88,21 @@ def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
 
 def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) -> NoReturn:
     """Says why and leaves, for the launcher to end the other ranks. `witness`: another rank was the first to fail."""
-    print(text, file=sys.stderr, flush=True)
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report and not witness:
-        # torchrun ends with a table of its own, and calls the first failure in it, by whole seconds, the root cause.
-        Path(report).write_text(json.dumps({"message": text, "timestamp": int(time.time()) - 1}), encoding="utf-8")
-    # They talk to a server.
-    finishing = threading.Thread(target=_finish, args=(trackers,), daemon=True)
-    finishing.start()
-    finishing.join(TRACKER_SECONDS)
-    sys.stdout.flush()
-    os._exit(status)
+    try:
+        print(text, file=sys.stderr, flush=True)
+        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if report and not witness:
+            # torchrun ends with a table of its own, and calls the first failure in it, by whole seconds, the root cause.
+            told = json.dumps({"message": text, "timestamp": int(time.time()) - 1})
+            with contextlib.suppress(OSError):  # the disk may be what is full
+                Path(report).write_text(told, encoding="utf-8")
+        # They talk to a server.
+        finishing = threading.Thread(target=_finish, args=(trackers,), daemon=True)
+        finishing.start()
+        finishing.join(TRACKER_SECONDS)
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
 
 
 def _finish(trackers: Iterable[Any]) -> None:

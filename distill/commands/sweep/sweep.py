@@ -220,8 +220,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def error_line(output: str, status: int) -> str:
-    """The line that says why a run ended: our own message, else the last one."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    """The line that says why a run ended: our own message (of several ranks' the one that their launcher ends with), else the last."""
+    lines = [line.strip().removeprefix("traceback : ") for line in output.splitlines() if line.strip()]
     if status < 0:
         return f"killed by signal {-status}" + (f" ({lines[-1][:200]})" if lines else "")
     ours = [line for line in lines if line.startswith("understudy:")]

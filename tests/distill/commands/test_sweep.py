@@ -472,6 +472,10 @@ def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:
 def test_the_error_line_is_ours_where_there_is_one() -> None:
     assert error_line("a\nunderstudy: mend it\nTraceback\n", 2) == "mend it"
     assert error_line("a\nValueError: x\n\n", 1) == "ValueError: x"
+    ranks = (
+        "understudy: mend it\nunderstudy: another rank died\nRoot Cause\n  traceback : understudy: mend it\n======\n"
+    )
+    assert error_line(ranks, 1) == "mend it"
     assert error_line("", 1) == "exit status 1"
     assert error_line("working\n", -9) == "killed by signal 9 (working)"
 

@@ -25,7 +25,7 @@ from tiny_training import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from distill import train
+from distill import faults, train
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.models import student
@@ -36,6 +36,36 @@ from distill.training.loop import Loop
 from speculative.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+class Tracker:
+    """Says on the screen when it is finished; a stuck one never is."""
+
+    def __init__(self, stuck: bool = False) -> None:
+        self.stuck = stuck
+
+    def finish(self) -> None:
+        if self.stuck:
+            time.sleep(60)
+        print("tracker finished", file=sys.stderr, flush=True)
+
+
+def _fails_with_trackers(rank: int, folder: Path) -> None:
+    fresh_accelerator(folder)
+    faults.TRACKER_SECONDS = 0.3
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "not there" / "error.json")
+    faults.exit_status(UserError("mend it"), [Tracker(), Tracker(stuck=True)])
+
+
+def test_trackers_are_finished_behind_the_line_and_hold_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert rank_statuses(_fails_with_trackers, tmp_path, limit=20) == [2, 2]
+    assert sorted(capfd.readouterr().err.splitlines()) == ["tracker finished"] * 2 + ["understudy: mend it"] * 2
+    with pytest.raises(ZeroDivisionError):
+        faults.exit_status(ZeroDivisionError(), [Tracker()])
+    assert faults.exit_status(UserError("mend it"), [Tracker()]) == 2
+    assert capfd.readouterr().err.splitlines() == ["tracker finished"] * 2 + ["understudy: mend it"]
 
 
 def _asks_for_what_never_shows(rank: int, folder: Path) -> None:
