@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from distill.models.heads import SplitModel
 from distill.models.layers import layer_list, per_layer_fields
+from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -292,7 +293,7 @@ def channel_scores(
         for hook in hooks:
             hook.remove()
     norms = [
-        down.weight.double().norm(dim=1 if isinstance(down, Conv1D) else 0)  # type: ignore[operator, union-attr]
+        full_weight(down.weight).double().norm(dim=1 if isinstance(down, Conv1D) else 0)  # type: ignore[arg-type]
         for down in downs
     ]
     return [total / count * norm for total, norm in zip(sums, norms, strict=True)]
@@ -370,6 +371,7 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
             f"attention; take in one of {attention}"
         )
     config = copy.deepcopy(target.config)
+    without_quantization(config)
     text_config = config.get_text_config()
     text_config.num_hidden_layers = len(chosen)
     # Per-layer settings (sliding or full attention, dense or sparse MLP) travel with their layers.
@@ -385,7 +387,14 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         if int(index) in chosen:
             state[f"{prefix}{chosen.index(int(index))}.{rest}"] = value
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    missing = draft.load_state_dict({key: value.float() for key, value in state.items()}, strict=False)
+    expected = {key: value.shape for key, value in draft.state_dict().items()}
+    weights = {key: full_weight(value).float() for key, value in state.items()}
+    if quantization_of(target.config) is not None and expected != {key: value.shape for key, value in weights.items()}:
+        raise UserError(
+            f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}) in a way that no layer can be "
+            "copied from; carve from the unquantised model and give it as student.path, or use student.init: config"
+        )
+    missing = draft.load_state_dict(weights, strict=False)
     if missing.unexpected_keys or missing.missing_keys:
         raise UserError(
             f"{type(target).__name__} cannot be carved: weights {(missing.missing_keys or missing.unexpected_keys)[:3]}"

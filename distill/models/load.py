@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from distill.models.quantized import quantization_of, stored_parts
 from distill.models.text_model import auto_class, text_only
 from speculative.errors import UserError
 
@@ -54,7 +55,7 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     (disable_progress_bar if looks_local else enable_progress_bar)()
     try:
         return load(local, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
         reason = reason_of(error)
         if looks_local:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
@@ -78,15 +79,22 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """A causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal one the text model. ``what`` is its name in errors.
 
+    Quantised weights stay as they are saved, whatever the ``dtype``. ``device``: where it goes; null = the CPU.
+
     Raises:
-        UserError: not there, not loadable, hub not reachable.
+        UserError: not there, not loadable (a quantisation whose library is not installed), hub not reachable.
     """
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
-    return text_only(load_pretrained(what, path, auto_class(config).from_pretrained, dtype=dtype, **options)).eval()
+    if quantization_of(config) is not None:
+        options |= {"dtype": "auto", "device_map": {"": device or torch.device("cpu")}}
+        return text_only(load_pretrained(what, path, auto_class(config).from_pretrained, **options)).eval()
+    model = text_only(load_pretrained(what, path, auto_class(config).from_pretrained, dtype=dtype, **options)).eval()
+    return model if device is None else model.to(device)
 
 
 def load_tokenizer(
@@ -114,11 +122,12 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     at most 4096 evenly spread values: enough to tell two models apart, quick on a large one.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // 4096)
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(flat[::step].float().cpu().numpy().tobytes())
+    for weight, kept in sorted(model.state_dict().items()):
+        for name, tensor in stored_parts(weight, kept):
+            flat = tensor.reshape(-1)
+            step = max(1, flat.numel() // 4096)
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(flat[::step].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -80,8 +80,8 @@ class Target:
             )
         if self._model is None:
             dtype = dtype_of(self.config.dtype, self.device)
-            model = load_model(self._what, self.config.path, dtype=dtype, **self._how)
-            self._model = model.to(self.device)  # type: ignore[arg-type]
+            model = load_model(self._what, self.config.path, dtype=dtype, device=self.device, **self._how)
+            self._model = model
             known = self._facts
             if known is not None and (model_fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):
                 self._model = None
@@ -131,7 +131,7 @@ class Target:
         saved = saved_dtype(self.side.config)
         return TargetFacts(
             self.config.path, self.config.revision, model_fingerprint(model), _name(model.dtype), _name(saved),
-            end_token_ids(model), limit, vocabulary_rows(model.config), sum(p.numel() for p in model.parameters()),
+            end_token_ids(model), limit, vocabulary_rows(model.config), model.num_parameters(),
         )  # fmt: skip
 
     def _endpoint_facts(self) -> TargetFacts:

@@ -7,6 +7,8 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from distill.models.quantized import quantization_of
+
 # Text branches without a causal LM class of their own. Their rotary positions have three axes, in text all the same number:
 # exactly the plain model named here.
 PLAIN_TYPES = {
@@ -43,6 +45,8 @@ def text_only(model: PreTrainedModel) -> Any:
     config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     config.dtype = model.dtype
     config._attn_implementation = text_config._attn_implementation
+    if quantization_of(model.config) is not None:
+        config.quantization_config = quantization_of(model.config)
     with init_empty_weights(include_buffers=False):
         text: Any = AutoModelForCausalLM.from_config(config)
     decoder = model.get_decoder()

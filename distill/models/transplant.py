@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from distill.models.quantized import full_weight
 from distill.models.vocabulary import ROLES, row_tensors, special_ids, tokens_by_id
 from speculative.errors import UserError
 
@@ -237,7 +238,7 @@ def fit_embeddings(student: PreTrainedModel, target: PreTrainedModel, seed: int)
         )
     width, own_width = source_in.shape[1], own_in.shape[1]
     one_table = source_in is source_out or own_in is own_out
-    source_in, source_out = source_in.detach().cpu(), source_out.detach().cpu()
+    source_in, source_out = full_weight(source_in).cpu(), full_weight(source_out).cpu()
     tables = [source_out] if one_table else [source_in, source_out]
     kept = 1.0
     if own_width < width:

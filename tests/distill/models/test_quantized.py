@@ -1,0 +1,99 @@
+"""Targets with quantised weights: loaded as saved, told apart, carved from their real values, taken through a whole run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_training import TOKENS, tiny_tokenizer, write_prompts
+from transformers import AutoModelForCausalLM
+
+from distill import train
+from distill.models.carving import carve
+from distill.models.load import load_model, model_fingerprint
+from distill.models.quantized import full_weight, quantization_name
+from speculative.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def int8_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 Llama whose linear layers are int8, weight only, with the scale of each row."""
+    pytest.importorskip("torchao", reason="needs torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("int8")
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    tiny_model(num_hidden_layers=3, vocab_size=TOKENS, dtype=torch.bfloat16, **ids).save_pretrained(plain)
+    how = TorchAoConfig(Int8WeightOnlyConfig())
+    AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, quantization_config=how).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_weights_stay_as_they_are_saved(int8_target: Path) -> None:
+    """Whatever dtype is asked for: what is served is what teaches and judges."""
+    target = load_model("target", str(int8_target), dtype=torch.float32)
+    assert quantization_name(target.config) == "torchao"
+    weight = target.model.layers[0].mlp.up_proj.weight
+    assert (type(weight).__name__, weight.qdata.dtype, target.dtype) == ("Int8Tensor", torch.int8, torch.bfloat16)
+    before = model_fingerprint(target)
+    assert model_fingerprint(load_model("target", str(int8_target))) == before
+    with torch.no_grad():
+        weight.qdata[0, 0] += 1
+    assert model_fingerprint(target) != before
+
+
+def test_a_carved_draft_has_the_values_of_the_quantised_weights(int8_target: Path) -> None:
+    target = load_model("target", str(int8_target))
+    draft = carve(target, (0, 1, 2))
+    weight = target.model.layers[1].mlp.down_proj.weight
+    expected = weight.qdata.float() * weight.scale.float().reshape(-1, 1)
+    torch.testing.assert_close(draft.model.layers[1].mlp.down_proj.weight, expected, rtol=2**-8, atol=0)
+    torch.testing.assert_close(full_weight(weight).float(), expected, rtol=2**-8, atol=0)
+    assert draft.dtype == torch.float32
+    assert not hasattr(draft.config, "quantization_config")
+
+
+def test_a_run_on_a_quantised_target(int8_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers, self-checks, online teacher, live judging, c and an export's worth of draft, without dequantising the target."""
+    monkeypatch.chdir(tmp_path)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
+    (tmp_path / "run.yaml").write_text(
+        f"name: run\ntarget: {{path: {int8_target}}}\n"
+        f"data: {{train: [{{path: {prompts}, prompt_column: prompt}}], template: {{mode: plain}}}}\n"
+        "serving: {temperature: 0.8, max_tokens: 6}\ntrain: {steps: 2, batch_size: 4, micro_batch_size: 4}\n"
+        "judge: {every: 2, prompts: 4, gamma: 2, speed_prompts: 2, speed_seconds: 0.5}\n"
+    )
+    assert train.main(["run.yaml"]) == 0
+    run = tmp_path / "runs" / "run"
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    assert result["checks"]["alpha_live"] == pytest.approx(1.0, abs=0.015)
+    assert result["checks"]["dtype"] == "bfloat16"
+    assert result["costs"]["cost_ratio"] > 0
+    saved = json.loads(next(run.glob("**/student/config.json")).read_text())
+    assert "quantization_config" not in saved
+
+
+def test_packed_weights_are_not_carved_and_the_format_is_named() -> None:
+    """As AWQ, GPTQ and four-bit weights are: several values in one number, under other names or shapes."""
+    target = tiny_model()
+    target.config.quantization_config = {"quant_method": "awq", "bits": 4}
+    projection = target.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(torch.zeros(64 * 32 // 2, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UserError, match=r"packed \(awq\).*student\.path") as error:
+        carve(target, (0,))
+    assert "\n" not in str(error.value)
+
+
+def test_a_quantisation_whose_library_is_missing_is_one_line(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"target\.path .* cannot be loaded") as error:
+        load_model("target.path", str(tmp_path))
+    assert "\n" not in str(error.value)
