@@ -106,7 +106,11 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     # Without the target's weights there is no instrument to check: replay alone judges.
     live = config.judge.live != "never"
     with progress.timed("self_checks"):
-        checks = check_instrument(config.folder, accelerator, target, sets.heldout, judged_at) if live else {}
+        checks = {}
+        if live:
+            checks = check_instrument(
+                config.folder, accelerator, target, sets.heldout, judged_at, config.judge.batch_size
+            )
     with progress.timed("respond"):
         stores = RunStores(config, accelerator, target)
         wanted = config.data.mix.target or measured

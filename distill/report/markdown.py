@@ -204,7 +204,9 @@ def check_lines(result: Result) -> list[str]:
             f"{number(checks.pop('alpha_live', None), 4)} live: 1 is right, within {checks.pop('alpha_tolerance', 0):g} "
             f"({', '.join(part for part in size if part)})."
         )
-        checks.pop("gamma", None)
+        for key in ("gamma", "batch_size", "alpha_noise"):
+            checks.pop(key, None)
+        lines += checks.pop("warnings", [])
     if "greedy_equal" in checks:
         ties = checks.pop("near_ties", None) or []
         checks.pop("near_tie_tolerance", None)

@@ -103,9 +103,14 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
 
 
 def check_instrument(
-    run: Path, accelerator: Accelerator, target: Target, prompts: Sequence[RenderedPrompt], settings: DecodeSettings
+    run: Path,
+    accelerator: Accelerator,
+    target: Target,
+    prompts: Sequence[RenderedPrompt],
+    settings: DecodeSettings,
+    batch_size: int,
 ) -> dict[str, Any]:
-    """The self-checks on the first held-out prompts, once per run.
+    """The self-checks on the first held-out prompts, once per run, at most `batch_size` of them at once.
 
     Raises:
         SelfCheckError: the judge contradicts itself.
@@ -116,12 +121,14 @@ def check_instrument(
     if found is not None:
         return found
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
-    result = self_checks(target.model, keyed, settings)
+    result = self_checks(target.model, keyed, settings, batch_size=batch_size)
     if accelerator.is_main_process:
         write_json(path, result)
     accelerator.print(
         f"self-checks: target as its own draft alpha {result['alpha_live']:.3f} live, {result['alpha_replay']:.3f} replay; "
         f"speculative greedy = plain greedy on {result['greedy_equal']}/{result['prompts']} prompts"
     )
+    for warning in result["warnings"]:
+        accelerator.print(f"warning: {warning}")
     accelerator.wait_for_everyone()
     return result

@@ -21,7 +21,7 @@ from speculative.engine.models import (
 )
 from speculative.engine.recurrent_model import RecurrentModel
 from speculative.engine.runners import EAGER, Runner, make_runner
-from speculative.errors import UserError
+from speculative.errors import TooLittleMemory, UserError
 from speculative.rules.tree import TokenTree
 
 STATIC_PREFIX = 256  # Compiled and captured calls see prefixes of this times a power of two: few recordings.
@@ -161,7 +161,7 @@ class CachedModel:
         Padding is written too and does no harm: a position is visible only to later ones, and by then it has been
         overwritten. Out of memory is answered by smaller calls.
 
-        Raises UserError when even the smallest call does not fit in memory.
+        Raises TooLittleMemory when even the smallest call does not fit.
         """
         for group in _similar_lengths(lengths_K, self.prefill_tokens):
             longest = int(lengths_K[group].max())
@@ -187,7 +187,7 @@ class CachedModel:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise error
         if self.prefill_tokens <= FEWEST_PREFILL_TOKENS:
-            raise UserError(
+            raise TooLittleMemory(
                 f"out of memory while the {self.name} reads the prompts ({self.cache.rows} rows of "
                 f"{self._capacity} positions): lower the batch size, max_tokens or the prompt length"
             ) from error

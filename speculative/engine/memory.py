@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
 from speculative.engine.models import in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
-from speculative.errors import UserError
+from speculative.errors import TooLittleMemory, UserError
 
 GIB = 1024**3
 # Copies of the verify call's logits that exist at once: the model's own, float32 probabilities, the sums that draw from
@@ -109,7 +109,7 @@ def check_memory(
     query_length: int,
     shared_cache: bool = False,
 ) -> None:
-    """Refuse before anything is allocated. Raises UserError: "needs X GB, Y free: lower batch or max_tokens".
+    """Refuse before anything is allocated. Raises TooLittleMemory: "needs X GB, Y free: lower batch or max_tokens".
 
     `shared_cache`: the draft writes into the target's.
     """
@@ -120,7 +120,7 @@ def check_memory(
         needed += block_bytes(draft, rows, query_length)
         needed += 0 if shared_cache else cache_bytes(draft, rows, capacity)
     if free is not None and needed > free:
-        raise UserError(
+        raise TooLittleMemory(
             f"decoding {rows} rows of {capacity} positions needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB free on "
             f"{target.device}: lower the batch size or max_tokens"
         )

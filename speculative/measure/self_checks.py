@@ -1,8 +1,8 @@
 """The judge is checked before it measures: a target accepts itself, and speculation does not change its text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,18 +11,16 @@ from transformers import PreTrainedModel
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import Ask, ModelDrafter, Proposal
-from speculative.engine.models import evaluating
+from speculative.engine.models import evaluating, takes_logits_to_keep
+from speculative.errors import TooLittleMemory
+from speculative.measure.dtype_noise import Noise, least_noise, measure_noise
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import GREEDY
 from speculative.rules.verify import Rule
 
-# How far alpha of a target against itself may be from 1. The two sides run the same weights in calls of different
-# shape, whose matrix products round differently: an error e in a log probability costs |e| / 2 on average. Float32 has
-# e about 1e-5; bfloat16 keeps 8 bits, so logits of size 10-20 move by up to 0.06 (seen on a real model: alpha .997).
-ALPHA_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.015}
-# Two greedy texts may part only where the target's two candidate logits are this close, relative to the largest
-# logit: a few roundings of the dtype, accumulated over the layers.
-NEAR_TIE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# A deviation beyond so many times the dtype's own noise is no rounding; between once and that it is worth a warning.
+STOP_AT = 3.0
+T = TypeVar("T")
 
 
 class SelfCheckError(RuntimeError):
@@ -56,53 +54,100 @@ def self_checks(
 
     1. The target as its own draft scores alpha 1.000, by replay of its text and by live decoding.
     2. Speculative greedy tokens equal plain greedy tokens, with proposals that are often wrong.
-    Tolerances depend on the target's dtype and are stated beside the results.
+    Both are judged against the noise of the target's dtype, measured on this text: `warnings` says what is beyond it.
+    Where `batch_size` rows of two full caches do not fit in memory, half as many are tried, and again.
 
-    Raises SelfCheckError with one line when a check fails.
+    Raises SelfCheckError with one line when a check fails by STOP_AT times the noise, UserError when one row does not fit.
     """
-    dtype = target.dtype
     rule: Rule = "greedy" if settings.sampling.greedy else "sample"
     gamma = max(1, settings.gamma)
     as_itself = replace(settings, rule=rule, gamma=gamma)
-    plain, _ = decode(target, None, prompts, replace(as_itself, gamma=0), batch_size=batch_size)
-    live, _ = decode(target, ModelDrafter(target), prompts, as_itself, batch_size=batch_size)
+    greedy = DecodeSettings(GREEDY, gamma, "greedy", settings.max_tokens, settings.eos_ids, settings.seed)
+
+    def decoded(rows: int) -> tuple[list[Response], ...]:
+        asked = (
+            (None, replace(as_itself, gamma=0)), (ModelDrafter(target), as_itself),
+            (None, replace(greedy, gamma=0)), (SpoiledDrafter(target), greedy),
+        )  # fmt: skip
+        return tuple(decode(target, drafter, prompts, own, batch_size=rows)[0] for drafter, own in asked)
+
+    (plain, live, plain_greedy, speculative_greedy), rows = _with_fewer_rows(decoded, min(batch_size, len(prompts)))
+    noise = measure_noise(target, plain, settings.sampling, rows)
     alpha_replay = float(np.concatenate(score_responses(target, plain, settings.sampling, rule)).mean())
     tested = sum(response.tested for response in live)
     alpha_live = sum(response.accepted for response in live) / tested
-    tolerance = ALPHA_TOLERANCE.get(dtype, ALPHA_TOLERANCE[torch.bfloat16])
-    # Live decoding counts coins: with few tokens one honest rejection weighs more than the mean error, which is about a
-    # fifth of the tolerance, so three standard deviations of such a count are granted on top.
-    tolerance_live = tolerance + 3 * (tolerance / 5 / tested) ** 0.5
-    for how, alpha, allowed in (("replay", alpha_replay, tolerance), ("live decoding", alpha_live, tolerance_live)):
-        if not abs(alpha - 1.0) <= allowed:
-            raise SelfCheckError(
-                f"the target as its own draft scores alpha {alpha:.4f} by {how}, not 1.000 within {allowed:.3g} ({dtype})"
-            )
-
-    greedy = DecodeSettings(GREEDY, gamma, "greedy", settings.max_tokens, settings.eos_ids, settings.seed)
-    plain_greedy, _ = decode(target, None, prompts, replace(greedy, gamma=0), batch_size=batch_size)
-    speculative_greedy, _ = decode(target, SpoiledDrafter(target), prompts, greedy, batch_size=batch_size)
+    counted = sum(len(response.response_ids) for response in plain) if settings.sampling.greedy else None
+    warnings = [
+        *_beside_noise("replay", alpha_replay, noise, target.dtype, counted),
+        *_beside_noise("live decoding", alpha_live, noise, target.dtype, tested),
+    ]
     near_ties = [
-        near_tie(target, one, other)
+        near_tie(target, one, other, noise)
         for one, other in zip(plain_greedy, speculative_greedy, strict=True)
         if one.response_ids != other.response_ids
+    ]
+    warnings += [
+        f"greedy texts of prompt {tie['prompt']!r} part between logits {tie['gap']:.1e} apart (relative), "
+        f"{tie['gap'] / noise.gap:.1f} times the noise of {target.dtype} here"
+        for tie in near_ties
+        if tie["gap"] > noise.gap
     ]
     return {
         "prompts": len(prompts),
         "tokens": sum(len(response.response_ids) for response in plain),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(target.dtype).removeprefix("torch."),
         "gamma": gamma,
+        "batch_size": rows,
         "alpha_replay": alpha_replay,
         "alpha_live": alpha_live,
-        "alpha_tolerance": tolerance,
+        "alpha_noise": noise.overlap,
+        "alpha_tolerance": STOP_AT * noise.overlap,
         "greedy_equal": len(prompts) - len(near_ties),
         "near_ties": near_ties,
-        "near_tie_tolerance": NEAR_TIE.get(dtype, NEAR_TIE[torch.bfloat16]),
+        "near_tie_tolerance": STOP_AT * noise.gap,
+        "warnings": warnings,
     }
 
 
-def near_tie(target: PreTrainedModel, plain: Response, speculative: Response) -> dict[str, Any]:
-    """Where two greedy texts part and by how little; raises SelfCheckError when it is more than rounding."""
+def _with_fewer_rows(run: Callable[[int], T], rows: int) -> tuple[T, int]:
+    """What `run` gives for so many rows, or for half as many while memory is too little; and how many it was."""
+    while True:
+        try:
+            return run(rows), rows
+        except (TooLittleMemory, torch.OutOfMemoryError):
+            if rows == 1:
+                raise
+        rows //= 2
+
+
+def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coins: int | None = None) -> list[str]:
+    """A warning where alpha is further from 1 than the noise; raises SelfCheckError where it is no rounding.
+
+    coins: live decoding, and greedy replay, count so many. With few one honest rejection weighs more than the mean error, so
+    three standard deviations of such a count are granted on top.
+    """
+    allowed = STOP_AT * noise.overlap + (3 * (noise.overlap / coins) ** 0.5 if coins else 0.0)
+    if not abs(alpha - 1.0) <= allowed:
+        raise SelfCheckError(
+            f"the target as its own draft scores alpha {alpha:.4f} by {how}, not 1.000 within {allowed:.3g}: "
+            f"{STOP_AT:g} times the noise of {dtype} on this text"
+        )
+    least = allowed / STOP_AT
+    if abs(alpha - 1.0) <= least:
+        return []
+    return [
+        f"the target as its own draft scores alpha {alpha:.4f} by {how}, {abs(alpha - 1.0) / least:.1f} times as far from 1 "
+        f"as the noise of {dtype} on this text"
+    ]
+
+
+def near_tie(
+    target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None
+) -> dict[str, Any]:
+    """Where two greedy texts part and by how little; raises SelfCheckError when it is more than rounding.
+
+    noise: of the target on such text; by default the least that its dtype has.
+    """
     pairs = zip(plain.response_ids, speculative.response_ids, strict=False)
     position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
     if position is None:
@@ -111,11 +156,12 @@ def near_tie(target: PreTrainedModel, plain: Response, speculative: Response) ->
             f"plain greedy text after {len(plain.response_ids)}"
         )
     context = torch.tensor([[*plain.prompt_ids, *plain.response_ids[:position]]], device=target.device)
+    keep = {"logits_to_keep": 1} if takes_logits_to_keep(target) else {}
     with evaluating(target):
-        logits_V = target(input_ids=context, use_cache=False).logits[0, -1].double()
+        logits_V = target(input_ids=context, use_cache=False, **keep).logits[0, -1].double()
     candidates = logits_V[[plain.response_ids[position], speculative.response_ids[position]]]
     gap = float((logits_V.max() - candidates.min()) / logits_V.abs().max())
-    tolerance = NEAR_TIE.get(target.dtype, NEAR_TIE[torch.bfloat16])
+    tolerance = STOP_AT * (noise or least_noise(target.dtype)).gap
     if not gap <= tolerance:
         raise SelfCheckError(
             f"speculative greedy differs from plain greedy at token {position} of prompt {plain.key!r}: logits "

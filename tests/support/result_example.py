@@ -370,7 +370,8 @@ def example_result(seed: int = 0, responses: int = 8) -> dict[str, Any]:
         "token_view": _token_view(made, live, responses),
         "checks": {
             "prompts": 8, "tokens": 686, "dtype": "float32", "gamma": GAMMA, "alpha_replay": 0.9999997, "alpha_live": 1.0,
-            "alpha_tolerance": 0.001, "greedy_equal": 8, "near_ties": [], "near_tie_tolerance": 0.0001,
+            "batch_size": 8, "alpha_noise": 0.0003, "alpha_tolerance": 0.0009, "greedy_equal": 8, "near_ties": [],
+            "near_tie_tolerance": 0.00009, "warnings": [],
         },
         "serve": [
             {"engine": "vLLM", "ok": True, "language": "bash", "note": "draft argmax by default",

@@ -48,7 +48,8 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     """
     pair = open_pair(config, path, config.judge.prompts, rule)
     target = pair.target
-    checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], pair.settings.under(rule, gammas[0]))
+    checked = pair.settings.under(rule, gammas[0])
+    checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
     frozen = RunStores(config, new_accelerator(), target).heldout(pair.prompts, rule)
     contestant = Contestant(BEST, path, path, None, pair.draft)
     scores = score_all(pair.settings, [contestant], {rule: frozen})

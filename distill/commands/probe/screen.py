@@ -167,6 +167,7 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
         f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals plain on "
         f"{checks['greedy_equal']} of {checks['prompts']} prompts"
         + (f" ({len(checks['near_ties'])} near-ties)" if checks["near_ties"] else ""),
+        *(f"warning: {said}" for said in checks["warnings"]),
         f"text: {settings['prompts']} prompts, {texts}",
         *(f"taken for granted: {said}" for said in result["costs"]["assumptions"]),
         *(f"note: {note}" for note in result["notes"]),
