@@ -106,11 +106,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     # Without the target's weights there is no instrument to check: replay alone judges.
     live = config.judge.live != "never"
     with progress.timed("self_checks"):
-        checks = {}
-        if live:
-            checks = check_instrument(
-                config.folder, accelerator, target, sets.heldout, judged_at, config.judge.batch_size
-            )
+        checks = check_instrument(config, accelerator, target, sets.heldout, judged_at) if live else {}
     with progress.timed("respond"):
         stores = RunStores(config, accelerator, target)
         wanted = config.data.mix.target or measured

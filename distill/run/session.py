@@ -103,25 +103,24 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
 
 
 def check_instrument(
-    run: Path,
+    config: RunConfig,
     accelerator: Accelerator,
     target: Target,
     prompts: Sequence[RenderedPrompt],
     settings: DecodeSettings,
-    batch_size: int,
 ) -> dict[str, Any]:
-    """The self-checks on the first held-out prompts, once per run, at most `batch_size` of them at once.
+    """The self-checks on the first held-out prompts, once per run, at most `judge.batch_size` of them at once.
 
     Raises:
         SelfCheckError: the judge contradicts itself.
     """
-    path = run / SELF_CHECKS
+    path = config.folder / SELF_CHECKS
     looks = accelerator.is_main_process and path.exists()
     (found,) = broadcast_object_list([json.loads(path.read_text(encoding="utf-8")) if looks else None])
     if found is not None:
         return found
     keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
-    result = self_checks(target.model, keyed, settings, batch_size=batch_size)
+    result = self_checks(target.model, keyed, settings, batch_size=config.judge.batch_size)
     if accelerator.is_main_process:
         write_json(path, result)
     accelerator.print(

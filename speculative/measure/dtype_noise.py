@@ -6,12 +6,12 @@ Shapes: T response tokens, V vocabulary. No decoder of ours takes part, so no fa
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
-from speculative.engine.models import evaluating, takes_logits_to_keep
+from speculative.engine.models import evaluating, forward_parameters, state_name, takes_logits_to_keep
 from speculative.measure.token_scores import StoredText
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -73,14 +73,18 @@ def _at_once(model: PreTrainedModel, prompt: list[int], response: list[int]) -> 
 
 
 def _one_by_one(model: PreTrainedModel, prompt: list[int], response: list[int], rows: int) -> torch.Tensor:
-    """The same from calls of one token, with transformers' own cache and the text in every row."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    """The same from calls of one token, with the model's own cache or state and the text in every row."""
     ids_RT = torch.tensor([prompt + response[:-1]], device=model.device).expand(rows, -1)
-    if len(prompt) > 1:
-        keep = {"logits_to_keep": 1} if takes_logits_to_keep(model) else {}
-        model(input_ids=ids_RT[:, : len(prompt) - 1], past_key_values=cache, use_cache=True, **keep)
-    steps = [
-        model(input_ids=ids_RT[:, place : place + 1], past_key_values=cache, use_cache=True).logits[0, -1]
-        for place in range(len(prompt) - 1, ids_RT.shape[1])
-    ]
-    return torch.stack(steps).float()
+    positions_1T = torch.arange(ids_RT.shape[1], device=model.device).unsqueeze(0)
+    takes, name = forward_parameters(model), state_name(model)
+    state, logits, start = None, [], 0
+    for stop in range(max(1, len(prompt) - 1), ids_RT.shape[1] + 1):
+        options: dict[str, Any] = {} if state is None else {name: state}
+        if "position_ids" in takes:
+            options["position_ids"] = positions_1T[:, start:stop]
+        if "logits_to_keep" in takes:
+            options["logits_to_keep"] = 1
+        output = model(input_ids=ids_RT[:, start:stop], use_cache=True, **options)
+        state, start = getattr(output, name), stop
+        logits.append(output.logits[0, -1])
+    return torch.stack(logits[-len(response) :]).float()
