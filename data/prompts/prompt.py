@@ -19,6 +19,14 @@ class PromptSource(BaseModel):
     prompt_column: str | None = Field(None, description="column with a plain prompt")
     reference_column: str | None = Field(None, description="column with the dataset's own answer")
     messages_column: str | None = Field(None, description="column with chat messages (role, content)")
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="of a conversation: the last assistant turn is to be written, or each of them, a prompt of its own",
+    )
+    tools_column: str | None = Field(
+        None,
+        description="column with tool definitions for the chat template, a list or its JSON; null = `tools` beside messages",
+    )
     system: str | None = Field(None, description="system message put before every prompt (chat)")
     domain: str | None = Field(None, description="domain label of every row")
     domain_column: str | None = Field(None, description="column with the domain label")
@@ -29,7 +37,7 @@ class PromptSource(BaseModel):
 class PromptRow:
     """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
 
-    ``reference`` is the dataset's own answer when one is mapped. ``origin`` tells the user where the row stands:
+    ``tools`` are what the chat template may offer. ``reference`` is the dataset's own answer when one is mapped. ``origin`` tells the user where the row stands:
     ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``, counted from 1.
     """
 
@@ -38,3 +46,4 @@ class PromptRow:
     reference: str | None
     domain: str
     origin: str
+    tools: tuple[dict[str, Any], ...] | None = None

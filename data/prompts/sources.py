@@ -16,10 +16,11 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.prompts.conversation import conversation_prompts, tools_of
 from data.prompts.prompt import PromptRow, PromptSource
 from data.prompts.split import content_hash
 from speculative.errors import UserError
@@ -31,9 +32,7 @@ PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "nl")
 MESSAGES_NAMES = ("messages", "conversations")
 # Suffix -> the `datasets` builder that reads it; a trailing .gz is looked through.
 FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv"}
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+TOOLS_NAME = "tools"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,9 @@ class _Table:
     number: Callable[[int], int]
 
 
-def load_source(source: PromptSource, preferred: str | None = None) -> list[PromptRow]:
+def load_source(
+    source: PromptSource, preferred: str | None = None, bad_rows: list[UserError] | None = None
+) -> list[PromptRow]:
     """Read the prompts of one source, in their order.
 
     ``path`` is a file (jsonl, json, parquet, csv, txt, also .gz), a glob of files, a directory as ``datasets`` reads it
@@ -57,7 +58,8 @@ def load_source(source: PromptSource, preferred: str | None = None) -> list[Prom
     them. ``system`` becomes the
     first turn of every conversation without one, and turns a plain prompt into a conversation. ``domain`` is the
     constant label (default: the file stem, folder name or last part of the hub id); ``domain_column`` comes before it.
-    A ``limit`` takes rows by content hash, so that they come from all over the source.
+    A ``limit`` takes rows by content hash, so that they come from all over the source. Rows without a usable prompt are left
+    out where ``bad_rows`` is given, which takes what is wrong with them; when all of them are, the first is told.
 
     Raises:
         UserError: nothing there, unreadable, a column that does not exist, a row without a usable prompt, no rows.
@@ -68,7 +70,12 @@ def load_source(source: PromptSource, preferred: str | None = None) -> list[Prom
         rows = _stdlib_rows(source)
     else:
         tables, domain = _open(source)
-        rows = [row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred)]
+        own: list[UserError] | None = None if bad_rows is None else []
+        rows = [row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred, own)]
+        if own and not rows:
+            raise own[0]
+        if bad_rows is not None:
+            bad_rows += own or []
     if not rows:
         raise UserError(f"{source.path}: no rows: the source is empty, give one that holds at least one prompt")
     if source.limit is None or source.limit >= len(rows):
@@ -309,21 +316,34 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
     return _Table(dataset, f"{path}[{split}]", lambda index: index + 1)
 
 
-def _table_rows(table: _Table, source: PromptSource, domain: str, preferred: str | None) -> Iterator[PromptRow]:
+def _table_rows(
+    table: _Table, source: PromptSource, domain: str, preferred: str | None, bad_rows: list[UserError] | None
+) -> Iterator[PromptRow]:
     prompt, messages = _content_columns(table, source, preferred)
-    named = source.reference_column
-    wanted = sorted({column for column in (prompt, messages, named, source.domain_column) if column})
+    named, tools = source.reference_column, source.tools_column
+    if tools is None and messages and TOOLS_NAME in table.dataset.column_names:
+        tools = TOOLS_NAME
+    wanted = sorted({column for column in (prompt, messages, named, source.domain_column, tools) if column})
     for column in wanted:
         _require_column(table, column)
     for index, values in enumerate(_rows_of(table.dataset.select_columns(wanted))):
         origin = f"{table.name}:{table.number(index)}"
-        reference = _filled(values[named], named, origin) if named else None
-        label = _domain_of(values, source.domain_column, domain, origin)
-        if messages:
-            turns, own_answer = _conversation(values[messages], messages, origin, source.system)
-            yield PromptRow(None, turns, reference or own_answer, label, origin)
-        elif prompt:
-            yield prompt_row(_filled(values[prompt], prompt, origin), reference, label, origin, source.system)
+        try:
+            reference = _filled(values[named], named, origin) if named else None
+            label = _domain_of(values, source.domain_column, domain, origin)
+            if messages:
+                asked = conversation_prompts(values[messages], messages, origin, source.system, source.turns == "all")
+                found = [PromptRow(None, turns, reference or own, label, at) for turns, own, at in asked]
+            else:
+                assert prompt is not None
+                found = [prompt_row(_filled(values[prompt], prompt, origin), reference, label, origin, source.system)]
+            given = tools_of(values[tools], tools, origin) if tools else None
+        except UserError as error:
+            if bad_rows is None:
+                raise
+            bad_rows.append(error)
+            continue
+        yield from (replace(row, tools=given) for row in found) if given else found
 
 
 def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -381,49 +401,3 @@ def _domain_of(values: dict[str, Any], column: str | None, default: str, origin:
     if isinstance(value, str | int):
         return str(value)
     raise UserError(f"{origin}: domain column {column!r} holds a {type(value).__name__}: a label is a string")
-
-
-def _conversation(
-    value: Any, column: str, origin: str, system: str | None
-) -> tuple[tuple[dict[str, Any], ...], str | None]:
-    """(turns up to the assistant turn to be written, the dataset's own answer or None).
-
-    All assistant turns at the end are cut; the first of them, which answers the last user turn, is the reference.
-    """
-    if not isinstance(value, list) or not value:
-        kind = "an empty list" if value == [] else f"a {type(value).__name__}" if value is not None else "nothing"
-        raise UserError(
-            f"{origin}: column {column!r} holds {kind}: a conversation is a list of turns with role, content"
-        )
-    turns = [_turn(turn, f"{origin}: turn {number} of {column!r}") for number, turn in enumerate(value, start=1)]
-    end = len(turns)
-    while end and turns[end - 1]["role"] == "assistant":
-        end -= 1
-    reference = turns[end]["content"] if end < len(turns) else None
-    prompt = turns[:end]
-    for number, turn in enumerate(prompt, start=1):
-        if not turn["content"].strip() and not turn.get("tool_calls"):
-            raise UserError(f"{origin}: turn {number} of {column!r} is empty: fill it or remove the row")
-    if all(turn["role"] != "user" for turn in prompt):
-        raise UserError(f"{origin}: the conversation in {column!r} has no user turn to answer: remove the row")
-    if system is not None and prompt[0]["role"] != "system":
-        prompt.insert(0, {"role": "system", "content": system})
-    return tuple(prompt), reference or None
-
-
-def _turn(turn: Any, where: str) -> dict[str, Any]:
-    """One turn as role, content and the optional keys that chat templates read; ShareGPT's from/value accepted."""
-    if not isinstance(turn, dict):
-        raise UserError(f"{where} is a {type(turn).__name__}: a turn is an object with role and content")
-    said = turn.get("role") or turn.get("from")
-    role = SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
-    if role not in ROLES:
-        raise UserError(f"{where} has the role {said!r}: roles are {', '.join(ROLES)}, or ShareGPT's human and gpt")
-    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-    optional = {key: turn[key] for key in OPTIONAL_TURN_KEYS if turn.get(key)}
-    if content is None and optional.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        kind = "no content" if content is None else f"content of type {type(content).__name__}"
-        raise UserError(f"{where} has {kind}: write the text of the turn as one string")
-    return {"role": role, "content": content, **optional}

@@ -9,13 +9,16 @@ import heapq
 import json
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from data.prompts.prompt import PromptRow
 from speculative.errors import UserError
 
 HASH_DIGITS = 16
+# A first turn of so many rows, and of this share of them, is no question of its own.
+COMMON_LEAST, COMMON_SHARE = 16, 0.05
 # Punctuation that is never dropped: in code and maths "C#", "@x", "3 - 2" and "3 / 2" are not "C", "x" and "3 2".
 MEANINGFUL = frozenset("#%&*@\\/_-")
 
@@ -31,8 +34,8 @@ class DuplicateReport:
 
 
 def content_hash(row: PromptRow) -> str:
-    """16 hex digits of the SHA-256 of the exact prompt (text, or canonical JSON of the messages): the prompt's id."""
-    return _digest(row.text if row.text is not None else _canonical(row.messages))
+    """16 hex digits of the SHA-256 of the exact prompt (text, or canonical JSON of the messages, and tools): the prompt's id."""
+    return _with_tools(row, row.text if row.text is not None else _canonical(row.messages))
 
 
 def normalised_hash(row: PromptRow) -> str:
@@ -43,11 +46,24 @@ def normalised_hash(row: PromptRow) -> str:
     same prompt.
     """
     if row.text is not None:
-        return _digest(_normalised(row.text))
+        return _with_tools(row, _normalised(row.text))
     turns = [{**turn, "content": _normalised(turn["content"])} for turn in row.messages or ()]
     if len(turns) == 1 and turns[0]["role"] == "user" and set(turns[0]) == {"role", "content"}:
-        return _digest(turns[0]["content"])
-    return _digest(_canonical(turns))
+        return _with_tools(row, turns[0]["content"])
+    return _with_tools(row, _canonical(turns))
+
+
+def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[str]:
+    """For each row what it shares with those that must be on its side of a split: all turns of a conversation, and the same
+    first question under any system message; with ``normalised`` a near-equal one too.
+
+    A question that very many rows share is an instruction whose matter stands in the system message: such rows are together
+    where they have this in common too.
+    """
+    say = _normalised if normalised else str
+    openings = [[say(str(turn["content"])) for turn in _opening(row)] for row in rows]
+    counts, limit = Counter(turns[-1] for turns in openings), max(COMMON_LEAST, int(COMMON_SHARE * len(rows)))
+    return [_digest(turns[-1] if counts[turns[-1]] <= limit else _canonical(turns)) for turns in openings]
 
 
 def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateReport]:
@@ -80,11 +96,12 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
     return kept, DuplicateReport(len(rows), exact, normalised, len(kept))
 
 
-def held_out(prompt_ids: Sequence[str], heldout_count: int) -> list[int]:
+def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:
     """Numbers of the prompts that are held out, decided by each one's id: those that a smaller count holds out come first.
 
     A larger count holds out more, never others, and a new prompt takes the place of one of them at most. The ids are
-    distinct (``deduplicate``); near-equal prompts may be on two sides.
+    distinct (``deduplicate``); near-equal prompts may be on two sides. ``groups`` (see `split_groups`; by default each prompt is
+    its own): who shares one is on one side, so that a few more than ``heldout_count`` may be held out.
 
     Raises:
         UserError: no prompts, or a side that would stay empty.
@@ -98,24 +115,46 @@ def held_out(prompt_ids: Sequence[str], heldout_count: int) -> list[int]:
             f"heldout_count is {heldout_count} of {len(prompt_ids)} different prompts: give 1 to {len(prompt_ids) - 1}, so "
             "that both sides have some"
         )
-    positions = [_position(prompt_id) for prompt_id in prompt_ids]
-    return heapq.nsmallest(heldout_count, range(len(positions)), key=positions.__getitem__)
+    if groups is None:
+        groups = prompt_ids
+    positions = [(_position(group), prompt_id) for group, prompt_id in zip(groups, prompt_ids, strict=True)]
+    found = heapq.nsmallest(heldout_count, range(len(positions)), key=positions.__getitem__)
+    last, first = groups[found[-1]], set(found)
+    rest = [number for number, group in enumerate(groups) if group == last and number not in first]
+    found += sorted(rest, key=positions.__getitem__)
+    if len(found) == len(prompt_ids):
+        raise UserError(
+            f"all {len(found)} prompts would be held out: they begin with {len(set(groups))} questions, and who asks the same is on "
+            "one side; give more prompts, lower data.heldout_count, or name data.heldout"
+        )
+    return found
 
 
 def remove_overlap(train: Sequence[PromptRow], heldout: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
-    """(train without the prompts that are in heldout after normalisation, how many were removed).
+    """(train without the prompts whose question, see `split_groups`, heldout has after normalisation, how many were removed).
 
     Raises:
         UserError: nothing is left to train on.
     """
-    held = {normalised_hash(row) for row in heldout}
-    kept = [row for row in train if normalised_hash(row) not in held]
+    groups = split_groups([*heldout, *train], normalised=True)
+    held = set(groups[: len(heldout)])
+    kept = [row for row, group in zip(train, groups[len(heldout) :], strict=True) if group not in held]
     if train and not kept:
         raise UserError(
             f"all {len(train)} training prompts are in the held-out set too (first at {train[0].origin}): give two "
             "different sources, or one source and a held-out share"
         )
     return kept, len(train) - len(kept)
+
+
+def _opening(row: PromptRow) -> Sequence[Mapping[str, object]]:
+    """A conversation's turns up to the first of the user; a text is one."""
+    turns = row.messages or ({"role": "user", "content": row.text},)
+    return turns[: 1 + next((number for number, turn in enumerate(turns) if turn["role"] == "user"), 0)]
+
+
+def _with_tools(row: PromptRow, content: str) -> str:
+    return _digest(content if row.tools is None else content + _canonical(row.tools))
 
 
 def _digest(content: str) -> str:

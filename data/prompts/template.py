@@ -228,6 +228,8 @@ def _apply(
 ) -> Any:
     other_way = "set the template's mode to plain" if row.text is not None else "give prompts that are plain text"
     _check_kwargs(_required_template(tokenizer, other_way, f"{row.origin}: "), tokenizer, kwargs)
+    if row.tools is not None:
+        kwargs = {**kwargs, "tools": list(row.tools)}
     try:
         return tokenizer.apply_chat_template(list(turns), return_dict=False, **options, **kwargs)
     except (jinja2.TemplateError, TypeError) as error:

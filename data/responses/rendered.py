@@ -24,6 +24,7 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
         ("reference_ids", pa.list_(pa.int32())),
         ("turns", pa.string()),
+        ("group", pa.string()),
     ]
 )
 
@@ -33,6 +34,7 @@ class RenderedPrompt:
     """A prompt as the target will see it. `reference_ids`: the dataset's own answer, when one is mapped.
 
     `turns`: JSON of {messages, tools} where the prompt is a conversation, for a server that applies the template itself.
+    `group`: shared by prompts that belong on one side of a split.
     """
 
     prompt_id: str
@@ -41,6 +43,7 @@ class RenderedPrompt:
     text: str = ""
     reference_ids: tuple[int, ...] | None = None
     turns: str = ""
+    group: str = ""
 
 
 class StoredPrompts(Sequence[RenderedPrompt]):
@@ -70,7 +73,7 @@ class StoredPrompts(Sequence[RenderedPrompt]):
             name: tuple(row[name].values.to_pylist()) if row[name].is_valid else None
             for name in ("prompt_ids", "reference_ids")
         }
-        texts = {name: row[name].as_py() for name in ("prompt_id", "domain", "text", "turns")}
+        texts = {name: row[name].as_py() for name in ("prompt_id", "domain", "text", "turns", "group")}
         return RenderedPrompt(prompt_ids=ids["prompt_ids"] or (), reference_ids=ids["reference_ids"], **texts)
 
     def write(self, path: Path, chosen_N: np.ndarray) -> None:

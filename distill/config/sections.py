@@ -155,6 +155,11 @@ class DataConfig(Section):
         "target",
         description="train on the target's own answers (right for acceptance) or on the dataset's (reference_column)",
     )
+    bad_rows: Literal["error", "drop"] = Field(
+        "error",
+        description="a row that is no usable prompt (an empty turn, an unknown role, what the chat template refuses): stop, or leave "
+        "it out and count it",
+    )
     context_length: int | None = Field(
         None, ge=8, description="tokens of prompt + response; null = the target's own limit"
     )

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from data.files import MANIFEST, read_manifest, write_manifest
 from data.prompts.prompt import PromptRow
 from data.prompts.sources import format_of, load_source, source_state
-from data.prompts.split import DuplicateReport, content_hash, deduplicate, held_out, remove_overlap
+from data.prompts.split import DuplicateReport, content_hash, deduplicate, held_out, remove_overlap, split_groups
 from data.prompts.template import Mode, check_lengths, render_prompt, render_reference, template_fingerprint
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
@@ -32,7 +32,7 @@ TRAIN_FILE, HELDOUT_FILE = "train.arrow", "heldout.arrow"
 # Prompts held out of the training sources unless `data.heldout_count` says otherwise, whatever `judge.prompts` is: they may be
 # judged, or not, and no more of them be judged, without that another prompt is trained on.
 HELD_OUT = 256
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,18 @@ def load_prompts(
         if kept:
             return _read(folder, heldout_prompts)
     if heldout_only and data.heldout:
-        rows = _rows_of(data.heldout)[0]
-        return PromptSets([], _asked_heldout(rows, _Renderer(data, tokenizer, made_with), heldout_prompts), "")
+        render = _Renderer(data, tokenizer, made_with)
+        rows = _rows_of(data.heldout, render.bad_rows)[0]
+        return PromptSets([], _asked_heldout(rows, render, heldout_prompts), "")
     with tempfile.TemporaryDirectory(prefix="understudy-prompts-") as passing:
         _make(data, tokenizer, Path(passing), made_with, heldout_prompts)
         return _read(Path(passing), heldout_prompts)
 
 
-def _rows_of(sources: Sequence[SourceConfig]) -> tuple[list[PromptRow], DuplicateReport]:
-    return deduplicate([row for source in sources for row in load_source(source)])
+def _rows_of(
+    sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = None
+) -> tuple[list[PromptRow], DuplicateReport]:
+    return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
 
 
 def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> dict[str, Any]:
@@ -143,22 +146,23 @@ def _read(folder: Path, heldout_prompts: int) -> PromptSets:
 
 def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> None:
     """Reads, de-duplicates, renders and splits into a folder, the manifest last."""
-    train_rows, repeats = _rows_of(data.train)
     render, overlapping = _Renderer(data, tokenizer, made_with), 0
+    train_rows, repeats = _rows_of(data.train, render.bad_rows)
     making = folder / ".making"
     shutil.rmtree(making, ignore_errors=True)
     if data.heldout:
-        wanted, heldout_rows = max(heldout_prompts, HELD_OUT), _rows_of(data.heldout)[0]
+        wanted, heldout_rows = max(heldout_prompts, HELD_OUT), _rows_of(data.heldout, render.bad_rows)[0]
         heldout = _asked_heldout(heldout_rows, render, wanted)
         whole, fingerprints = len(heldout) < wanted, [write_prompts(making / HELDOUT_FILE, heldout)]
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
         fingerprints.append(write_prompts(making / TRAIN_FILE, filter(None, map(render, train_rows))))
     else:
-        whole, fingerprints = True, [write_prompts(making / "all.arrow", filter(None, map(render, train_rows)))]
+        rendered = filter(None, map(render, train_rows, split_groups(train_rows)))
+        whole, fingerprints = True, [write_prompts(making / "all.arrow", rendered)]
         fitting = StoredPrompts(making / "all.arrow")
         _require_some(len(fitting) > 1, "train", render)
         count = min(data.heldout_count or HELD_OUT, max(2, len(fitting) // 5), len(fitting) - 1)
-        numbers = held_out(fitting.column("prompt_id").to_pylist(), count)
+        numbers = held_out(fitting.column("prompt_id").to_pylist(), count, fitting.column("group").to_pylist())
         write_prompts(making / HELDOUT_FILE, (fitting[number] for number in numbers))
         fitting.write(making / TRAIN_FILE, np.isin(np.arange(len(fitting)), numbers, invert=True))
     _require_some(len(StoredPrompts(making / TRAIN_FILE)) > 0, "train", render)
@@ -166,7 +170,10 @@ def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, A
     manifest = {
         "made_with": made_with, "fingerprints": fingerprints, "heldout": len(StoredPrompts(making / HELDOUT_FILE)),
         "heldout_whole": whole, "files": _digests(making),
-        "left_out": {"duplicates": repeats.rows - repeats.kept, "in both sets": overlapping, "too long": render.dropped},
+        "left_out": {
+            "duplicates": repeats.rows - repeats.kept, "in both sets": overlapping, "too long": render.dropped,
+            f"bad rows, the first {render.bad_rows[0]}" if render.bad_rows else "bad rows": len(render.bad_rows or ()),
+        },
     }  # fmt: skip
     for name in (TRAIN_FILE, HELDOUT_FILE):
         os.replace(making / name, folder / name)
@@ -176,7 +183,9 @@ def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, A
 
 def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -> list[RenderedPrompt]:
     """The first held-out prompts by hash that fit. Rows behind the last that is needed are not even looked at."""
-    fitting = (prompt for row in sorted(rows, key=content_hash) if (prompt := render(row, False)) is not None)
+    fitting = (
+        prompt for row in sorted(rows, key=content_hash) if (prompt := render(row, with_reference=False)) is not None
+    )
     found = list(itertools.islice(fitting, count))
     _require_some(bool(found), "heldout", render)
     return found
@@ -253,9 +262,19 @@ class _Renderer:
         self.data, self.tokenizer = data, tokenizer
         self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
         self.dropped = 0
+        self.bad_rows: list[UserError] | None = [] if data.bad_rows == "drop" else None
 
-    def __call__(self, row: PromptRow, with_reference: bool = True) -> RenderedPrompt | None:
-        """The rendered prompt, or None when it is too long and may be left out."""
+    def __call__(self, row: PromptRow, group: str = "", *, with_reference: bool = True) -> RenderedPrompt | None:
+        """The rendered prompt, or None when it is too long, or no usable prompt, and may be left out."""
+        try:
+            return self._rendered(row, group, with_reference)
+        except UserError as error:
+            if self.bad_rows is None:
+                raise
+            self.bad_rows.append(error)
+            return None
+
+    def _rendered(self, row: PromptRow, group: str, with_reference: bool) -> RenderedPrompt | None:
         how: dict[str, Any] = {
             "mode": self.data.template.mode, "chat_template_kwargs": self.data.template.chat_template_kwargs
         }  # fmt: skip
@@ -275,8 +294,11 @@ class _Renderer:
         ):
             self.dropped += 1
             return None
-        turns = json.dumps({"messages": row.messages}) if row.messages is not None else ""
-        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), _text_of(row), reference_ids, turns)
+        said = row.messages or ({"role": "user", "content": row.text},)
+        turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
+        as_turns = json.dumps(turns) if row.messages or row.tools else ""
+        text = _text_of(row)
+        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, reference_ids, as_turns, group)
 
 
 def _text_of(row: PromptRow) -> str:

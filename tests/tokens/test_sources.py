@@ -282,6 +282,61 @@ def test_bad_conversation_is_named(tmp_path, turns, complaint):
     assert complaint in message
 
 
+def test_every_assistant_turn_may_be_a_prompt(tmp_path):
+    said = [
+        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Here."},
+        {"role": "assistant", "content": "Or there."}, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."},
+        {"role": "tool", "content": "4"},
+    ]  # fmt: skip
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": said}) + "\n")
+    found = load(path=str(path), turns="all")
+    assert [len(row.messages) for row in found] == [2, 5, 7]
+    assert [row.reference for row in found] == ["Here.", "So.", None]
+    assert [row.origin.rpartition("/")[2] for row in found] == ["chat.jsonl:1#3", "chat.jsonl:1#6", "chat.jsonl:1#8"]
+    (last,) = load(path=str(path))
+    assert (len(last.messages), last.origin.rpartition("/")[2]) == (7, "chat.jsonl:1")
+
+
+def test_bad_rows_are_left_out_and_told_where_that_is_wanted(tmp_path):
+    good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    bad = [[{"from": "human", "value": " "}], [], [{"from": "bing", "value": "a"}], [{"from": "gpt", "value": "b"}]]
+    path = tmp_path / "sharegpt.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [good, *({"conversations": one} for one in bad), good]))
+    told = []
+    found = load_source(PromptSource(path=str(path)), bad_rows=told)
+    assert [row.origin.rpartition(":")[2] for row in found] == ["1", "6"]
+    assert [str(error).split(": ")[0].rpartition(":")[2] for error in told] == ["2", "3", "4", "5"]
+    with pytest.raises(UserError, match="turn 1 of 'conversations' is empty"):
+        load(path=str(path))
+    path.write_text("".join(json.dumps({"conversations": one}) + "\n" for one in bad[:1] * 3))
+    with pytest.raises(UserError, match="turn 1 of 'conversations' is empty"):  # all of them: a mistake, not dirt
+        load_source(PromptSource(path=str(path)), bad_rows=[])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_come_as_they_were_written(tmp_path, as_json):
+    search = {
+        "type": "function",
+        "function": {"name": "search", "parameters": {"properties": {"words": {"type": "string"}}}},
+    }
+    add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"first": {"type": "number"}}}}}
+    path = tmp_path / "tools.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": name}], "tools": json.dumps(tools) if as_json else tools}
+        for name, tools in (("a", [search]), ("b", [add, search]), ("c", []))
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [row.tools for row in load(path=str(path))] == [(search,), (add, search), None]
+
+
+def test_odd_tools_are_named(tmp_path):
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": "[{]"}) + "\n")
+    with pytest.raises(UserError, match=r"tools.jsonl:1: column 'tools' is not JSON"):
+        load(path=str(path))
+
+
 def test_stdlib_domain(monkeypatch):
     heads = {
         False: [("ast.py", "def parse(source):\n"), ("cmd.py", "def run():\n")],

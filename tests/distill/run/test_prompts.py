@@ -1,5 +1,6 @@
 """A run's prompts: rendered once by the main process, split by content, the same whatever is judged and whatever is added."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def ids(prompts: Any) -> list[str]:
 
 
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_prompts, "load_source", lambda *_: pytest.fail("sources were read"))
+    monkeypatch.setattr(run_prompts, "load_source", lambda *_, **__: pytest.fail("sources were read"))
 
 
 def test_training_prompts_do_not_depend_on_how_many_are_judged(tmp_path: Path) -> None:
@@ -94,7 +95,9 @@ def test_they_are_rendered_again_when_something_is_another(tmp_path: Path, chang
     with pytest.MonkeyPatch.context() as patched:
         render = run_prompts._Renderer.__call__
         patched.setattr(
-            run_prompts._Renderer, "__call__", lambda *given: (made := render(*given), counted.append(made))[0]
+            run_prompts._Renderer,
+            "__call__",
+            lambda *given, **how: (made := render(*given, **how), counted.append(made))[0],
         )
         if change == "source":
             data = data_of(tmp_path, 42)
@@ -132,3 +135,61 @@ def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
     assert ids(sets.heldout) == sorted(ids(loaded(data, 30, heldout_only=True).heldout))[:5]
     assert len(sets.train) == 0
     assert not (tmp_path / "run").exists()
+
+
+CHAT = "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}{% for turn in messages %}{% if turn.content == 'no' %}{{ raise_exception('refused') }}{% endif %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
+
+
+def chat_data(folder: Path, conversations: list[dict[str, Any]], **keys: Any) -> tuple[DataConfig, Any]:
+    path = folder / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in conversations), encoding="utf-8")
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = CHAT
+    source = {"path": str(path), **{key: keys.pop(key) for key in ("turns",) if key in keys}}
+    return DataConfig.model_validate({"train": (source,), **keys}), tokenizer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_bad_rows_are_counted_those_that_the_template_refuses_too(tmp_path: Path) -> None:
+    conversations = [{"messages": [user(f"question {number}")]} for number in range(8)]
+    conversations[2:2] = [{"messages": [user(" ")]}, {"messages": [user("no")]}, {"messages": []}]
+    data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop")
+    sets = load_prompts(data, tokenizer, 100, 10, 2)
+    assert len(sets.train) + len(sets.heldout) == 8
+    assert "3 left out (bad rows, the first " in sets.report
+    assert "chat.jsonl:3: turn 1 of 'messages' is empty" in sets.report
+    with pytest.raises(UserError, match=r"chat.jsonl:3: turn 1 of 'messages' is empty"):
+        load_prompts(data.model_copy(update={"bad_rows": "error"}), tokenizer, 100, 10, 2)
+
+
+def test_conversations_and_questions_are_not_split(tmp_path: Path) -> None:
+    conversations = []
+    for number in range(12):
+        turns = [user(f"question {number}"), {"role": "assistant", "content": "yes"}, user("and?")]
+        conversations += [{"messages": turns}, {"messages": [{"role": "system", "content": "Brief."}, turns[0]]}]
+    data, tokenizer = chat_data(tmp_path, conversations, turns="all")
+    sets = load_prompts(data, tokenizer, 100, 10, 8)
+
+    def questions(prompts: Any) -> set[str]:
+        return {
+            next(turn["content"] for turn in json.loads(one.turns)["messages"] if turn["role"] == "user")
+            for one in prompts
+        }
+
+    assert len(sets.train) + len(sets.heldout) >= 36 - 3, (
+        "three prompts of each question; only whole questions may be unjudged"
+    )
+    assert not questions(sets.train) & questions(sets.heldout)
+    assert len(questions(sets.train)) * 3 == len(sets.train)
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "search"}}
+    conversations = [{"messages": [user(f"question {number}")], "tools": [tool]} for number in range(6)]
+    data, tokenizer = chat_data(tmp_path, conversations)
+    prompt = load_prompts(data, tokenizer, 100, 10, 2).train[0]
+    assert tokenizer.decode(list(prompt.prompt_ids)).startswith("[search]<user>question")
+    assert json.loads(prompt.turns)["tools"] == [tool]
