@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif "device" in item.keywords and "gpu" not in item.keywords and not library.LOADED:
+        elif item.get_closest_marker("device") and "gpu" not in item.keywords and not library.LOADED:
             reason = library.why_not() or "tests of the pretend device run by themselves: pytest -m device"
             item.add_marker(pytest.mark.skip(reason=reason))
 
