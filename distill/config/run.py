@@ -107,6 +107,10 @@ class RunConfig(Section):
             self._possible_endpoint()
         elif self.signal.source == "response_logprobs":
             raise ValueError("signal.source: response_logprobs goes with target.endpoint.api: chat, and only with it")
+        if self.target.shard and self.target.device_map:
+            raise ValueError(
+                "target.device_map spreads the target over the GPUs of one process, target.shard over processes: one of the two"
+            )
         if self.target.shard and (mix.student or mix.speculative or self.signal.source == "capture"):
             raise ValueError(
                 "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"

@@ -40,6 +40,11 @@ class TargetConfig(Section):
         "auto", description="weights and forward of the target; auto = as saved on an accelerator, float32 on a CPU"
     )
     trust_remote_code: bool = Field(False, description="run model code that comes with the weights")
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
+        None,
+        description="a target larger than one GPU: its layers spread over all GPUs of one process, in accelerate's way of this name "
+        "(balanced_low_0 leaves room for the draft); null = whole on each process's own device",
+    )
     shard: bool = Field(
         False,
         description="cut the target's layers over the ranks while the draft learns (torch's fully_shard); whole again to judge",

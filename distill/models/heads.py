@@ -23,7 +23,7 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V) logits."""
-        logits = self.projection(hidden)
+        logits = self.projection(hidden).to(hidden.device)  # a target may be spread over devices
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -87,7 +87,8 @@ class SplitModel:
         """
         options: dict[str, Any] = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
         with _rows_known(packed=position_ids_BT is not None):
-            return self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
+            hidden_BTD = self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
+        return hidden_BTD.to(input_ids_BT.device)
 
     def _check(self) -> None:
         parameter = next(self.model.parameters())

@@ -80,21 +80,37 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | None = None,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
     """A causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal one the text model. ``what`` is its name in errors.
 
-    Quantised weights stay as they are saved, whatever the ``dtype``. ``device``: where it goes; null = the CPU.
+    Quantised weights stay as they are saved, whatever the ``dtype``. ``device``: where it goes; null = the CPU. ``device_map``: its
+    layers spread over all devices instead, in accelerate's way of this name.
 
     Raises:
-        UserError: not there, not loadable (a quantisation whose library is not installed), hub not reachable.
+        UserError: not there, not loadable (a quantisation whose library is not installed), hub not reachable, not enough room on
+            the devices.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
+    options["dtype"] = dtype
     if quantization_of(config) is not None:
         options |= {"dtype": "auto", "device_map": {"": device or torch.device("cpu")}}
-        return text_only(load_pretrained(what, path, auto_class(config).from_pretrained, **options)).eval()
-    model = text_only(load_pretrained(what, path, auto_class(config).from_pretrained, dtype=dtype, **options)).eval()
-    return model if device is None else model.to(device)
+    if device_map is not None:
+        options["device_map"] = device_map
+    model = text_only(load_pretrained(what, path, auto_class(config).from_pretrained, **options)).eval()
+    _refuse_offloaded(what, path, model)
+    return model if device is None or "device_map" in options else model.to(device)
+
+
+def _refuse_offloaded(what: str, path: str, model: Any) -> None:
+    """Layers that accelerate leaves in memory or on disk would be sent to a GPU for every token."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if "disk" in places or ("cpu" in places and len(places) > 1):
+        raise UserError(
+            f"{what} {path!r}: does not fit on the {torch.cuda.device_count()} GPUs here, some layers would stay in memory or on disk; "
+            "give more GPUs, quantised weights, or target.endpoint"
+        )
 
 
 def load_tokenizer(

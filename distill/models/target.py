@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from data.files import write_json
@@ -80,7 +81,15 @@ class Target:
             )
         if self._model is None:
             dtype = dtype_of(self.config.dtype, self.device)
-            model = load_model(self._what, self.config.path, dtype=dtype, device=self.device, **self._how)
+            spread = self.config.device_map
+            if spread is not None and PartialState().num_processes > 1:
+                raise UserError(
+                    f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start one "
+                    "(`understudy respond`), then train on several from signal.source: store with judge.live: never"
+                )
+            model = load_model(
+                self._what, self.config.path, dtype=dtype, device=self.device, device_map=spread, **self._how
+            )
             self._model = model
             known = self._facts
             if known is not None and (model_fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):

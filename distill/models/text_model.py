@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from accelerate.hooks import add_hook_to_module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from distill.models.quantized import quantization_of
@@ -52,6 +53,9 @@ def text_only(model: PreTrainedModel) -> Any:
     decoder = model.get_decoder()
     setattr(text, text.base_model_prefix, decoder)
     text.set_output_embeddings(head)
+    if hasattr(model, "_hf_hook"):  # spread over devices: logits come back to where the ids were
+        add_hook_to_module(text, model._hf_hook)
+        text.hf_device_map = model.hf_device_map
     text.generation_config = copy.deepcopy(model.generation_config)
     if not _same_logits(model.eval(), text.eval()):
         return model

@@ -6,7 +6,7 @@ Shapes: R rows, K rows of one call (all of them, or the few being prefilled), Q 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ class CallPlace:
     shared_start: int | None = 0
     starts_empty: bool = False
     prefix: int = 0
+
+    def on(self, device: torch.device) -> CallPlace:
+        """This place for a layer on another device than the call's: a model may be spread over several."""
+        if self.positions_KQ.device == device:
+            return self
+        rows_K = None if self.rows_K is None else self.rows_K.to(device)
+        return replace(self, positions_KQ=self.positions_KQ.to(device), rows_K=rows_K)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -59,7 +66,7 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        place, prefix = self.place, self.place.prefix
+        place, prefix = self.place.on(key_states.device), self.place.prefix
         if place.rows_K is not None:
             rows_K1, positions_KQ = place.rows_K.unsqueeze(1), place.positions_KQ
             self.keys[rows_K1, :, positions_KQ] = key_states.transpose(1, 2)
@@ -95,12 +102,14 @@ class RaggedLayer(CacheLayerMixin):
         if self.is_initialized:
             assert self.keys is not None
             assert self.values is not None
+            rows_K = rows_K.to(self.keys.device)
             self.keys, self.values = self.keys[rows_K], self.values[rows_K]
 
     def move(self, sources_RQ: torch.Tensor, destinations_RQ: torch.Tensor) -> None:
         if self.is_initialized:
             assert self.keys is not None
             assert self.values is not None
+            sources_RQ, destinations_RQ = sources_RQ.to(self.keys.device), destinations_RQ.to(self.keys.device)
             for buffer in (self.keys, self.values):
                 shape = (buffer.shape[0], buffer.shape[1], sources_RQ.shape[1], buffer.shape[3])
                 moved = buffer.gather(2, sources_RQ[:, None, :, None].expand(shape))

@@ -15,6 +15,7 @@ from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
     attention_windows,
     check_decodable,
+    devices_of,
     is_recurrent,
     max_positions,
     takes_logits_to_keep,
@@ -68,7 +69,8 @@ class CachedModel:
         self.model, self.name = model, name
         self.device = model.device
         config = model.config.get_text_config(decoder=True)
-        self.runner: Runner = make_runner(runner)
+        # A graph is of one device.
+        self.runner: Runner = make_runner(runner if len(devices_of(model)) == 1 else EAGER)
         self.prefill_tokens = PREFILL_TOKENS
         longest = max_positions(model.config)
         self._last_position = longest - 1 if longest is not None and capacity > longest else None

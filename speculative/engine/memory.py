@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
-from speculative.engine.models import in_eval_mode, is_recurrent, vocab_rows
+from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.errors import TooLittleMemory, UserError
 
@@ -113,7 +113,8 @@ def check_memory(
 
     `shared_cache`: the draft writes into the target's.
     """
-    free = free_bytes(target.device)
+    known = [free_bytes(device) for device in devices_of(target)]
+    free = None if None in known else sum(filter(None, known))
     capacity = capacity if target.device.type == "cpu" else whole_steps(capacity)
     needed = cache_bytes(target, rows, capacity) + block_bytes(target, rows, query_length)
     if draft is not None:

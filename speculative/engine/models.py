@@ -115,6 +115,12 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     return windows
 
 
+def devices_of(model: PreTrainedModel) -> list[torch.device]:
+    """Where the weights are: several devices for a model that accelerate spread over them."""
+    places = dict.fromkeys(torch.device(place) for place in (getattr(model, "hf_device_map", None) or {}).values())
+    return list(places) if len(places) > 1 else [model.device]
+
+
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layer keeps a state of the whole text (state space, linear attention, short convolution)."""
     config = model.config.get_text_config(decoder=True)

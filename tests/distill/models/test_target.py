@@ -3,16 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from accelerate import PartialState
 from tiny_training import write_prompts, write_target
 
 from distill.config.run import RunConfig
 from distill.config.sections import TargetConfig
+from distill.models.load import _refuse_offloaded
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from speculative.decode import decode
+from speculative.errors import UserError
 
 CPU = torch.device("cpu")
 LONGROPE = {
@@ -56,3 +60,25 @@ def test_facts_outlive_the_weights(tmp_path: Path) -> None:
     assert (facts.dtype, other.facts.dtype) == ("float32", "bfloat16")
     assert replace(other.facts, dtype=facts.dtype, fingerprint=facts.fingerprint) == facts
     assert other.in_memory, "facts of another dtype were asked for: the weights tell"
+
+
+def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without GPUs everything lies on its one device; several processes cannot each have all GPUs."""
+    write_target(tmp_path / "target")
+    facts = Target(TargetConfig(path=str(tmp_path / "target")), CPU).facts
+    spread = Target(TargetConfig(path=str(tmp_path / "target"), device_map="auto"), CPU)
+    assert spread.facts == facts
+    assert spread.model.device == CPU
+    spread.release()
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(UserError, match=r"target\.device_map: auto gives one process all GPUs, and 2 were started"):
+        _ = spread.model
+
+
+@pytest.mark.parametrize("left", ["cpu", "disk"])
+def test_a_target_that_does_not_fit_on_all_gpus_is_refused(left: str, tmp_path: Path) -> None:
+    """accelerate would leave layers in memory or on disk and send them to a GPU for every token."""
+    model = write_target(tmp_path)
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": left}
+    with pytest.raises(UserError, match="does not fit on the 0 GPUs here"):
+        _refuse_offloaded("target.path", str(tmp_path), model)
