@@ -22,9 +22,9 @@ from distill.models.heads import SplitModel
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import (
     carved_by_measurement,
-    context_of,
     first_student,
     refuse_impossible,
+    run_context,
 )
 from distill.models.target import Target
 from distill.report.plot import plot_run
@@ -35,7 +35,7 @@ from distill.run.folder import claim_folder
 from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
-from distill.run.session import check_instrument, context_limit, dated_tokenizer, new_accelerator
+from distill.run.session import check_instrument, dated_tokenizer, new_accelerator
 from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.loop import Loop
 from distill.training.micro_batch import check_batches, chosen_micro_batch
@@ -87,7 +87,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     (progress,) = broadcast_object_list([resume_point(config.folder)[0] if accelerator.is_main_process else None])
     target = Target(config.target, accelerator.device, config.folder)
     tokenizer = target.tokenizer
-    context = context_limit(target.facts.context_length, context_of(config.student), config.data.context_length)
+    context = run_context(config, target.facts.context_length)
     dated = dated_tokenizer(target, config.folder, accelerator)
     sets = load_prompts(
         config.data, dated, context, config.serving.max_tokens, config.judge.prompts, run=config.folder, accelerator=accelerator

@@ -99,6 +99,11 @@ class StudentConfig(Section):
         None, description="fields of a transformers config, `model_type` among them (init: config)"
     )
     lora: LoraConfig | None = Field(None, description="train adapters only; null = all weights")
+    extend_context: bool = Field(
+        False,
+        description="init pretrained: a draft made for shorter texts than the target's is stretched to them (YaRN); else refused "
+        "unless data.context_length is no more than its own",
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )

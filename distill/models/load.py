@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from distill.models.quantized import quantization_of, stored_parts
@@ -81,11 +82,13 @@ def load_model(
     trust_remote_code: bool = False,
     device: torch.device | None = None,
     device_map: str | None = None,
+    change: Callable[[PretrainedConfig], None] | None = None,
 ) -> PreTrainedModel:
     """A causal LM from a directory, hub id or `embedded`, in eval mode; of a multimodal one the text model. ``what`` is its name in errors.
 
     Quantised weights stay as they are saved, whatever the ``dtype``. ``device``: where it goes; null = the CPU. ``device_map``: its
-    layers spread over all devices instead, in accelerate's way of this name.
+    layers spread over all devices instead, in accelerate's way of this name. ``change``: what is to be another in its config
+    before it is made.
 
     Raises:
         UserError: not there, not loadable (a quantisation whose library is not installed), hub not reachable, not enough room on
@@ -94,6 +97,9 @@ def load_model(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_pretrained(what, path, AutoConfig.from_pretrained, **options)
     options["dtype"] = dtype
+    if change is not None:
+        change(config)
+        options["config"] = config
     if quantization_of(config) is not None:
         options |= {"dtype": "auto", "device_map": {"": device or torch.device("cpu")}}
     if device_map is not None:

@@ -1,6 +1,7 @@
 """The draft before training, as the config asks for it: ready-made, carved from the target, or random."""
 
 import difflib
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -11,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import write_json
 from data.responses.rendered import RenderedPrompt
@@ -35,6 +36,9 @@ from distill.models.vocabulary import (
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
+
+# Tokens of a sequence where neither a model nor the config says.
+NO_LIMIT = 1 << 20
 
 
 def make_student(
@@ -92,6 +96,7 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
         (student.intermediate_size is not None, f"intermediate_size: {student.intermediate_size}", "carved"),
         (student.embeddings == "target", "embeddings: target", "config"),
         (student.vocabulary == "transplant", "vocabulary: transplant", "pretrained"),
+        (student.extend_context, "extend_context: true", "pretrained"),
     ):
         if set_ and student.init != init:
             raise UserError(f"student.{key} goes with student.init: {init}, and this run has init: {student.init}")
@@ -150,7 +155,10 @@ def _pretrained(
     texts: Iterable[Sequence[int]],
 ) -> PreTrainedModel:
     path, revision, rows = str(config.path), config.revision, vocabulary_rows(target.config)
-    student = load_model("student.path", path, dtype=torch.float32, revision=revision)
+    change = (
+        functools.partial(extend_context, positions=max_positions(target.config)) if config.extend_context else None
+    )
+    student = load_model("student.path", path, dtype=torch.float32, revision=revision, change=change)
     own_tokenizer = load_tokenizer(path, revision=revision)
     own_rows = vocabulary_rows(student.config)
     agreement = compare_vocabularies(tokenizer, rows, own_tokenizer, own_rows)
@@ -184,6 +192,48 @@ def context_of(student: StudentConfig) -> int | None:
             raise UserError(f"student.architecture: {reason_of(error)}") from error
         return max_positions(config)
     return None
+
+
+def run_context(config: RunConfig, target_context: int | None) -> int:
+    """Tokens of prompt and response that a run's sequences may have: what the target takes, or `data.context_length`.
+
+    Raises:
+        UserError: a draft that is made for less; as `context_of`.
+    """
+    limits = [limit for limit in (target_context, config.data.context_length) if limit is not None]
+    own, student = context_of(config.student), config.student
+    if own is None or student.extend_context or not limits or own >= min(limits):
+        return min(limits, default=own or NO_LIMIT)
+    which, remedy = (
+        (f"student.path {student.path!r}", "student.extend_context: true stretches its positions")
+        if student.init == "pretrained"
+        else ("student.architecture", f"set its max_position_embeddings to {min(limits)}")
+    )
+    raise UserError(
+        f"{which} is made for {own} tokens, and the run for {min(limits)}: an engine would serve the pair up to {own} only; {remedy}, "
+        f"or set data.context_length: {own} if you serve no longer texts"
+    )
+
+
+def extend_context(config: PretrainedConfig, positions: int | None) -> None:
+    """Makes a config's rotary positions reach further, by YaRN (arXiv 2309.00071), as engines read it from config.json.
+
+    Slow frequencies are stretched by the ratio of the lengths, fast ones stay; the draft learns the rest from the target's text.
+
+    Raises:
+        UserError: positions that are not plain rotary ones, or a target that names no length.
+    """
+    text = config.get_text_config(decoder=True)
+    own, rope = max_positions(config), getattr(text, "rope_parameters", None)
+    if positions is None or own is None or not isinstance(rope, dict) or rope.get("rope_type") != "default":
+        what = rope.get("rope_type", "one for each kind of layer") if isinstance(rope, dict) else "none"
+        raise UserError(
+            f"student.extend_context: needs a target that names its length ({positions}) and a draft with plain rotary positions "
+            f"(rope_type default; this one has {what}); set data.context_length: {own}"
+        )
+    if own < positions:
+        stretched = {"rope_type": "yarn", "factor": positions / own, "original_max_position_embeddings": own}
+        text.rope_parameters, text.max_position_embeddings = {**rope, **stretched}, positions
 
 
 def from_architecture(

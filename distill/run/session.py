@@ -18,6 +18,7 @@ from data.responses.rendered import RenderedPrompt
 from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported, load_draft
+from distill.models.student import NO_LIMIT
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
 from distill.run.responses import decode_settings
@@ -58,7 +59,7 @@ def dated_tokenizer(target: Target, run: Path, accelerator: Accelerator | None =
 
 def context_limit(*limits: int | None) -> int:
     """Tokens of prompt + response that fit: the smallest of the limits that are known (models', `data.context_length`)."""
-    return min([limit for limit in limits if limit], default=1 << 20)
+    return min([limit for limit in limits if limit], default=NO_LIMIT)
 
 
 @dataclass(frozen=True)
