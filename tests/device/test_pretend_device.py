@@ -36,6 +36,7 @@ def test_its_memory_is_its_own() -> None:
 
 
 @on_device
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_what_is_waited_for_is_counted_or_refused() -> None:
     there = torch.arange(3, device="cuda")
     asks = (

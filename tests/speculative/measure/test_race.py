@@ -5,9 +5,10 @@ import pytest
 from simulation import trials
 from tiny_models import perturbed, prompts_of, tiny_model
 
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import DecodeSettings, Response, Timing
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
+from speculative.measure import race as race_module
 from speculative.measure.race import ALONE, Lap, Racer, Standings, race, spread_order
 from speculative.rules.sampling import SamplingSettings
 
@@ -150,3 +151,12 @@ def test_a_spread_order_has_everyone_once_and_is_spread_from_the_start(count):
     assert sorted(order) == list(range(count))
     if count >= 16:
         assert {place * 4 // count for place in order[:6]} == {0, 1, 2, 3}
+
+
+def test_blocks_that_recorded_a_call_count_as_long_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 s, of which 1 for the prompt and 5 in the 2 of 10 blocks that recorded: 4 s in 8 blocks, 5 s in 10."""
+    response = Response("one", [1], response_ids=[2] * 10, blocks=10)
+    timing = Timing(prefill_seconds=1.0, recording_seconds=5.0, recording_calls=2, total_seconds=10.0)
+    monkeypatch.setattr(race_module, "decode", lambda *_: ([response], timing))
+    laps = race(None, [], [("one", [1])], DecodeSettings(), still=lambda _: [], seconds=0.0, least=1)
+    assert laps[ALONE]["one"] == [Lap(1.0, 5.0, response)]

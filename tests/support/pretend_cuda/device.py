@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,8 @@ class Event:
 
 def _set_sync_mode(mode: str | int) -> None:
     LEDGER.sync_mode = mode if isinstance(mode, str) else SYNC_MODES[mode]
+    if LEDGER.sync_mode != "default":
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
 
 
 def _state(device: Any = None) -> torch.Tensor:
