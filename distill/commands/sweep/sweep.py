@@ -30,7 +30,7 @@ from data.files import MANIFEST, write_bytes, write_json
 from data.signals.store import INDEX
 from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
-from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SIGNAL
+from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SERVED, SIGNAL
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from speculative.errors import UserError
@@ -245,8 +245,10 @@ def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:
                 if (store / MANIFEST).exists() and not to.exists():
                     _link_store(store, to)
                     given.append(part)
-                    if store.with_name(DAY).exists():  # prompts rendered on another day would be others
-                        shutil.copyfile(store.with_name(DAY), to.with_name(DAY))
+                    # Prompts rendered on another day would be others, and so would another model under the same name.
+                    for name in (DAY, SERVED):
+                        if store.with_name(name).exists():
+                            shutil.copyfile(store.with_name(name), to.with_name(name))
     return list(dict.fromkeys(given))
 
 
@@ -271,7 +273,7 @@ def _responses_key(config: RunConfig) -> str:
     tree = config.model_dump(mode="json")
     data = {key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")}
     serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
-    student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture")}
+    student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture", "extend_context")}
     parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
     return json.dumps(parts, sort_keys=True)
 

@@ -263,6 +263,7 @@ def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
         ("judge.prompts=8", []),
         ("target.dtype=bfloat16", []),
         ("data.template={mode: plain}", []),
+        ("student.extend_context=true", []),
     ],
 )
 def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, shared: list[str]) -> None:
@@ -271,9 +272,11 @@ def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, s
         (donor.folder / store).mkdir(parents=True)
         for file in ("manifest.json", "index.bin", "shard-000-000.bin", ".half.tmp"):
             (donor.folder / store / file).write_text(file)
-    (donor.folder / "responses" / "day.txt").write_text("2026-02-28\n")
+    for file in ("day.txt", "served.json"):
+        (donor.folder / "responses" / file).write_text("2026-02-28\n")
     assert share_stores(taker, [taker, donor]) == shared
-    assert (taker.folder / "responses" / "day.txt").exists() == ("responses" in shared)
+    for file in ("day.txt", "served.json"):
+        assert (taker.folder / "responses" / file).exists() == ("responses" in shared)
     found = sorted(path.relative_to(taker.folder).as_posix() for path in taker.folder.rglob("shard-*"))
     wanted = {"responses": ["responses/heldout", "responses/train"], "signal": ["signal"]}
     assert found == [f"{store}/shard-000-000.bin" for part in shared for store in wanted[part]]
