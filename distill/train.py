@@ -1,6 +1,5 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict, resumed where it stands."""
 
-import contextlib
 import gc
 import sys
 import time
@@ -40,7 +39,7 @@ from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.loop import Loop
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
-from distill.training.sharding import gathered, require_deepspeed, settle_launcher, settled_precision, shard_teacher
+from distill.training.sharding import require_deepspeed, settle_launcher, settled_precision, sharded_teacher
 from distill.training.signal import check_signal, make_reference, make_teacher
 from distill.training.teacher import Teacher
 from distill.training.tracking import start_trackers
@@ -128,6 +127,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     }  # fmt: skip
     judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
     examples = rows.examples if rows is not None else as_examples(())
+    if config.target.shard and accelerator.num_processes > 1 and config.signal.source == "online":
+        target.hold(sharded_teacher(accelerator, target))
     teacher = make_teacher(config, target, examples, accelerator)
     reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
@@ -141,24 +142,23 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":
         target.release()  # the store speaks for it, and replay judges: until the verdict nobody needs its weights
-    if config.target.shard and accelerator.num_processes > 1 and target.in_memory:
-        shard_teacher(target.model)
     online = Teacher(target.model) if target.in_memory and config.signal.source != "store" else None
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, accelerator, module, online, batches.longest
     )
     loop = Loop(config, accelerator, module, teacher, batches, tokenizer, judge, progress, provenance, reference)
     loop.fit()
+    if config.target.shard:
+        target.release()  # no piece is of use to the verdict, for which the main process loads the whole
     if not target.in_memory:
         # What trained is in the checkpoints; the verdict wants the target in its place.
         accelerator.free_memory()
         del loop, module, student, batches, teacher, reference
         gc.collect()
-    with gathered(target.model) if target.in_memory else contextlib.nullcontext():
-        if accelerator.is_main_process:
-            domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
-            _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
-        accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
+        _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
+    accelerator.wait_for_everyone()
 
 
 def _conclude(

@@ -111,6 +111,10 @@ class RunConfig(Section):
             raise ValueError(
                 "target.device_map spreads the target over the GPUs of one process, target.shard over processes: one of the two"
             )
+        if self.target.shard and self.judge.live == "checkpoint":
+            raise ValueError(
+                "target.shard: no rank has the whole target while the draft learns; set judge.live: end or never"
+            )
         if self.target.shard and (mix.student or mix.speculative or self.signal.source == "capture"):
             raise ValueError(
                 "target.shard: rollouts and capture ask the target on one rank at a time, which a sharded one cannot answer"

@@ -47,7 +47,8 @@ class TargetConfig(Section):
     )
     shard: bool = Field(
         False,
-        description="cut the target's layers over the ranks while the draft learns (torch's fully_shard); whole again to judge",
+        description="cut the target's layers over the ranks while the draft learns (torch's fully_shard), never whole on a device; with "
+        "judge.live: end the main process loads the whole for the verdict, when the draft's training is out of memory",
     )
     endpoint: EndpointConfig | None = Field(
         None, description="a server answers and scores; `path` names the same model, its weights are never loaded"

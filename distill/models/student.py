@@ -304,7 +304,8 @@ def first_student(
 ) -> Any:
     """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
-    source: Any = target.model if wants_weights else target.side
+    read = target.host_model if config.target.shard else lambda: target.model
+    source: Any = read() if wants_weights else target.side
     path, notes = config.folder / STUDENT_NOTES, dict[str, Any]()
     # Every n-th response, so that all domains have a say.
     texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]

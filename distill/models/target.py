@@ -100,6 +100,17 @@ class Target:
                 )
         return self._model
 
+    def host_model(self) -> PreTrainedModel:
+        """The target in this process's own memory, for as long as the caller keeps it: for reading weights, not for asking."""
+        if self._model is not None:
+            return self._model
+        dtype = dtype_of(self.config.dtype, self.device)
+        return load_model(self._what, self.config.path, dtype=dtype, **self._how)
+
+    def hold(self, model: PreTrainedModel) -> None:
+        """From now on ``model`` is the target in memory, until it is released: the same weights in another arrangement."""
+        self._model = model
+
     @property
     def in_memory(self) -> bool:
         """Whether the weights are loaded."""

@@ -18,18 +18,25 @@ from accelerate.checkpointing import load_custom_state
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
+    broadcast_object_list,
     load_fsdp_model,
     load_fsdp_optimizer,
 )
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distill.config.sections import OptimConfig, TrainConfig
 from distill.models.layers import layer_list
+from distill.models.quantized import quantization_of
+from distill.models.target import Target
 from distill.training.module import DraftModule
 from speculative.errors import UserError
 
@@ -352,32 +359,36 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
     accelerator.load_state(str(folder))
 
 
-def shard_teacher(target: PreTrainedModel, mesh: Any = None) -> None:
-    """Cuts the weights of each decoder layer over the ranks of ``mesh`` (all ranks: None); embeddings and head stay whole.
+def sharded_teacher(accelerator: Accelerator, target: Target) -> PreTrainedModel:
+    """The target with each decoder layer cut over the ranks; embeddings and head are whole on each. All ranks call it.
 
-    From then on every forward needs all ranks at once, the same number of times each: as in training. To judge or to decode
-    on one rank, see `gathered`.
+    The main process alone reads the weights, into its own memory, and hands out the pieces: no device ever holds the whole, and
+    whoever wants that (to judge live) loads it when the pieces are gone. Every forward needs all ranks at once, the same number
+    of times each: as in training.
 
     Raises:
-        UserError: an architecture without a list of layers.
+        UserError: an architecture without a list of layers; quantised weights.
     """
-    for layer in layer_list(target)[1]:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-
-
-@contextlib.contextmanager
-def gathered(target: nn.Module) -> Iterator[None]:
-    """Inside, the layers of a sharded target are whole on every rank, and each rank may call it by itself.
-
-    All ranks enter and leave together. Does nothing to a target that is not sharded.
-    """
-    layers = [module for module in target.modules() if isinstance(module, FSDPModule)]
-    for layer in layers:
-        layer.set_reshard_after_forward(False, recurse=False)
-        layer.unshard()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.reshard()
-            layer.set_reshard_after_forward(True, recurse=False)
+    if quantization_of(target.side.config) is not None:
+        raise UserError(
+            "target.shard: quantised weights cannot be cut over ranks; use target.device_map, or a stored signal"
+        )
+    target.release()
+    whole = target.host_model() if accelerator.is_main_process else None
+    kept = [None] if whole is None else [(whole.config, whole.dtype)]
+    config, dtype = broadcast_object_list(kept)[0]
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    buffers = {
+        name: buffer.to(accelerator.device) for name, buffer in model.named_buffers()
+    }  # rotary frequencies: not saved
+    for layer in layer_list(model)[1]:
+        fully_shard(layer, reshard_after_forward=True)
+    model.to_empty(device=accelerator.device)
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._buffers[leaf] = buffer
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, {} if whole is None else whole.state_dict(), options=options)
+    return model.requires_grad_(False).eval()

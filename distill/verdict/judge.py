@@ -1,6 +1,5 @@
 """Judges a checkpoint of a draft by speculative decoding of held-out prompts; the score is tau of the configured rule."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from distill.config.sections import JudgeConfig
 from distill.models.draft import as_exported
 from distill.models.target import Target
 from distill.training.module import DraftModule
-from distill.training.sharding import gathered
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
@@ -52,9 +50,8 @@ class DraftJudge:
         With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
         """
         shared: list[Any] = [None]
-        with gathered(self.target.model) if self.target.in_memory else contextlib.nullcontext():
-            if module is not None:
-                shared = [self._record(step, module)]
+        if module is not None:
+            shared = [self._record(step, module)]
         return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
 
     def _record(self, step: int, module: DraftModule) -> dict[str, Any]:

@@ -16,13 +16,24 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from tiny_models import tiny_model
-from tiny_training import TOKENS, ScriptedJudge, examples_of, forget_accelerators, make_loop, run_config, tiny_tokenizer
+from tiny_training import (
+    TOKENS,
+    ScriptedJudge,
+    examples_of,
+    forget_accelerators,
+    make_loop,
+    run_config,
+    tiny_tokenizer,
+    write_target,
+)
 
 from data.batches.collate import Example, collate
 from distill import train
 from distill.config.run import RunConfig
+from distill.config.sections import TargetConfig
 from distill.loss.definitions import Objective
 from distill.models.student import add_lora
+from distill.models.target import Target
 from distill.run.checkpoint import resume_point
 from distill.training import sharding
 from distill.training.batches import BatchSource
@@ -147,24 +158,27 @@ def trained(config: RunConfig, variant: str = "", engine: str = "", until: int =
     }
 
 
-def teacher_case() -> dict[str, torch.Tensor]:
-    """Hidden states of a target before it is cut, cut, gathered on one rank alone, and cut again."""
-    target = tiny_model(vocab_size=TOKENS, num_hidden_layers=3)
+def teacher_case(folder: Path) -> dict[str, torch.Tensor]:
+    """Hidden states of a target whole, and cut from the start: rank 0 alone reads its weights."""
+    accelerator, path = Accelerator(cpu=True), folder / "target"
+    write_target(path, tie_word_embeddings=True)  # transformers lets the main process write
+    accelerator.wait_for_everyone()
+    target = Target(TargetConfig(path=str(path)), torch.device("cpu"))
     batch = collate(uneven_examples()[:4], 0)
-    teacher = Teacher(target)
-    seen = {"whole": teacher.signal(batch).hidden_RD}
-    whole_numbers = sum(weight.numel() for weight in target.parameters())
-    sharding.shard_teacher(target)
-    seen["sharded"] = teacher.signal(batch).hidden_RD
+    seen = {"whole": Teacher(target.model).signal(batch).hidden_RD}
+    whole_numbers = sum(weight.numel() for weight in target.model.parameters())
+    if not accelerator.is_main_process:
+        target.host_model = None  # type: ignore[method-assign, assignment]
+    target.hold(sharding.sharded_teacher(accelerator, target))
+    teacher = Teacher(target.model)
+    seen["sharded"], seen["again"] = (teacher.signal(batch).hidden_RD for _ in range(2))
     local = sum(
-        weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel() for weight in target.parameters()
+        weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
+        for weight in target.model.parameters()
     )
     seen["kept"] = torch.tensor([local, whole_numbers])
-    with sharding.gathered(target):
-        if int(os.environ["RANK"]) == 1:  # the others make no forward at all
-            seen["alone"] = teacher.signal(batch).hidden_RD
-            seen["alone"] = teacher.signal(batch).hidden_RD
-    seen["again"] = teacher.signal(batch).hidden_RD
+    target.release()
+    seen["whole again"] = Teacher(target.model).signal(batch).hidden_RD
     return seen
 
 
@@ -179,7 +193,7 @@ def cases(folder: Path) -> None:
         trained(steps_config(folder / name, 2), engine=engine, until=STOP)
     results["ddp grown"] = trained(steps_config(folder / "one-stopped", 2))
     results["fsdp resumed"] = trained(steps_config(folder / "fsdp-killed", 2), engine="FSDP")
-    results["teacher"] = teacher_case()
+    results["teacher"] = teacher_case(folder)
     torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
 
 

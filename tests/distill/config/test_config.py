@@ -331,3 +331,18 @@ def test_dump_is_plain_yaml_with_every_key(tmp_path: Path) -> None:
     tree = yaml.safe_load(dump_config(load_config(write(tmp_path, MINIMAL))))
     assert list(tree) == list(RunConfig.model_fields)
     assert tree["optim"]["lr"] is None  # by the draft's size
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            {"target": {"shard": True}},
+            "no rank has the whole target while the draft learns; set judge.live: end or never",
+        ),
+        ({"target": {"shard": True, "device_map": "auto"}, "judge": {"live": "end"}}, "one of the two"),
+        ({"target": {"device_map": "all"}}, "target.device_map"),
+    ],
+)
+def test_a_target_in_pieces_goes_with_what_pieces_can_do(sections: dict[str, Any], told: str) -> None:
+    assert told in refused(lambda: parse_config(tree_of(**sections)))

@@ -81,11 +81,16 @@ def test_what_does_not_reach_the_training_may_change(tmp_path: Path) -> None:
 
 
 def test_where_a_run_lies_how_it_is_cut_and_which_url_answers_may_change(tmp_path: Path) -> None:
-    claim_and_produce(tmp_path / "here", "checkpoints")
+    first = run_config(tmp_path / "here", judge={"live": "end"})
+    claim_folder(first)
+    (first.folder / "checkpoints").mkdir()
     shutil.move(tmp_path / "here", tmp_path / "there")
-    moved = run_config(tmp_path / "there", target={"shard": True}, student={"gradient_checkpointing": True})
-    claim_folder(moved)
-    assert load_config(moved.folder / "config.yaml") == moved
+    for laid_out in ({"shard": True}, {"device_map": "auto"}):
+        moved = run_config(
+            tmp_path / "there", target=laid_out, student={"gradient_checkpointing": True}, judge={"live": "end"}
+        )
+        claim_folder(moved)
+        assert load_config(moved.folder / "config.yaml") == moved
     served: dict[str, Any] = {
         "student": {"init": "pretrained", "path": "x"}, "judge": {"live": "never"}, "signal": {"source": "store"}
     }  # fmt: skip

@@ -172,14 +172,15 @@ def test_a_sharded_teacher_says_the_same_and_keeps_half(ranks: dict[str, Any]) -
     for seen in (ranks["teacher"], ranks["rank 1"]["teacher"]):
         kept, whole = seen.pop("kept").tolist()
         layers = whole - sum(
-            weight.numel() for name, weight in tiny_model(vocab_size=300).named_parameters() if ".layers." not in name
+            weight.numel()
+            for name, weight in tiny_model(vocab_size=300, tie_word_embeddings=True).named_parameters()
+            if ".layers." not in name
         )
         assert whole - kept == layers / 2
         for name, hidden_RD in seen.items():
             torch.testing.assert_close(
                 hidden_RD, seen["whole"], rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
             )
-    assert "alone" in ranks["rank 1"]["teacher"], "one rank called the gathered target by itself"
 
 
 @pytest.mark.alone
