@@ -345,4 +345,4 @@ def test_dump_is_plain_yaml_with_every_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_target_in_pieces_goes_with_what_pieces_can_do(sections: dict[str, Any], told: str) -> None:
-    assert told in refused(lambda: parse_config(tree_of(**sections)))
+    assert told in refused(lambda: parse_config(tree_of(**sections), "config.yaml"))
