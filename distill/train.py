@@ -137,7 +137,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
             check_packing(reference.split)
         if target.in_memory:  # it then reads packed rows too; a store was made from padded ones
             check_packing(SplitModel(target.model))
-    batches = make_batches(config, accelerator, target, sets.train, examples, context)
+    batches = make_batches(config, accelerator, target, sets.train, examples, context, teacher)
     if accelerator.is_main_process:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":

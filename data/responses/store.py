@@ -35,7 +35,7 @@ from data.files import (
 from speculative.errors import UserError
 
 INDEX = "index.arrow"
-MAPPED_SHARDS = 64  # of the rows that were looked at last; what they touched goes back with them
+MAPPED_SHARDS = 8  # of the rows that were looked at last; what they touched goes back with them
 SCANNED_SHARDS = 256  # mapped at once while the rows of all shards are listed
 # What is known of a row without its tokens; then the tokens.
 FACTS = pa.schema(
@@ -310,18 +310,17 @@ def _table_of(rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=pa.schema([*FACTS, *TOKENS]))
 
 
-def _mapped_table(path: Path, columns: int | None = None) -> pa.Table:
-    """A shard's columns, or the first so many, as they lie in its file."""
-    options = pa.ipc.IpcReadOptions(included_fields=list(range(columns)) if columns else None)
+def _mapped_table(path: Path) -> pa.Table:
+    """A shard's columns as they lie in its file. (Arrow allocates for all of them when it is asked for some.)"""
     try:
         with pa.memory_map(str(path)) as source:
-            return pa.ipc.open_file(source, options=options).read_all()
+            return pa.ipc.open_file(source).read_all()
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
 
 
 def _facts_of(path: Path) -> pa.Table:
-    facts = _mapped_table(path, len(FACTS))
+    facts = _mapped_table(path).select(FACTS.names)
     names = pa.array([path.name]).take(np.zeros(len(facts), dtype=np.int32))
     return facts.append_column("shard", names).append_column("place", pa.array(np.arange(len(facts), dtype=np.int32)))
 

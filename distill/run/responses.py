@@ -59,7 +59,7 @@ class RunStores:
             return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
         store, size = Store(self.folder / TRAINING), self.serving.shard_size
         if self.accelerator.is_main_process:
-            manifest = self._manifest(self.settings) | {
+            manifest = self.manifest(self.settings) | {
                 "responses": "reference",
                 "prompts": prompts_fingerprint(prompts),
             }
@@ -78,7 +78,7 @@ class RunStores:
         rules: tuple[Rule, ...] = (self.judge_rule, "greedy")
         return {rule: self.heldout(prompts, rule) for rule in dict.fromkeys(rules)}
 
-    def _manifest(self, settings: DecodeSettings) -> dict[str, Any]:
+    def manifest(self, settings: DecodeSettings) -> dict[str, Any]:
         return self.identity | {
             "sampling": settings.sampling.as_dict(),
             "max_tokens": settings.max_tokens,
@@ -88,7 +88,7 @@ class RunStores:
         }
 
     def _make(self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int) -> StoredRows:
-        store, manifest = Store(self.folder / name), self._manifest(settings)
+        store, manifest = Store(self.folder / name), self.manifest(settings)
         if self.accelerator.is_main_process:
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it

@@ -4,7 +4,8 @@ Legend: R response tokens, T positions, D hidden width.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,9 @@ from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.models.target import Target
+from distill.training.capture import StoredTeacher
 from distill.training.rollouts import Draft, Rollouts
+from distill.training.teacher import TeacherSource
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
@@ -73,6 +76,12 @@ class BatchSource:
         # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
         self.micro_batch_size = config.train.micro_batch_size or 1
         self._longest_rollout = longest_rollout
+        # Told the micro-batches of a step before it is asked for them, in the thread that made them.
+        self.read_ahead: Callable[[Sequence[Batch]], None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = (
+            None  # (step, micro-batch size) of what it makes
+        )
         self._held: dict[str, tuple[int, Examples]] = {}  # the generation of each pool that is at hand
         for name, given in (("target", examples), ("text", text_examples)):
             if name in self.mixture.pools:
@@ -81,9 +90,27 @@ class BatchSource:
     def micro_batches(self, step: int, draft: Draft | None = None) -> list[Batch]:
         """This rank's micro-batches of a step. All ranks call it: new rollouts are made here, by `draft`, when they are due.
 
+        Where no rollouts are, a thread makes those of the next step while this one is computed.
+
         Without packing every micro-batch has `micro_batch_size` sequences; with it at most so many rows, and the last one of a
         rank may be without response tokens. `indices` of a batch are numbers in `examples`, -1 for other sequences.
         """
+        asked = step, self.micro_batch_size
+        prepared, self._ahead = self._ahead, None
+        if prepared is not None:
+            wait([prepared[1]])  # whoever it is for: two threads would plan at once
+        window = prepared[1].result() if prepared is not None and prepared[0] == asked else self._window(step, draft)
+        if self.rollouts is None and step + 1 < self.config.train.steps:
+            self._ahead = (step + 1, self.micro_batch_size), self._thread.submit(self._prepared, step + 1)
+        return window
+
+    def _prepared(self, step: int) -> list[Batch]:
+        window = self._window(step, None)
+        if self.read_ahead is not None:
+            self.read_ahead(window)
+        return window
+
+    def _window(self, step: int, draft: Draft | None) -> list[Batch]:
         train = self.config.train
         documents, numbers = self._documents(step, draft)
         lengths = np.array([len(document.input_ids) for document in documents])
@@ -197,8 +224,12 @@ def make_batches(
     prompts: Sequence[RenderedPrompt],
     examples: Examples | Sequence[Example],
     context: int,
+    teacher: TeacherSource | None = None,
 ) -> BatchSource:
-    """The source of micro-batches, with rollouts and general text where the mix has a share of them."""
+    """The source of micro-batches, with rollouts and general text where the mix has a share of them.
+
+    ``teacher``: one that reads a store does so a step ahead.
+    """
     mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
     rollouts, text, longest = None, None, 0
     if mix.student or mix.speculative:
@@ -218,10 +249,13 @@ def make_batches(
                 f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
             )
         text = text_examples(data.text, tokenizer, data.text_window)
-    return BatchSource(
+    source = BatchSource(
         config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text,
         longest,
     )  # fmt: skip
+    if isinstance(teacher, StoredTeacher) and config.signal.source == "store":
+        source.read_ahead = teacher.read_ahead
+    return source
 
 
 def make_objective(config: RunConfig) -> Objective:

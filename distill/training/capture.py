@@ -4,7 +4,7 @@ Legend: R response tokens (rows), C rows of a chunk, D hidden width, V vocabular
 ones among them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -108,6 +108,11 @@ class StoredTeacher:
     def __init__(self, store: SignalStore) -> None:
         """``store`` is open."""
         self.store = store
+        self._read: dict[tuple[int, ...], StoredSignal] = {}
+
+    def read_ahead(self, windows: Sequence[Batch]) -> None:
+        """Reads what the next micro-batches will ask for; another thread may do it. What was read before and not taken is dropped."""
+        self._read = {batch.indices: self.store.read(batch.indices) for batch in windows}
 
     def signal(self, batch: Batch) -> StoredSignal:
         """The stored distributions at the rows of a micro-batch, on its device.
@@ -115,7 +120,8 @@ class StoredTeacher:
         Raises:
             UserError: an example whose signal is missing or damaged.
         """
-        return self.store.read(batch.indices).to(batch.rows_R.device)
+        signal = self._read.pop(batch.indices, None)
+        return (signal or self.store.read(batch.indices)).to(batch.rows_R.device)
 
 
 class CapturingTeacher(StoredTeacher):

@@ -121,3 +121,19 @@ def test_the_decoder_bench_reads_what_a_config_reads(chat_target: Path, tmp_path
     assert texts == ["user: add two;assistant:", "user: add three;assistant:"]
     with pytest.raises(UserError, match="none has 4 to 5 tokens"):
         bench("decode").load_prompts(str(path), tokenizer, False, 8, 5, "", "talk")
+
+
+def test_the_bench_of_many_responses_starts_a_run_that_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = bench("scale")
+    monkeypatch.setattr(module, "RESPONSE_TOKENS", 20)
+    module.grow(tmp_path / "few", 32)
+    shards = Path(tmp_path / "few" / "run" / "responses" / "train")
+    before = {path: path.stat().st_mtime_ns for path in shards.glob("shard-*")}
+    module.grow(tmp_path / "few", 96)
+    after = {path: path.stat().st_mtime_ns for path in shards.glob("shard-*")}
+    assert after.items() > before.items(), "what is there stays"
+    found = module.start(tmp_path / "few", tmp_path / "few")
+    assert found["responses"] == 96
+    assert set(found) == {"responses", "resident_bytes", "startup_seconds", "reading_seconds", "peak_bytes"}

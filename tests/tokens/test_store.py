@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_child
 
 from data.files import MANIFEST, write_json
 from data.responses import store as token_store
@@ -273,6 +274,37 @@ def test_rows_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(set(examples.keys_N.tolist())) == 12
     mapped = {one.path for one in psutil.Process().memory_maps() if one.path.startswith(str(store.folder))}
     assert 1 <= len(mapped) <= 2
+
+
+def _resident(folder: Path, small: Path, tokens: int, told: Path) -> None:
+    def opened_rows(path: Path) -> Any:
+        store = Store(path)
+        rows = store.rows()
+        assert store.present(row_keys(rows.listed["prompt_id"], rows.listed["sample"])).all()
+        store.verify()
+        for number in range(0, len(rows), 7):
+            assert rows.examples[number].input_ids.sum() > 0
+        return rows
+
+    kept = [opened_rows(small)]
+    before = psutil.Process().memory_info().rss
+    kept.append(opened_rows(folder))
+    told.write_text(str((psutil.Process().memory_info().rss - before) / tokens))
+
+
+def test_a_rank_holds_less_than_two_bytes_a_token(tmp_path: Path) -> None:
+    """Python lists of the same rows are 100. In a process of its own, which has opened a store before."""
+    stores, count, length = [Store(tmp_path / "small"), Store(tmp_path / "large")], 4096, 1000
+    ids, mask, log_probs = np.arange(1, length + 1), np.arange(length) > 10, np.full(length - 11, -1.0)
+    for store, rows in zip(stores, (512, count), strict=True):
+        store.open(IDENTITY)
+        for start in range(0, rows, 32):
+            numbers = range(start, start + 32)
+            made = [Row(f"{number:016x}", 0, "code", ids, mask, log_probs, True) for number in numbers]  # type: ignore[arg-type]
+            store.write_shard(start // 32, made)
+    told = tmp_path / "told"
+    assert run_child(_resident, stores[1].folder, stores[0].folder, count * length, told) == 0
+    assert float(told.read_text()) < 2
 
 
 def test_keys_see_prompt_sample_ids_and_mask(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,45 @@ MIX = {"target": 0.4, "student": 0.3, "speculative": 0.2, "text": 0.1}
 def source_of(config: RunConfig, rank: int = 0, ranks: int = 1, rollouts: FakeRollouts | None = None) -> BatchSource:
     made: Any = rollouts or FakeRollouts()
     return BatchSource(config, examples_of(LENGTHS), 0, rank, ranks, made, windows())
+
+
+def ahead_of(config: RunConfig) -> BatchSource:
+    return BatchSource(config, examples_of(LENGTHS), 0, 0, 1)
+
+
+def indices_of(window: Sequence[Batch]) -> list[tuple[int, ...]]:
+    return [batch.indices for batch in window]
+
+
+def test_the_next_step_is_made_by_a_thread_beside_this_one(tmp_path: Path) -> None:
+    """Slow twin: a source that is asked for one step only. Any order and another micro-batch size give what they ask for."""
+    config = config_of(tmp_path, {"target": 1.0})
+    source, told = ahead_of(config), list[tuple[str, list[tuple[int, ...]]]]()
+    source.read_ahead = lambda window: told.append((threading.current_thread().name, indices_of(window)))
+    asked = [(0, 2), (1, 2), (2, 2), (2, 1), (3, 1), (0, 4), (5, 4)]
+    for step, size in asked:
+        source.micro_batch_size = size
+        twin = ahead_of(config)
+        twin.micro_batch_size = size
+        assert indices_of(source.micro_batches(step)) == indices_of(twin.micro_batches(step))
+    assert source._ahead is None, "nothing behind the last step"
+    assert len(told) == 6, "steps 1, 2, 3, 3, 4, 1"
+    assert all(name.startswith("batches") for name, _ in told)
+    twin = ahead_of(config)
+    twin.micro_batch_size = 2
+    assert told[1][1] == indices_of(twin.micro_batches(2))
+
+
+def test_what_the_thread_meets_is_raised_by_the_step_that_asks(tmp_path: Path) -> None:
+    source = ahead_of(config_of(tmp_path, {"target": 1.0}))
+
+    def damaged(window: Sequence[Batch]) -> None:
+        raise UserError("shard: damaged")
+
+    source.read_ahead = damaged
+    source.micro_batches(0)
+    with pytest.raises(UserError, match="damaged"):
+        source.micro_batches(1)
 
 
 def sequences(batch: Batch) -> list[tuple[int, ...]]:

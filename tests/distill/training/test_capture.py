@@ -350,6 +350,24 @@ def test_a_damaged_record_is_captured_again(tmp_path: Path, capsys: pytest.Captu
     assert "example 0" in capsys.readouterr().err
 
 
+def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, _ = capturing(tmp_path, CONFIGS[0])
+    batches = [batch_of(0, 3), batch_of(1), batch_of(5, 2)]
+    for batch in batches:
+        teacher.fill(batch)
+    stored, asked = StoredTeacher(teacher.store), list[tuple[int, ...]]()
+    read = teacher.store.read
+    expected = [read(batch.indices) for batch in batches]
+    monkeypatch.setattr(teacher.store, "read", lambda indices: (asked.append(tuple(indices)), read(indices))[1])
+    stored.read_ahead(batches[:2])
+    assert asked == [(0, 3), (1,)]
+    for batch, signal in zip(batches, expected, strict=True):
+        assert same(stored.signal(batch), signal)
+    assert asked == [(0, 3), (1,), (5, 2)], "what was not read before is read now"
+    assert same(stored.signal(batches[0]), expected[0])
+    assert len(asked) == 4, "nothing is kept"
+
+
 def test_rows_that_do_not_belong_to_the_examples_are_a_fault_of_ours(tmp_path: Path) -> None:
     teacher, _ = capturing(tmp_path, CONFIGS[0])
     with pytest.raises(ValueError, match="response tokens"):
