@@ -80,8 +80,8 @@ def _checksum_path(path: Path) -> Path:
     return path.with_name(f"{path.stem.replace('shard', 'checksum')}.sha256")
 
 
-def _checksum_line(path: Path, content: bytes) -> bytes:
-    return f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode()
+def _checksum_line(path: Path, digest: str) -> bytes:
+    return f"{digest}  {path.name}\n".encode()
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -192,7 +192,7 @@ class Store:
                 writer.write_table(table)
             content = stream.getvalue().to_pybytes()
             # First the checksum: a shard is there when its own file is, and then this one is too.
-            write_bytes(_checksum_path(path), _checksum_line(path, content))
+            write_bytes(_checksum_path(path), _checksum_line(path, hashlib.sha256(content).hexdigest()))
             write_bytes(path, content)
         except OSError as error:
             if not path.exists():
@@ -246,6 +246,7 @@ class Store:
             UserError: the index is damaged, a shard cannot be read.
         """
         path = self.folder / INDEX
+        pa.default_memory_pool().release_unused()  # what listing the shards took
         if not path.exists():
             return StoredRows(self.folder, self._listed())
         with pa.memory_map(str(path)) as source:
@@ -331,7 +332,9 @@ def _verify(path: Path) -> None:
             raise UserError(
                 f"{path}: its checksum {_checksum_path(path).name} is missing; delete the shard and run again to make it anew"
             )
-        damaged = _checksum_path(path).read_bytes() != _checksum_line(path, path.read_bytes())
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        damaged = _checksum_path(path).read_bytes() != _checksum_line(path, digest)
     except OSError as error:
         raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
     if damaged:

@@ -20,7 +20,7 @@ from data.prompts.prompt import PromptRow
 from data.prompts.sources import format_of, load_source, source_state
 from data.prompts.split import DuplicateReport, content_hash, deduplicate, held_out, remove_overlap, split_groups
 from data.prompts.template import Mode, check_lengths, render_prompt, render_reference, template_fingerprint
-from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
+from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig, SourceConfig
 from distill.models.load import tokenizer_fingerprint
@@ -105,7 +105,7 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
     return json.loads(
         json.dumps(
             {
-                "format": CACHE_FORMAT, "context_length": context_length, "max_tokens": max_tokens,
+                "format": [CACHE_FORMAT, *SCHEMA.names], "context_length": context_length, "max_tokens": max_tokens,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
                 "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
                 "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window"}),

@@ -253,7 +253,7 @@ def make_batches(
         config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text,
         longest,
     )  # fmt: skip
-    if isinstance(teacher, StoredTeacher) and config.signal.source == "store":
+    if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
     return source
 
