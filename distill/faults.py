@@ -107,7 +107,8 @@ def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) ->
 
 def _finish(trackers: Iterable[Any]) -> None:
     for tracker in trackers:
-        tracker.finish()
+        with contextlib.suppress(Exception):  # the fault that ends the run is the one to tell
+            tracker.finish()
 
 
 PACKAGES = ("data", "speculative", "distill")

@@ -142,7 +142,9 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":
         target.release()  # the store speaks for it, and replay judges: until the verdict nobody needs its weights
-    online = Teacher(target.model) if target.in_memory and config.signal.source != "store" else None
+    # A target in pieces is asked by all ranks together, and each makes as many trials as its own memory wants.
+    alone = target.in_memory and config.signal.source != "store" and not config.target.shard
+    online = Teacher(target.model) if alone else None
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, accelerator, module, online, batches.longest
     )

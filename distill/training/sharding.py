@@ -76,7 +76,7 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
     auto: bf16 on a GPU that has it, or where the launcher says so.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = wanted if wanted != "auto" else "bf16" if on_gpu or asked == "bf16" else "no"
     if asked in ("no", precision):
         return precision, None

@@ -38,6 +38,9 @@ LEAST_NOISE = {
     torch.bfloat16: Noise(5e-3, 7e-3),
 }
 
+# Ten times that of bfloat16: calls that differ by more are wrong somewhere, and no measure for others.
+MOST_NOISE = Noise(5e-2, 7e-2)
+
 
 def least_noise(dtype: torch.dtype) -> Noise:
     """Of a dtype; of one that is not listed, that of bfloat16."""

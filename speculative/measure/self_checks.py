@@ -13,7 +13,7 @@ from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import Ask, ModelDrafter, Proposal
 from speculative.engine.models import evaluating, takes_logits_to_keep
 from speculative.errors import TooLittleMemory
-from speculative.measure.dtype_noise import Noise, least_noise, measure_noise
+from speculative.measure.dtype_noise import MOST_NOISE, Noise, least_noise, measure_noise
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import GREEDY
 from speculative.rules.verify import Rule
@@ -72,7 +72,8 @@ def self_checks(
         return tuple(decode(target, drafter, prompts, own, batch_size=rows)[0] for drafter, own in asked)
 
     (plain, live, plain_greedy, speculative_greedy), rows = _with_fewer_rows(decoded, min(batch_size, len(prompts)))
-    noise = measure_noise(target, plain, settings.sampling, rows)
+    measured = measure_noise(target, plain, settings.sampling, rows)
+    noise = Noise(min(measured.overlap, MOST_NOISE.overlap), min(measured.gap, MOST_NOISE.gap))
     alpha_replay = float(np.concatenate(score_responses(target, plain, settings.sampling, rule)).mean())
     tested = sum(response.tested for response in live)
     alpha_live = sum(response.accepted for response in live) / tested

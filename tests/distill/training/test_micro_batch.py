@@ -111,7 +111,7 @@ def test_bf16_is_the_default_on_a_gpu_and_a_launcher_is_heard_or_answered(
     if launcher is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpu)
     precision, line = settled_precision(wanted)
     assert precision == expected
     assert (line is None) if said is None else (said in (line or ""))

@@ -50,6 +50,11 @@ class Tracker:
         print("tracker finished", file=sys.stderr, flush=True)
 
 
+class BrokenTracker:
+    def finish(self) -> None:
+        raise OSError("disk full")
+
+
 def _fails_with_trackers(rank: int, folder: Path) -> None:
     fresh_accelerator(folder)
     faults.TRACKER_SECONDS = 0.3
@@ -64,7 +69,7 @@ def test_trackers_are_finished_behind_the_line_and_hold_nobody(
     assert sorted(capfd.readouterr().err.splitlines()) == ["tracker finished"] * 2 + ["understudy: mend it"] * 2
     with pytest.raises(ZeroDivisionError):
         faults.exit_status(ZeroDivisionError(), [Tracker()])
-    assert faults.exit_status(UserError("mend it"), [Tracker()]) == 2
+    assert faults.exit_status(UserError("mend it"), [BrokenTracker(), Tracker()]) == 2
     assert capfd.readouterr().err.splitlines() == ["tracker finished"] * 2 + ["understudy: mend it"]
 
 
