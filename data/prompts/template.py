@@ -44,13 +44,18 @@ def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_k
     the tokenizer's own special tokens in front (BOS) and none behind. ``auto``: chat when the tokenizer has a template.
 
     Raises:
-        UserError: chat without a template, plain with a conversation, a template that refuses the row or an argument.
+        UserError: chat without a template, plain with a conversation, a template that refuses the row or an argument; a prompt
+            without a token.
     """
     if _is_chat(row, tokenizer, mode):
-        return _apply(row, _turns(row), tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=True)
-    if row.text is None:
+        ids = _apply(row, _turns(row), tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=True)
+    elif row.text is None:
         raise UserError(f"{row.origin}: a conversation cannot be a plain prompt: set the template's mode to chat")
-    return _plain_ids(row.text, tokenizer)
+    else:
+        ids = _plain_ids(row.text, tokenizer)
+    if not ids:
+        raise UserError(f"{row.origin}: the prompt has no token: the tokenizer drops all of it, remove the row")
+    return ids
 
 
 def render_reference(
@@ -131,15 +136,13 @@ def check_lengths(
     """Whether prompt and response fit the target's context; False says drop the row.
 
     Raises:
-        UserError: it does not fit and ``too_long`` is ``error``; a prompt without a token; no room for any prompt.
+        UserError: it does not fit and ``too_long`` is ``error``; no room for any prompt.
     """
     if max_new_tokens >= context_length:
         raise UserError(
             f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the target's context of {context_length} "
             "tokens: lower it"
         )
-    if not prompt_ids:
-        raise UserError(f"{row_origin}: the prompt has no token: the tokenizer drops all of it, remove the row")
     if len(prompt_ids) + max_new_tokens <= context_length:
         return True
     if too_long == "drop":

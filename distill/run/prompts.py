@@ -193,6 +193,9 @@ def _asked_heldout(rows: Sequence[PromptRow], render: "_Renderer", count: int) -
 
 def _require_some(some: bool, side: str, render: "_Renderer") -> None:
     if not some:
+        if render.bad_rows and len(render.bad_rows) >= render.dropped:
+            # The last one: rows are rendered after all are read, and a mistake of the config's shows in the rendering.
+            raise render.bad_rows[-1]
         raise UserError(
             f"data.{side}: every prompt is too long ({render.dropped} left out): lower serving.max_tokens, or raise "
             f"data.max_prompt_tokens or the context (now {render.context_length} tokens for prompt and response)"
@@ -250,10 +253,7 @@ def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[P
     # Files of one name in several folders keep their folders.
     for row, key in zip(rows, keys if len(set(keys)) == len(keys) else [row.origin for row in rows], strict=True):
         mode: Mode = "chat" if chat or row.messages is not None else "plain"
-        ids = render_prompt(row, tokenizer, mode=mode, chat_template_kwargs={})
-        if not ids:
-            raise UserError(f"{key}: the prompt has no token; write at least one character")
-        prompts.append((key, ids))
+        prompts.append((key, render_prompt(row, tokenizer, mode=mode, chat_template_kwargs={})))
     return prompts
 
 
@@ -267,27 +267,12 @@ class _Renderer:
     def __call__(self, row: PromptRow, group: str = "", *, with_reference: bool = True) -> RenderedPrompt | None:
         """The rendered prompt, or None when it is too long, or no usable prompt, and may be left out."""
         try:
-            return self._rendered(row, group, with_reference)
+            prompt_ids, reference_ids = self._ids(row, with_reference)
         except UserError as error:
             if self.bad_rows is None:
                 raise
             self.bad_rows.append(error)
             return None
-
-    def _rendered(self, row: PromptRow, group: str, with_reference: bool) -> RenderedPrompt | None:
-        how: dict[str, Any] = {
-            "mode": self.data.template.mode, "chat_template_kwargs": self.data.template.chat_template_kwargs
-        }  # fmt: skip
-        reference_ids = None
-        if self.data.responses == "reference" and with_reference:
-            if row.reference is None:
-                raise UserError(
-                    f"{row.origin}: data.responses is reference, but the row has none; map reference_column"
-                )
-            prompt_ids, answer_ids = render_reference(row, self.tokenizer, **how)
-            reference_ids = tuple(answer_ids)
-        else:
-            prompt_ids = render_prompt(row, self.tokenizer, **how)
         limit = self.data.max_prompt_tokens
         if (limit is not None and len(prompt_ids) > limit) or not check_lengths(
             prompt_ids, row.origin, self.context_length, self.max_tokens, self.data.too_long
@@ -299,6 +284,17 @@ class _Renderer:
         as_turns = json.dumps(turns) if row.messages or row.tools else ""
         text = _text_of(row)
         return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, reference_ids, as_turns, group)
+
+    def _ids(self, row: PromptRow, with_reference: bool) -> tuple[list[int], tuple[int, ...] | None]:
+        how: dict[str, Any] = {
+            "mode": self.data.template.mode, "chat_template_kwargs": self.data.template.chat_template_kwargs
+        }  # fmt: skip
+        if self.data.responses != "reference" or not with_reference:
+            return render_prompt(row, self.tokenizer, **how), None
+        if row.reference is None:
+            raise UserError(f"{row.origin}: data.responses is reference, but the row has none; map reference_column")
+        prompt_ids, answer_ids = render_reference(row, self.tokenizer, **how)
+        return prompt_ids, tuple(answer_ids)
 
 
 def _text_of(row: PromptRow) -> str:

@@ -127,6 +127,13 @@ def test_chat_without_a_template_is_refused_with_the_way_out(plain_tokenizer):
     assert "not known" in refusal(render_prompt, text_row("a"), plain_tokenizer, mode="chta", chat_template_kwargs={})
 
 
+def test_a_prompt_without_a_token_is_refused(plain_tokenizer):
+    for mode in (CHAT, AUTO):
+        assert "no token" in refusal(render_prompt, text_row("a"), make_tokenizer("{{ '' }}"), **mode)
+    for render in (render_prompt, render_reference):
+        assert "no token" in refusal(render, text_row("", reference="b"), plain_tokenizer, **PLAIN)
+
+
 def test_template_that_refuses_a_row_names_it():
     tokenizer = make_tokenizer("{{ raise_exception('Roles must\nalternate') }}")
     message = refusal(render_prompt, text_row("a"), tokenizer, **CHAT)
@@ -250,7 +257,6 @@ def test_lengths():
     assert not check_lengths([1] * 7, "r:1", 10, 4, "drop")
     message = refusal(check_lengths, [1] * 7, "r:1", 10, 4, "error")
     assert message.startswith("r:1: a prompt of 7 tokens and 4 new ones")
-    assert "no token" in refusal(check_lengths, [], "r:1", 10, 4, "drop")
     assert "no room for a prompt" in refusal(check_lengths, [1], "r:1", 10, 10, "drop")
 
 

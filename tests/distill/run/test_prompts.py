@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,38 @@ def test_bad_rows_are_counted_those_that_the_template_refuses_too(tmp_path: Path
     assert "chat.jsonl:3: turn 1 of 'messages' is empty" in sets.report
     with pytest.raises(UserError, match=r"chat.jsonl:3: turn 1 of 'messages' is empty"):
         load_prompts(data.model_copy(update={"bad_rows": "error"}), tokenizer, 100, 10, 2)
+
+
+def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
+    conversations = [{"messages": [user(f"question {number}" * (1 + 20 * (number > 5)))]} for number in range(8)]
+    data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop")
+    with pytest.raises(UserError, match=r"chat.jsonl:7: .* do not fit .* set too_long to drop"):
+        load_prompts(data, tokenizer, 100, 10, 2)
+    sets = load_prompts(data.model_copy(update={"too_long": "drop"}), tokenizer, 100, 10, 2)
+    assert "2 left out (too long)" in sets.report
+    assert "bad rows" not in sets.report
+    with pytest.raises(UserError, match="max_new_tokens 100 leaves no room"):
+        load_prompts(data, tokenizer, 100, 100, 2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("reference", "data.responses is reference, but the row has none; map reference_column"),
+        ("template", "has no chat template"),
+        ("long", "every prompt is too long (8 left out)"),
+    ],
+)
+def test_a_mistake_that_all_rows_share_is_told_though_bad_rows_are_dropped(
+    tmp_path: Path, mistake: str, words: str
+) -> None:
+    conversations = [{"messages": []}, *({"messages": [user(f"question {number}")]} for number in range(8))]
+    keys = {"responses": "reference"} if mistake == "reference" else {}
+    data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop", too_long="drop", **keys)
+    if mistake == "template":
+        tokenizer.chat_template = None
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_prompts(data, tokenizer, 15 if mistake == "long" else 100, 10, 2)
 
 
 def test_conversations_and_questions_are_not_split(tmp_path: Path) -> None:
