@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 
 from data.batches.examples import as_examples
-from data.responses.rendered import domains_of
+from data.responses.rendered import RenderedPrompt, domains_of
+from data.responses.store import StoredRows
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
@@ -113,6 +114,39 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:
         student = first_student(config, accelerator, target, rows or ())
+    provenance = describe_run(config.seed) | {
+        "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
+    }  # fmt: skip
+    judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
+    loop = _loop(config, accelerator, target, student, sets.train, rows, judge, progress, provenance, context)
+    loop.fit()
+    if config.target.shard:
+        target.release()  # no piece is of use to the verdict, for which the main process loads the whole
+    if not target.in_memory:
+        # What trained is in the checkpoints; the verdict wants the target in its place.
+        accelerator.free_memory()
+        del loop, student
+        gc.collect()
+    if accelerator.is_main_process:
+        domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
+        _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
+    accelerator.wait_for_everyone()
+
+
+def _loop(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: Target,
+    student: Any,
+    prompts: Sequence[RenderedPrompt],
+    rows: StoredRows | None,
+    judge: DraftJudge,
+    progress: checkpoint.Progress,
+    provenance: dict[str, Any],
+    context: int,
+) -> Loop:
+    """The student with everything that trains it: objective, teacher, batches."""
     module = DraftModule(student, make_objective(config))
     if config.train.compile:
         module.inner.base_model.compile(dynamic=True)  # batches differ in width
@@ -121,11 +155,6 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         + (f"target {target.facts.parameters:,} parameters, " if target.facts.parameters else "")
         + f"draft {_parameters(module):,}"
     )
-    provenance = describe_run(config.seed) | {
-        "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
-    }  # fmt: skip
-    judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
     examples = rows.examples if rows is not None else as_examples(())
     if config.target.shard and accelerator.num_processes > 1 and config.signal.source == "online":
         target.hold(sharded_teacher(accelerator, target))
@@ -137,7 +166,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
             check_packing(reference.split)
         if target.in_memory:  # it then reads packed rows too; a store was made from padded ones
             check_packing(SplitModel(target.model))
-    batches = make_batches(config, accelerator, target, sets.train, examples, context, teacher)
+    batches = make_batches(config, accelerator, target, prompts, examples, context, teacher)
     if accelerator.is_main_process:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":
@@ -148,19 +177,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, accelerator, module, online, batches.longest
     )
-    loop = Loop(config, accelerator, module, teacher, batches, tokenizer, judge, progress, provenance, reference)
-    loop.fit()
-    if config.target.shard:
-        target.release()  # no piece is of use to the verdict, for which the main process loads the whole
-    if not target.in_memory:
-        # What trained is in the checkpoints; the verdict wants the target in its place.
-        accelerator.free_memory()
-        del loop, module, student, batches, teacher, reference
-        gc.collect()
-    if accelerator.is_main_process:
-        domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
-        _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
-    accelerator.wait_for_everyone()
+    return Loop(config, accelerator, module, teacher, batches, target.tokenizer, judge, progress, provenance, reference)
 
 
 def _conclude(
