@@ -215,11 +215,11 @@ class Store:
         found = pc.is_in(keys, value_set=row_keys(there["prompt_id"], there["sample"]))
         return found.to_numpy(zero_copy_only=False)
 
-    def select(self, keys: pa.Array, domains: Sequence[str]) -> None:
-        """Makes these rows, in this order, the ones that are read from now on; `domains` are their labels. Shards are checked.
+    def chosen(self, keys: pa.Array, domains: Sequence[str]) -> StoredRows:
+        """These rows (see `row_keys`), in this order, with these labels; nothing is written. Shards are checked.
 
         Raises:
-            UserError: a row that is missing, a shard that is damaged, disk full.
+            UserError: a row that is missing, a shard that is damaged.
         """
         self.verify()
         there = self._listed()
@@ -230,9 +230,17 @@ class Store:
             )
         listed = there.take(places)
         listed = listed.set_column(FACTS.get_field_index("domain"), "domain", pa.array(domains, pa.string()))
-        stream = pa.BufferOutputStream()
+        return StoredRows(self.folder, listed.combine_chunks())
+
+    def select(self, keys: pa.Array, domains: Sequence[str]) -> None:
+        """Makes `chosen` rows the ones that `rows` reads from now on.
+
+        Raises:
+            UserError: see `chosen`; disk full.
+        """
+        listed, stream = self.chosen(keys, domains).listed, pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, LISTED) as writer:
-            writer.write_table(listed.combine_chunks())
+            writer.write_table(listed)
         content = stream.getvalue().to_pybytes()
         try:
             write_bytes(self.folder / INDEX, content + hashlib.sha256(content).digest())

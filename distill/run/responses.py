@@ -64,19 +64,23 @@ class RunStores:
                 "prompts": prompts_fingerprint(prompts),
             }
             store_references(store, manifest, prompts, self.serving.max_tokens, size)
-        return self._selected(store, ResponsePlan(prompts, 1, size))
+        return self._in_order(store, ResponsePlan(prompts, 1, size))
 
-    def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule) -> list[HeldoutResponse]:
-        """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings."""
+    def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False) -> list[HeldoutResponse]:
+        """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings.
+
+        ``select``: they are the run's own held-out text from now on. Otherwise that stays what it is, and where nothing is missing
+        nothing is written.
+        """
         greedy = rule == "greedy"
         settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
         # Another seed than the training responses': the same prompt under both would give the same text.
-        return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1))
+        return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
 
     def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
-        """Held-out responses for the configured rule, then greedy ones when that is another rule."""
+        """The run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
         rules: tuple[Rule, ...] = (self.judge_rule, "greedy")
-        return {rule: self.heldout(prompts, rule) for rule in dict.fromkeys(rules)}
+        return {rule: self.heldout(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
 
     def manifest(self, settings: DecodeSettings) -> dict[str, Any]:
         return self.identity | {
@@ -87,7 +91,14 @@ class RunStores:
             "responses": "target",
         }
 
-    def _make(self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int) -> StoredRows:
+    def _make(
+        self,
+        name: str,
+        prompts: Sequence[RenderedPrompt],
+        settings: DecodeSettings,
+        samples: int,
+        select: bool = True,
+    ) -> StoredRows:
         store, manifest = Store(self.folder / name), self.manifest(settings)
         if self.accelerator.is_main_process:
             store.open(manifest)
@@ -110,14 +121,15 @@ class RunStores:
         self.accelerator.wait_for_everyone()
         if not whole and self.accelerator.is_main_process:
             await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
-        return self._selected(store, plan)
+        return self._in_order(store, plan, select)
 
-    def _selected(self, store: Store, plan: ResponsePlan) -> StoredRows:
-        """The plan's rows, checked and put in its order by the main process; the others find them so."""
-        if self.accelerator.is_main_process:
+    def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
+        """The plan's rows, checked and put in its order: to stay so, by the main process, and the others find them so."""
+        if select and self.accelerator.is_main_process:
             store.select(plan.keys, plan.domains())
-        await_written(store.folder / INDEX)
-        rows = store.rows()
+        if select:
+            await_written(store.folder / INDEX)
+        rows = store.rows() if select else store.chosen(plan.keys, plan.domains())
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows
