@@ -57,13 +57,16 @@ def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[st
     """For each row what it shares with those that must be on its side of a split: all turns of a conversation, and the same
     first question under any system message; with ``normalised`` a near-equal one too.
 
-    A question that very many rows share is an instruction whose matter stands in the system message: such rows are together
-    where they have this in common too.
+    A question that very many rows share is an instruction whose matter stands in the system message: rows that have one are
+    together where they have this in common too. So another row changes no group but that of rows which ask such a question under
+    a system message, and only when it makes the question one of these, or no longer one.
     """
     say = _normalised if normalised else str
     openings = [[say(str(turn["content"])) for turn in _opening(row)] for row in rows]
     counts, limit = Counter(turns[-1] for turns in openings), max(COMMON_LEAST, int(COMMON_SHARE * len(rows)))
-    return [_digest(turns[-1] if counts[turns[-1]] <= limit else _canonical(turns)) for turns in openings]
+    return [
+        _digest(turns[-1] if len(turns) == 1 or counts[turns[-1]] <= limit else _canonical(turns)) for turns in openings
+    ]
 
 
 def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateReport]:
@@ -99,7 +102,7 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
 def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:
     """Numbers of the prompts that are held out, decided by each one's id: those that a smaller count holds out come first.
 
-    A larger count holds out more, never others, and a new prompt takes the place of one of them at most. The ids are
+    A larger count holds out more, never others, and a new prompt takes the place of one group of them at most. The ids are
     distinct (``deduplicate``); near-equal prompts may be on two sides. ``groups`` (see `split_groups`; by default each prompt is
     its own): who shares one is on one side, so that a few more than ``heldout_count`` may be held out.
 

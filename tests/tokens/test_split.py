@@ -204,6 +204,33 @@ def test_an_instruction_that_all_rows_begin_with_does_not_hold_them_together():
     assert all(groups[number] == groups[number + 1] for number in range(0, 40, 2))
 
 
+def test_a_question_that_becomes_common_moves_only_rows_under_system_messages():
+    greetings = [chat_row(("user", "Hello"), ("assistant", "Hi."), ("user", f"And {n}?")) for n in range(18)]
+    others = [chat_row(("user", f"Question {n}")) for n in range(40)]
+    under = [chat_row(("system", f"Text {n}"), ("user", "Hello")) for n in range(16)]
+    few, many = [*others, *greetings[:16]], [*others, *greetings[:17]]
+    assert split_groups(many)[:-1] == split_groups(few)
+    asked_often, asked_more = [*few[:-8], *under[:8]], [*few[:-8], *under]
+    same = len(asked_often) - 8
+    assert split_groups(asked_more)[:same] == split_groups(asked_often)[:same]
+    assert len(set(split_groups(asked_often)[same - 1 :])) == 1
+    assert len(set(split_groups(asked_more)[same - 1 :])) == 17, "each text is another matter"
+
+
+@quick
+@given(IDS, st.text(min_size=5, max_size=6), st.data())
+def test_a_new_prompt_takes_the_place_of_one_group_at_most(ids, new, data):
+    groups = data.draw(st.lists(st.sampled_from("abcdefghij"), min_size=len(ids) + 1, max_size=len(ids) + 1))
+    count = data.draw(st.integers(1, len(ids) - 1))
+    try:
+        before, after = held_out(ids, count, groups[:-1]), held_out([*ids, new], count, groups)
+    except UserError:
+        return  # one group reaches to the end
+    assert set(after) - set(before) <= {len(ids)}
+    left = {groups[number] for number in set(before) - set(after)}
+    assert left <= {groups[before[-1]]}
+
+
 @quick
 @given(IDS, st.data())
 def test_a_group_is_on_one_side_and_a_larger_count_holds_out_more(ids, data):
