@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,9 @@ def load_prompts(
             await_written(folder / MANIFEST)
         if kept:
             return _read(folder, heldout_prompts)
+        # Evaluation alone gets here, under other limits than the run's.
+        if own := _own_heldout(folder, made_with, heldout_prompts):
+            return PromptSets([], own, "")
     if heldout_only and data.heldout:
         render = _Renderer(data, tokenizer, made_with)
         rows = _rows_of(data.heldout, render.bad_rows)[0]
@@ -124,6 +128,31 @@ def _is_kept(folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> b
         enough = kept["heldout"] >= heldout_prompts or kept["heldout_whole"]
         return kept["made_with"] == made_with and enough and kept["files"] == _digests(folder)
     return False
+
+
+def _own_heldout(folder: Path, made_with: dict[str, Any], count: int) -> list[RenderedPrompt]:
+    """What a run of these sources holds out, as far as it fits into other limits; none where that is not known, or not enough.
+
+    A split of its own under those limits would judge what the run was trained on.
+    """
+    with contextlib.suppress(UserError, OSError, KeyError):  # not there, or damaged
+        kept = read_manifest(folder)
+        if _drawn_from(kept["made_with"]) == _drawn_from(made_with) and kept["files"] == _digests(folder):
+            heldout, room = StoredPrompts(folder / HELDOUT_FILE)[:], made_with["context_length"] - made_with["max_tokens"]
+            room = min(room, made_with["data"]["max_prompt_tokens"] or room)
+            fitting = [prompt for prompt in heldout if len(prompt.prompt_ids) <= room]
+            if len(fitting) < len(heldout):
+                longer = f"{len(heldout) - len(fitting)} of {len(heldout)} held-out prompts"
+                print(f"understudy: {longer} are longer than {room} tokens here and are not judged", file=sys.stderr)
+            return fitting[:count] if len(fitting) >= count or kept["heldout_whole"] else []
+    return []
+
+
+def _drawn_from(made_with: dict[str, Any]) -> dict[str, Any]:
+    """What decides which prompts a run may hold out, and their ids; the state of the training sources is the run's own."""
+    data = made_with["data"]
+    told = {name: made_with[name] for name in ("format", "tokenizer", "template")}
+    return told | {"train": data["train"], "heldout": data["heldout"], "files": made_with["sources"][len(data["train"]) :]}
 
 
 def _digests(folder: Path) -> dict[str, str]:

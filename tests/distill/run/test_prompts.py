@@ -138,6 +138,23 @@ def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("too_long", ["error", "drop"])
+def test_other_limits_than_the_run_s_judge_nothing_that_it_trained_on(
+    tmp_path: Path, too_long: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft of a shorter context: what the run holds out, as far as it fits; a split of what fits would be another."""
+    run, data = tmp_path / "run", data_of(tmp_path, too_long=too_long)
+    first = loaded(data, 8, run=run)
+    assert len(first.heldout) == 8
+    room = sorted(len(prompt.prompt_ids) for prompt in first.heldout)[4]
+    fitting = [prompt for prompt in first.heldout if len(prompt.prompt_ids) <= room]
+    assert any(len(prompt.prompt_ids) > room for prompt in first.train)
+    data_of(tmp_path, 41)  # a row that came later changes nothing of what the run holds out
+    sets = loaded(data, 8, run=run, context=room + 10, heldout_only=True)
+    assert sets.heldout == fitting
+    assert f"{8 - len(fitting)} of 8 held-out prompts are longer than {room} tokens" in capsys.readouterr().err
+
+
 CHAT = "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}{% for turn in messages %}{% if turn.content == 'no' %}{{ raise_exception('refused') }}{% endif %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
 
 
