@@ -97,22 +97,13 @@ class Readers:
 
     def __init__(self, processes: int) -> None:
         """Starts them; `close` ends them, and so does the end of this process."""
-        self._processes = [
-            # Their own session: Ctrl-C is for the program that asked. -P: our neighbours here are no top-level modules.
-            subprocess.Popen(
-                [sys.executable, "-P", __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-            for _ in range(processes)
-        ]
+        self._processes = [_reader() for _ in range(processes)]
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
 
     def read(self, content: bytes, start: int, total: int, k: int, vocab_rows: int) -> TopK:
-        """As `read_topk`; a process that is gone is done without."""
+        """As `read_topk`; what a process that is gone was asked is read here, and another takes its place."""
         job = content, start, total, k, vocab_rows
         if not self._processes:
             return read_topk(*job)
@@ -123,7 +114,8 @@ class Readers:
             pickle.dump(job, process.stdin, protocol=5)
             process.stdin.flush()
             found = pickle.load(process.stdout)
-        except (OSError, EOFError):
+        except (OSError, EOFError, pickle.UnpicklingError):  # it was killed, maybe in mid-answer
+            process = self._replaced(process)
             return read_topk(*job)
         finally:
             self._idle.put(process)
@@ -131,11 +123,25 @@ class Readers:
             raise ValueError(found)
         return found
 
+    def _replaced(self, gone: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        gone.kill()
+        gone.wait()
+        with contextlib.suppress(OSError):  # no memory for another now: the next job tries again
+            self._processes[self._processes.index(gone)] = gone = _reader()
+        return gone
+
     def close(self) -> None:
         """Ends the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
+
+
+def _reader() -> subprocess.Popen[bytes]:
+    # Its own session: Ctrl-C is for the program that asked. -P: our neighbours here are no top-level modules.
+    return subprocess.Popen(
+        [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
 
 
 def processes_for(tokens: int, ranks: int) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from model_server import MODEL, Behaviour, logits_after
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer
 
+from data.responses import prompt_logprobs
 from data.responses.endpoint import Endpoint, EndpointTarget
 from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.rendered import RenderedPrompt
@@ -213,17 +216,28 @@ def test_reading_in_other_processes_changes_nothing_and_they_end(server: Any, tm
         assert here.read([index]).log_tail_R.equal(there.read([index]).log_tail_R)  # type: ignore[union-attr]
 
 
-def test_a_reader_says_what_is_wrong_and_one_that_was_killed_is_done_without() -> None:
+@pytest.mark.parametrize("when", ["idle", "mid-answer"])
+def test_a_reader_says_what_is_wrong_and_another_takes_the_place_of_one_that_was_killed(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readers = Readers(1)
+    place = b'{"choices": [{"prompt_logprobs": [null, {"3": {"logprob": -0.5}, "4": {"logprob": -0.25}}]}]}'
     try:
         with pytest.raises(ValueError, match="no prompt_logprobs"):
             readers.read(b'{"choices": [{}]}', 1, 2, 1, 9)
-        readers._processes[0].kill()
-        readers._processes[0].wait()
-        place = b'{"choices": [{"prompt_logprobs": [null, {"3": {"logprob": -0.5}, "4": {"logprob": -0.25}}]}]}'
+        gone = readers._processes[0]
+        if when == "idle":
+            gone.kill()
+            gone.wait()
+        else:
+            gone.stdout = io.BytesIO(pickle.dumps(np.zeros(100), protocol=5)[:-50])
         ids_RK, log_probs_RK, log_tail_R = readers.read(place, 1, 2, 1, 9)
+        assert gone.poll() is not None
+        monkeypatch.setattr(prompt_logprobs, "read_topk", lambda *_: pytest.fail("read in the program itself"))
+        assert readers.read(place, 1, 2, 1, 9)[0].tolist() == [[4]]
     finally:
         readers.close()
+    assert all(process.poll() is not None for process in readers._processes)
     assert (ids_RK.tolist(), log_probs_RK.tolist()) == ([[4]], [[-0.25]])
     # all but the one that is kept
     np.testing.assert_allclose(np.exp(log_tail_R), [1 - math.exp(-0.25)], rtol=1e-6)
