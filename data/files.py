@@ -69,7 +69,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def require_manifest(folder: Path, wanted: Mapping[str, Any], remedy: str) -> None:
     """Raises UserError when a folder's manifest differs: the first differing key and both values are named, and the remedy."""
     wanted, found = json.loads(json.dumps(wanted)), read_manifest(folder)
-    for key in sorted(set(wanted) | set(found)):
+    # Of another format the other keys are others too.
+    for key in sorted(set(wanted) | set(found), key=lambda key: (key != "format", key)):
         if wanted.get(key) != found.get(key):
             raise UserError(
                 f"{folder}: made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))}); {remedy}"

@@ -9,6 +9,7 @@ from data.prompts.prompt import PromptSource
 from data.responses.endpoint import Endpoint
 from speculative.rules.verify import Rule
 
+SPIKE_FACTOR = 10.0  # what optim.spike_factor null means, but under DeepSpeed
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
 
 

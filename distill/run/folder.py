@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import write_bytes
+from data.files import MANIFEST, write_bytes
 from distill.config.layout import (
     BEST_LINK,
     CHECKPOINTS,
     CONFIG,
+    PROMPTS,
     PROVENANCE,
     SELF_CHECKS,
     STUDENT,
@@ -20,6 +21,7 @@ from distill.config.layout import (
 )
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
+from distill.config.sections import SPIKE_FACTOR
 from distill.run.verdict_record import Verdict, read_json
 from speculative.errors import UserError
 
@@ -49,12 +51,18 @@ def claim_folder(config: RunConfig) -> None:
             if config.loss.weighting.name == "selected":
                 may.discard("train.micro_batch_size")  # it chooses within a micro-batch
             old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
+            for tree in (old_tree, new_tree):
+                # What null means; DeepSpeed, which cannot skip, is refused elsewhere.
+                if tree["optim"]["spike_factor"] == SPIKE_FACTOR:
+                    tree["optim"]["spike_factor"] = None
             difference = _first_difference(old_tree, new_tree, may)
             if difference is not None:
                 key, old, new = difference
+                # An earlier version kept no prompts, and its responses are of another format.
+                copied = " (its responses may be copied there)" if (folder / PROMPTS / MANIFEST).exists() else ""
                 raise UserError(
                     f"{folder}: holds a run with another config ({key} is {old}, now {new}); "
-                    "choose another name=... (its responses may be copied there), or delete the folder"
+                    f"choose another name=...{copied}, or delete the folder"
                 )
             if config.resume == "never":
                 raise UserError(

@@ -78,6 +78,8 @@ def load_prompts(
         kept = (accelerator is not None and not accelerator.is_main_process) or _is_kept(
             folder, made_with, heldout_prompts
         )
+        if not kept and not (heldout_only and data.heldout):
+            _refuse_untold(run)
         if not kept and not heldout_only:
             _make(data, tokenizer, folder, made_with, heldout_prompts)
             kept = True
@@ -138,7 +140,10 @@ def _own_heldout(folder: Path, made_with: dict[str, Any], count: int) -> list[Re
     with contextlib.suppress(UserError, OSError, KeyError):  # not there, or damaged
         kept = read_manifest(folder)
         if _drawn_from(kept["made_with"]) == _drawn_from(made_with) and kept["files"] == _digests(folder):
-            heldout, room = StoredPrompts(folder / HELDOUT_FILE)[:], made_with["context_length"] - made_with["max_tokens"]
+            heldout, room = (
+                StoredPrompts(folder / HELDOUT_FILE)[:],
+                made_with["context_length"] - made_with["max_tokens"],
+            )
             room = min(room, made_with["data"]["max_prompt_tokens"] or room)
             fitting = [prompt for prompt in heldout if len(prompt.prompt_ids) <= room]
             if len(fitting) < len(heldout):
@@ -152,7 +157,11 @@ def _drawn_from(made_with: dict[str, Any]) -> dict[str, Any]:
     """What decides which prompts a run may hold out, and their ids; the state of the training sources is the run's own."""
     data = made_with["data"]
     told = {name: made_with[name] for name in ("format", "tokenizer", "template")}
-    return told | {"train": data["train"], "heldout": data["heldout"], "files": made_with["sources"][len(data["train"]) :]}
+    return told | {
+        "train": data["train"],
+        "heldout": data["heldout"],
+        "files": made_with["sources"][len(data["train"]) :],
+    }
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -228,6 +237,15 @@ def _require_some(some: bool, side: str, render: "_Renderer") -> None:
         raise UserError(
             f"data.{side}: every prompt is too long ({render.dropped} left out): lower serving.max_tokens, or raise "
             f"data.max_prompt_tokens or the context (now {render.context_length} tokens for prompt and response)"
+        )
+
+
+def _refuse_untold(run: Path) -> None:
+    if (run / CHECKPOINTS).exists() and not (run / PROMPTS / MANIFEST).exists():
+        raise UserError(
+            f"{run / PROMPTS / MANIFEST}: not there, so nobody knows which prompts the checkpoints beside it were trained on "
+            "(another version made them?): a new split could judge those; start anew with another name=..., or delete the folder; "
+            "its draft can be judged on prompts of data.heldout"
         )
 
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from distill.config.sections import OptimConfig, TrainConfig
+from distill.config.sections import SPIKE_FACTOR, OptimConfig, TrainConfig
 from distill.models.layers import layer_list
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
@@ -42,7 +42,6 @@ from speculative.errors import UserError
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 ZERO_STATE = "pytorch_model"  # the folder of DeepSpeed's
-SPIKE_FACTOR = 10.0
 SHARDED_STATE = "pytorch_model_fsdp_0"  # the folder that accelerate's sharded state has in place of a weights file
 
 

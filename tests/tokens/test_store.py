@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_child
 
-from data.files import MANIFEST, write_json
+from data.files import MANIFEST, require_manifest, write_json
 from data.responses import store as token_store
 from data.responses.store import INDEX, Row, Store, row_keys
 from speculative.errors import UserError
@@ -129,6 +129,13 @@ def test_a_manifest_that_lost_a_key_is_refused(tmp_path: Path) -> None:
     store = opened(tmp_path)
     write_json(store.folder / MANIFEST, {key: value for key, value in IDENTITY.items() if key != "target"})
     assert "another target (null" in refused(lambda: store.open(IDENTITY))
+
+
+def test_another_format_is_said_before_what_else_it_made_another(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    write_json(tmp_path / "store" / MANIFEST, {"format": 2, "examples": 1800})
+    text = refused(lambda: require_manifest(tmp_path / "store", {"format": 3, "dtype": "bfloat16"}, "delete it"))
+    assert "made with another format (2, now 3)" in text
 
 
 @pytest.mark.parametrize("content", ["", "{", "\x00\x01"])

@@ -101,6 +101,18 @@ def test_where_a_run_lies_how_it_is_cut_and_which_url_answers_may_change(tmp_pat
         (config.folder / "checkpoints").mkdir(exist_ok=True)
 
 
+def test_null_and_the_factor_that_it_means_are_one_config(tmp_path: Path) -> None:
+    """What an earlier version wrote down, and the same command now."""
+    first = run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 10.0})
+    claim_folder(first)
+    (first.folder / "checkpoints").mkdir()
+    claim_folder(run_config(tmp_path, optim={"lr": 1e-2}))
+    claim_folder(first)
+    with pytest.raises(UserError, match=r"spike_factor is null, now 9\.0") as error:
+        claim_folder(run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 9.0}))
+    assert "copied" not in str(error.value), "responses without prompts/ are an earlier version's"
+
+
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize(
     ("change", "said"),

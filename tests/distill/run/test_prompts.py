@@ -126,6 +126,22 @@ def test_a_run_with_checkpoints_keeps_its_prompts(tmp_path: Path) -> None:
     assert json.loads((run / PROMPTS / "manifest.json").read_text())["heldout"] == 8, "nothing is lost"
 
 
+def test_checkpoints_of_unknown_prompts_go_no_further(tmp_path: Path) -> None:
+    """As an earlier version left them: a new split could judge what they were trained on."""
+    run, data = tmp_path / "run", data_of(tmp_path)
+    (run / CHECKPOINTS).mkdir(parents=True)
+    for only in (False, True):
+        with pytest.raises(UserError, match=r"prompts/manifest.json: not there.*another name=") as error:
+            loaded(data, run=run, heldout_only=only)
+        assert "\n" not in str(error.value)
+    assert not (run / PROMPTS).exists()
+    path = write_prompts(tmp_path / "heldout.jsonl", 30)
+    own = data.model_copy(
+        update={"heldout": tuple(source.model_copy(update={"path": str(path)}) for source in data.train)}
+    )
+    assert len(loaded(own, run=run, heldout_only=True).heldout) == 4
+
+
 def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
     """From sources of its own: nothing of the training prompts is read, nothing is kept."""
     path = write_prompts(tmp_path / "heldout.jsonl", 30)
