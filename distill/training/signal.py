@@ -56,6 +56,7 @@ def open_signal_store(
     accelerator.wait_for_everyone()  # it is there before another rank looks
     if not accelerator.is_main_process:
         store.open(manifest, examples.response_tokens_N, examples.keys_N, rank=rank, repair=repair)
+    accelerator.wait_for_everyone()  # what is damaged is forgotten, and its place free, only when all have looked
     if not repair and (missing := store.missing()):
         raise UserError(
             f"{store.folder}: the signal of {len(missing)} of {len(examples)} examples is missing; run `{command}` first"

@@ -3,7 +3,9 @@
 import json
 import random
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,12 @@ import numpy as np
 import pytest
 import torch
 from processes import run_and_kill, run_ranks
+from stored_signals import random_topk
 from tiny_training import (
+    examples_of,
     forget_accelerators,
     fresh_accelerator,
+    run_config,
     write_prompts,
     write_target,
 )
@@ -424,6 +429,36 @@ def test_two_ranks_share_the_work(config_path: Path, tmp_path: Path, topk_run: P
     assert torch.equal(shared.ids_RK, alone.ids_RK)  # type: ignore[union-attr]
     # Other micro-batches: another order of sums may move a code by one.
     torch.testing.assert_close(shared.log_probs_RK, alone.log_probs_RK, rtol=0, atol=5e-4)  # type: ignore[union-attr]
+
+
+def test_what_one_rank_forgets_moves_no_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, (new, old) = run_config(tmp_path, signal={"k": 9}), examples_of([6, 7])
+    facts: Any = SimpleNamespace(vocab_rows=64, fingerprint="abc", dtype="float32")
+    barrier = threading.Barrier(2)
+
+    def opened(rank: int, examples: Any, waits: Any) -> SignalStore:
+        alike: Any = SimpleNamespace(is_main_process=rank == 0, process_index=rank, wait_for_everyone=waits)
+        store = open_signal_store(config, examples, facts, alike, repair=True)
+        store.present()
+        return store
+
+    store = opened(0, [old], lambda: None)
+    store.write(0, random_topk(int(old.loss_mask.sum()), 9, 64))
+    index = store.folder / INDEX
+    index.write_bytes(index.read_bytes()[:-1] + bytes([index.read_bytes()[-1] ^ 1]))
+    look = SignalStore.open
+
+    def late(self: SignalStore, *given: Any, rank: int, **how: Any) -> None:
+        time.sleep(0.3 * rank)
+        look(self, *given, rank=rank, **how)
+
+    monkeypatch.setattr(SignalStore, "open", late)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda rank: opened(rank, [new, old], barrier.wait), range(2))
+    assert one._slots.tolist() == other._slots.tolist()
+    one.write(0, random_topk(int(new.loss_mask.sum()), 9, 64))
+    other.write(1, random_topk(int(old.loss_mask.sum()), 9, 64))
+    assert one.missing() == other.missing() == []
 
 
 def test_the_longest_come_first(config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
