@@ -301,7 +301,7 @@ def _resident(folder: Path, small: Path, tokens: int, told: Path) -> None:
 
 def test_a_rank_holds_less_than_two_bytes_a_token(tmp_path: Path) -> None:
     """Python lists of the same rows are 100. In a process of its own, which has opened a store before."""
-    stores, count, length = [Store(tmp_path / "small"), Store(tmp_path / "large")], 4096, 1000
+    stores, count, length = [Store(tmp_path / "small"), Store(tmp_path / "large")], 4096, 2000
     ids, mask, log_probs = np.arange(1, length + 1), np.arange(length) > 10, np.full(length - 11, -1.0)
     for store, rows in zip(stores, (512, count), strict=True):
         store.open(IDENTITY)
