@@ -113,6 +113,11 @@ class StoredRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.tokens_N)
 
+    @property
+    def files(self) -> list[Path]:
+        """The shards that hold the rows."""
+        return [self.folder / name for name in self._names]
+
     @overload
     def __getitem__(self, number: int) -> Row: ...
     @overload
@@ -324,6 +329,8 @@ def _mapped_table(path: Path) -> pa.Table:
     try:
         with pa.memory_map(str(path)) as source:
             return pa.ipc.open_file(source).read_all()
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: this shard is missing; run again to make its responses anew") from error
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: damaged shard ({error}); delete it and run again to make it anew") from error
 

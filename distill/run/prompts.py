@@ -25,7 +25,7 @@ from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig, SourceConfig
 from distill.models.load import tokenizer_fingerprint
-from distill.run.lag import await_written
+from distill.run.lag import await_seen, await_written
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
@@ -85,6 +85,8 @@ def load_prompts(
             kept = True
         if accelerator is not None:
             await_written(folder / MANIFEST)
+            if kept:
+                await_seen(lambda: all((folder / name).exists() for name in (TRAIN_FILE, HELDOUT_FILE)), folder)
         if kept:
             return _read(folder, heldout_prompts)
         # Evaluation alone gets here, under other limits than the run's.

@@ -130,6 +130,7 @@ class RunStores:
         if select:
             await_written(store.folder / INDEX)
         rows = store.rows() if select else store.chosen(plan.keys, plan.domains())
+        await_seen(lambda: all(path.exists() for path in rows.files), store.folder)
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows

@@ -314,6 +314,16 @@ def test_a_rank_holds_less_than_two_bytes_a_token(tmp_path: Path) -> None:
     assert float(told.read_text()) < 2
 
 
+def test_a_shard_that_is_gone_is_called_missing_and_not_damaged(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.write_shard(0, [row_of(0)])
+    rows = store.rows()
+    (path,) = rows.files
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path.name}: this shard is missing"):
+        rows[0]
+
+
 def test_keys_see_prompt_sample_ids_and_mask(tmp_path: Path) -> None:
     row = row_of(0)
     others = [
