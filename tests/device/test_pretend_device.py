@@ -73,9 +73,11 @@ def test_a_graph_runs_when_it_is_replayed_on_what_is_there_then() -> None:
         kept += doubled
     assert doubled.isnan().all()
     assert kept.tolist() == [0.0, 0.0]
+    LEDGER.clear()
     given.fill_(5.0)
     graph.replay()
     graph.replay()
+    assert (graph.kernels, LEDGER.kernels, LEDGER.replays) == (2, 1, 2)
     assert (doubled.tolist(), kept.tolist()) == ([10.0, 10.0], [20.0, 20.0])
 
 
@@ -93,3 +95,79 @@ def test_no_capture_contains_a_wait_or_a_copy_from_unpinned_memory(forbidden) ->
     ):
         forbidden(given)
     assert len(LEDGER.failed_captures) == 1
+
+
+@on_device
+def test_a_download_arrives_with_an_event_behind_it() -> None:
+    there, here = torch.arange(3, device="cuda"), torch.zeros(3, dtype=torch.int64, pin_memory=True)
+    early, late = torch.cuda.Event(), torch.cuda.Event()
+    LEDGER.clear()
+    early.record()
+    here.copy_(there, non_blocking=True)
+    late.record()
+    there += 1  # behind the copy
+    moved = (there / 2).to("cpu", non_blocking=True)
+    assert (sum(LEDGER.downloads.values()), sum(LEDGER.reads.values())) == (2, 0)
+    early.synchronize()
+    assert here.tolist() == [torch.iinfo(torch.int64).max] * 3
+    assert not late.query()
+    assert here.max() > 2
+    assert late.query()
+    assert late.query()
+    assert here.tolist() == [0, 1, 2]
+    assert moved.isnan().all()
+    torch.cuda.current_stream().synchronize()
+    assert moved.tolist() == [0.5, 1.0, 1.5]
+    assert sum(LEDGER.synchronized.values()) == 2
+
+
+@on_device
+def test_memory_that_another_copy_is_on_its_way_to_is_not_readable() -> None:
+    here, done = torch.zeros(2, pin_memory=True), [torch.cuda.Event() for _ in range(2)]
+    for number, event in enumerate(done):
+        here.copy_(torch.full((2,), float(number), device="cuda"), non_blocking=True)
+        event.record()
+    done[0].synchronize()
+    assert here.isnan().all()
+    done[1].synchronize()
+    assert here.tolist() == [1.0, 1.0]
+
+
+@on_device
+def test_a_copy_to_memory_that_is_not_pinned_is_waited_for() -> None:
+    here, pinned = torch.zeros(2, 2), torch.zeros(2, 2).pin_memory()
+    assert (here.is_pinned(), pinned.is_pinned(), pinned[1].is_pinned()) == (False, True, True)
+    LEDGER.clear()
+    here.copy_(torch.ones(2, 2, device="cuda"), non_blocking=True)
+    pinned[:, 0].copy_(torch.ones(2, device="cuda"), non_blocking=True)  # in pieces: through other memory
+    assert (here.tolist(), pinned[:, 0].tolist()) == ([[1.0, 1.0]] * 2, [1.0, 1.0])
+    assert (sum(LEDGER.reads.values()), sum(LEDGER.downloads.values())) == (2, 0)
+
+
+@on_device
+def test_a_graph_may_end_with_a_download_and_an_event() -> None:
+    given, here = torch.ones(1, device="cuda"), torch.zeros(1).pin_memory()
+    graph, done = torch.cuda.CUDAGraph(), torch.cuda.Event(external=True)
+    LEDGER.clear()
+    with torch.cuda.graph(graph):
+        here.copy_(given * 2, non_blocking=True)
+        done.record()
+    assert (here.item(), sum(LEDGER.downloads.values())) == (0.0, 0)
+    for number in (3.0, 4.0):
+        given.fill_(number)
+        graph.replay()
+        assert here.isnan().all()
+        done.synchronize()
+        assert here.item() == 2 * number
+    assert (sum(LEDGER.downloads.values()), graph.kernels) == (2, 1)
+
+
+@on_device
+def test_seconds_between_events_are_there_when_both_are_done() -> None:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for event in events:
+        event.record()
+    with pytest.raises(RuntimeError, match="must be completed"):
+        events[0].elapsed_time(events[1])
+    events[1].synchronize()
+    assert events[0].elapsed_time(events[1]) >= 0

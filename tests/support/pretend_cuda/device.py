@@ -1,6 +1,7 @@
 """`torch.cuda` as a CUDA build has it, as far as we ask it, while the device is there."""
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch
 from pretend_cuda.graph import Graph, Tape, capture
 from pretend_cuda.ledger import LEDGER, SYNCHRONIZED, Ledger
 from pretend_cuda.tensors import CUDA, Doors, Room, waited
+from pretend_cuda.timeline import TIMELINE
 
 GIB = 1024**3
 SYNC_MODES = ("default", "warn", "error")
@@ -31,28 +33,53 @@ class Stream:
         return event or Event()
 
     def synchronize(self) -> None:
-        waited("stream", SYNCHRONIZED)
+        _wait_for("stream")
 
 
 class Event:
-    """The host's clock, read when the event is recorded."""
+    """The host's clock, read when the event is recorded; asked whether it is done, it says no once, then yes.
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    Recorded inside a capture it is part of the graph if it is `external`, else only an order within it.
+    """
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        self._external = external
         self._seconds: float | None = None
+        self._place = 0
+        self._answers: Iterator[bool] = itertools.repeat(True)
 
     def record(self, stream: Any = None) -> None:
-        self._seconds = time.perf_counter()
+        if Tape.current is None:
+            self._mark()
+        elif self._external:
+            Tape.current.add(self._mark)
+
+    def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None:
         waited("event", SYNCHRONIZED)
+        TIMELINE.reach(self._place)
 
     def query(self) -> bool:
-        return True
+        return next(self._answers)
 
     def elapsed_time(self, other: "Event") -> float:
         if self._seconds is None or other._seconds is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        if max(self._place, other._place) > TIMELINE.known:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return 1e3 * (other._seconds - self._seconds)
+
+    def _mark(self) -> None:
+        self._seconds, self._place = time.perf_counter(), TIMELINE.put()
+        self._answers = TIMELINE.answers(self._place)
+
+
+def _wait_for(what: str) -> None:
+    waited(what, SYNCHRONIZED)
+    TIMELINE.reach(TIMELINE.now)
 
 
 def _set_sync_mode(mode: str | int) -> None:
@@ -74,7 +101,7 @@ def _torch_cuda() -> dict[str, Any]:
     named: dict[str, Any] = {
         "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": capture, "current_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
-        "synchronize": lambda device=None: waited("device", SYNCHRONIZED), "graph_pool_handle": lambda: (0, 1),
+        "synchronize": lambda device=None: _wait_for("device"), "graph_pool_handle": lambda: (0, 1),
         "set_sync_debug_mode": _set_sync_mode, "get_sync_debug_mode": lambda: SYNC_MODES.index(LEDGER.sync_mode),
         "is_current_stream_capturing": lambda: Tape.current is not None, "get_rng_state": _state,
         "get_rng_state_all": lambda: [_state()],

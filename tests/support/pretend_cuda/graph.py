@@ -39,11 +39,13 @@ class Tape:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self.kernels = 0
         self._born: dict[int, torch.Tensor] = {}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call on host tensors and remember it."""
+        self.kernels += 1
         given = {memory_of(tensor) for tensor in tensors_of((args, kwargs))}
         written = _written(function, args, kwargs)
         for tensor in written:
@@ -54,6 +56,10 @@ class Tape:
         self._born |= {memory_of(tensor): tensor for tensor in tensors_of(out) if memory_of(tensor) not in given}
         self._calls.append((function, args, kwargs, None if written else out))
         return out
+
+    def add(self, function: Callable[..., Any], *args: Any) -> None:
+        """A call that is made by replays only and is no kernel."""
+        self._calls.append((function, args, {}, None))
 
     def finish(self) -> None:
         """As if nothing had run."""
@@ -97,6 +103,18 @@ class Graph:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._tape: Tape | None = None
+
+    @property
+    def kernels(self) -> int:
+        """Kernels of one replay."""
+        return 0 if self._tape is None else self._tape.kernels
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def reset(self) -> None:
+        """Give up what was captured."""
+        self._tape = None
 
     def replay(self) -> None:
         """Run what was captured."""

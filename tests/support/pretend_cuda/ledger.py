@@ -27,7 +27,8 @@ class Ledger:
     """Counts since the last `clear`.
 
     reads: the host waited for a value of the device, by (what, site). synchronized: it waited for an event, a stream or the
-    device. uploads: copies to the device, by (whether the host waited, site). captures: (side stream, error mode) of each
+    device. uploads: copies to the device, by (whether the host waited, site). downloads: copies to pinned memory that nobody waited
+    for, by site. kernels: what ran outside graphs; replays: launches of graphs. captures: (side stream, error mode) of each
     begun capture. failed_captures: what a capture met that none may contain; on a GPU torch's allocator believes in such a
     capture ever after.
     """
@@ -41,6 +42,7 @@ class Ledger:
         self.reads: Counter[tuple[str, str]] = Counter()
         self.synchronized: Counter[tuple[str, str]] = Counter()
         self.uploads: Counter[tuple[bool, str]] = Counter()
+        self.downloads: Counter[str] = Counter()
         self.captures: list[tuple[bool, str]] = []
         self.failed_captures: list[str] = []
         self.kernels = self.replays = 0

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretend_cuda.graph import Tape, tensors_of
 from pretend_cuda.ledger import LEDGER, READ, site
+from pretend_cuda.timeline import TIMELINE, is_pinned, pin
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda:0")
@@ -39,10 +40,10 @@ def waited(what: str, kind: str = READ) -> None:
 
 
 def uploaded(blocking: bool) -> None:
-    """A copy from the host: nothing here is pinned, so none may be in a capture."""
+    """A copy from the host: a capture may contain none, not from pinned memory either, which its owner may change before a replay."""
     if LEDGER.sync_mode == "error" and blocking:
         raise RuntimeError(f"called a synchronizing CUDA operation (a blocking copy at {site()})")
-    _not_in_capture("a copy from memory that is not pinned")
+    _not_in_capture("a copy from the host")
     LEDGER.uploads[blocking, site()] += 1
 
 
@@ -136,9 +137,9 @@ class Doors(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0].to(CUDA)
         if func is torch.Tensor.pin_memory:
-            return args[0]
+            return args[0] if is_pinned(args[0]) else pin(args[0].clone())
         if func is torch.Tensor.is_pinned:
-            return False
+            return is_pinned(args[0])
         args = tuple(_with_index(value) for value in args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _with_index(kwargs["device"])}
@@ -183,7 +184,7 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """One kernel: on the host's copies, onto the tape inside a capture."""
     args, kwargs = mapped(_host, args), mapped(_host, kwargs)
-    LEDGER.kernels += not Tape.replaying
+    LEDGER.kernels += not Tape.replaying and Tape.current is None
     out = func(*args, **kwargs) if Tape.current is None else Tape.current.record(func, args, kwargs)
     return mapped(_on_device, out)
 
@@ -197,7 +198,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _copied(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
     if not ours:
         if not _is_cuda(kwargs.get("device")):
-            return func(*args, **kwargs)
+            return pin(func(*args, **_without_place(kwargs))) if kwargs.get("pin_memory") else func(*args, **kwargs)
         return _run(func, args, _without_place(kwargs))
     if func in READS:
         waited(str(func))
@@ -232,8 +233,11 @@ def _moved(func: Any, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Ten
     if is_ours and to_cuda:
         return _run(func, (source,), _without_place(kwargs))
     if is_ours:
-        waited("copy to the host")
-        return func(_host(source), **_without_place(kwargs))
+        values = func(_host(source), **_without_place(kwargs))
+        if not kwargs.get("non_blocking", False):
+            waited("copy to the host")
+            return values
+        return _downloaded(pin(torch.empty_like(values)), values)
     uploaded(not kwargs.get("non_blocking", False))
     return DeviceTensor(func(source, **_without_place(kwargs)).clone())
 
@@ -241,10 +245,27 @@ def _moved(func: Any, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Ten
 def _copied(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     if isinstance(destination, DeviceTensor):
         uploaded(not non_blocking)
+    elif non_blocking and is_pinned(destination) and destination.is_contiguous():
+        return _downloaded(destination, _host(source))
     else:
         waited("copy to the host")
     _host(destination).copy_(_host(source))
     return destination
+
+
+def _downloaded(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """A copy to pinned memory that nobody waits for; in a capture, one by each replay."""
+    send = functools.partial(_send, destination, source, site())
+    if Tape.current is None:
+        send()
+    else:
+        Tape.current.add(send)
+    return destination
+
+
+def _send(destination: torch.Tensor, source: torch.Tensor, where: str) -> None:
+    LEDGER.downloads[where] += 1
+    TIMELINE.send(destination, source)
 
 
 def _indexed(args: Any) -> Any:
