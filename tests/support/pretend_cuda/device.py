@@ -92,9 +92,6 @@ def _state(device: Any = None) -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
-
-
 def _torch_cuda() -> dict[str, Any]:
     """What stands for each name of `torch.cuda`."""
     stream = Stream()
@@ -111,10 +108,11 @@ def _torch_cuda() -> dict[str, Any]:
         "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 123, "get_device_name": "NVIDIA H100 80GB HBM3",
         "get_device_capability": (9, 0), "is_bf16_supported": True, "_is_in_bad_fork": False,
     }  # fmt: skip
-    silent = ("_lazy_init", "set_stream", "set_device", "reset_peak_memory_stats", "empty_cache", "set_rng_state",
-              "set_rng_state_all", "manual_seed", "manual_seed_all")  # fmt: skip
+    constants |= dict.fromkeys(("_lazy_init", "set_stream", "set_device", "reset_peak_memory_stats", "empty_cache", "set_rng_state",
+                                "set_rng_state_all", "manual_seed", "manual_seed_all"))  # fmt: skip
+    # A function for each: torch.compile keeps a table of them.
     answers = {name: lambda *args, _value=value, **kwargs: _value for name, value in constants.items()}
-    return named | answers | dict.fromkeys(silent, _nothing)
+    return named | answers
 
 
 @contextlib.contextmanager

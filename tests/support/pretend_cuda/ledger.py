@@ -28,9 +28,9 @@ class Ledger:
 
     reads: the host waited for a value of the device, by (what, site). synchronized: it waited for an event, a stream or the
     device. uploads: copies to the device, by (whether the host waited, site). downloads: copies to pinned memory that nobody waited
-    for, by site. kernels: what ran outside graphs; replays: launches of graphs. captures: (side stream, error mode) of each
-    begun capture. failed_captures: what a capture met that none may contain; on a GPU torch's allocator believes in such a
-    capture ever after.
+    for, by site. kernels: calls for the device outside graphs; replays: launches of graphs; replayed_kernels: of all those graphs.
+    captures: (side stream, error mode) of each begun capture. failed_captures: what a capture met that none may contain; on a GPU
+    torch's allocator believes in such a capture ever after.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Ledger:
         self.downloads: Counter[str] = Counter()
         self.captures: list[tuple[bool, str]] = []
         self.failed_captures: list[str] = []
-        self.kernels = self.replays = 0
+        self.kernels = self.replays = self.replayed_kernels = 0
 
     @property
     def blocking_uploads(self) -> int:

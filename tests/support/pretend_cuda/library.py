@@ -1,4 +1,4 @@
-"""The compiled hooks, loaded by the import of this file under `pytest -m device`: before torch, which asks for hooks once."""
+"""The compiled hooks, loaded by `load`, under `pytest -m device` by the import of this file: before torch, which asks for hooks once."""
 
 import ctypes
 import hashlib
@@ -32,8 +32,8 @@ def why_not() -> str | None:
     return None
 
 
-def _load() -> None:
-    """Hooks into this process, torch's library with them."""
+def load() -> None:
+    """Hooks into this process, torch's library with them; before anything imports torch."""
     assert "torch" not in sys.modules, "the pretend device comes before torch"
     ctypes.CDLL(str(_torch_folder() / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(_compiled()))
@@ -63,4 +63,4 @@ def _torch_folder() -> Path:
 
 LOADED = asked_for(sys.argv) and why_not() is None
 if LOADED:
-    _load()
+    load()

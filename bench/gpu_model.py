@@ -1,0 +1,247 @@
+"""What a block asks of a GPU, counted on the pretend device, and the time that a model makes of it.
+
+    python bench/gpu_model.py --out bench/results/gpu_model.json         # needs g++, no GPU: launches, copies, waits, kernels
+
+Counted with the product's decoder on real layers at tiny width, bfloat16, over steady blocks: the first ones, blocks that capture
+a graph and those around an admission are left out. What each further layer adds is counted too, and put on top for the real depth.
+
+The model of the time: bytes over bandwidth, every kernel's own time in a graph or outside, and a launch for every graph, every
+kernel outside and every copy. It knows no gap between two blocks, no attention over long texts, no arithmetic of large batches.
+`eager` is the same decoder without graphs; `before` comes from an earlier result (`--before`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [folder for folder in (str(ROOT), str(ROOT / "tests" / "support")) if folder not in sys.path]
+from pretend_cuda import library  # noqa: E402
+
+if __name__ == "__main__":
+    if (obstacle := library.why_not()) is not None:
+        sys.exit(f"error: {obstacle}")
+    library.load()
+
+# isort: split
+import torch  # noqa: E402
+import typer  # noqa: E402
+from gpu.pairs import QWEN3_8B, QWEN3_600M, Shape, floor_bytes, pair, tiny  # noqa: E402
+from pretend_cuda.device import pretend_cuda  # noqa: E402
+from pretend_cuda.ledger import LEDGER  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+from speculative.decode import generate  # noqa: E402
+from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
+from speculative.drafters.drafter import ModelDrafter  # noqa: E402
+from speculative.rules.sampling import GREEDY, SamplingSettings  # noqa: E402
+
+NUCLEUS = SamplingSettings(0.7, top_p=0.95)
+# (rule, sampling) of each cell.
+WAYS = (("greedy", GREEDY), ("sample", SamplingSettings(1.0)), ("sample", NUCLEUS), ("block", SamplingSettings(1.0)))
+BATCHES = (1, 16)
+FIRST, AROUND = 3, 2  # Blocks left out at the beginning, and behind one that ends a response.
+TOKENS = 40
+
+
+class Counts(NamedTuple):
+    """Of a steady block, on average."""
+
+    launches: float
+    uploads: float
+    downloads: float
+    waits: float
+    kernels_outside: float
+    kernels_in_graphs: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds, and bytes per second."""
+
+    launch: float
+    kernel: float
+    bandwidth: float
+    positions: int
+
+    def seconds(self, counts: Counts, floor: float) -> float:
+        """Of a block."""
+        launched = counts.launches + counts.kernels_outside + counts.uploads + counts.downloads
+        return floor + self.launch * launched + self.kernel * (counts.kernels_outside + counts.kernels_in_graphs)
+
+
+def so_far() -> Counts:
+    """Everything since the ledger was cleared."""
+    waits = LEDGER.reads.total() + LEDGER.synchronized.total()
+    copies = LEDGER.uploads.total(), LEDGER.downloads.total()
+    return Counts(LEDGER.replays, *copies, waits, LEDGER.kernels, LEDGER.replayed_kernels)
+
+
+def count_blocks(
+    target: PreTrainedModel, draft: PreTrainedModel, settings: DecodeSettings, rows: int, runner: str
+) -> Counts:
+    """Decodes twice as many prompts as there are rows, so that rows are recycled; both models are on the pretend device."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 20, (2 * rows,), generator=random).tolist()
+    prompts = [
+        (str(n), torch.randint(1, 512, (length,), generator=random).tolist()) for n, length in enumerate(lengths)
+    ]
+    timing = Timing()
+    blocks: list[tuple[int, Counts, int, bool]] = []  # calls of the target, counts, captures, whether a response ended
+    LEDGER.clear()
+    stream = generate(target, ModelDrafter(draft), prompts, settings, batch_size=rows, runner=runner, timing=timing)
+    for event in stream:
+        ended = event.finish_reason is not None
+        if blocks and blocks[-1][0] == timing.target_calls:
+            blocks[-1] = (*blocks[-1][:3], blocks[-1][3] or ended)
+        else:
+            blocks.append((timing.target_calls, so_far(), len(LEDGER.captures), ended))
+    totals, steady = [0.0] * len(Counts._fields), 0
+    for number in range(FIRST, len(blocks)):
+        (calls_before, before, captures_before, _), (calls, now, captures, _) = blocks[number - 1 : number + 1]
+        if captures > captures_before or any(ended for *_, ended in blocks[max(0, number - AROUND) : number]):
+            continue
+        steady += calls - calls_before
+        totals = [total + new - old for total, new, old in zip(totals, now, before, strict=True)]
+    assert steady >= 5, f"{steady} steady blocks: give longer responses"
+    return Counts(*(total / steady for total in totals))
+
+
+def small_pair(target_layers: int = 1, draft_layers: int = 1) -> tuple[Any, Any]:
+    """Real layers, tiny width, on the pretend device."""
+    shapes = tiny(QWEN3_8B, target_layers), tiny(QWEN3_600M, draft_layers)
+    target, draft = pair(*shapes, 0.7, torch.bfloat16, torch.device("cpu"), 256)
+    return target.to("cuda"), draft.to("cuda")
+
+
+def settings_of(rule: str, sampling: SamplingSettings, gamma: int) -> DecodeSettings:
+    return DecodeSettings(sampling, gamma, rule, max_tokens=TOKENS)  # type: ignore[arg-type]
+
+
+def per_layer(rows: int, gamma: int, runner: str) -> tuple[float, float]:
+    """Kernels of a block that one more layer of the target, and one more of the draft, add."""
+    settings = settings_of("greedy", GREEDY, gamma)
+    kernels = []
+    for layers in ((1, 1), (2, 1), (1, 2)):
+        counts = count_blocks(*small_pair(*layers), settings, rows, runner)
+        kernels.append(counts.kernels_in_graphs if runner == "graph" else counts.kernels_outside)
+    return kernels[1] - kernels[0], kernels[2] - kernels[0]
+
+
+def at_depth(counts: Counts, runner: str, layer: tuple[float, float], target: Shape, draft: Shape) -> Counts:
+    """The counts of one layer each, with those of the real depth."""
+    more = (target.layers - 1) * layer[0] + (draft.layers - 1) * layer[1]
+    if runner == "graph":
+        return counts._replace(kernels_in_graphs=counts.kernels_in_graphs + more)
+    return counts._replace(kernels_outside=counts.kernels_outside + more)
+
+
+def cell_of(counts: Counts, deep: Counts, prices: Prices, floor: float) -> dict[str, float]:
+    """What a column says. Counts of launches, copies and waits do not depend on the depth, nor do those outside graphs there."""
+    seconds = prices.seconds(deep, floor)
+    return {f"{name}_per_block": round(value, 2) for name, value in deep._asdict().items()} | {
+        "predicted_ms_per_block": round(1e3 * seconds, 3),
+        "predicted_floor_share": round(floor / seconds, 4),
+    }
+
+
+def measure(gamma: int, prices: Prices, target: Shape, draft: Shape) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(a cell for each way and batch, kernels of a layer)."""
+    cells, layers = [], {}
+    models = small_pair()
+    for rows in BATCHES:
+        floor = floor_bytes(target, draft, gamma, rows, prices.positions) / prices.bandwidth
+        added = {runner: per_layer(rows, gamma, runner) for runner in ("graph", "eager")}
+        for runner, (of_target, of_draft) in added.items():
+            layers[f"{runner}, batch {rows}"] = {"verify": of_target, "draft_step": of_draft / gamma}
+        for rule, sampling in WAYS:
+            found = {}
+            for runner in ("graph", "eager"):
+                counts = count_blocks(*models, settings_of(rule, sampling, gamma), rows, runner)
+                deep = at_depth(counts, runner, added[runner], target, draft)
+                found[runner] = cell_of(counts, deep, prices, floor)
+            key = {
+                "rule": rule,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "batch": rows,
+                "gamma": gamma,
+            }
+            cells.append(key | found["graph"] | {"floor_ms": round(1e3 * floor, 3), "eager": found["eager"]})
+    return cells, layers
+
+
+def with_before(cells: list[dict[str, Any]], path: Path | None) -> list[dict[str, Any]]:
+    """Each cell with what an earlier result says of it: its own `before`, else itself."""
+    if path is None or not path.exists():
+        return cells
+    names = ("rule", "temperature", "top_p", "batch", "gamma")
+    old = {tuple(cell[name] for name in names): cell for cell in json.loads(path.read_text())["cells"]}
+    result = []
+    for cell in cells:
+        found = old.get(tuple(cell[name] for name in names))
+        kept = (
+            {}
+            if found is None
+            else found.get("before") or {name: found[name] for name in found if name in cell["eager"]}
+        )
+        result.append(cell | ({"before": kept} if kept else {}))
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """A line for each cell."""
+    table = Table(
+        title=f"{result['pair']}, {result['cells'][0]['gamma']} drafted tokens: predicted on the pretend device's counts"
+    )
+    for column in ("rule", "T", "top-p", "batch", "launches", "uploads", "waits", "outside", "in graphs", "floor ms", "eager", "before", "now"):  # fmt: skip
+        table.add_column(column)
+    for cell in result["cells"]:
+        counts = [
+            f"{cell[f'{name}_per_block']:g}"
+            for name in ("launches", "uploads", "waits", "kernels_outside", "kernels_in_graphs")
+        ]
+        shares = [column.get("predicted_floor_share") for column in (cell["eager"], cell.get("before", {}), cell)]
+        table.add_row(
+            cell["rule"], f"{cell['temperature']:g}", f"{cell['top_p']:g}", str(cell["batch"]), *counts, f"{cell['floor_ms']:.2f}",
+            *("" if share is None else f"{share:.0%}" for share in shares),
+        )  # fmt: skip
+    Console(width=150).print(table)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="JSON to write")] = None,
+    before: Annotated[Path | None, typer.Option(help="an earlier result, shown beside")] = ROOT
+    / "bench/results/gpu_model.json",
+    gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1)] = 5,
+    launch: Annotated[float, typer.Option(help="microseconds of a launch from the host")] = 3.0,
+    kernel: Annotated[float, typer.Option(help="microseconds of a kernel beyond its bytes")] = 2.0,
+    bandwidth: Annotated[float, typer.Option(help="terabytes per second")] = 3.0,
+    positions: Annotated[int, typer.Option(help="tokens of a text, in the caches that are read")] = 128,
+) -> None:
+    """Count, predict, print."""
+    prices = Prices(launch / 1e6, kernel / 1e6, bandwidth * 1e12, positions)
+    with pretend_cuda():
+        cells, layers = measure(gamma, prices, QWEN3_8B, QWEN3_600M)
+    result = {
+        "pair": "Qwen3 8B (36 layers), 0.6B (28 layers), bfloat16",
+        "prices": asdict(prices),
+        "kernels_per_layer": layers,
+        "cells": with_before(cells, before),
+    }
+    show(result)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_suffix(".tmp")
+        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        partial.replace(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,37 @@
+"""A steady block is one launch: nothing is sent to the device, the host waits at most once, and hardly anything runs beside the graph."""
+
+from typing import Any
+
+import pytest
+from bench_modules import bench
+
+pytestmark = pytest.mark.device
+
+
+@pytest.fixture(scope="module")
+def counting() -> Any:
+    module = bench("gpu_model")
+    return module, module.small_pair()
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("way", ["greedy", "sample", "nucleus", "block"])
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="every model call is a graph of its own, with its inputs sent to it"
+)
+def test_a_steady_block_is_one_launch(counting: Any, way: str, batch: int) -> None:
+    """With rows recycled: there are twice as many prompts as rows."""
+    module, models = counting
+    rule, sampling = dict(zip(("greedy", "sample", "nucleus", "block"), module.WAYS, strict=True))[way]
+    counts = module.count_blocks(*models, module.settings_of(rule, sampling, 5), batch, "graph")
+    assert (counts.launches, counts.uploads) == (1, 0)
+    assert counts.waits <= 1
+    assert counts.kernels_outside <= 3
+
+
+def test_a_block_that_asks_for_more_is_seen(counting: Any) -> None:
+    """Without graphs there is no launch of one, and kernels, copies and waits are those of the calls."""
+    module, models = counting
+    counts = module.count_blocks(*models, module.settings_of(*module.WAYS[0], 2), 2, "eager")
+    assert (counts.launches, counts.kernels_in_graphs) == (0, 0)
+    assert counts.kernels_outside > 3 * 56  # 2 draft steps and a verify call of one layer each
