@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.decoder.block_loop import BlockLoop, slots_beyond
 from speculative.decoder.commit import STOP, CommitGate, append_block, count_block
+from speculative.decoder.device_loop import open_loop
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Response, Timing
 from speculative.decoder.text import TextStream
@@ -233,13 +234,21 @@ def _events(
         torch.cuda.reset_peak_memory_stats(target.device)
     # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
     with in_eval_mode(target, draft_model), ExitStack() as ending:
-        if drafter is not None:
-            ending.callback(drafter.end)
         with torch.no_grad():
             fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
             shared = getattr(drafter, "shares_cache", False)
             check_memory(target, draft_model, rows, longest + slots_beyond(settings), fed, shared)
-            loop = BlockLoop(target, drafter, rows, longest, settings, runner=runner, keep_probs=log is not None)
+            loop = open_loop(
+                target,
+                drafter,
+                rows,
+                longest,
+                settings,
+                runner=runner,
+                keep_probs=log is not None,
+                reads_each_block=gate is not None or not _is_fixed(policy, settings.gamma),
+            )
+            ending.push(lambda kind, *_: loop.close(reusable=kind in (None, GeneratorExit)))
         policy.start(rows)
         order = list(range(len(prompts)))
         if len(prompts) > rows:
@@ -259,7 +268,7 @@ def _events(
                 seats[row] = _Seat(index, Response(key=key, prompt_ids=list(ids), budget=budgets[index]), now, stream)
                 policy.admit(row)
             with torch.no_grad():
-                loop.admit(free, [prompts[index] for index in indices])
+                loop.admit(free, [prompts[index] for index in indices], [budgets[index] for index in indices])
 
         loop.timing = timing
         seat(list(range(rows)))
@@ -281,6 +290,10 @@ def _events(
         timing.peak_bytes = peak_bytes(target.device)
 
 
+def _is_fixed(policy: GammaPolicy, gamma: int) -> bool:
+    return type(policy) is FixedGamma and policy.max_gamma == gamma and policy.stop_below == 0.0
+
+
 def _one_block(
     loop: BlockLoop,
     seats: list[_Seat | None],
@@ -290,16 +303,17 @@ def _one_block(
     log: ProposalLog | None,
 ) -> tuple[list[Event], list[int]]:
     """Run one block; the events of its rows, and the rows whose response ended (they are free now)."""
-    active_R = loop.active_R.copy()
     began, recorded = time.perf_counter(), loop.timing.recording_calls
-    outcome = loop.run_block(policy.choose(active_R), policy.stop_below)
+    outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
     now = time.perf_counter()
     seconds = now - began if loop.timing.recording_calls == recorded else None
-    policy.record(outcome.drafted_ids_RG.shape[1], active_R, outcome.drafted_counts_R, outcome.accepted_R, seconds)
+    policy.record(
+        outcome.drafted_ids_RG.shape[1], outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R, seconds
+    )
     known_ids = vocab_rows(loop.target.model) if gate is not None else 0
     events, freed = [], []
     for row, seat in enumerate(seats):
-        if seat is None:
+        if seat is None or not outcome.rows_R[row]:
             continue
         response = seat.response
         before = len(response.response_ids)

@@ -13,53 +13,34 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from speculative.decoder.decision import Decision, columns, decide
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Timing
 from speculative.decoder.stage_clock import StageClock
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.cached_model import open_model, upload
 from speculative.engine.models import without_autograd
+from speculative.engine.pool import release
 from speculative.engine.runners import EAGER
 from speculative.errors import UserError
-from speculative.rules.block_verify import verify_block
-from speculative.rules.sampling import (
-    ACCEPTANCE_COIN,
-    DRAFT_UNIFORM,
-    RESIDUAL_UNIFORM,
-    logits_to_probs,
-    most_likely,
-    most_likely_and_peak,
-    row_uniforms,
-)
-from speculative.rules.tree import TokenTree
-from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
-from speculative.rules.verify import draft_settings_for, verify, verify_greedy
-
-
-class _Decision(NamedTuple):
-    """What a rule decided, on the device. `log_probs_RG1`, `overlap_RG` are None for greedy rules."""
-
-    accepted_R: torch.Tensor
-    next_ids_R: torch.Tensor
-    drafted_ids_RG: torch.Tensor  # by depth: the accepted path first
-    log_probs_RG1: torch.Tensor | None = None
-    overlap_RG: torch.Tensor | None = None
-
+from speculative.rules.sampling import DRAFT_UNIFORM, logits_to_probs, most_likely, row_uniforms
+from speculative.rules.verify import draft_settings_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
+L = TypeVar("L", bound="BlockLoop")
 
 
-def _in_step_mode(method: "Callable[Concatenate[BlockLoop, P], T]") -> "Callable[Concatenate[BlockLoop, P], T]":
+def in_step_mode(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
     """The method runs without autograd, whoever calls it: buffers made in inference mode are written only in it."""
 
     @wraps(method)
-    def run(self: "BlockLoop", *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._step_mode():
             return method(self, *args, **kwargs)
 
@@ -92,6 +73,7 @@ class BlockLoop:
         self._rows_R = np.arange(rows)
         self.lengths_R = np.ones(rows, dtype=np.int64)  # An empty seat is a text of one token that never grows.
         self.prompt_lengths_R = np.ones(rows, dtype=np.int64)
+        self.limits_R = np.ones(rows, dtype=np.int64)  # A response is not read beyond.
         self.active_R = np.zeros(rows, dtype=bool)
         self.target = open_model(target, "target", rows, longest + slack, runner)
         self._device = target.device
@@ -101,17 +83,35 @@ class BlockLoop:
         self._rules = settings.active_rules
         self._uniforms_RLU = np.zeros((rows, 0, 0))
         if drafter is not None:
-            drafter.start(Seats(rows, longest + slack, self.target, runner))
+            try:
+                drafter.start(Seats(rows, longest + slack, self.target, runner))
+            except BaseException:
+                drafter.end()
+                raise
 
-    @_in_step_mode
-    def admit(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
-        """Seat these prompts in these rows (whoever sat there is gone) and let both models read them."""
+    def close(self, reusable: bool = True) -> None:
+        """The decode call is over. `reusable`: nothing went wrong, so caches and recordings may serve the next one."""
+        if self.drafter is not None:
+            self.drafter.end()
+        if reusable:
+            self.target.close()
+        elif self.drafter is not None and self.drafter.model is not None:
+            release(self.drafter.model)
+
+    @in_step_mode
+    def admit(self, rows: Sequence[int], prompts: Sequence[Prompt], budgets: Sequence[int] | None = None) -> None:
+        """Seat these prompts in these rows (whoever sat there is gone) and let both models read them.
+
+        budgets: tokens of each response that will be kept; None = max_tokens.
+        """
         began = time.perf_counter()
         rows = list(rows)
         for row, (key, ids) in zip(rows, prompts, strict=True):
             self.keys[row] = key
             self.tokens_RC[row, : len(ids)] = ids
             self.lengths_R[row] = self.prompt_lengths_R[row] = len(ids)
+        budgets = [self.settings.max_tokens] * len(rows) if budgets is None else budgets
+        self.limits_R[rows] = self.lengths_R[rows] + np.array(budgets)
         self.active_R[rows] = True
         if not self.settings.sampling.greedy:
             tables = [self._uniform_table(self.keys[row]) for row in rows]
@@ -138,20 +138,21 @@ class BlockLoop:
         self.lengths_R[row] = length
         self.tokens_RC[row, length - 1] = last_id
 
-    @_in_step_mode
+    @in_step_mode
     def keep(self, rows: list[int]) -> None:
         """Compact to these rows; the others stop costing anything."""
         self.keys = [self.keys[row] for row in rows]
         self._rows_R = np.arange(len(rows))
         self.tokens_RC, self.lengths_R = self.tokens_RC[rows], self.lengths_R[rows]
         self.prompt_lengths_R, self.active_R = self.prompt_lengths_R[rows], self.active_R[rows]
+        self.limits_R = self.limits_R[rows]
         if self._uniforms_RLU.size:
             self._uniforms_RLU = self._uniforms_RLU[rows]
         self.target.keep(rows)
         if self.drafter is not None:
             self.drafter.keep(rows)
 
-    @_in_step_mode
+    @in_step_mode
     def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
         """Draft, verify and commit one block of every active row. Raises UserError on NaN or infinite logits."""
         gamma = self.settings.gamma if gamma is None else gamma
@@ -171,8 +172,10 @@ class BlockLoop:
 
         if self._rules is not None:
             logits = self._apply_rules(logits, proposal.ids_RG)
-        peaks, decision = self._decide(logits, proposal, uniforms)
-        outcome = self._read(peaks, decision, logits, proposal, fed_ids)
+        decision = decide(logits, proposal, uniforms, self.settings)
+        if decision.path_RD is not None:
+            self.target.commit_path(self.lengths_R - 1, decision.path_RD)
+        outcome = self._read(decision, logits, proposal, fed_ids)
         clock.mark("accept")
         spent = clock.seconds()
         if self._recordings() > recordings:
@@ -195,7 +198,7 @@ class BlockLoop:
             return Proposal(torch.zeros((len(self.lengths_R), 0), dtype=torch.int64, device=self._device))
         draft_uniforms = None
         if uniforms is not None and gamma > 0:
-            draft_uniforms = _columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
+            draft_uniforms = columns(uniforms[:, :gamma], DRAFT_UNIFORM, 3)
         return self.drafter.propose(
             Ask(
                 self.tokens_RC,
@@ -246,131 +249,52 @@ class BlockLoop:
         tokens_RC.scatter_(1, ends_RG1[:, :-1], draft_ids_RG)
         return self._rules(logits_RG1V, tokens_RC, ends_RG1, prompts_R)
 
-    def _decide(
-        self, logits: torch.Tensor, proposal: Proposal, uniforms: torch.Tensor | None
-    ) -> tuple[torch.Tensor, _Decision]:
-        """A number per row and place that is NaN or infinite when the logits are, and what the rule makes of them."""
-        drafted_R = None
-        if proposal.counts_R is not None:
-            drafted_R = upload(proposal.counts_R, self._device)
-        if uniforms is None:
-            target_ids, peaks = most_likely_and_peak(logits)
-            if proposal.tree is not None:
-                return peaks, self._decide_tree_greedy(proposal.tree, target_ids, proposal.ids_RG)
-            greedy = verify_greedy(target_ids, proposal.ids_RG, drafted_R)
-            return peaks, _Decision(greedy.accepted_B, greedy.next_ids_B, proposal.ids_RG)
-        target_probs = logits_to_probs(logits, self.settings.sampling)
-        peaks = target_probs[..., 0]  # Softmax makes the whole row NaN when one logit is NaN or infinite.
-        if proposal.tree is not None:
-            return peaks, self._decide_tree(proposal.tree, target_probs, proposal, uniforms)
-        width = proposal.ids_RG.shape[1]
-        rule = verify_block if self.settings.rule == "block" else verify
-        verified = rule(
-            target_probs,
-            proposal.ids_RG,
-            proposal.probs_RGV,
-            uniforms[:, :width, ACCEPTANCE_COIN],
-            uniforms[:, : width + 1, RESIDUAL_UNIFORM],
-            drafted_R,
-        )
-        ids_RG1 = _with_next(proposal.ids_RG, verified.accepted_B, verified.next_ids_B)
-        log_probs = target_probs.gather(-1, ids_RG1.unsqueeze(-1)).squeeze(-1).double().log()
-        decision = _Decision(
-            verified.accepted_B, verified.next_ids_B, proposal.ids_RG, log_probs, verified.overlap_BG.double()
-        )
-        return peaks, decision
-
-    def _decide_tree_greedy(
-        self, tree: TokenTree, target_ids_RN1: torch.Tensor, node_ids_RN: torch.Tensor
-    ) -> _Decision:
-        verified = verify_tree_greedy(tree, target_ids_RN1, node_ids_RN)
-        self.target.commit_path(self.lengths_R - 1, verified.path_BD)
-        return _Decision(verified.accepted_B, verified.next_ids_B, _path_ids(node_ids_RN, verified.path_BD))
-
-    def _decide_tree(
-        self, tree: TokenTree, target_probs_RN1V: torch.Tensor, proposal: Proposal, uniforms: torch.Tensor
-    ) -> _Decision:
-        coins_RDK = _columns(uniforms[:, : tree.depth], ACCEPTANCE_COIN, 4)
-        residual_uniforms_RD1 = uniforms[:, : tree.depth + 1, RESIDUAL_UNIFORM]
-        verified = verify_tree(
-            tree,
-            target_probs_RN1V,
-            proposal.ids_RG,
-            proposal.probs_RGV,
-            coins_RDK,
-            residual_uniforms_RD1,
-            replacement=False,
-        )
-        self.target.commit_path(self.lengths_R - 1, verified.path_BD)
-        drafted_RD = _path_ids(proposal.ids_RG, verified.path_BD)
-        ids_RD1 = _with_next(drafted_RD, verified.accepted_B, verified.next_ids_B)
-        nodes_RD1 = torch.nn.functional.pad(verified.path_BD, (1, 0))
-        rows_RD1V = target_probs_RN1V.gather(1, nodes_RD1.unsqueeze(-1).expand(-1, -1, target_probs_RN1V.shape[-1]))
-        log_probs = rows_RD1V.gather(-1, ids_RD1.unsqueeze(-1)).squeeze(-1).double().log()
-        return _Decision(verified.accepted_B, verified.next_ids_B, drafted_RD, log_probs, verified.overlap_BD.double())
-
     def _read(
-        self, peaks: torch.Tensor, decision: _Decision, logits: torch.Tensor, proposal: Proposal, fed_ids: torch.Tensor
+        self, decision: Decision, logits: torch.Tensor, proposal: Proposal, fed_ids: torch.Tensor
     ) -> BlockOutcome:
         """Bring the block to the host, the only time the device is waited for, and commit it."""
+        wanted = self._wanted(decision, logits, proposal)
+        if self.drafter is not None and self.drafter.observes:
+            wanted |= {"predicted": most_likely(logits), "fed": fed_ids}
+        host = _to_host(wanted)
+        self._refuse_non_finite(host, self.active_R)
         width = decision.drafted_ids_RG.shape[1]
+        outcome = outcome_of(host, self.active_R.copy(), proposal.counts_R)._replace(sources_R=proposal.sources_R)
+        if "predicted" in host and self.drafter is not None:
+            self.drafter.observe(host["fed"], host["predicted"], outcome.accepted_R)
+        self.tokens_RC[self._rows_R[:, None], self.lengths_R[:, None] + np.arange(width + 1)] = outcome.ids_RG1
+        self.lengths_R = self.lengths_R + (outcome.accepted_R + 1) * self.active_R
+        return outcome
+
+    def _wanted(self, decision: Decision, logits: torch.Tensor, proposal: Proposal) -> dict[str, torch.Tensor]:
+        """What the host is told about a block."""
         wanted = {
             "accepted": decision.accepted_R,
             "next": decision.next_ids_R,
             "drafted": decision.drafted_ids_RG,
-            "peaks": peaks,
+            "peaks": decision.peaks_RG1,
         }
         if proposal.peaks_RG is not None:
             wanted["draft_peaks"] = proposal.peaks_RG
         if decision.log_probs_RG1 is not None and decision.overlap_RG is not None:
             wanted |= {"log_probs": decision.log_probs_RG1, "overlap": decision.overlap_RG}
-        if self.drafter is not None and self.drafter.observes:
-            wanted |= {"predicted": most_likely(logits), "fed": fed_ids}
         if self._keep_probs and decision.log_probs_RG1 is not None and proposal.tree is None:
-            wanted |= self._both_probs(logits, proposal)
-        host = _to_host(wanted)
-        self._refuse_non_finite(host)
-        accepted_R = host["accepted"]
-        ids_RG1 = np.concatenate((host["drafted"], host["drafted"][:, :1] if width else host["next"][:, None]), 1)
-        ids_RG1[self._rows_R, accepted_R] = host["next"]
-        counts_R = np.full(len(accepted_R), width) if proposal.counts_R is None else proposal.counts_R
-        if "overlap" in host:
-            tested_RG = np.arange(width) < np.minimum(accepted_R + 1, counts_R)[:, None]
-            overlap_sums_R = (host["overlap"] * tested_RG).sum(1)
-        else:
-            overlap_sums_R = accepted_R.astype(np.float64)  # One-hot rows overlap exactly where they are accepted.
-        if "predicted" in host and self.drafter is not None:
-            self.drafter.observe(host["fed"], host["predicted"], accepted_R)
-        self.tokens_RC[self._rows_R[:, None], self.lengths_R[:, None] + np.arange(width + 1)] = ids_RG1
-        self.lengths_R = self.lengths_R + (accepted_R + 1) * self.active_R
-        return BlockOutcome(
-            accepted_R,
-            ids_RG1,
-            host.get("log_probs"),
-            overlap_sums_R,
-            counts_R,
-            proposal.sources_R,
-            host["drafted"],
-            host.get("target_probs"),
-            host.get("draft_probs"),
-        )
+            drafted_RG1 = proposal.ids_RG.unsqueeze(-1)
+            target_probs = logits_to_probs(logits[:, :-1], self.settings.sampling).gather(-1, drafted_RG1).squeeze(-1)
+            draft_probs = torch.ones_like(target_probs)
+            if proposal.probs_RGV is not None:
+                draft_probs = proposal.probs_RGV.gather(-1, drafted_RG1).squeeze(-1)
+            wanted |= {"target_probs": target_probs, "draft_probs": draft_probs}
+        return wanted
 
-    def _both_probs(self, logits: torch.Tensor, proposal: Proposal) -> dict[str, torch.Tensor]:
-        drafted_RG1 = proposal.ids_RG.unsqueeze(-1)
-        target_probs = logits_to_probs(logits[:, :-1], self.settings.sampling).gather(-1, drafted_RG1).squeeze(-1)
-        draft_probs = torch.ones_like(target_probs)
-        if proposal.probs_RGV is not None:
-            draft_probs = proposal.probs_RGV.gather(-1, drafted_RG1).squeeze(-1)
-        return {"target_probs": target_probs, "draft_probs": draft_probs}
-
-    def _refuse_non_finite(self, host: dict[str, np.ndarray]) -> None:
+    def _refuse_non_finite(self, host: dict[str, np.ndarray], rows_R: np.ndarray) -> None:
         for name in ("draft_peaks", "peaks"):
             if name not in host:
                 continue
             sums_R = host[name].sum(1)  # A sum keeps NaN and infinity.
             if math.isfinite(sums_R.sum()):
                 continue
-            broken_R = ~np.isfinite(sums_R) & self.active_R
+            broken_R = ~np.isfinite(sums_R) & rows_R
             if broken_R.any():
                 who = "target" if name == "peaks" or self.drafter is None else self.drafter.name
                 raise UserError(
@@ -384,41 +308,58 @@ def slots_beyond(settings: DecodeSettings) -> int:
     return (settings.gamma if settings.tree is None else settings.tree.size) + 2
 
 
-def _columns(uniforms_RGU: torch.Tensor, first: int, others: int) -> torch.Tensor:
-    """Column `first` and every second one from `others` on: the numbers of the first candidate and of the further ones."""
-    first_RG1 = uniforms_RGU[..., first : first + 1]
-    if uniforms_RGU.shape[-1] <= others:
-        return first_RG1
-    # Slices, not a list of indices: that would be copied to the device in every block.
-    return torch.cat((first_RG1, uniforms_RGU[..., others::2]), -1)
-
-
-def _with_next(drafted_RG: torch.Tensor, accepted_R: torch.Tensor, next_ids_R: torch.Tensor) -> torch.Tensor:
-    """Emitted ids (R, G1): the drafted ones with the target's own at place accepted; what stands behind is idle."""
-    ids_RG1 = torch.nn.functional.pad(drafted_RG, (0, 1))
-    return ids_RG1.scatter_(1, accepted_R.unsqueeze(1), next_ids_R.unsqueeze(1))
-
-
-def _path_ids(node_ids_RN: torch.Tensor, path_RD: torch.Tensor) -> torch.Tensor:
-    """Ids (R, D) of the accepted nodes; what stands behind the accepted ones is idle."""
-    return node_ids_RN.gather(1, (path_RD - 1).clamp_min(0))
+def outcome_of(host: dict[str, np.ndarray], rows_R: np.ndarray, counts_R: np.ndarray | None = None) -> BlockOutcome:
+    """A block that was read, of these rows. `counts_R`: how many of the drafted ids are real, None = all."""
+    accepted_R, drafted_RG, width = host["accepted"], host["drafted"], host["drafted"].shape[1]
+    ids_RG1 = np.concatenate((drafted_RG, drafted_RG[:, :1] if width else host["next"][:, None]), 1)
+    ids_RG1[np.arange(len(ids_RG1)), accepted_R] = host["next"]
+    counts_R = np.full(len(accepted_R), width) if counts_R is None else counts_R
+    if "overlap" in host:
+        tested_RG = np.arange(width) < np.minimum(accepted_R + 1, counts_R)[:, None]
+        overlap_sums_R = (host["overlap"] * tested_RG).sum(1)
+    else:
+        overlap_sums_R = accepted_R.astype(np.float64)  # One-hot rows overlap exactly where they are accepted.
+    return BlockOutcome(
+        rows_R,
+        accepted_R,
+        ids_RG1,
+        host.get("log_probs"),
+        overlap_sums_R,
+        counts_R,
+        None,
+        drafted_RG,
+        host.get("target_probs"),
+        host.get("draft_probs"),
+    )
 
 
 def _to_host(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """All tensors as arrays; from an accelerator in one transfer."""
     if next(iter(wanted.values())).device.type != "cpu":
-        return _in_one_transfer(wanted)
+        return unpacked(packed(wanted).cpu().numpy(), layout_of(wanted))
     return {
         name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in wanted.items()
     }
 
 
-def _in_one_transfer(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """float64 holds every id, and every probability, exactly."""
-    flat = torch.cat([tensor.reshape(-1).double() for tensor in wanted.values()]).cpu().numpy()
+Layout = tuple[tuple[str, torch.Size, bool], ...]  # of each tensor: name, shape, whether it holds fractions
+
+
+def layout_of(wanted: dict[str, torch.Tensor]) -> Layout:
+    """How `packed` puts these tensors together."""
+    return tuple((name, tensor.shape, tensor.is_floating_point()) for name, tensor in wanted.items())
+
+
+def packed(wanted: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All tensors flat in one of float64, which holds every id, and every probability, exactly."""
+    return torch.cat([tensor.reshape(-1).double() for tensor in wanted.values()])
+
+
+def unpacked(flat: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
+    """The arrays that were packed so."""
     arrays, start = {}, 0
-    for name, tensor in wanted.items():
-        part = flat[start : start + tensor.numel()].reshape(tensor.shape)
-        arrays[name] = part if tensor.is_floating_point() else part.astype(np.int64)
-        start += tensor.numel()
+    for name, shape, floating in layout:
+        part = flat[start : start + shape.numel()].reshape(shape)
+        arrays[name] = part if floating else part.astype(np.int64)
+        start += shape.numel()
     return arrays

@@ -141,14 +141,16 @@ class Timing:
     reader of a stream does between its events included.
 
     recording: blocks in which a model call was compiled or captured first; they are in no other stage.
-    draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. On CUDA these
-    are the device's own times (events), with the host's time inside them wherever the device waited for it.
+    draft, verify: the models' calls with their sampling; accept: the rule and the transfer to the host. block: blocks that ran
+    as one launch, in no other stage. On CUDA these are the device's own times (events), with the host's time inside them
+    wherever the device waited for it.
     """
 
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
+    block_seconds: float = 0.0
     recording_seconds: float = 0.0
     total_seconds: float = 0.0
     draft_steps: int = 0
@@ -158,17 +160,19 @@ class Timing:
 
     @property
     def host_seconds(self) -> float:
-        modelled = self.draft_seconds + self.verify_seconds + self.accept_seconds
+        modelled = self.draft_seconds + self.verify_seconds + self.accept_seconds + self.block_seconds
         return max(0.0, self.total_seconds - self.prefill_seconds - self.recording_seconds - modelled)
 
 
 class BlockOutcome(NamedTuple):
     """One block on the host. Only the first accepted + 1 entries of a row of `ids_RG1` and `log_probs_RG1` count.
 
+    rows_R: whether the row's text went on with it; an empty seat's entries say nothing.
     drafted_counts_R: how many of the row's drafted ids were real. sources_R: who proposed. Probabilities of the drafted
     ids are there when they were asked for; log_probs_RG1 is None for greedy rules.
     """
 
+    rows_R: np.ndarray
     accepted_R: np.ndarray
     ids_RG1: np.ndarray
     log_probs_RG1: np.ndarray | None

@@ -33,7 +33,8 @@ class StageClock:
     def seconds(self) -> dict[str, float]:
         """Seconds of each stage since the start, all its marks together; on CUDA it waits for the last mark."""
         if self._by_events:
-            self._events[-1].synchronize()
+            if not self._events[-1].query():
+                self._events[-1].synchronize()
             between = [one.elapsed_time(two) / 1e3 for one, two in zip(self._events, self._events[1:], strict=False)]
         else:
             between = [two - one for one, two in zip(self._marks, self._marks[1:], strict=False)]

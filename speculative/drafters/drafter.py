@@ -71,6 +71,20 @@ class Proposal(NamedTuple):
     tree: TokenTree | None = None
 
 
+class DeviceText(NamedTuple):
+    """The rows' texts on the device, where a block can go on from them without the host.
+
+    tokens_RC: row r is tokens_RC[r, :lengths_R[r]], prompt included; it grows no longer than limits_R. uniforms_RLU: by response
+    position; None when nothing is sampled.
+    """
+
+    tokens_RC: torch.Tensor
+    lengths_R: torch.Tensor
+    prompt_lengths_R: torch.Tensor
+    limits_R: torch.Tensor
+    uniforms_RLU: torch.Tensor | None
+
+
 class Drafter(Protocol):
     """The protocol of everything that proposes, with what most need not say. One object serves one decode call after another.
 
@@ -118,10 +132,13 @@ class ModelDrafter:
     The cache holds the committed tokens but the last, or all but the last two after a fully accepted block: the last
     drafted token was never fed. Each block starts by feeding what is missing, so no block needs an extra call. Between
     blocks only a length per row is kept.
+
+    `on_device`: `propose_on_device` proposes what `propose` does. A class that inherits from this one says it for itself.
     """
 
     source_names: tuple[str, ...] = ("draft",)
     observes = False
+    on_device = True
     shares_cache = False  # With the target: then it takes no memory of its own.
 
     def __init__(self, model: PreTrainedModel, name: str = "draft"):
@@ -154,7 +171,55 @@ class ModelDrafter:
         self._read_R = self._read_R[rows]
 
     def end(self) -> None:
+        if self._cached is not None:
+            self._cached.close()
         self._cached = None
+
+    @property
+    def cached(self) -> CachedModel | RecurrentModel:
+        """The model with its memory, between `start` and `end`."""
+        assert self._cached is not None, "cached before start()"
+        return self._cached
+
+    def propose_on_device(
+        self,
+        text: DeviceText,
+        gamma: int,
+        sampling: SamplingSettings,
+        uniforms_RGK: torch.Tensor | None,
+        prefix: int,
+        shortest: int,
+    ) -> Proposal:
+        """`propose` of a chain as one piece of work that the host has no part in: it can be captured.
+
+        prefix: positions that the calls read. shortest: tokens of the shortest text, 1 when it is not known to be longer.
+        """
+        cached, lengths_R = self.cached, text.lengths_R
+        assert isinstance(cached, CachedModel)
+        # The last token was never fed, after a fully accepted block nor was the one before; a text of one token has none.
+        starts_R1 = (lengths_R - 2).clamp_min_(0).unsqueeze(1)
+        positions_R2 = torch.cat((starts_R1, starts_R1 + 1), 1)
+        logits_RKV = cached.feed_static(
+            text.tokens_RC.gather(1, positions_R2), positions_R2, prefix, 1 if shortest > 1 else 2
+        )
+        logits_RV = logits_RKV[:, -1]
+        if shortest == 1:
+            logits_RV = torch.where((lengths_R > 1).unsqueeze(1), logits_RV, logits_RKV[:, 0])
+        ids: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        peaks: list[torch.Tensor] = []
+        for step in range(gamma):
+            if step > 0:
+                positions_R1 = (lengths_R + (step - 1)).unsqueeze(1)
+                logits_RV = cached.feed_static(ids[-1].unsqueeze(1), positions_R1, prefix, 1)[:, 0]
+            id_R, peak_R = most_likely_and_peak(logits_RV)
+            peaks.append(peak_R)
+            if not sampling.greedy:
+                assert uniforms_RGK is not None
+                probs.append(logits_to_probs(logits_RV, sampling))
+                id_R = sample(probs[-1], uniforms_RGK[:, step, 0])
+            ids.append(id_R)
+        return Proposal(torch.stack(ids, 1), torch.stack(probs, 1) if probs else None, None, torch.stack(peaks, 1))
 
     def propose(self, ask: Ask) -> Proposal:
         assert self._cached is not None, "propose() before start()"

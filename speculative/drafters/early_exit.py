@@ -25,6 +25,7 @@ class EarlyExit(ModelDrafter):
     """
 
     source_names = ("early exit",)
+    on_device = True
     shares_cache = True
 
     def __init__(self, target: PreTrainedModel, layers: int):

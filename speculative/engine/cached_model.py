@@ -20,12 +20,14 @@ from speculative.engine.models import (
     max_positions,
     takes_logits_to_keep,
 )
+from speculative.engine.pool import Memory, give_back, take
 from speculative.engine.recurrent_model import RecurrentModel
-from speculative.engine.runners import EAGER, Runner, make_runner
+from speculative.engine.runners import EAGER
 from speculative.errors import TooLittleMemory, UserError
 from speculative.rules.tree import TokenTree
 
-STATIC_PREFIX = 256  # Compiled and captured calls see prefixes of this times a power of two: few recordings.
+# Compiled and captured calls see few prefixes, each to be recorded: this times a power of two, or parts of it (`Runner.prefixes`).
+STATIC_PREFIX = 256
 PREFILL_TOKENS = 2048  # Tokens (rows x columns) of one prefill call: bounds its activations.
 REMEMBERED_QUERY = 64  # Masks of longer calls (prefill) are large, and of lengths that hardly come again.
 FEWEST_PREFILL_TOKENS = 64  # Out of memory is believed only when this few tokens do not fit either.
@@ -64,20 +66,22 @@ class CachedModel:
         runner: str = EAGER,
         cache: RaggedCache | None = None,
     ):
-        """`cache`: share this one (a model that is the lower half of another) instead of making its own."""
+        """`cache`: share this one (a model that is the lower half of another) instead of having its own."""
         check_decodable(model, name)
         self.model, self.name = model, name
         self.device = model.device
-        config = model.config.get_text_config(decoder=True)
         # A graph is of one device.
-        self.runner: Runner = make_runner(runner if len(devices_of(model)) == 1 else EAGER)
+        runner = runner if len(devices_of(model)) == 1 else EAGER
         self.prefill_tokens = PREFILL_TOKENS
+        capacity = capacity if self.device.type == "cpu" else whole_steps(capacity)
+        self._shares = cache is not None
+        self.memory = take(model, rows, capacity, runner) if cache is None else Memory(cache, runner, self.device)
+        self.cache, self.runner = self.memory.cache, self.memory.runner
+        self._exact_prefix = self.device.type == "cpu" and not self.runner.static
+        self._capacity = capacity = self.cache.place.capacity
+        self._positions_C = self.memory.positions_C
         longest = max_positions(model.config)
         self._last_position = longest - 1 if longest is not None and capacity > longest else None
-        self._exact_prefix = self.device.type == "cpu" and not self.runner.static
-        self._capacity = capacity = capacity if self.device.type == "cpu" else whole_steps(capacity)
-        self.cache = cache or RaggedCache(config.num_hidden_layers, rows, capacity)
-        self._positions_C = torch.arange(capacity, device=self.device)
         self._mask_dtype = cache_shapes(model)[0].dtype
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
@@ -117,7 +121,7 @@ class CachedModel:
 
         positions_KQ = upload(starts_K[:, None] + np.arange(query_length), self.device)
         if self.runner.static and rows is None and not once:
-            return self.runner.run(self._static_call, (ids_KQ, positions_KQ), (self._static_prefix(stop), logits_kept))
+            return self.runner.run(self.feed_static, (ids_KQ, positions_KQ), (self.static_prefix(stop), logits_kept))
         rows_K = None if rows is None else upload(np.array(rows), self.device)
         # A call on some rows that begins at position 0 attends to its own states and to nothing else.
         prefix = query_length if rows is not None and shared == 0 else self._eager_prefix(stop)
@@ -184,6 +188,11 @@ class CachedModel:
         """Compact to these rows, in this order."""
         self.cache.keep(upload(np.array(rows), self.device))
 
+    def close(self) -> None:
+        """The call is over; what it recorded is kept for the next one."""
+        if not self._shares:
+            give_back(self.model, self.memory)
+
     def _shrink_prefill(self, error: RuntimeError) -> None:
         """Halve the size of prefill calls after an out of memory; raises what it is not able to answer."""
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -217,16 +226,20 @@ class CachedModel:
         ).logits
         return logits[:, -logits_kept:]
 
-    def _static_call(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
-        """A whole call whose shapes and addresses depend on its arguments' shapes, `prefix` and `kept` only."""
+    def feed_static(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
+        """Logits (R, kept, V): a call of all rows whose shapes and addresses depend on its arguments' shapes, `prefix` and
+        `kept` only. Nothing comes from the host, so it can be captured.
+        """
         self.cache.begin(positions_RQ, prefix)
         return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
 
-    def _static_prefix(self, stop: int) -> int:
-        prefix = STATIC_PREFIX
-        while prefix < stop:
-            prefix *= 2
-        return min(prefix, self._capacity)
+    def static_prefix(self, stop: int) -> int:
+        """Positions that a compiled or captured call reads when the last one it writes is `stop` - 1."""
+        steps = self.runner.prefixes
+        unit = STATIC_PREFIX // steps
+        while unit * 2 * steps <= stop:
+            unit *= 2
+        return min(-(-stop // unit) * unit, self._capacity)
 
     def _eager_prefix(self, stop: int) -> int:
         return stop if self._exact_prefix else min(whole_steps(stop), self._capacity)

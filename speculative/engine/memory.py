@@ -13,6 +13,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from speculative.engine import pool
 from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
 from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.recurrent_model import recurrent_bytes
@@ -113,15 +114,33 @@ def check_memory(
 
     `shared_cache`: the draft writes into the target's.
     """
-    known = [free_bytes(device) for device in devices_of(target)]
-    free = None if None in known else sum(filter(None, known))
     capacity = capacity if target.device.type == "cpu" else whole_steps(capacity)
-    needed = cache_bytes(target, rows, capacity) + block_bytes(target, rows, query_length)
-    if draft is not None:
-        needed += block_bytes(draft, rows, query_length)
-        needed += 0 if shared_cache else cache_bytes(draft, rows, capacity)
+    needed, free = _needed(target, draft, rows, capacity, query_length, shared_cache), _free(target)
+    if free is not None and needed > free and pool.idle_memories():
+        pool.release()
+        needed, free = _needed(target, draft, rows, capacity, query_length, shared_cache), _free(target)
     if free is not None and needed > free:
         raise TooLittleMemory(
             f"decoding {rows} rows of {capacity} positions needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB free on "
             f"{target.device}: lower the batch size or max_tokens"
         )
+
+
+def _free(target: PreTrainedModel) -> int | None:
+    known = [free_bytes(device) for device in devices_of(target)]
+    return None if None in known else sum(filter(None, known))
+
+
+def _needed(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    rows: int,
+    capacity: int,
+    query_length: int,
+    shared_cache: bool,
+) -> int:
+    """Bytes that are not taken yet: what an earlier call left for this one is."""
+    models = [target] if draft is None else [target, draft]
+    owners = models[:1] if shared_cache else models
+    caches = [cache_bytes(model, rows, capacity) for model in owners if not pool.holds(model, rows, capacity)]
+    return sum(caches) + sum(block_bytes(model, rows, query_length) for model in models)

@@ -74,6 +74,9 @@ class RecurrentModel:
             logits.append(self._read(row, start + ids_KQ.shape[1], logits_kept))
         return torch.stack(logits)
 
+    def close(self) -> None:
+        """The call is over; nothing is kept."""
+
     def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
         """Raises UserError: one state has one past."""
         raise UserError(f"the {self.name} keeps a recurrent state, which has one past: no token trees; use a chain")

@@ -4,9 +4,9 @@ A static runner gets a function and tensors whose shapes, with the given constan
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -18,15 +18,18 @@ RECOMPILE_LIMIT = 64  # One recording per (rows, tokens, prefix, logits kept); D
 GRAPH_TOLERANCE = 0.05  # Relative to the largest logit: kernels may round differently under capture, faults do not.
 
 StepFunction = Callable[..., torch.Tensor]
+T = TypeVar("T")
 
 
 class Runner(Protocol):
     """Runs `function(*tensors, *constants)`; `static` when the same shapes must give the same work.
 
-    `recordings`: how many calls so far were compiled or captured first, which takes seconds and is no decoding.
+    `recordings`: how many calls so far were compiled or captured first, which takes seconds and is no decoding. `prefixes`: how
+    many sizes of what attention reads lie between a size and its double; more are closer to what is needed.
     """
 
     static: bool
+    prefixes: int
 
     @property
     def recordings(self) -> int: ...
@@ -40,6 +43,7 @@ class EagerRunner:
     """The plain call; the twin of the others."""
 
     static = False
+    prefixes = 1
     recordings = 0
 
     def run(
@@ -52,6 +56,7 @@ class CompiledRunner:
     """torch.compile with fixed shapes: seconds of compilation per shape, then less Python and fused kernels."""
 
     static = True
+    prefixes = 1
 
     def __init__(self) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
@@ -76,7 +81,7 @@ class Recording(NamedTuple):
 
     replay: Callable[[], None]
     inputs: tuple[torch.Tensor, ...]
-    output: torch.Tensor
+    output: Any
 
 
 class GraphRunner:
@@ -88,6 +93,7 @@ class GraphRunner:
     """
 
     static = True
+    prefixes = 4
 
     def __init__(self) -> None:
         self._recorded: dict[Any, Recording] = {}
@@ -104,44 +110,82 @@ class GraphRunner:
         key = (tuple(tensor.shape for tensor in tensors), constants)
         recording = self._recorded.get(key)
         if recording is None:
-            return self._first_run(key, function, tensors, constants)
+            expected = function(*tensors, *constants)
+            inputs = tuple(tensor.clone() for tensor in tensors)
+            self._record_checked(key, lambda: function(*inputs, *constants), inputs, expected)
+            return expected
         for buffer, tensor in zip(recording.inputs, tensors, strict=True):
             buffer.copy_(tensor)
         recording.replay()
         # The next replay writes over it; whoever keeps logits across steps has to have his own.
         return recording.output.clone()
 
-    def _first_run(
-        self, key: Any, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
-    ) -> torch.Tensor:
+    def knows(self, key: Any) -> bool:
+        """Whether a launch of this key records nothing."""
+        return key in self._recorded or not self._usable
+
+    def launch(
+        self, key: Any, function: Callable[[], T], state: tuple[torch.Tensor, ...], checked: Callable[[T], torch.Tensor]
+    ) -> T:
+        """What `function` returns, which reads and writes nothing but tensors that stay where they are: one launch, no copy.
+
+        The result is written over by the next launch of this key. `state`: what the function changes and starts from, put
+        back between the calls that make sure of a recording. `checked`: the part of the result that they must agree on.
+        """
+        if not self._usable:
+            return function()
+        recording = self._recorded.get(key)
+        if recording is not None:
+            recording.replay()
+            return cast(T, recording.output)
+        before = [tensor.clone() for tensor in state]
+        expected = function()
+        after = [tensor.clone() for tensor in state]
+        _put(state, before)
+        recording = self._record_checked(key, function, (), checked(expected), checked, lambda: _put(state, before))
+        if recording is None:
+            _put(state, after)
+            return expected
+        return cast(T, recording.output)
+
+    def _record_checked(
+        self,
+        key: Any,
+        function: Callable[[], Any],
+        inputs: tuple[torch.Tensor, ...],
+        expected: torch.Tensor,
+        checked: Callable[[Any], torch.Tensor] = lambda output: output,
+        reset: Callable[[], None] = lambda: None,
+    ) -> Recording | None:
+        """The recording of a call, replayed once; None, and none ever after, when it is not what the call itself gives."""
         self.recordings += 1
-        expected = function(*tensors, *constants)
-        stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
+        stream = torch.cuda.current_stream(expected.device) if expected.is_cuda else None
         try:
-            recording = self._record(function, tuple(tensor.clone() for tensor in tensors), constants)
+            recording = self._record(function, inputs, expected.device)
         except RuntimeError as error:
             if stream is not None:
                 torch.cuda.set_stream(stream)  # A capture that fails does not always leave its own stream.
-            return self._give_up(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})", expected)
-        recording.output.fill_(torch.nan)  # A graph that does nothing must not pass for one that computes.
+            self._give_up(f"cannot be captured in a CUDA graph ({str(error).splitlines()[0]})")
+            return None
+        reset()
+        output = checked(recording.output)
+        output.fill_(torch.nan)  # A graph that does nothing must not pass for one that computes.
         recording.replay()
-        difference, largest = (recording.output - expected).abs().amax(), expected.abs().amax()
+        difference, largest = (output - expected).abs().amax(), expected.abs().amax()
         # Logits that are broken themselves (NaN) are the loop's to report, not a fault of the capture.
         if not bool((difference <= GRAPH_TOLERANCE * largest.clamp_min(1e-6)) | expected.isnan().any()):
-            return self._give_up("gives other logits when replayed from a CUDA graph", expected)
+            self._give_up("gives other logits when replayed from a CUDA graph")
+            return None
         self._recorded[key] = recording
-        return expected
+        return recording
 
-    def _give_up(self, why: str, expected: torch.Tensor) -> torch.Tensor:
+    def _give_up(self, why: str) -> None:
         self._usable = False
         self._recorded.clear()
         warnings.warn(f"the model {why}: it runs eagerly", stacklevel=2)
-        return expected
 
-    def _record(
-        self, function: StepFunction, inputs: tuple[torch.Tensor, ...], constants: tuple[int, ...]
-    ) -> Recording:
-        with torch.cuda.device(inputs[0].device):
+    def _record(self, function: Callable[[], Any], inputs: tuple[torch.Tensor, ...], device: torch.device) -> Recording:
+        with torch.cuda.device(device):
             # One pool for all: they never run at the same time, and outputs are copied before the next replay. Captures that
             # share a pool share a stream.
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -149,13 +193,18 @@ class GraphRunner:
             side.wait_stream(torch.cuda.current_stream())
             # On the stream of the capture, so that libraries have their workspaces there.
             with torch.cuda.stream(side), _refusing_waits():
-                function(*inputs, *constants)
+                function()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the device.
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                output = function(*inputs, *constants)
+                output = function()
         return Recording(graph.replay, inputs, output)
+
+
+def _put(state: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(state, values, strict=True):
+        tensor.copy_(value)
 
 
 @contextmanager

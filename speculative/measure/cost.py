@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.decoder.block_loop import BlockLoop
+from speculative.decoder.device_loop import open_loop
 from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
@@ -201,7 +202,7 @@ def measure_costs(
                     max_tokens=(blocks + 1) * (gamma + 1),
                     seed=seed,
                 )
-                loop = BlockLoop(
+                loop = open_loop(
                     target,
                     (ModelDrafter(draft) if draft is not None else _FreeProposals()) if gamma > 0 else None,
                     batch_size,
@@ -212,6 +213,7 @@ def measure_costs(
                 )
                 loop.admit(range(batch_size), prompts)
                 drafted, verified = np.quantile(_block_seconds(loop, blocks), QUIET, axis=0).tolist()
+                loop.close()
                 of_repeat.append((drafted, verified))
             measured.append(of_repeat)
             if len(measured) < repeats:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.gamma import FixedGamma
 from speculative.drafters.jacobi import JacobiPool
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.engine import pool
 from speculative.engine.cache import POSITION_STEP, RaggedCache
 from speculative.engine.cached_model import CachedModel
 from speculative.evaluate import frozen_responses, judge
@@ -87,20 +90,52 @@ def test_every_drafter_gives_the_cpus_tokens(name: str, rule: str) -> None:
     assert found[:2] == expected[:2]
 
 
-@pytest.mark.parametrize("runner", ["eager", "graph"])
-def test_what_a_block_asks_of_the_device(runner: str) -> None:
+def test_what_a_block_asks_of_the_device_call_by_call() -> None:
     """One read and one event that are waited for, and uploads that nobody waits for: seven or eight at gamma 3."""
     target, draft = on_device(small()), on_device(perturbed(small()))
-    outcome(target, ModelDrafter(draft), RULES["sample"], runner=runner)  # what a model is asked once
+    outcome(target, ModelDrafter(draft), RULES["sample"], runner="eager")  # what a model is asked once
     LEDGER.clear()
-    _, _, blocks = outcome(target, ModelDrafter(draft), RULES["sample"], runner=runner)
-    prefills, captures = 2, len(LEDGER.captures)  # two rows at once, then the third prompt
-    assert (captures > 0) == (runner == "graph")
-    assert sum(LEDGER.reads.values()) == blocks + captures
-    assert sum(LEDGER.synchronized.values()) == blocks + prefills
+    _, _, blocks = outcome(target, ModelDrafter(draft), RULES["sample"], runner="eager")
+    prefills = 2  # two rows at once, then the third prompt
+    assert sum(LEDGER.reads.values()) == blocks
+    assert sum(LEDGER.synchronized.values()) <= blocks + prefills
     assert LEDGER.blocking_uploads == 0
     of_a_prefill = 2 * 3  # ids, positions and rows, of both models
     assert sum(LEDGER.uploads.values()) <= 8 * blocks + prefills * of_a_prefill
+
+
+class Hears(FixedGamma):
+    """A policy that wants to know of each block: its calls are recorded one by one."""
+
+
+@pytest.mark.parametrize("policy", [None, Hears(3)])
+def test_the_next_call_records_nothing(policy: FixedGamma | None) -> None:
+    """Nor does one with a shorter text or with other prompts; weights that changed in place are read as they are."""
+    target, draft = on_device(small()), on_device(perturbed(small()))
+    longer = replace(RULES["sample"], max_tokens=40, eos_ids=())
+
+    def recorded(settings: DecodeSettings) -> int:
+        drafter = ModelDrafter(draft)
+        return decode(target, drafter, PROMPTS, settings, batch_size=2, runner="graph", policy=policy)[
+            1
+        ].recording_calls
+
+    def accepted(runner: str) -> tuple[Any, int]:
+        found = decode(target, ModelDrafter(draft), PROMPTS, longer, batch_size=2, runner=runner, policy=policy)[0]
+        return texts(found), sum(response.accepted for response in found)
+
+    assert recorded(longer) > 0
+    assert recorded(longer) == 0
+    assert recorded(replace(longer, seed=1, max_tokens=9)) == 0
+    before = accepted("graph")
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.mul_(-1.0)
+    assert recorded(longer) == 0
+    after = accepted("graph")
+    assert after == accepted("eager")
+    assert after[1] < before[1]
+    draft.get_output_embeddings().weight.data = draft.get_output_embeddings().weight.data.clone()
+    assert recorded(longer) > 0
 
 
 def test_a_capture_is_on_a_stream_of_its_own_and_leaves_other_threads_alone() -> None:
@@ -136,16 +171,26 @@ def test_positions_on_the_device_come_in_steps() -> None:
     assert (cached.cache.place.capacity, cached.cache.place.prefix) == (2 * POSITION_STEP, POSITION_STEP)
 
 
-def test_a_call_with_graphs_leaves_no_cache() -> None:
-    target, draft = on_device(small()), on_device(perturbed(small()))
+def test_memory_that_nobody_uses_any_more_goes() -> None:
+    """Without waiting for the garbage collector: what a draft that is gone had, and more than the latest few of a model."""
+    target = on_device(small())
     gc.collect()
     gc.disable()
     try:
-        outcome(target, ModelDrafter(draft), RULES["sample"], runner="graph")
-        alive = sum(type(thing) is RaggedCache for thing in gc.get_objects())
+        for number in range(20):
+            draft = ModelDrafter(on_device(perturbed(small())))
+            decode(
+                target, draft, PROMPTS * (1 + number % 3), RULES["greedy"], batch_size=2 + number % 6, runner="graph"
+            )
+            del draft
+        kept = pool.idle_memories()
+        assert 1 <= len(kept) <= pool.MOST_IDLE
+        assert sum(type(thing) is RaggedCache for thing in gc.get_objects()) == len(kept)
+        del kept
+        pool.release()
+        assert not any(type(thing) is RaggedCache for thing in gc.get_objects())
     finally:
         gc.enable()
-    assert alive == 0
 
 
 def judged(target: Any, draft: Any) -> None:

@@ -12,7 +12,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
-from speculative.engine import cached_model
+from speculative.engine import cached_model, pool
 from speculative.engine.runners import GraphRunner, Recording, make_runner, resolve_runner
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -24,9 +24,18 @@ GREEDY_3 = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
 class CpuGraphRunner(GraphRunner):
     """Recorded calls without CUDA: fixed inputs and outputs, everything else as on the device."""
 
-    def _record(self, function, inputs, constants):
-        output = function(*inputs, *constants).clone()
-        return Recording(lambda: output.copy_(function(*inputs, *constants)), inputs, output)
+    def _record(self, function, inputs, device):
+        output = function()
+
+        def replay():
+            for old, new in zip(tensors_of(output), tensors_of(function()), strict=True):
+                old.copy_(new)
+
+        return Recording(replay, inputs, output)
+
+
+def tensors_of(output):
+    return [output] if isinstance(output, torch.Tensor) else [part for part in output if isinstance(part, torch.Tensor)]
 
 
 class HearsSeconds(FixedGamma):
@@ -49,26 +58,28 @@ def recorded(monkeypatch):
         made.append(CpuGraphRunner() if kind == "graph" else make_runner(kind))
         return made[-1]
 
-    monkeypatch.setattr(cached_model, "make_runner", make)
-    monkeypatch.setattr(cached_model, "STATIC_PREFIX", 32)  # several prefixes in a short text
+    monkeypatch.setattr(pool, "make_runner", make)
+    monkeypatch.setattr(cached_model, "STATIC_PREFIX", 128)  # several prefixes in a short text
     return made
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size):
+    """Whole blocks, and, for a policy that hears of each block, its calls one by one."""
     target = tiny_model(kind, **({"sliding_window": 6} if kind == "gemma2" else {}))
+    draft = perturbed(target)
     settings = [(GREEDY, "greedy"), (SamplingSettings(1.0), "sample"), (SamplingSettings(1.0), "block")]
     for sampling, rule in settings:
         asked = DecodeSettings(sampling, 3, rule, max_tokens=24, eos_ids=(5, 9))
-        plain, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, asked, batch_size=batch_size)
-        static, _ = decode(
-            target, ModelDrafter(perturbed(target)), PROMPTS, asked, batch_size=batch_size, runner="graph"
-        )
-        assert texts(static) == texts(plain)
-        assert [text.accepted_counts for text in static] == [text.accepted_counts for text in plain]
-    target_runner = recorded[-2]
-    assert 1 < target_runner.recordings <= 6  # one recording per (rows, tokens, prefix), replayed for the rest
+        plain, _ = decode(target, ModelDrafter(draft), PROMPTS, asked, batch_size=batch_size)
+        for policy in (None, HearsSeconds(3)):
+            static, timing = decode(
+                target, ModelDrafter(draft), PROMPTS, asked, batch_size=batch_size, runner="graph", policy=policy
+            )
+            assert texts(static) == texts(plain)
+            assert [text.accepted_counts for text in static] == [text.accepted_counts for text in plain]
+            assert (timing.block_seconds > 0) == (policy is None)
 
 
 def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):
@@ -78,7 +89,7 @@ def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly_with_one_warning(recorded, monkeypatch):
-    def refuse(self, function, inputs, constants):
+    def refuse(self, function, inputs, device):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(CpuGraphRunner, "_record", refuse)
@@ -90,8 +101,9 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_with_one_warning(recorded,
 
 
 def test_a_capture_that_gives_other_logits_is_not_trusted(recorded, monkeypatch):
-    def wrong(self, function, inputs, constants):
-        return Recording(lambda: None, inputs, function(*inputs, *constants) + 7)
+    def wrong(self, function, inputs, device):
+        output = function()
+        return Recording(lambda: [part.fill_(7.0) for part in tensors_of(output)], inputs, output)
 
     monkeypatch.setattr(CpuGraphRunner, "_record", wrong)
     target = tiny_model()
@@ -103,8 +115,8 @@ def test_a_capture_that_gives_other_logits_is_not_trusted(recorded, monkeypatch)
 def test_a_capture_that_recorded_nothing_is_not_trusted(recorded, monkeypatch):
     """On a device that is not the current one a graph is empty: its buffers hold what the capture left there."""
 
-    def empty(self, function, inputs, constants):
-        return Recording(lambda: None, inputs, function(*inputs, *constants))
+    def empty(self, function, inputs, device):
+        return Recording(lambda: None, inputs, function())
 
     monkeypatch.setattr(CpuGraphRunner, "_record", empty)
     target = tiny_model()

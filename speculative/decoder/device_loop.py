@@ -1,0 +1,308 @@
+"""The block loop whose text lives on the device: a block is one recorded launch, and the host reads it one block later.
+
+Shapes: R rows of the batch, G drafted tokens of a block, G1 = G + 1, C columns of the token buffer, L response positions,
+U uniforms per position, V vocabulary.
+
+The whole block is recorded: the draft's catch-up and its G steps with their sampling, the verify call, the rule, and the commit
+into the device's token buffer, from which the next block goes on. So block k + 1 is launched before block k is read, nothing is
+uploaded between admissions, and the device never waits for the host. A row whose response ended in block k takes part in block
+k + 1, which is thrown away; a row at its budget stands still.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from speculative.decoder.block_loop import BlockLoop, Layout, in_step_mode, layout_of, outcome_of, packed, unpacked
+from speculative.decoder.decision import decide
+from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt
+from speculative.decoder.stage_clock import StageClock
+from speculative.drafters.drafter import DeviceText, Drafter, ModelDrafter, Proposal
+from speculative.engine.cached_model import CachedModel, upload
+from speculative.engine.models import devices_of, is_recurrent
+from speculative.engine.runners import GRAPHED, GraphRunner
+from speculative.rules.sampling import DRAFT_UNIFORM
+
+
+class _Block(NamedTuple):
+    """What a launch leaves on the device. checked_RN: the models' largest logits where only committed text decides them."""
+
+    checked_RN: torch.Tensor
+    packed: torch.Tensor
+
+
+class _Recorded:
+    """Whole blocks of one kind on one pair of caches: the text they go on from, and their recordings."""
+
+    def __init__(self, runner: GraphRunner, rows: int, columns: int, uniforms: int, device: torch.device) -> None:
+        self.runner = runner
+        ones_R = torch.ones(rows, dtype=torch.int64, device=device)
+        self.text = DeviceText(
+            torch.zeros((rows, columns), dtype=torch.int64, device=device),
+            ones_R,
+            ones_R.clone(),
+            ones_R.clone(),
+            torch.zeros((rows, columns, uniforms), dtype=torch.float64, device=device) if uniforms else None,
+        )
+        self.layout: Layout = ()
+
+
+class _Flight(NamedTuple):
+    """A block that was launched and not read: who sat where then, what is on its way to the host, and when it arrives."""
+
+    seatings_R: np.ndarray
+    host: torch.Tensor
+    clock: StageClock
+    recording_seconds: float
+
+
+class DeviceLoop(BlockLoop):
+    """A `BlockLoop` for a fixed gamma, a draft that proposes on the device (or none), no tree and no logits rules."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Drafter | None,
+        rows: int,
+        longest: int,
+        settings: DecodeSettings,
+        *,
+        runner: str,
+        exact_stages: bool = False,
+        keep_probs: bool = False,
+    ):
+        """See `BlockLoop`. `exact_stages`: a block is two launches that are waited for, drafting and the rest."""
+        super().__init__(
+            target, drafter, rows, longest, settings, runner=runner, exact_stages=exact_stages, keep_probs=keep_probs
+        )
+        own = self.target
+        assert isinstance(own, CachedModel)
+        self._own, drafts = own, drafter.cached if isinstance(drafter, ModelDrafter) else None
+        sampled = not settings.sampling.greedy
+        uniforms = 3 * (settings.gamma + 1 if settings.rule == "block" else 1) if sampled else 0
+        kind = (settings.gamma, settings.rule, settings.sampling, keep_probs)
+        known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
+        if kind not in known:
+            runner_of_blocks = own.memory.another_runner()
+            assert isinstance(runner_of_blocks, GraphRunner)
+            known[kind] = _Recorded(runner_of_blocks, rows, own.cache.place.capacity, uniforms, own.device)
+        self._blocks: _Recorded = known[kind]
+        self._text = self._blocks.text
+        for lengths_R in (self._text.lengths_R, self._text.prompt_lengths_R, self._text.limits_R):
+            lengths_R.fill_(1)
+        self._seatings_R = np.zeros(rows, dtype=np.int64)  # How often the row changed hands.
+        self._flight: _Flight | None = None
+
+    @staticmethod
+    def serves(target: PreTrainedModel, drafter: Drafter | None, settings: DecodeSettings, runner: str) -> bool:
+        """Whether this loop can run such a call."""
+        if runner != GRAPHED or settings.tree is not None or settings.active_rules is not None:
+            return False
+        if is_recurrent(target) or len(devices_of(target)) > 1:
+            return False
+        # Who inherits from a drafter of the device may propose in its own way: each class says it for itself.
+        return drafter is None or (
+            bool(vars(type(drafter)).get("on_device"))
+            and drafter.model is not None
+            and not is_recurrent(drafter.model)
+            and devices_of(drafter.model) == [target.device]
+        )
+
+    @in_step_mode
+    def admit(self, rows: Sequence[int], prompts: Sequence[Prompt], budgets: Sequence[int] | None = None) -> None:
+        super().admit(rows, prompts, budgets)
+        places = list(rows)
+        self._seatings_R[places] += 1
+        longest = int(self.lengths_R[places].max())
+        rows_K = upload(np.array(places), self._device)
+        text = self._text
+        text.tokens_RC[:, :longest].index_copy_(0, rows_K, upload(self.tokens_RC[places, :longest], self._device))
+        for on_device_R, own_R in (
+            (text.lengths_R, self.lengths_R),
+            (text.prompt_lengths_R, self.prompt_lengths_R),
+            (text.limits_R, self.limits_R),
+        ):
+            on_device_R.index_copy_(0, rows_K, upload(own_R[places], self._device))
+        if text.uniforms_RLU is not None:
+            known = min(text.uniforms_RLU.shape[1], self._uniforms_RLU.shape[1])
+            numbers = upload(self._uniforms_RLU[places, :known], self._device)
+            text.uniforms_RLU[:, :known].index_copy_(0, rows_K, numbers)
+
+    def leave(self, row: int) -> None:
+        super().leave(row)
+        self._seatings_R[row] += 1
+
+    def rewind(self, row: int, length: int, last_id: int) -> None:
+        raise AssertionError("a text on the device is not rewound")
+
+    def keep(self, rows: list[int]) -> None:
+        raise AssertionError("a recording knows its rows by address: they stay")
+
+    def close(self, reusable: bool = True) -> None:
+        if self._flight is not None:
+            self._wait()  # What is thrown away is not left for the next call to wait for.
+        self._flight = None
+        super().close(reusable)
+
+    @in_step_mode
+    def run_block(self, gamma: int | None = None, stop_below: float = 0.0) -> BlockOutcome:
+        """The next block that is read; the one after it is already on its way. Raises UserError on NaN or infinite logits."""
+        assert gamma in (None, self.settings.gamma)
+        assert stop_below == 0.0
+        flight = self._flight
+        if flight is None or not self._seated(flight).any():
+            flight = self._launch(in_flight=False)
+        # Where every row ends with the block that is on its way, nothing follows.
+        ends_R = self.lengths_R + 1 >= self.limits_R
+        self._flight = None if ends_R[self.active_R].all() else self._launch(in_flight=True)
+        return self._land(flight)
+
+    def _seated(self, flight: _Flight) -> np.ndarray:
+        """Rows (R,) whose text that block goes on with: those that have not changed hands since it was launched."""
+        return self.active_R & (flight.seatings_R == self._seatings_R)
+
+    def _launch(self, in_flight: bool) -> _Flight:
+        """in_flight: the block before this one was not read, so rows may be longer by as much as it can commit."""
+        gamma = self.settings.gamma
+        furthest_R = np.minimum(self.lengths_R + (gamma + 1 if in_flight else 0), self.limits_R)
+        stop, shortest = int(furthest_R[self.active_R].max()) + gamma, min(2, int(self.lengths_R[self.active_R].min()))
+        block, clock, seconds = self._in_stages(stop, shortest) if self._exact_stages else self._at_once(stop, shortest)
+        host = block.packed.to("cpu", non_blocking=True, copy=True)
+        if not self._exact_stages:
+            clock.mark("block")
+        self.timing.draft_steps += gamma
+        self.timing.target_calls += 1
+        return _Flight(self._seatings_R.copy(), host, clock, seconds)
+
+    def _at_once(self, stop: int, shortest: int) -> tuple[_Block, StageClock, float]:
+        runner, prefixes = self._blocks.runner, self._prefixes(stop)
+        key = ("block", prefixes, shortest)
+        recorded, began = runner.recordings, 0.0
+        if not runner.knows(key):
+            self._wait()  # The block before this one is not part of what the recording takes.
+            began = time.perf_counter()
+        clock = StageClock(self._device)
+        block = runner.launch(
+            key, lambda: self._verify(self._draft(prefixes, shortest), prefixes), self._state(), _checked_logits
+        )
+        seconds = time.perf_counter() - began if runner.recordings > recorded else 0.0
+        return block, clock, seconds
+
+    def _in_stages(self, stop: int, shortest: int) -> tuple[_Block, StageClock, float]:
+        runner, prefixes = self._blocks.runner, self._prefixes(stop)
+        recorded, began = runner.recordings, time.perf_counter()
+        clock = StageClock(self._device, exact=True)
+        proposal = Proposal(self._text.tokens_RC[:, :0])
+        if self.settings.gamma > 0:
+            key = ("draft", prefixes, shortest)
+            proposal = runner.launch(key, lambda: self._draft(prefixes, shortest), (), _checked_peaks)
+        clock.mark("draft")
+        key = ("verify", prefixes, shortest)
+        block = runner.launch(key, lambda: self._verify(proposal, prefixes), self._state(), _checked_logits)
+        clock.mark("verify")
+        return block, clock, time.perf_counter() - began if runner.recordings > recorded else 0.0
+
+    def _prefixes(self, stop: int) -> tuple[int, int]:
+        """Positions that the target's and the draft's calls read."""
+        cached = [self._own, *([self.drafter.cached] if isinstance(self.drafter, ModelDrafter) else [])]
+        sizes = [one.static_prefix(stop) for one in cached if isinstance(one, CachedModel)]
+        return sizes[0], sizes[-1]
+
+    def _state(self) -> tuple[torch.Tensor, ...]:
+        return self._text.tokens_RC, self._text.lengths_R
+
+    def _draft(self, prefixes: tuple[int, int], shortest: int) -> Proposal:
+        text, gamma = self._text, self.settings.gamma
+        if not isinstance(self.drafter, ModelDrafter):
+            return Proposal(text.tokens_RC[:, :0])  # Plain decoding.
+        uniforms = self._uniforms_of_block()
+        if uniforms is not None:
+            uniforms = uniforms[:, :gamma, DRAFT_UNIFORM : DRAFT_UNIFORM + 1]
+        return self.drafter.propose_on_device(text, gamma, self._draft_sampling, uniforms, prefixes[1], shortest)
+
+    def _verify(self, proposal: Proposal, prefixes: tuple[int, int]) -> _Block:
+        """The target's call, the rule and the commit."""
+        text, width = self._text, self.settings.gamma + 1
+        lengths_R1 = text.lengths_R.unsqueeze(1)
+        places_G1 = self._own.memory.positions_C[:width]
+        positions_RG1 = lengths_R1 - 1 + places_G1
+        fed_ids = torch.cat((text.tokens_RC.gather(1, lengths_R1 - 1), proposal.ids_RG), 1)
+        logits = self._own.feed_static(fed_ids, positions_RG1, prefixes[0], width)
+        decision = decide(logits, proposal, self._uniforms_of_block(), self.settings)
+        text.tokens_RC.scatter_(1, positions_RG1 + 1, decision.ids_RG1)
+        grown_R = torch.minimum(text.lengths_R + decision.accepted_R + 1, text.limits_R)
+        wanted = self._wanted(decision, logits, proposal)
+        self._blocks.layout = layout_of(wanted)
+        checked_RN = logits[:, 0].float().amax(-1, keepdim=True)
+        if proposal.peaks_RG is not None:
+            checked_RN = torch.cat((checked_RN, proposal.peaks_RG[:, :1].float()), 1)
+        block = _Block(checked_RN, packed(wanted))
+        text.lengths_R.copy_(grown_R)
+        return block
+
+    def _uniforms_of_block(self) -> torch.Tensor | None:
+        """This block's uniforms (R, G1, U) by the response position of its first token."""
+        text = self._text
+        if text.uniforms_RLU is None:
+            return None
+        rows, _, columns = text.uniforms_RLU.shape
+        first_R11 = (text.lengths_R - text.prompt_lengths_R)[:, None, None]
+        if self.settings.rule == "block":
+            return text.uniforms_RLU.gather(1, first_R11.expand(-1, 1, columns)).view(rows, -1, 3)
+        places_RG11 = first_R11 + self._own.memory.positions_C[: self.settings.gamma + 1, None]
+        return text.uniforms_RLU.gather(1, places_RG11.expand(-1, -1, columns))
+
+    def _land(self, flight: _Flight) -> BlockOutcome:
+        """Wait for a block, the only time the device is waited for."""
+        spent = flight.clock.seconds()
+        if flight.recording_seconds > 0.0:
+            self.timing.recording_seconds += flight.recording_seconds
+            self.timing.recording_calls += 1
+        else:
+            self.timing.block_seconds += spent.get("block", 0.0)
+            self.timing.draft_seconds += spent.get("draft", 0.0)
+            self.timing.verify_seconds += spent.get("verify", 0.0)
+        rows_R = self._seated(flight)
+        host = unpacked(flight.host.numpy(), self._blocks.layout)
+        self._refuse_non_finite(host, rows_R)
+        outcome = outcome_of(host, rows_R)
+        grown_R = np.minimum(self.lengths_R + outcome.accepted_R + 1, self.limits_R)
+        self.lengths_R = np.where(rows_R, grown_R, self.lengths_R)
+        return outcome
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def open_loop(
+    target: PreTrainedModel,
+    drafter: Drafter | None,
+    rows: int,
+    longest: int,
+    settings: DecodeSettings,
+    *,
+    runner: str,
+    exact_stages: bool = False,
+    keep_probs: bool = False,
+    reads_each_block: bool = False,
+) -> BlockLoop:
+    """The loop for such a call. `reads_each_block`: what is fed next depends on what somebody makes of the last block."""
+    on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
+    kind = DeviceLoop if on_device else BlockLoop
+    return kind(
+        target, drafter, rows, longest, settings, runner=runner, exact_stages=exact_stages, keep_probs=keep_probs
+    )
+
+
+def _checked_logits(block: _Block) -> torch.Tensor:
+    return block.checked_RN
+
+
+def _checked_peaks(proposal: Proposal) -> torch.Tensor:
+    assert proposal.peaks_RG is not None
+    return proposal.peaks_RG[:, :1]

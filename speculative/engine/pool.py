@@ -1,0 +1,120 @@
+"""Caches and their recordings that outlive a decode call: the next call of the same shape finds them and captures nothing.
+
+Shapes: R rows, C capacity (positions a row can hold).
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.runners import GRAPHED, Runner, make_runner
+
+MOST_IDLE = 4  # of one model: shapes that come in turn, as the loads of a verdict do, each find theirs again
+
+
+class Memory:
+    """What a model keeps from call to call: its cache, and what was recorded on exactly this cache.
+
+    It knows no model, so that a model which nobody uses any more goes, and its memory with it. `blocks`: whole blocks by the
+    memory of the draft in them (None: of no draft) and by what they do.
+    """
+
+    def __init__(self, cache: RaggedCache, runner: str, device: torch.device) -> None:
+        self.cache, self.kind = cache, runner
+        self.runner = self.another_runner()
+        # Beside the cache: captured calls read it at this address.
+        self.positions_C = torch.arange(cache.place.capacity, device=device)
+        self.blocks: dict[Any, Any] = {}
+        self.drafted_blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def another_runner(self) -> Runner:
+        """Of the same kind, with recordings of its own."""
+        return make_runner(self.kind)
+
+    def blocks_with(self, draft: "Memory | None") -> dict[Any, Any]:
+        """The whole blocks of this target memory that draft into another one."""
+        return self.blocks if draft is None else self.drafted_blocks.setdefault(draft, {})
+
+    @property
+    def bytes(self) -> int:
+        """Of the cache."""
+        layers = [layer for layer in self.cache.layers if isinstance(layer, RaggedLayer)]
+        return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values) if states is not None)
+
+
+_idle: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Memory]]] = weakref.WeakKeyDictionary()
+
+
+def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory:
+    """Memory of R rows and at least C positions for this caller alone, an idle one where it fits; bring it back by `give_back`."""
+    kept = _fitting(model, rows, capacity) if runner == GRAPHED else None
+    if kept is not None:
+        _idle[model].remove(kept)
+        return kept[1]
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return Memory(RaggedCache(layers, rows, capacity), runner, model.device)
+
+
+def give_back(model: PreTrainedModel, memory: Memory) -> None:
+    """The caller is done with it. Only what recordings were made for is worth keeping, the latest few of a model."""
+    if memory.kind != GRAPHED:
+        return
+    kept = [(told, other) for told, other in _idle.get(model, []) if not _replaces(memory.cache, other.cache)]
+    _idle[model] = [*kept, (_fingerprint(model), memory)][-MOST_IDLE:]
+
+
+def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
+    """Whether `take` would find an idle memory."""
+    return _fitting(model, rows, capacity) is not None
+
+
+def release(model: PreTrainedModel | None = None) -> None:
+    """Let go of everything idle, of one model or of all."""
+    if model is None:
+        _idle.clear()
+    else:
+        _idle.pop(model, None)
+
+
+def idle_memories() -> list[Memory]:
+    """Everything that is kept and not in use."""
+    return [memory for memories in _idle.values() for _, memory in memories]
+
+
+def _fitting(model: PreTrainedModel, rows: int, capacity: int) -> tuple[Any, Memory] | None:
+    """The smallest idle memory that is large enough; those of weights that have moved since are dropped."""
+    told = _fingerprint(model) if model in _idle else None
+    if told is not None:
+        _idle[model] = [entry for entry in _idle[model] if entry[0] == told]
+    fitting = [
+        entry
+        for entry in _idle.get(model, [])
+        if entry[1].cache.rows == rows and entry[1].cache.place.capacity >= capacity
+    ]
+    return min(fitting, key=lambda entry: entry[1].cache.place.capacity, default=None)
+
+
+def _replaces(new: RaggedCache, old: RaggedCache) -> bool:
+    return new.rows == old.rows and new.place.capacity >= old.place.capacity
+
+
+def _fingerprint(model: nn.Module) -> Any:
+    """What a recording took for granted: where the weights are, which adapters were on, how numbers were cast.
+
+    Weights that change where they are, as in training, are read anew by every replay.
+    """
+    places = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
+    adapters = [
+        (
+            str(getattr(module, "active_adapters", "")),
+            module.disable_adapters,
+            str(getattr(module, "merged_adapters", "")),
+        )
+        for module in model.modules()
+        if hasattr(module, "disable_adapters")
+    ]
+    return hash((tuple(places), str(adapters), torch.is_autocast_enabled("cuda"), torch.get_float32_matmul_precision()))
