@@ -170,15 +170,10 @@ class DeviceLoop(BlockLoop):
         gamma = self.settings.gamma
         furthest_R = np.minimum(self.lengths_R + (gamma + 1 if in_flight else 0), self.limits_R)
         stop, shortest = int(furthest_R[self.active_R].max()) + gamma, min(2, int(self.lengths_R[self.active_R].min()))
-        block, clock, seconds = self._in_stages(stop, shortest) if self._exact_stages else self._at_once(stop, shortest)
-        host = block.packed.to("cpu", non_blocking=True, copy=True)
-        if not self._exact_stages:
-            clock.mark("block")
-        self.timing.draft_steps += gamma
-        self.timing.target_calls += 1
+        host, clock, seconds = self._in_stages(stop, shortest) if self._exact_stages else self._at_once(stop, shortest)
         return _Flight(self._seatings_R.copy(), host, clock, seconds)
 
-    def _at_once(self, stop: int, shortest: int) -> tuple[_Block, StageClock, float]:
+    def _at_once(self, stop: int, shortest: int) -> tuple[torch.Tensor, StageClock, float]:
         runner, prefixes = self._blocks.runner, self._prefixes(stop)
         key = ("block", prefixes, shortest)
         recorded, began = runner.recordings, 0.0
@@ -190,9 +185,11 @@ class DeviceLoop(BlockLoop):
             key, lambda: self._verify(self._draft(prefixes, shortest), prefixes), self._state(), _checked_logits
         )
         seconds = time.perf_counter() - began if runner.recordings > recorded else 0.0
-        return block, clock, seconds
+        host = _on_the_way(block)
+        clock.mark("block")
+        return host, clock, seconds
 
-    def _in_stages(self, stop: int, shortest: int) -> tuple[_Block, StageClock, float]:
+    def _in_stages(self, stop: int, shortest: int) -> tuple[torch.Tensor, StageClock, float]:
         runner, prefixes = self._blocks.runner, self._prefixes(stop)
         recorded, began = runner.recordings, time.perf_counter()
         clock = StageClock(self._device, exact=True)
@@ -203,8 +200,9 @@ class DeviceLoop(BlockLoop):
         clock.mark("draft")
         key = ("verify", prefixes, shortest)
         block = runner.launch(key, lambda: self._verify(proposal, prefixes), self._state(), _checked_logits)
+        host = _on_the_way(block)
         clock.mark("verify")
-        return block, clock, time.perf_counter() - began if runner.recordings > recorded else 0.0
+        return host, clock, time.perf_counter() - began if runner.recordings > recorded else 0.0
 
     def _prefixes(self, stop: int) -> tuple[int, int]:
         """Positions that the target's and the draft's calls read."""
@@ -259,6 +257,8 @@ class DeviceLoop(BlockLoop):
     def _land(self, flight: _Flight) -> BlockOutcome:
         """Wait for a block, the only time the device is waited for."""
         spent = flight.clock.seconds()
+        self.timing.draft_steps += self.settings.gamma
+        self.timing.target_calls += 1
         if flight.recording_seconds > 0.0:
             self.timing.recording_seconds += flight.recording_seconds
             self.timing.recording_calls += 1
@@ -297,6 +297,11 @@ def open_loop(
     return kind(
         target, drafter, rows, longest, settings, runner=runner, exact_stages=exact_stages, keep_probs=keep_probs
     )
+
+
+def _on_the_way(block: _Block) -> torch.Tensor:
+    """The block's numbers on the host once the clock's next mark is reached: a copy into pinned memory that nobody waits for."""
+    return block.packed.to("cpu", non_blocking=True, copy=True)
 
 
 def _checked_logits(block: _Block) -> torch.Tensor:

@@ -37,6 +37,9 @@ class _Events:
                 outer.now += 1.0
                 self.at = outer.now
 
+            def query(self) -> bool:
+                return False
+
             def synchronize(self) -> None:
                 outer.waited += 1
 
