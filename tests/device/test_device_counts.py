@@ -16,15 +16,13 @@ def counting() -> Any:
 
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("way", ["greedy", "sample", "nucleus", "block"])
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="every model call is a graph of its own, with its inputs sent to it"
-)
 def test_a_steady_block_is_one_launch(counting: Any, way: str, batch: int) -> None:
     """With rows recycled: there are twice as many prompts as rows."""
     module, models = counting
     rule, sampling = dict(zip(("greedy", "sample", "nucleus", "block"), module.WAYS, strict=True))[way]
     counts = module.count_blocks(*models, module.settings_of(rule, sampling, 5), batch, "graph")
-    assert (counts.launches, counts.uploads) == (1, 0)
+    assert 0.9 < counts.launches <= 1  # Nothing follows the last block that is read.
+    assert counts.uploads == 0
     assert counts.waits <= 1
     assert counts.kernels_outside <= 3
 
