@@ -15,6 +15,7 @@ from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.generate.options import GenerateOptions
 from distill.commands.options import CheckExportOptions, DemoOptions, ExportOptions, ReportOptions, SweepOptions
 from distill.commands.probe.options import ProbeOptions
+from distill.commands.readback.options import ReadbackOptions
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
@@ -126,6 +127,19 @@ def drift(options: DriftOptions) -> int:
     from distill.commands.drift.drift import REFRESH, drift_command
 
     return REFRESH if drift_command(options, Console())["refresh"] else 0
+
+
+@command
+def readback(options: ReadbackOptions) -> int:
+    """Does a running engine accept this run's draft as replay predicts, and write the target's own text?
+
+    understudy readback http://127.0.0.1:8000/v1 --run runs/demo --plain http://127.0.0.1:8001/v1
+
+    Exit status: 0 it does, 1 it does not, 2 a mistake or a server that is gone.
+    """
+    from distill.commands.readback.readback import readback_command
+
+    return 0 if readback_command(options, Console()).agrees else 1
 
 
 @command

@@ -245,28 +245,12 @@ class EndpointTarget:
         """
         sampling = settings.sampling
         choice = self._complete(
-            list(prompt_ids),
-            max_tokens=settings.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=request_seed(settings.seed, key),
-            logprobs=1,
-            # The defaults of the model's own generation_config.json would hold for whatever is left out.
-            top_k=sampling.top_k or -1,
-            min_p=sampling.min_p,
-            repetition_penalty=1.0,
-            frequency_penalty=0.0,
-            presence_penalty=0.0,
-            stop_token_ids=list(settings.eos_ids),
-            skip_special_tokens=False,
-            spaces_between_special_tokens=False,
-            return_token_ids=True,
-            return_tokens_as_token_ids=True,
+            list(prompt_ids), **request_of(settings, key), logprobs=1, return_tokens_as_token_ids=True
         )
         finished = choice.get("finish_reason") == "stop"
         ids = self._ids_of(choice)
         if finished and (not ids or ids[-1] not in settings.eos_ids):
-            ids.append(_end_token(choice, settings.eos_ids, self.endpoint.url))
+            ids.append(end_token(choice, settings.eos_ids, self.endpoint.url))
         if any(not 0 <= token < self.vocab_rows for token in ids):
             raise self._foreign(ids)
         answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finished else "length")
@@ -392,7 +376,7 @@ class EndpointTarget:
             pool.shutdown(wait=not under_way, cancel_futures=True)
 
 
-def _end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> int:
+def end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> int:
     """The end token of a response whose ids leave it out."""
     said = choice.get("stop_reason", choice.get("matched_stop"))
     if isinstance(said, int) and said in eos_ids:
@@ -400,6 +384,27 @@ def _end_token(choice: Mapping[str, Any], eos_ids: Sequence[int], url: str) -> i
     if len(eos_ids) == 1:
         return eos_ids[0]
     raise UserError(f"{url}: does not say which of the end tokens {list(eos_ids)} ended a response; use vLLM")
+
+
+def request_of(settings: DecodeSettings, key: str) -> dict[str, Any]:
+    """What a request says of how to sample, with a seed made from the settings' and ``key``, and that token ids are wanted."""
+    sampling = settings.sampling
+    return {
+        "max_tokens": settings.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": request_seed(settings.seed, key),
+        # The defaults of the model's own generation_config.json would hold for whatever is left out.
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "stop_token_ids": list(settings.eos_ids),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "return_token_ids": True,
+    }
 
 
 def request_seed(seed: int, key: str) -> int:

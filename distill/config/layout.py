@@ -12,6 +12,7 @@ runs/NAME/config.yaml             the resolved config
                                   judgement.json, provenance.json (commit, versions, machine, command)
          self_checks.json         what was checked before anything was measured
          best                     link to the best checkpoint
+         served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
          result.json, proposals.parquet, report.html, report.md, report.json
          verdict.json, plot.png   verdict.json last: where it is, the run is finished
          export/                  where `understudy demo` exports to, and the commands in a report point to
@@ -30,6 +31,7 @@ STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"  # the last two
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
 SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
+READBACK, ANSWERS, PLAIN_ANSWERS = "served.json", "served.jsonl", "served-plain.jsonl"
 EXPORT = "export"
 
 

@@ -26,6 +26,7 @@ from distill.report.serving_tables import serving_sections
 from distill.report.tables import OUTCOMES, GivenTimes, judged, measured_times
 from distill.report.text_tables import text_sections
 from distill.run.result import RESULT_FORMAT, Result, load_result
+from distill.run.served_record import load_served
 from distill.run.verdict_record import Record
 from speculative.errors import UserError
 
@@ -66,7 +67,7 @@ def report_command(
         UserError: no result there, or one that cannot be read; `to` is no .html file or cannot be written.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
-    result = load_result(path)
+    result = load_result(path).model_copy(update={"served": load_served(path.parent)})
     html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):
         raise UserError(f"--to {html}: must end in .html; report.md and report.json are written beside it")

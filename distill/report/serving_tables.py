@@ -4,6 +4,7 @@ from distill.report.money import Prices, money_section
 from distill.report.tables import NOTHING, Cell, Table, interval, labels_of, number, times
 from distill.report.text_tables import Section
 from distill.run.result import Result
+from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import Latency, Percentiles, Verdict
 
 PERCENTILES = ("p50", "p90", "p99")
@@ -18,7 +19,61 @@ WAITED_FOR = {
 def serving_sections(result: Result, prices: Prices | None = None) -> list[Section]:
     """Those that this result has something for; money where prices were given."""
     money = money_section(result, prices) if prices else None
-    return [section for section in (_load(result), _latency(result), money) if section]
+    return [section for section in (_served(result.served), _load(result), _latency(result), money) if section]
+
+
+def _served(record: ServedRecord | None) -> Section | None:
+    if record is None:
+        return None
+    rows = [[Cell(name), *(Cell(cell) for cell in cells)] for name, *cells in served_rows(record)]
+    lines = [*served_lines(record), *record.causes, *record.notes]
+    return Section(
+        "served", f"Measured in {record.where}", lines, [Table(("", "served", "replay", "run's text"), rows)]
+    )
+
+
+def served_rows(record: ServedRecord) -> list[tuple[str, str, str, str]]:
+    """(what, served, by replay of the served text, by replay of the run's own) of everything that served.json compares."""
+    served, replay = record.served, record.replay
+    places = len(served.survival or replay.survival)
+    taus = (
+        f"{served.tau:.2f} {interval(served.tau_ci, 2)}",
+        f"{replay.tau:.2f}",
+        f"{replay.expected_tau:.2f} {interval(replay.expected_tau_ci, 2)}",
+    )
+    rows = [("tau", *taus)]
+    for place in range(places):
+        own, other = (
+            number(values[place]) if values and place < len(values) else NOTHING
+            for values in (served.survival, replay.survival)
+        )
+        rows.append((f"survival {place + 1}", own, other, ""))
+    rows.append(("accepted/drafted", number(served.accepted_per_drafted), number(replay.accepted_per_drafted), ""))
+    if served.tokens_per_second is not None:
+        rows.append(("tokens/s", f"{served.tokens_per_second:.1f} {interval(served.tokens_per_second_ci, 1)}", "", ""))
+    if served.latency is not None:
+        rows.append(("seconds a response", f"{served.latency:.3g} {interval(served.latency_ci, 2)}", "", ""))
+    if record.speed_up is not None:
+        rows.append(("speed-up", f"{times(record.speed_up)} {interval(record.speed_up_ci, 2)}", "", ""))
+    return rows
+
+
+def served_lines(record: ServedRecord) -> list[str]:
+    """Whether the engine agrees with replay, and its texts."""
+    lines = [
+        f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the "
+        f"{record.replay.text.removeprefix('the ')} (rule {record.rule}, gamma {record.asked_gamma}): z {record.z:+.1f}."
+    ]
+    if record.greedy is not None:
+        ties = f", {record.greedy.near_ties} more part at a near-tie" if record.greedy.near_ties else ""
+        lines.append(f"{record.greedy.equal} of {record.greedy.prompts} greedy texts are equal token for token{ties}.")
+    law = record.text_law
+    if law is not None:
+        said = "cannot be told from the target's own" if law.same else "is NOT the target's own"
+        lines.append(
+            f"Its sampled text {said} (p {law.p:.2g}; {law.log_prob:.2f} nats a token, {law.expected:.2f} expected)."
+        )
+    return lines
 
 
 def _load(result: Result) -> Section | None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from distill.config.layout import RESULT
+from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import (
     Certain,
     Costs,
@@ -344,6 +345,10 @@ class Result(Record):
     timed_prompts: list[TimedPrompt] | None = Field(None, description="speeds by prompt; null: not timed")
     token_view: TokenView | None = Field(None, description="some responses token by token")
     checks: dict[str, Any] = Field({}, description="`verdict.self_checks`")
+    served: ServedRecord | None = Field(
+        None,
+        description="what an engine did with the draft: the report takes it from served.json (`understudy readback`)",
+    )
     serve: list[ServeCommand] = Field([], description="how to start each engine with it")
     config: Text = Field("", description="the resolved config, YAML")
     provenance: dict[str, Any] = Field({}, description="commit, versions, command, machine, fingerprints")

@@ -223,15 +223,26 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[fl
     Live decoding counts it over all blocks. Text that has ended says nothing of the tokens behind it, so a block whose
     first j tokens reach beyond the end does not count for that j; 0 where none is left.
     """
+    blocks_J, kept_J = survival_sums(scores, rule, gamma)
+    return (kept_J / np.where(blocks_J > 0, blocks_J, 1.0)).tolist()
+
+
+def survival_sums(
+    scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Expected blocks (J,) whose first j drafted tokens lie within the text, j = 1..gamma, and those of them that keep all j.
+
+    spared: tokens at the end of a text that are never drafted: 1 where an engine leaves room for the target's own token.
+    """
     blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
     for group in _groups(texts_of(scores, rule), (gamma,)):
         starts_TN = _starts_TNK(group, (gamma,), (gamma,))[..., 0]
         for start in range(int(group.lengths_N.max(initial=0))):
-            inside_NJ = start + np.arange(1, gamma + 1) <= group.lengths_N[:, None]
+            inside_NJ = start + np.arange(1, gamma + 1) + spared <= group.lengths_N[:, None]
             weights_NJ = starts_TN[start][:, None] * inside_NJ
             blocks_J += weights_NJ.sum(0)
             kept_J += (weights_NJ * _kept_NJ1(group, start, gamma)[:, 1:]).sum(0)
-    return (kept_J / np.where(blocks_J > 0, blocks_J, 1.0)).tolist()
+    return blocks_J, kept_J
 
 
 def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:

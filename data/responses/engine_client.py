@@ -1,0 +1,222 @@
+"""A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data.responses.endpoint import Endpoint, EndpointTarget, end_token, request_of
+from data.responses.engine_counts import CountsError, RequestCounts, read_counts
+from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, parse_page
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+
+ENGINES = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llama.cpp",
+    "llama.cpp": "llama.cpp",
+    "tensorrt_llm": "tensorrt-llm",
+}
+# Where engines without /version say it: path, key.
+_VERSIONS = (
+    ("/version", "version"),
+    ("/server_info", "version"),
+    ("/get_server_info", "version"),
+    ("/props", "build_info"),
+)
+_SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response. ids: None where the engine gives text only and that is more than one token sequence. seconds: until it was there.
+
+    body: all that the server said.
+    """
+
+    key: str
+    ids: list[int] | None
+    text: str
+    finished: bool
+    seconds: float
+    counts: RequestCounts | None
+    tokens: int
+    body: dict[str, Any]
+
+
+class EngineClient(EndpointTarget):
+    """A server that is asked one prompt at a time; a request is never made twice, since the server's counters would count both."""
+
+    def __init__(
+        self, url: str, tokenizer: Any, vocab_rows: int, *, model: str | None, timeout: float, concurrency: int
+    ) -> None:
+        """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks."""
+        trimmed = url.rstrip("/")
+        url = trimmed if trimmed.endswith("/v1") else f"{trimmed}/v1"
+        super().__init__(
+            Endpoint(url=url, model=model, timeout=timeout, retries=0, concurrency=concurrency), tokenizer, vocab_rows
+        )
+        self.engine, self.version = "unknown", ""
+        self._as_text = False
+
+    @property
+    def root(self) -> str:
+        """The server itself, where its counters are."""
+        return self.endpoint.url.removesuffix("/v1")
+
+    def identify(self) -> None:
+        """Finds out which engine this is, as far as it says, and that its tokenizer is ours.
+
+        Raises:
+            UserError: no server, another tokenizer, several models and none named.
+        """
+        self.check()
+        owner = next(
+            (str(getattr(model, "owned_by", "")) for model in self._ask(lambda: list(self.client.models.list()))), ""
+        )
+        self.engine = ENGINES.get(owner.lower(), self.engine)
+        for path, key in _VERSIONS:
+            found = self._get(path)
+            value = _json(found).get(key) if found else None
+            if isinstance(value, str) and value:
+                self.version = value
+                guess = {"/server_info": "sglang", "/get_server_info": "sglang", "/props": "llama.cpp"}.get(path)
+                self.engine = guess if guess and self.engine == "unknown" else self.engine
+                return
+
+    def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
+        """One response, timed.
+
+        Raises:
+            UserError: the server is gone or cannot answer; it says tokens of another vocabulary; counts that cannot be.
+        """
+        options = request_of(settings, key) | {"return_spec_tokens_details": True, "return_tokens": True}
+        if self.engine == "vllm":  # It names every field that it does not know in its log.
+            options = request_of(settings, key)
+        import openai
+
+        start = time.perf_counter()
+        try:
+            content = self._content(self._prompt(prompt_ids), **options)
+        except UserError as error:
+            if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
+                raise
+            self._as_text = True
+            return self.ask(prompt_ids, settings, key)
+        seconds = time.perf_counter() - start
+        return self._ask(lambda: self.read(json.loads(content), settings, key, seconds))
+
+    def read(self, body: dict[str, Any], settings: DecodeSettings, key: str, seconds: float) -> Answer:
+        """An answer from what a server said.
+
+        Raises:
+            UserError: tokens of another vocabulary; counts that cannot be.
+        """
+        choice = body["choices"][0]
+        finished = choice.get("finish_reason") == "stop"
+        said = (body.get("usage") or {}).get("completion_tokens")
+        ids = self._known_ids(choice, said)
+        if ids is not None and finished and (not ids or ids[-1] not in settings.eos_ids):
+            ids = [*ids, end_token(choice, settings.eos_ids, self.endpoint.url)]
+        if ids and not all(0 <= token < self.vocab_rows for token in ids):
+            raise self._foreign(ids)
+        try:
+            counts = read_counts(body)
+        except CountsError as error:
+            raise UserError(f"{self.endpoint.url}: counts of {key} that cannot be: {error}") from error
+        tokens = len(ids) if ids is not None else int(said or 0)
+        return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body)
+
+    def scrape(self, settle: bool = False) -> ServerCounts | None:
+        """The server's own counters; None where it shows none of drafts.
+
+        ``settle``: wait until they stand still, since an engine may count behind its answer.
+
+        Raises:
+            UserError: counters that cannot be.
+        """
+        found, waited = self._counters(), 0.0
+        while settle and found is not None and waited < _LONGEST_SETTLING:
+            time.sleep(_SETTLED_SECONDS)
+            waited += _SETTLED_SECONDS
+            before, found = found, self._counters()
+            if before == found:
+                break
+        return found
+
+    def _counters(self) -> ServerCounts | None:
+        for path in PAGES:
+            page = self._get(path)
+            try:
+                found = counts_of(parse_page(page)) if page else None
+            except CountsError as error:
+                raise UserError(f"{self.root}{path}: {error}") from error
+            if found is not None:
+                return found
+        return None
+
+    def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
+        import openai
+
+        try:
+            return call()
+        except openai.OpenAIError as error:
+            said = " ".join(str(getattr(error, "message", error)).split())[:200]
+            gone = isinstance(error, openai.APIConnectionError)
+            what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
+            raise UserError(f"{self.endpoint.url}: {what}") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.endpoint.url}: the answer is no completion ({type(error).__name__})") from error
+
+    def _prompt(self, prompt_ids: Sequence[int]) -> Any:
+        """Token ids; an engine that refuses them gets the text."""
+        if not self._as_text:
+            return list(prompt_ids)
+        return self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+
+    def _known_ids(self, choice: dict[str, Any], tokens: int | None) -> list[int] | None:
+        """Token ids of a response as the server gives them, or of its text where it splits into as many tokens as it counted."""
+        if isinstance(choice.get("tokens"), list) and all(type(token) is int for token in choice["tokens"]):
+            return choice["tokens"]
+        try:
+            return self._ids_of(choice)
+        except UserError:
+            ids = list(self.tokenizer(choice.get("text") or "", add_special_tokens=False)["input_ids"])
+            whole = self.tokenizer.decode(ids, skip_special_tokens=False) == choice.get("text")
+            return ids if whole and tokens is not None and 0 <= tokens - len(ids) <= 1 else None
+
+    def _get(self, path: str) -> str | None:
+        """The text of a page of the server; None where there is none."""
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.client.api_key}"}
+        try:
+            answer = httpx.get(self.root + path, headers=headers, timeout=10.0)
+        except httpx.HTTPError:
+            return None
+        return answer.text if answer.status_code == 200 else None
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def line_of(answer: Answer, mode: str, domain: str, settings: DecodeSettings) -> dict[str, Any]:
+    """An answer as a line of a file that `drift --log` reads."""
+    asked = settings.sampling.as_dict() | {"max_tokens": settings.max_tokens, "seed": settings.seed}
+    return {
+        "key": answer.key,
+        "domain": domain,
+        "mode": mode,
+        "asked": asked,
+        "seconds": answer.seconds,
+        "response": answer.body,
+    }

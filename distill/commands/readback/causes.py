@@ -1,0 +1,140 @@
+"""Why an engine may disagree with replay: each cause is tested for, and said in a line where the test finds it."""
+
+from collections import Counter
+
+from distill.commands.readback.asking import Asked
+from distill.commands.readback.comparison import Counted, Predicted, Replayer, served_texts
+from distill.models.target import Target
+from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
+from speculative.measure.served import foreign_tokens
+from speculative.rules.sampling import SamplingSettings
+from speculative.rules.verify import draft_draws, rules_of_text
+
+_FOREIGN = 0.02  # Share of accepted tokens that the run's draft would never have proposed: rounding explains less.
+_SURE = 0.9  # Probability of acceptance from which on a rejection is a surprise.
+_LEAST_TESTS = 3  # of a token, before never being accepted says anything
+_MISSED = 10.0  # Acceptances that should have been, of tokens that never were
+_LLAMA_CPP = SamplingSettings(0.8, 40, 0.95, 0.05)
+
+
+def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted, engine: str) -> list[str]:
+    """What explains other blocks than replay predicts, the surest first.
+
+    ``found``: the prediction at the gamma asked for, by the rule that the server is taken to follow.
+    """
+    causes = []
+    if counted.gamma != found.gamma:
+        there = replayer.predict(counted, found.rule, counted.gamma)
+        fits = "replay agrees" if there.agrees else f"replay disagrees there too, z {there.z:+.1f}"
+        causes.append(
+            f"gamma: the server drafts {counted.gamma} tokens a block, not {found.gamma}; at gamma {counted.gamma} {fits} "
+            f"(tau {there.tau:.2f}). Start it with {found.gamma}, or give --gamma {counted.gamma}"
+        )
+        if there.agrees:
+            return causes
+        found = there
+    if found.agrees:
+        return causes
+    causes += _trimmed(counted, replayer, found) + _foreign(counted, replayer, found)
+    others = [rule for rule in rules_of_text(found.rule, replayer.knows("sample")) if rule != found.rule]
+    for rule in others:
+        other = replayer.predict(counted, rule, counted.gamma)
+        if other.agrees:
+            causes.append(
+                f"rule: the counts are those of rule {rule} (tau {other.tau:.2f}), not of {found.rule}: give --rule {rule}"
+            )
+    lower = counted.tau < found.tau
+    if not causes:
+        causes.append(
+            f"draft: acceptance is {'lower' if lower else 'higher'} than the run's best draft has on this text by every rule and no cause "
+            "that was looked for explains it: see that the server's draft is this run's export, of its best checkpoint and for this target"
+        )
+    return causes
+
+
+def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
+    """Accepted tokens that the draft, taking its argmax, would not have proposed: somebody else did."""
+    if counted.rows is None or not replayer.knows(found.rule) or draft_draws(found.rule):
+        return []
+    assert replayer.scores is not None
+    accepted, never, _ = foreign_tokens(counted.rows, replayer.scores, found.rule)
+    if never <= _FOREIGN * accepted:
+        return []
+    return [
+        f"draft: {never:,} of {accepted:,} accepted tokens are none that the run's best draft proposes there: the server has another "
+        "draft (another checkpoint, or one for another target)"
+    ]
+
+
+def _trimmed(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
+    """Tokens that should be accepted nearly always and never are, all others as they should: the draft cannot say them."""
+    if counted.rows is None or not replayer.knows(found.rule):
+        return []
+    assert replayer.scores is not None
+    texts = served_texts(replayer.asked)
+    assert texts is not None
+    should, did, expected = Counter[int](), Counter[int](), 0.0
+    for row, score, text in zip(counted.rows, replayer.scores, texts, strict=True):
+        for place, probability, accepted in foreign_tokens([row], [score], found.rule)[2]:
+            if probability >= _SURE:
+                token = text.response_ids[place]
+                should[token] += 1
+                did[token] += accepted
+    lost = [token for token, count in should.items() if count >= _LEAST_TESTS and not did[token]]
+    kept = [token for token in should if token not in lost]
+    missed, expected = sum(should[token] for token in lost), float(sum(should[token] for token in kept))
+    if missed < _MISSED or sum(did[token] for token in kept) < _SURE * expected:
+        return []
+    shown = ", ".join(map(str, sorted(lost)[:5]))
+    return [
+        f"vocabulary: {len(lost)} tokens are never accepted though this draft says them ({missed:,} times; ids {shown}{', ...' if len(lost) > 5 else ''}): "
+        "the server's draft has a trimmed vocabulary"
+    ]
+
+
+def text_causes(law: TextLaw, asked: Asked, target: Target) -> list[str]:
+    """What explains sampled text that is not the target's at the settings asked for."""
+    told = f"log-probability {law.log_prob:.2f} a token where {law.expected:.2f} is expected, p {law.p:.1g}"
+    if law.likeliest >= ALL_LIKELIEST > law.expected_likeliest:
+        return [f"temperature: every token is the target's first choice: the server ignores the temperature ({told})"]
+    settings = asked.settings.sampling
+    candidates = _candidates(settings, target)
+    fits = fitting(target.model, served_texts(asked) or [], candidates)
+    if fits:
+        return [
+            f"sampling: the text is as with {fits[0]}, not with the settings that were asked for: the server's own defaults hold ({told})"
+        ]
+    return [
+        f"text: the sampled text is not the target's at any settings that were tried ({told}; {law.impossible:,} of {law.tokens:,} "
+        "tokens it cannot say at all): another target, or a fault of the engine; see whether it writes the same without a draft"
+    ]
+
+
+def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSettings]:
+    """Settings that a server may put in the place of those asked for."""
+    found = {
+        "temperature 1": SamplingSettings(1.0, asked.top_k, asked.top_p, asked.min_p),
+        "temperature 1 and nothing cut": SamplingSettings(),
+        "its temperature and nothing cut": SamplingSettings(asked.temperature),
+        "llama-server's defaults": _LLAMA_CPP,
+        "top-p .95 added": SamplingSettings(asked.temperature, asked.top_k, 0.95, asked.min_p),
+    }
+    own = target.model.generation_config
+    if own is not None and own.temperature:
+        found["generation_config.json"] = SamplingSettings(
+            float(own.temperature), int(own.top_k or 0), float(own.top_p or 1.0), float(own.min_p or 0.0)
+        )
+    return {name: settings for name, settings in found.items() if settings != asked and not settings.greedy}
+
+
+def end_note(counted: Counted, engine: str) -> list[str]:
+    """Whether drafts are cut at the end of a response, as far as the blocks tell."""
+    if counted.rows is None:
+        return []
+    last = [row.drafted_B[-1] for row in counted.rows if row.drafted_B]
+    short = sum(drafted < counted.gamma for drafted in last)
+    return (
+        [f"{engine} drafts fewer tokens in {short} of {len(last)} last blocks: it cuts drafts at the end of a response"]
+        if short
+        else []
+    )

@@ -1,0 +1,236 @@
+"""What an engine's answers say of acceptance, beside replay of the text it served and of the run's own."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from data.responses.engine_client import Answer
+from distill.commands.readback.asking import Asked
+from speculative.errors import UserError
+from speculative.explain.text_law import TextLaw
+from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
+from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
+from speculative.measure.served import (
+    Decoded,
+    ServedBlocks,
+    behind_prefill,
+    predicted_shares,
+    served_agreement,
+    served_shares,
+    tau_of,
+)
+from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.verify import draft_draws
+
+_SPARED = {"llama.cpp": 1}  # An engine that leaves room for the target's own token at the end of a response.
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the server counted. rows: per response, None where it gives sums of all of them only. gamma: drafted tokens per block.
+
+    blocks, tokens: sums, tokens behind the prefill's. shares: (survival, accepted/drafted), None where unknown.
+    """
+
+    source: str
+    rows: list[ServedBlocks] | None
+    blocks: int
+    tokens: int
+    gamma: int
+    survival: list[float] | None
+    accepted_per_drafted: float | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target call that verified."""
+        return self.tokens / self.blocks
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Replay under one rule at one gamma. blocks_N: of each response. z: the server's blocks against these, None of other text."""
+
+    rule: str
+    gamma: int
+    tau: float
+    blocks_N: np.ndarray
+    z: float | None = None
+    agrees: bool | None = None
+
+
+class Replayer:
+    """Draft passes over the served text and the run's own, from the second token on."""
+
+    def __init__(self, draft: PreTrainedModel, asked: Asked, law: TextLaw | None) -> None:
+        """Scores both texts. ``law``: of the served text, where it is known."""
+        self.asked, self.law = asked, law
+        sampling, texts = asked.settings.sampling, served_texts(asked, law)
+        self.own_scores = score_tokens(draft, [behind_prefill(text) for text in asked.texts], sampling)
+        self.scores: list[TokenScores] | None = None if texts is None else score_tokens(draft, texts, sampling)
+
+    def knows(self, rule: str) -> bool:
+        """Whether the served text has a law under a rule: its ids are known, and its probabilities where the draft is sampled."""
+        return self.scores is not None and (not draft_draws(rule) or self.law is not None)
+
+    def predict(self, counted: Counted, rule: str, gamma: int) -> Predicted:
+        """Of the served text where it has a law, else of the run's own with a z by prompts."""
+        if self.knows(rule):
+            assert self.scores is not None
+            tau, blocks_N = tau_of(self.scores, rule, gamma)
+            blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
+            found = served_agreement(self.scores, rule, blocks, gamma)
+            return Predicted(rule, gamma, tau, blocks_N, found["z"], found["agrees"])
+        tau, blocks_N = tau_of(self.own_scores, rule, gamma)
+        low, high = ratio_interval(self.own_tokens(), blocks_N)
+        served_low, served_high = tau_interval(counted, blocks_N)
+        spread = math.hypot(high - low, served_high - served_low) / (2 * 1.96)
+        z = (counted.tau - tau) / max(spread, GREEDY_BLOCK_TOLERANCE * tau / WORRYING_Z)
+        return Predicted(rule, gamma, tau, blocks_N, z, abs(z) <= WORRYING_Z)
+
+    def expect(self, rule: str, gamma: int) -> tuple[float, Interval]:
+        """tau of the run's own text, and its interval."""
+        tau, blocks_N = tau_of(self.own_scores, rule, gamma)
+        return tau, ratio_interval(self.own_tokens(), blocks_N)
+
+    def shares(self, rule: str, gamma: int, engine: str) -> tuple[list[float], float]:
+        """(survival, accepted/drafted) of the text that `predict` is of."""
+        scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
+        return predicted_shares(scores, rule, gamma, spared=_SPARED.get(engine, 0))
+
+    def own_tokens(self) -> np.ndarray:
+        """Tokens (N,) of the run's own responses behind the prefill's."""
+        return np.array([len(score) for score in self.own_scores])
+
+
+def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | None:
+    """The served responses from their second token on; None where the ids of one are not known."""
+    texts = []
+    for index, (own, answer) in enumerate(zip(asked.texts, asked.answers, strict=True)):
+        if answer.ids is None:
+            return None
+        logs = law.log_target_probs[index].tolist() if law is not None else [0.0] * len(answer.ids)
+        texts.append(behind_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
+    return texts
+
+
+def count(asked: Asked, gamma: int) -> Counted:
+    """The server's counts: of each response where it gives them, else the difference of its counters.
+
+    gamma: as asked for, to tell blocks where an engine counts tokens only.
+
+    Raises:
+        UserError: the server says nothing of drafts.
+    """
+    rows = [_row(answer, gamma) for answer in asked.answers]
+    if all(row is not None for row in rows) and any(row.blocks for row in rows if row is not None):
+        return _by_response([row for row in rows if row is not None], asked)
+    server = asked.server
+    if asked.reset:
+        raise UserError(f"its counters cannot be read: {asked.reset}; leave it running and ask again")
+    if server is None or not server.blocks:
+        raise UserError(
+            "says nothing of drafts, neither in its answers nor on /metrics: it may decode without a draft; vLLM tells with "
+            "--per-request-spec-decode-metrics detailed, SGLang with --enable-metrics, llama-server with --metrics"
+        )
+    tokens = sum(max(0, answer.tokens - 1) for answer in asked.answers)
+    notes = ["the server gives sums only: tokens drafted behind the end of a response are in its survival"]
+    said = sum(answer.tokens for answer in asked.answers)
+    if server.tokens is not None and server.tokens != said:
+        notes.append(
+            f"the server made {server.tokens:,} tokens meanwhile and ours are {said:,}: it answers others too, and these are in the counts"
+        )
+        tokens = server.tokens - (server.requests or len(asked.answers))
+    mean = server.drafted / server.blocks if server.drafted is not None else gamma
+    survival = [accepted / server.blocks for accepted in server.accepted_G] or None
+    rate = server.accepted / server.drafted if server.drafted and server.accepted is not None else None
+    return Counted("metrics", None, server.blocks, tokens, max(1, round(mean)), survival, rate, notes)
+
+
+def _row(answer: Answer, gamma: int) -> ServedBlocks | None:
+    """One answer's blocks; of an engine that counts tokens only, from those: each call emits one token more than it accepts."""
+    counts, tokens = answer.counts, max(0, answer.tokens - 1)
+    if counts is None:
+        return ServedBlocks(0, 0) if not tokens else None
+    blocks = counts.blocks
+    if blocks is None and counts.accepted is not None:
+        blocks = tokens - counts.accepted
+        if answer.finished and counts.drafted is not None:  # What it accepted behind the end token is counted too.
+            blocks = max(blocks, math.ceil(counts.drafted / gamma))
+    return None if blocks is None else ServedBlocks(tokens, blocks, counts.accepted_B, counts.drafted_B)
+
+
+def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
+    counts = [answer.counts for answer in asked.answers if answer.counts is not None]
+    notes = []
+    if asked.reset:
+        notes.append(f"the server's own counters were reset while it was asked: {asked.reset}")
+    drafted, accepted = sum(one.drafted or 0 for one in counts), sum(one.accepted or 0 for one in counts)
+    blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
+    said = [one.gamma for one in counts if one.gamma]
+    survival: list[float] | None = None
+    if any(row.accepted_B for row in rows):
+        gamma = max(max(row.drafted_B, default=0) for row in rows)
+        survival, rate = served_shares(rows, gamma)
+        short = sum(sum(one < gamma for one in row.drafted_B[:-1]) for row in rows)
+        if short:
+            notes.append(
+                f"{short:,} of {blocks:,} blocks inside responses draft fewer than {gamma} tokens: the server varies gamma"
+            )
+        broken = sum(not row.whole for row in rows)
+        if broken:
+            notes.append(
+                f"{broken} of {len(rows)} responses are not what their blocks add up to: some calls are not counted"
+            )
+        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, notes)
+    gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
+    histogram = np.sum(
+        [
+            np.pad(one.histogram, (0, gamma + 1 - len(one.histogram)))
+            for one in counts
+            if one.histogram and len(one.histogram) <= gamma + 1
+        ],
+        axis=0,
+    )
+    if np.size(histogram) > 1:
+        survival = (histogram[::-1].cumsum()[::-1][1:] / max(1, histogram.sum())).tolist()
+    notes.append("the server gives sums of a response: tokens drafted behind its end are in its survival")
+    return Counted("responses", rows, blocks, tokens, gamma, survival, accepted / drafted if drafted else None, notes)
+
+
+def tau_interval(counted: Counted, predicted_N: np.ndarray) -> Interval:
+    """95 % interval of the served tau over prompts; of sums only, as wide as replay's own at these prompts."""
+    if counted.rows is not None:
+        return ratio_interval([row.tokens for row in counted.rows], [row.blocks for row in counted.rows])  # type: ignore[arg-type]
+    share = counted.blocks / max(predicted_N.sum(), 1e-9)
+    tokens_N = predicted_N * counted.tokens / max(predicted_N.sum(), 1e-9)
+    low, high = ratio_interval(tokens_N, predicted_N * share)
+    return low, high
+
+
+def speeds(answers: Sequence[Answer], plain: Sequence[Answer], concurrency: int) -> dict[str, Any]:
+    """{tokens_per_second, latency (seconds of a response, mean), speed_up} with their intervals over prompts; speed_up of `plain`.
+
+    tokens_per_second: of one request, while `concurrency` of them are under way.
+    """
+    sums_P4 = np.array([[one.tokens, one.seconds, 0, 0] for one in answers], dtype=np.float64)
+    if plain:
+        sums_P4[:, 2:] = [[one.tokens, one.seconds] for one in plain]
+
+    def numbers(sums: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            own, other = sums[..., 0] / sums[..., 1], sums[..., 2] / sums[..., 3]
+            return np.stack([own, own / other if plain else own], -1)
+
+    ends = intervals_of_sums(sums_P4, numbers)
+    own, speed_up = numbers(sums_P4.sum(0)).tolist()
+    seconds_P = sums_P4[:, 1]
+    return {
+        "tokens_per_second": own, "tokens_per_second_ci": ends[0], "concurrency": concurrency,
+        "latency": float(seconds_P.mean()), "latency_ci": list(ratio_interval(seconds_P, np.ones(len(seconds_P)))),
+        "speed_up": speed_up if plain else None, "speed_up_ci": ends[1] if plain else None,
+    }  # fmt: skip

@@ -1,0 +1,222 @@
+"""`understudy readback URL --run RUN`: does a running engine accept this run's draft as replay predicts, and write the target's text?
+
+Exit status of the command: 0 it does, 1 it does not, 2 a mistake or a server that is gone.
+"""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, get_args
+
+from rich.console import Console
+
+from data.files import write_json
+from data.responses.engine_client import EngineClient
+from distill.commands.output import check_writable, write_asked
+from distill.commands.readback.asking import AnswerFile, Asked, ask
+from distill.commands.readback.causes import acceptance_causes, end_note, text_causes
+from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, speeds, tau_interval
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.screen import print_served
+from distill.config.layout import ANSWERS, HELDOUT_GREEDY, PLAIN_ANSWERS, READBACK, RESPONSES, VERDICT
+from distill.export.export import serving_gamma
+from distill.run.folder import load_verdict
+from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.responses import decode_settings
+from distill.run.served_record import ServedRecord
+from speculative.decoder.responses import Response
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.explain.text_law import TextLaw, text_law
+from speculative.measure.self_checks import SelfCheckError, near_tie
+from speculative.measure.served import Decoded
+from speculative.rules.verify import Rule, rules_of_text
+
+_SEED = 4  # Added to the run's: its own responses had others.
+
+
+def readback_command(options: ReadbackOptions, console: Console | None = None) -> ServedRecord:
+    """Asks, compares, prints, and writes served.json into the run.
+
+    Raises:
+        UserError: an option out of its range, no run, no server, or one that says nothing of drafts.
+    """
+    _check(options)
+    frozen, greedy = _frozen(options)
+    gammas = _gammas(options, frozen)
+    files = _files(options, frozen)
+    primary, law_rule = frozen.responses, frozen.rule == "greedy"
+    settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
+    settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
+    asked: dict[str, Asked] = {}
+    if greedy:
+        asked["greedy"] = ask(
+            files[:1] if not law_rule else files, greedy, settings.under("greedy", 0), "greedy", options.concurrency
+        )
+    if not law_rule:
+        asked["sampled"] = ask(files, primary, settings, "sampled", options.concurrency)
+    record = _record(options, frozen, files[0].client, asked, gammas)
+    write_json(options.run / READBACK, record.record())
+    write_asked("--out", options.out, record.record())
+    if options.json:
+        print(json.dumps(record.record(), indent=2))
+    else:
+        print_served(console or Console(), record, options.run)
+    return record
+
+
+def _check(options: ReadbackOptions) -> None:
+    if options.rule not in ("auto", *get_args(Rule)):
+        raise UserError(f"--rule {options.rule}: one of auto, {', '.join(get_args(Rule))}")
+    for name, value, most in (
+        ("gamma", options.gamma, 128),
+        ("prompts", options.prompts, None),
+        ("concurrency", options.concurrency, 1024),
+    ):
+        if value is not None and not 1 <= value <= (most or value):
+            raise UserError(f"--{name} {value}: give a whole number from 1{f' to {most}' if most else ''}")
+    if options.timeout <= 0:
+        raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
+    check_writable("--out", options.out)
+
+
+def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]]:
+    """(the run's text for the rule, its greedy text: empty where it has none), as many prompts as asked for."""
+    wanted: Any = None if options.rule == "auto" else options.rule
+    frozen = load_frozen_text(options.run, wanted)
+    frozen = replace(frozen, responses=frozen.responses[: options.prompts])
+    if frozen.rule == "greedy":
+        return frozen, frozen.responses
+    if not (options.run / RESPONSES / HELDOUT_GREEDY).is_dir():
+        return frozen, []
+    return frozen, load_frozen_text(options.run, "greedy").responses[: options.prompts]
+
+
+def _gammas(options: ReadbackOptions, frozen: FrozenText) -> tuple[int, ...]:
+    """The gammas at which the server may be: as asked; else as exported, or as judged."""
+    if options.gamma is not None:
+        return (options.gamma,)
+    verdict = load_verdict(options.run) if (options.run / VERDICT).is_file() else None
+    judged = verdict.gamma if verdict else frozen.config.judge.gamma
+    return tuple(dict.fromkeys((serving_gamma(verdict)[0] if verdict else judged, max(1, judged))))
+
+
+def _files(options: ReadbackOptions, frozen: FrozenText) -> list[AnswerFile]:
+    """The draft's server, and the one without it, each with its file of answers."""
+    files = []
+    for url, name in ((options.url, ANSWERS), (options.plain, PLAIN_ANSWERS)):
+        if url:
+            client = EngineClient(
+                url, frozen.target.tokenizer, frozen.target.facts.vocab_rows, model=options.model or None,
+                timeout=options.timeout, concurrency=options.concurrency,
+            )  # fmt: skip
+            client.identify()
+            files.append(AnswerFile(options.run / name, client, options.resume))
+    return files
+
+
+def _law(asked: Asked, frozen: FrozenText) -> tuple[TextLaw | None, list[str]]:
+    """(what the target says of sampled text, why it cannot be asked)."""
+    if frozen.target.config.endpoint is not None:
+        return None, ["the target's weights are on a server: whether the text is its own is not tested here"]
+    if any(answer.ids is None for answer in asked.answers):
+        return None, [
+            "the server gives no token ids: whether the text is the target's own is not tested, and replay is of the run's text"
+        ]
+    texts = [
+        Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in zip(asked.texts, asked.answers, strict=True)
+    ]
+    return text_law(frozen.target.model, texts, asked.settings.sampling), []
+
+
+def _record(
+    options: ReadbackOptions, frozen: FrozenText, client: EngineClient, asked: dict[str, Asked], gammas: tuple[int, ...]
+) -> ServedRecord:
+    main = asked.get("sampled") or asked["greedy"]
+    sampled = "sampled" in asked
+    law, notes = _law(main, frozen) if sampled else (None, [])
+    try:
+        counted = count(main, gammas[0])
+    except UserError as error:
+        raise UserError(f"{client.endpoint.url}: {error}") from error
+    replayer = Replayer(frozen.draft(str(options.run)), main, law)
+    wanted = counted.gamma if counted.gamma in gammas else gammas[0]
+    found = _rule(options, counted, replayer, wanted, sampled)
+    causes = acceptance_causes(counted, replayer, found, client.engine)
+    if law is not None and not law.same:
+        causes += text_causes(law, main, frozen.target)
+    texts, more = _greedy_texts(asked.get("greedy"), frozen)
+    causes += more
+    if main.reset:
+        causes.append(f"counters: {main.reset}")
+    agrees = not causes
+    shown = replayer.predict(counted, found.rule, counted.gamma)
+    survival, rate = replayer.shares(found.rule, found.gamma, client.engine)
+    expected, expected_ci = replayer.expect(found.rule, found.gamma)
+    speed = speeds(main.answers, main.plain, options.concurrency)
+    return ServedRecord.model_validate({
+        "engine": client.engine, "version": client.version, "url": options.url,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"), "rule": found.rule, "gamma": counted.gamma,
+        "asked_gamma": found.gamma, "sampling": main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
+        "prompts": len(main.answers), "tokens": sum(answer.tokens for answer in main.answers),
+        "served": {
+            "tau": counted.tau, "tau_ci": tau_interval(counted, shown.blocks_N), "survival": counted.survival,
+            "accepted_per_drafted": counted.accepted_per_drafted, "source": counted.source,
+            **{key: value for key, value in speed.items() if not key.startswith("speed_up")},
+        },
+        "replay": {
+            "tau": found.tau, "survival": survival, "accepted_per_drafted": rate,
+            "text": "served text" if replayer.knows(found.rule) else "the run's text",
+            "expected_tau": expected, "expected_tau_ci": expected_ci,
+        },
+        "z": found.z, "agrees": agrees, "texts_equal": None if texts is None else texts["equal"] + texts["near_ties"] == texts["prompts"],
+        "greedy": texts,
+        "text_law": None if law is None else {
+            "p": law.p, "same": law.same, "log_prob": law.log_prob, "expected": law.expected, "tokens": law.tokens,
+        },
+        "speed_up": speed["speed_up"], "speed_up_ci": speed["speed_up_ci"],
+        "causes": causes, "notes": notes + counted.notes + end_note(counted, client.engine),
+    })  # fmt: skip
+
+
+def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> Predicted:
+    """The prediction by the rule asked for; by default that of the engines' usual rules which is nearest."""
+    if not sampled or options.rule != "auto":
+        return replayer.predict(counted, "greedy" if not sampled else options.rule, gamma)
+    usual = [rule for rule in rules_of_text("sample") if rule != "block"]
+    near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
+    rule = min(usual, key=lambda rule: abs(near[rule].tau - counted.tau))
+    return replayer.predict(counted, rule, gamma)
+
+
+def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[dict[str, int] | None, list[str]]:
+    """({prompts, equal, near_ties} of greedy text beside the run's own, the cause where they part)."""
+    if asked is None:
+        return None, []
+    equal = ties = 0
+    worst = ""
+    for own, answer in zip(asked.texts, asked.answers, strict=True):
+        if answer.ids is None:
+            decoded = str(frozen.target.tokenizer.decode(own.response_ids, skip_special_tokens=False))
+            same = answer.text == decoded or (answer.finished and decoded.startswith(answer.text))
+        else:
+            same = answer.ids == own.response_ids
+        if same:
+            equal += 1
+            continue
+        said = Response(own.key, own.prompt_ids, response_ids=answer.ids or [])
+        ours = Response(own.key, own.prompt_ids, response_ids=own.response_ids)
+        try:
+            if frozen.target.config.endpoint is None and answer.ids:
+                near_tie(frozen.target.model, ours, said)
+                ties += 1
+                continue
+            worst = worst or f"prompt {own.key} differs"
+        except SelfCheckError as error:
+            worst = worst or str(error)
+    texts = {"prompts": len(asked.answers), "equal": equal, "near_ties": ties}
+    if not worst:
+        return texts, []
+    return texts, [
+        f"greedy: {equal} of {texts['prompts']} greedy texts are the run's own, {ties} part at a near-tie; {worst}"
+    ]

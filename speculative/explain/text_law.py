@@ -1,0 +1,95 @@
+"""Is a served text the target's own? Two tests of it against the target's probabilities, by a plain forward over the whole text.
+
+places     Where in its distribution each token lies, a number that is uniform for a true sampler (`losslessness`).
+log_prob   Mean log-probability of the tokens against the mean of minus the entropies: what was said is as likely as it should be.
+           Given the text before, each token's log-probability has a known mean and variance, so the sum is a z-score.
+
+Acceptance alone would not tell: text that is garbage may be drafted well.
+Shapes: R rows of a forward, V vocabulary, T tokens of a response.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+from transformers import PreTrainedModel
+
+from speculative.explain.losslessness import LEVEL, uniformity
+from speculative.measure.token_scores import StoredText, values_by_text
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
+
+# Log-probability of a token that the target cannot say: one of a thousand may be rounding at the edge of a nucleus.
+IMPOSSIBLE = -20.0
+ALL_LIKELIEST = 0.995  # Share of tokens that are the target's first choice, from which on nothing was sampled.
+
+
+@dataclass(frozen=True)
+class TextLaw:
+    """p: of both tests, Bonferroni. log_prob, expected: nats a token. likeliest: share of tokens that are the target's first choice,
+    and the share expected. impossible: tokens outside its distribution. log_target_probs: of each token of each text.
+    """
+
+    p: float
+    log_prob: float
+    expected: float
+    likeliest: float
+    expected_likeliest: float
+    tokens: int
+    impossible: int
+    log_target_probs: list[np.ndarray]
+
+    @property
+    def same(self) -> bool:
+        """Whether the text can be the target's."""
+        return self.p >= LEVEL
+
+
+def text_law(
+    target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, seed: int = 0
+) -> TextLaw:
+    """Both tests of these texts under sampling settings that are not greedy.
+
+    Raises:
+        UserError: the target returns NaN.
+    """
+    assert not settings.greedy, "nothing is sampled at temperature 0"
+
+    def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
+        probs_RV = logits_to_probs(logits_RV, settings)
+        of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
+        likelier_R = torch.where(probs_RV > of_token_R1, probs_RV, 0.0).sum(-1, dtype=torch.float64)
+        own_R = torch.where(probs_RV == of_token_R1, probs_RV, 0.0).sum(-1, dtype=torch.float64)
+        logs_RV = probs_RV.double().log()
+        weighted_RV = torch.where(probs_RV > 0, probs_RV.double() * logs_RV, 0.0)
+        mean_R = weighted_RV.sum(-1)
+        square_R = torch.where(probs_RV > 0, weighted_RV * logs_RV, 0.0).sum(-1)
+        log_prob_R = of_token_R1.squeeze(-1).double().log()
+        parts = [likelier_R, own_R, log_prob_R, mean_R, square_R - mean_R**2, probs_RV.amax(-1).double()]
+        return torch.stack(parts, 1)
+
+    values = values_by_text(target, texts, columns, 6, "target")
+    likelier_T, own_T, log_prob_T, mean_T, variance_T, top_T = np.concatenate(values).T
+    # A token outside the distribution has no mass of its own, and lies behind all of it.
+    own_T = np.where(np.isneginf(log_prob_T), 0.0, own_T)
+    places = uniformity([(likelier_T, own_T)], seed)
+    said_T = np.maximum(log_prob_T, IMPOSSIBLE)
+    spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))
+    z = float((said_T - mean_T).sum()) / max(spread, 1e-9)
+    p_log_prob = float(2 * stats.norm.sf(abs(z))) if spread > 1e-6 or abs(z) > 1 else 1.0
+    return TextLaw(
+        min(1.0, 2 * min(places["p_value"], p_log_prob)),
+        float(said_T.mean()),
+        float(mean_T.mean()),
+        float((likelier_T == 0).mean()),
+        float(top_T.mean()),
+        len(said_T),
+        int(np.isneginf(log_prob_T).sum()),
+        [values_T6[:, 2] for values_T6 in values],
+    )
+
+
+def fitting(target: PreTrainedModel, texts: Sequence[StoredText], candidates: dict[str, SamplingSettings]) -> list[str]:
+    """The names of those settings under which the texts could be the target's."""
+    return [name for name, settings in candidates.items() if text_law(target, texts, settings).same]

@@ -1,0 +1,122 @@
+"""What a serving engine counted beside what replay predicts for its convention: the first token of a response is the prefill's, so
+blocks start at the second one; a block that reaches the end of a response counts whole, its tokens behind the end not at all.
+
+Shapes: N responses, B blocks of one response, J = 1..gamma places in a block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speculative.measure.replay import (
+    GREEDY_BLOCK_TOLERANCE,
+    WORRYING_Z,
+    agreement_of,
+    expected_blocks_of,
+    survival_sums,
+)
+from speculative.measure.token_scores import StoredText, TokenScores
+
+PREFILL_TOKENS = 1  # of a response, before its first block
+
+
+class Decoded(NamedTuple):
+    """A response as its blocks see it: what the prefill said belongs to the prompt. A `token_scores.StoredText`."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    log_target_probs: list[float]
+
+
+@dataclass(frozen=True)
+class ServedBlocks:
+    """Blocks of one served response. tokens: behind the prefill's. accepted_B, drafted_B: empty where an engine gives sums only."""
+
+    tokens: int
+    blocks: int
+    accepted_B: tuple[int, ...] = ()
+    drafted_B: tuple[int, ...] = ()
+
+    def inside(self) -> list[tuple[int, int, int]]:
+        """(start, drafted, accepted) of each block, without what lies behind the end; a start is counted in tokens behind the prefill's."""
+        start, found = 0, []
+        for accepted, drafted in zip(self.accepted_B, self.drafted_B, strict=True):
+            left = max(0, self.tokens - start)
+            found.append((start, min(drafted, left), min(accepted, left)))
+            start += accepted + 1
+        return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether the blocks explain the response: the last one reaches its end, and no one begins behind it."""
+        starts = [start for start, _, _ in self.inside()]
+        end = sum(self.accepted_B) + len(self.accepted_B)
+        return not starts or (starts[-1] < self.tokens <= end)
+
+
+def behind_prefill(text: StoredText) -> Decoded:
+    """A response from its second token on."""
+    first = list(text.response_ids[:PREFILL_TOKENS])
+    rest = slice(PREFILL_TOKENS, None)
+    return Decoded([*text.prompt_ids, *first], list(text.response_ids[rest]), list(text.log_target_probs[rest]))
+
+
+def tau_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> tuple[float, np.ndarray]:
+    """(tokens per target call by replay of `behind_prefill` text, expected blocks (N,) of each response)."""
+    blocks_N = expected_blocks_of(scores, rule, (gamma,))[:, 0]
+    return float(sum(len(score) for score in scores) / max(blocks_N.sum(), 1e-9)), blocks_N
+
+
+def predicted_shares(
+    scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
+) -> tuple[list[float], float]:
+    """(survival by place, accepted/drafted) by replay; see `survival_sums`."""
+    blocks_J, kept_J = survival_sums(scores, rule, gamma, spared=spared)
+    return _shares(blocks_J, kept_J)
+
+
+def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[float], float]:
+    """(survival by place, accepted/drafted) of the blocks an engine told one by one, counted as `predicted_shares` does."""
+    blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
+    for one in served:
+        for _, drafted, accepted in one.inside():
+            blocks_J[: min(drafted, gamma)] += 1
+            kept_J[: min(accepted, gamma)] += 1
+    return _shares(blocks_J, kept_J)
+
+
+def _shares(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], float]:
+    survival_J = kept_J / np.where(blocks_J > 0, blocks_J, 1.0)
+    return survival_J.tolist(), float(kept_J.sum() / max(blocks_J.sum(), 1e-9))
+
+
+def served_agreement(scores: Sequence[TokenScores], rule: str, blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
+    """`agreement_of` the very text that was served; blocks_N may be one number, their sum.
+
+    z is a number where nothing is random too: in units of which `WORRYING_Z` are the tolerated share of blocks.
+    """
+    found = agreement_of(scores, rule, blocks_N, gamma)
+    if found["z"] is None:
+        unit = GREEDY_BLOCK_TOLERANCE * found["predicted_blocks"] / WORRYING_Z
+        found["z"] = (found["live_blocks"] - found["predicted_blocks"]) / max(unit, 1e-9)
+    return found
+
+
+def foreign_tokens(
+    served: Sequence[ServedBlocks], scores: Sequence[TokenScores], rule: str
+) -> tuple[int, int, list[tuple[int, float, bool]]]:
+    """Of the drafted tokens that blocks tested within their text: (accepted ones, those that this draft would never have proposed,
+    (index of the token in its text, probability of its acceptance here, whether it was accepted) of all of them).
+    """
+    accepted = never = 0
+    tested: list[tuple[int, float, bool]] = []
+    for one, score in zip(served, scores, strict=True):
+        probs_T = score.accept_probs(rule)
+        for start, drafted, kept in one.inside():
+            accepted += kept
+            never += int((probs_T[start : start + kept] == 0).sum())
+            places = range(start, start + min(kept + 1, drafted))
+            tested += [(place, float(probs_T[place]), place < start + kept) for place in places]
+    return accepted, never, tested
