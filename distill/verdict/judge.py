@@ -12,6 +12,7 @@ from distill.models.draft import as_exported
 from distill.models.target import Target
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
+from speculative.engine.pool import release
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -57,6 +58,7 @@ class DraftJudge:
     def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
         draft = as_exported(module.exported(), self.target)
         by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
+        release()  # Training needs the memory until the next checkpoint is judged.
         main = by_rule.pop(self.settings.rule)
         return {"step": step, "score": main["tau"], **main, **by_rule}
 
