@@ -3,11 +3,14 @@
 import shutil
 import warnings
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
-from speculative.decode import decode
+from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+from speculative.decode import decode, generate
+from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
@@ -80,6 +83,32 @@ def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size
             assert texts(static) == texts(plain)
             assert [text.accepted_counts for text in static] == [text.accepted_counts for text in plain]
             assert (timing.block_seconds > 0) == (policy is None)
+
+
+def test_what_a_reader_asks_for_comes_from_recorded_blocks_too(recorded, tmp_path):
+    """Stop strings, text, the log of proposals, a context that is too short; the stream may be left early."""
+    target = tiny_model(vocab_size=400, max_position_embeddings=96)
+    draft, tokenizer = perturbed(target), load_tokenizer(str(EMBEDDED_FOLDER))
+    asked = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=40, stop=("ing", "("), fit_context=True)
+    tables, responses = [], []
+    for runner in ("eager", "graph"):
+        with ProposalLog(tmp_path / f"{runner}.parquet") as log:
+            found, timing = decode(
+                target, ModelDrafter(draft), PROMPTS, asked, batch_size=3, tokenizer=tokenizer, log=log, runner=runner
+            )
+        responses.append([(one.response_ids, one.text, one.finish_reason, one.drafted_counts) for one in found])
+        order = [("prompt", "ascending"), ("block", "ascending"), ("place", "ascending")]
+        tables.append(pq.read_table(tmp_path / f"{runner}.parquet").sort_by(order).to_pydict())
+    assert timing.block_seconds > 0
+    assert responses[0] == responses[1]
+    assert {reason for _, _, reason, _ in responses[0]} == {"stop", "length"}
+    for name, expected in tables[0].items():
+        # A recorded block feeds the draft one token more, so kernels of another shape round.
+        assert tables[1][name] == (pytest.approx(expected, rel=1e-4) if name.endswith("_prob") else expected)
+    stream = generate(target, ModelDrafter(draft), PROMPTS, asked, batch_size=3, tokenizer=tokenizer, runner="graph")
+    next(stream)
+    stream.close()
+    assert pool.holds(target, 3, 32)
 
 
 def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):
