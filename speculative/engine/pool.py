@@ -63,8 +63,8 @@ def give_back(model: PreTrainedModel, memory: Memory) -> None:
     """The caller is done with it. Only what recordings were made for is worth keeping, the latest few of a model."""
     if memory.kind != GRAPHED:
         return
-    kept = [(told, other) for told, other in _idle.get(model, []) if not _replaces(memory.cache, other.cache)]
-    _idle[model] = [*kept, (_fingerprint(model), memory)][-MOST_IDLE:]
+    # Of one shape there may be two: plain and speculative decoding that take turns hold theirs at once.
+    _idle[model] = [*_idle.get(model, []), (_fingerprint(model), memory)][-MOST_IDLE:]
 
 
 def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
@@ -96,10 +96,6 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int) -> tuple[Any, Mem
         if entry[1].cache.rows == rows and entry[1].cache.place.capacity >= capacity
     ]
     return min(fitting, key=lambda entry: entry[1].cache.place.capacity, default=None)
-
-
-def _replaces(new: RaggedCache, old: RaggedCache) -> bool:
-    return new.rows == old.rows and new.place.capacity >= old.place.capacity
 
 
 def _fingerprint(model: nn.Module) -> Any:

@@ -212,6 +212,9 @@ def timed(target: Any, draft: Any) -> None:
 def filled(target: Any, draft: Any) -> None:
     texts_given = [(list(ids), list(ids)) for _, ids in PROMPTS]
     full_batch_seconds(target, draft, texts_given, RULES["sample"], 2, turns=1)
+    captures = len(LEDGER.captures)
+    full_batch_seconds(target, draft, texts_given, RULES["sample"], 2, turns=1)
+    assert len(LEDGER.captures) == captures  # Both streams, which are open at once, find what they left.
 
 
 @pytest.mark.parametrize("measure", [judged, raced, timed, filled])
