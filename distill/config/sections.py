@@ -190,7 +190,7 @@ class ServingConfig(Section):
 
     rule: Rule | None = Field(
         None,
-        description="how the engine accepts (README, Words): vLLM and llama.cpp draft greedily; null = greedy at temperature 0, "
+        description="how the engine accepts (README, Words): vLLM, SGLang and llama.cpp draft greedily; null = greedy at temperature 0, "
         "else sample. It sets the default objective and the metric",
     )
     temperature: float = Field(1.0, ge=0, description="sampling temperature of the server; 0 = greedy")

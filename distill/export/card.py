@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from distill.export.commands import places
 from distill.export.load_table import load_words
 from distill.run.verdict_record import Interval, Verdict
 
@@ -65,35 +66,36 @@ def model_card(serving: dict[str, Any], verdict: Verdict | None, provenance: dic
 
 def serving_page(serving: dict[str, Any]) -> str:
     """SERVING.md: for each engine whether it takes the pair, how it accepts, and the command."""
+    target = shlex.quote(serving["target"]["name"])
     lines = [
         "# Serving this draft",
         "",
-        (
-            f"Target `{serving['target']['name']}`, draft `{serving['draft']['path']}`, gamma {serving['gamma']} "
-            f"({serving['gamma_source']}). When you move this directory, change its path in the commands (and in "
-            "tensorrt_llm.yaml)."
-        ),
+        f"For the target `{serving['target']['name']}`, at gamma {serving['gamma']} ({serving['gamma_source']}). Start here, in this directory:",
+        "",
+        "```bash",
+        places('"$PWD"', target),
+        "```",
         "",
         f"Vocabulary: {serving['vocabulary']['detail']}.",
     ]
+    if serving["sampling"]:
+        settings = json.dumps(serving["sampling"])
+        lines += [
+            "",
+            f"Served at `{settings}`: a client that sets other values, or an engine without a flag for it, needs them in each request.",
+        ]
     lines += _load_lines(serving)
     lines += [f"\n**Warning.** {warning}" for warning in serving["warnings"]]
     for name, engine in serving["engines"].items():
         verdict = "takes this pair" if engine["ok"] else "does NOT take this pair"
         lines += ["", f"## {name}: {verdict}", ""]
         lines += [f"- refused: {reason}" for reason in engine["reasons"]]
-        lines += [f"- {engine['rule_note']}."]
+        lines += [f"- It {engine['rule_note']}."]
         lines += [f"- {note}" for note in engine["notes"]]
         lines += ["", f"```{engine['language']}", engine["command"], "```"]
-        for file_name, text in engine["files"].items():
-            lines += ["", f"`{file_name}`, in this directory:", "", "```yaml", text.rstrip(), "```"]
-    lines += [
-        "",
-        (
-            "TGI cannot serve an independent draft. Of the commands above only the transformers code is run by our "
-            "tests; the others follow the engines' documentation."
-        ),
-    ]
+    lines += ["", "## Others", "", *(f"- {line}" for line in serving["other_engines"])]
+    read = ", ".join(f"{name} {engine['version']}" for name, engine in serving["engines"].items())
+    lines += ["", f"As read in {read}. Of the commands only the transformers code is run by our tests."]
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,7 @@ Everything is written and checked in a temporary sibling directory, which is the
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from distill.config.layout import PROVENANCE, VERDICT
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
+from distill.export.commands import others, sampling_fields
 from distill.export.destination import SERVING_FILE, SERVING_FORMAT, appearing_directory, check_destination
-from distill.export.engines import EngineVerdict, check_all, gather_facts
+from distill.export.engines import EngineVerdict, check_all
+from distill.export.facts import EngineFacts, gather_facts, shorter_context
 from distill.export.load_table import gamma_by_load
 from distill.export.merge import base_of_adapter, load_merged_student
 from distill.models.draft import cast_weights
 from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
+from distill.run.result import Curves
 from distill.run.verdict_record import Verdict
-from speculative.engine.models import max_positions
 from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
 
-SERVING_VERSION = 1
+SERVING_VERSION = 2
 GAMMA_WITHOUT_VERDICT = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
@@ -57,8 +60,9 @@ def export_draft(
     to: Path,
     dtype: str = "auto",
     verdict: Verdict | None = None,
+    curves: Curves | None = None,
     provenance: dict[str, Any] | None = None,
-    sampling: dict[str, Any] | None = None,
+    sampling: SamplingSettings | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -71,9 +75,9 @@ def export_draft(
         to: directory to create.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: the dtype of the target's checkpoint.
         verdict: the run's verdict.json, None when nothing was measured.
+        curves: what replay predicts under each rule, of the run's result.json.
         provenance: what the run wrote about itself, for the model card (see `distill.export.card.model_card`).
-        sampling: `temperature`, `top_k`, `top_p`, `min_p` of the run, for the generation config; defaults to
-            `provenance["sampling"]`.
+        sampling: how the run serves, for the generation config and the commands.
         overwrite: replace an earlier export at `to`.
         revision: hub revision of the target.
 
@@ -87,7 +91,7 @@ def export_draft(
     rows = vocabulary_rows(target_side.config)
     student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)
     gamma, gamma_source, gain = serving_gamma(verdict)
-    take_over_ids(student.model, target_side, gamma, sampling or (provenance or {}).get("sampling"))
+    take_over_ids(student.model, target_side, gamma, sampling)
     cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain)
     try:
@@ -95,7 +99,9 @@ def export_draft(
             student.model.save_pretrained(working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
-            engines = _check_engines(working, path, target_side, gamma, verdict, trust_remote_code)
+            facts = _facts(working, path, target_side, gamma, verdict, trust_remote_code)
+            facts = replace(facts, sampling=sampling, taus=curves.taus_at(gamma) if curves else {})
+            engines = check_all(facts)
             draft_record = _draft_record(path, student.model, export_dtype)
             serving = {
                 "format": SERVING_FORMAT,
@@ -108,7 +114,9 @@ def export_draft(
                 "gamma_by_load": gamma_by_load(verdict),
                 "gain": gain,
                 "measured": _measured(verdict),
+                "sampling": sampling_fields(facts),
                 "engines": {engine.engine: asdict(engine) for engine in engines},
+                "other_engines": others(facts),
                 "warnings": warnings,
                 "checks": checks,
             }
@@ -185,18 +193,20 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
         warnings.append(NO_GAIN.format(gamma=gamma))
     if gain is None:
         warnings.append(NOT_MEASURED)
-    draft_context, target_context = (max_positions(config) for config in (draft_config, target_config))
-    if draft_context and target_context and draft_context < target_context:
-        sizes = f"the draft's context is {draft_context} tokens and the target's {target_context}"
-        warnings.append(f"{sizes}: cap the server's context length")
+    context = shorter_context(draft_config, target_config)
+    if context is not None:
+        warnings.append(
+            f"the draft takes {context} tokens and the target more: the commands cap the server there (beyond it vLLM's model runner V1 "
+            "drafts dummy tokens; V2 lowers its own cap from 0.33)"
+        )
     return warnings
 
 
-def _check_engines(
+def _facts(
     working: Path, path: Path, target_side: TargetSide, gamma: int, verdict: Verdict | None, trust: bool
-) -> list[EngineVerdict]:
-    """The engines' rules on the written directory itself, with the path it will have."""
-    facts = gather_facts(
+) -> EngineFacts:
+    """Of the written directory itself, with the path it will have."""
+    return gather_facts(
         target=target_side.name,
         draft=str(path),
         gamma=gamma,
@@ -207,7 +217,6 @@ def _check_engines(
         measured_rule=verdict.rule if verdict else None,
         gamma_by_load=gamma_by_load(verdict),
     )
-    return check_all(facts)
 
 
 def _target_record(target_side: TargetSide) -> dict[str, Any]:
@@ -243,13 +252,11 @@ def _measured(verdict: Verdict | None) -> dict[str, Any] | None:
 def _write_pages(
     working: Path, serving: dict[str, Any], verdict: Verdict | None, provenance: dict[str, Any] | None
 ) -> list[str]:
-    """Write cards, records and the engines' own files; the names of everything in the directory, sorted."""
+    """Write cards and records; the names of everything in the directory, sorted."""
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
     for record, name in ((verdict and verdict.record(), VERDICT), (provenance, PROVENANCE)):
         if record is not None:
             texts[name] = json.dumps(record, indent=2, default=str) + "\n"
-    for engine in serving["engines"].values():
-        texts.update(engine["files"])
     files = sorted({entry.name for entry in working.iterdir()} | texts.keys() | {SERVING_FILE})
     texts[SERVING_FILE] = json.dumps({**serving, "files": files}, indent=2) + "\n"
     for name, text in texts.items():
@@ -261,7 +268,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: dict[str, Any] | None) -> None:
+def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: SamplingSettings | None) -> None:
     """Give the draft the target's bos, eos and pad ids, and a generation config that serves as measured."""
     ids = {}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -274,18 +281,10 @@ def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: dic
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
-    model.generation_config = GenerationConfig(**ids, **_sampling_fields(sampling), **assisted)
-
-
-def _sampling_fields(sampling: dict[str, Any] | None) -> dict[str, Any]:
-    if sampling is None:
-        return {}
-    temperature = float(sampling.get("temperature", 1.0))
-    if temperature == 0:
-        return {"do_sample": False}
-    # top_k is written even when off (0): left out, the library would put its own default of 50 in.
-    fields = {"do_sample": True, "temperature": temperature, "top_k": int(sampling.get("top_k") or 0)}
-    fields["top_p"] = float(sampling.get("top_p") or 1.0)
-    if sampling.get("min_p"):
-        fields["min_p"] = float(sampling["min_p"])
-    return fields
+    fields: dict[str, Any] = {}
+    if sampling is not None:
+        # top_k is written even when off (0): left out, the library would put its own default of 50 in.
+        fields = {"do_sample": False} if sampling.greedy else {"do_sample": True, **sampling.as_dict()}
+    if not fields.get("min_p"):
+        fields.pop("min_p", None)
+    model.generation_config = GenerationConfig(**ids, **fields, **assisted)

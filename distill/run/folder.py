@@ -12,6 +12,7 @@ from distill.config.layout import (
     CONFIG,
     PROMPTS,
     PROVENANCE,
+    RESULT,
     SELF_CHECKS,
     STUDENT,
     STUDENT_NOTES,
@@ -22,8 +23,10 @@ from distill.config.layout import (
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.config.sections import SPIKE_FACTOR
+from distill.run.result import Curves, load_result
 from distill.run.verdict_record import Verdict, read_json
 from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
 
 # Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
 MAY_DIFFER = (
@@ -96,8 +99,9 @@ class RunFacts:
     student_dir: Path
     target: str
     verdict: Verdict | None
+    curves: Curves | None
     provenance: dict[str, Any]
-    sampling: dict[str, Any]
+    sampling: SamplingSettings
     revision: str | None
     trust_remote_code: bool
 
@@ -118,13 +122,14 @@ def read_run(path: Path) -> RunFacts:
     verdict = load_verdict(run) if (run / VERDICT).exists() else None
     if verdict is not None and folder.resolve() != step_folder(run, verdict.best.step or 0).resolve():
         verdict = None  # the verdict is of another checkpoint
+    curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     data = [source.path for source in config.data.train]
     provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
-    sampling = {key: getattr(config.serving, key) for key in ("temperature", "top_k", "top_p", "min_p")}
-    where = config.target
+    serving, where = config.serving, config.target
+    sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
     return RunFacts(
-        folder / STUDENT, where.path, verdict, provenance, sampling, where.revision, where.trust_remote_code
+        folder / STUDENT, where.path, verdict, curves, provenance, sampling, where.revision, where.trust_remote_code
     )
 
 

@@ -88,6 +88,11 @@ class Curves(Record):
     rules: list[RuleCurves] = Field(description="under every rule that the text has a law for, the run's own first")
     refused: list[RefusedRule] = Field([], description="the others")
 
+    def taus_at(self, gamma: int, name: str = "best") -> dict[str, float]:
+        """tau of a draft by rule at a gamma; what was not replayed is left out."""
+        of_draft = {entry.rule: entry.contestants[name] for entry in self.rules if name in entry.contestants}
+        return {rule: curve.tau[curve.gammas.index(gamma)] for rule, curve in of_draft.items() if gamma in curve.gammas}
+
 
 class TimedCosts(Costs):
     """The verdict's costs, and the threads they were measured with."""

@@ -52,7 +52,8 @@ def conclude_run(
         trained_on: domains of the training prompts.
     """
     run, live = config.folder, config.judge.live != "never"
-    settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
+    serving = decode_settings(config.serving, config.seed, target)
+    settings = serving.under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
     contestants = _contestants(run, config.judge.served, target, records[0], best)
@@ -70,12 +71,14 @@ def conclude_run(
     verdict = under_load(verdict, evidence, target) if live else verdict
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
-        serve=serve_commands(run, target, verdict.best_gamma or config.judge.gamma, config.judge_rule),
         provenance=_provenance(step_folder(run, best.step or 0)), config=dump_config(config),
         files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, target) if live else {}),
     )  # fmt: skip
+    serve = serve_commands(
+        run, target, verdict.best_gamma or config.judge.gamma, settings.rule, serving.sampling, result.curves
+    )
     spent = {stage: round(value, 2) for stage, value in seconds().items()}
-    return result.model_copy(update={"verdict": verdict.model_copy(update={"seconds": spent})})
+    return result.model_copy(update={"serve": serve, "verdict": verdict.model_copy(update={"seconds": spent})})
 
 
 def write_conclusion(run: Path, result: Result) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from distill.config.layout import EXPORT, best_student
-from distill.export.engines import check_all, gather_facts
+from distill.export.commands import with_places
+from distill.export.engines import check_all
+from distill.export.facts import gather_facts
 from distill.models.target import Target, load_target_side
 from distill.run.result import (
     RESULT_FORMAT,
@@ -45,6 +47,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.curves import CURVE_GAMMAS, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import RULES, rules_of_text
 
 
@@ -60,7 +63,6 @@ def findings_of(
     token_view: TokenView | None = None,
     temperatures: list[TemperatureRow] | None = None,
     trained_on: Sequence[str] | None = None,
-    serve: list[ServeCommand] | None = None,
     provenance: dict[str, Any] | None = None,
     config: str = "",
     files: Mapping[str, str | None] | None = None,
@@ -104,7 +106,6 @@ def findings_of(
         token_view=token_view,
         temperatures=temperatures or [],
         checks=verdict.self_checks,
-        serve=serve or [],
         config=config,
         provenance=provenance or {},
         files=dict(files or {}),
@@ -277,14 +278,21 @@ def _timed(evidence: Evidence) -> list[TimedPrompt] | None:
     return [TimedPrompt(key=key, tokens_per_second=of_prompt) for key, of_prompt in rates.items()]
 
 
-def serve_commands(run: Path, target: Target, gamma: int, rule: str) -> list[ServeCommand]:
+def serve_commands(
+    run: Path, target: Target, gamma: int, rule: str, sampling: SamplingSettings, curves: Curves | None
+) -> list[ServeCommand]:
     """What starts each engine with this run's draft once it is exported to RUN/export."""
     student = load_target_side(str(best_student(run)), False)
+    draft = str((run / EXPORT).resolve())
     facts = gather_facts(
-        target=target.config.path, draft=str(run / EXPORT), gamma=gamma, target_config=target.side.config,
-        target_tokenizer=target.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer, measured_rule=rule,
+        target=target.side.name, draft=draft, gamma=gamma, target_config=target.side.config,
+        target_tokenizer=target.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer,
+        measured_rule=rule, sampling=sampling, taus=curves.taus_at(gamma) if curves else None,
     )  # fmt: skip
     return [
-        ServeCommand(engine=one.engine, ok=one.ok, language=one.language, command=one.command, note=one.rule_note)
+        ServeCommand(
+            engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,
+            command=with_places(one.command, one.language, draft, facts.target),
+        )
         for one in check_all(facts)
-    ]
+    ]  # fmt: skip

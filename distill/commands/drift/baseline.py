@@ -24,7 +24,7 @@ from speculative.rules.verify import Rule, draft_draws
 ALL = "all"  # The slice of requests without a label, and the pool of every held-out prompt.
 OTHERS = "others"
 MOST_SLICES = 20  # Each takes its share of the false alarm rate; more would leave none of them any power.
-_ARGMAX_ENGINES = ("vllm", "llama.cpp")
+_ARGMAX_ENGINES = ("vllm", "sglang", "llama.cpp")
 _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed gamma.
 
 

@@ -1,47 +1,63 @@
-"""Engine rules: each refusal has its reason, each command parses back to what it should say."""
+"""Engine rules: each refusal has its reason, each command is what a shell hands to the engine, each number is replay's."""
 
 import json
-import shlex
+import re
+import subprocess
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from distill.export.engines import (
-    ENGINES,
-    EngineFacts,
-    check,
-    check_all,
-    check_directory_name,
-    gather_facts,
-    rerouted_word,
-)
+from distill.export.commands import others, places, with_places
+from distill.export.engines import ENGINES, check, check_all, check_directory_name, rerouted_word
+from distill.export.facts import EngineFacts, gather_facts, rerouted_type
 from speculative.errors import UserError
+from speculative.rules.sampling import GREEDY, SamplingSettings
 
+DRAFT, TARGET = "/models/my draft's $HOME", "org/target-8b"
+SERVED = SamplingSettings(temperature=0.8, top_p=0.95)
+# As on the pair of the table in docs/serving.md: argmax drafts 2.01, sampled drafts 3.63.
+TAUS = {"sample": 3.63, "greedy-draft": 2.01, "block": 3.8}
 GOOD = EngineFacts(
-    target="org/target-8b",
-    draft="/models/my draft's $HOME",
+    target=TARGET,
+    draft=DRAFT,
     gamma=5,
     target_rows=4096,
     draft_rows=4096,
     first_difference=None,
     first_difference_from_5=None,
     added_tokens_equal=True,
-    bos_eos_equal=True,
+    added_ends_equal=True,
     tokenizer_kind_equal=True,
     target_quantised=False,
     measured_rule="sample",
+    sampling=SERVED,
+    taus=TAUS,
 )
+# What a shell calls, each printing its words with a NUL behind each and a last one of its own.
+STUBS = "".join(f"{name}() {{ printf '%s\\0' {name} \"$@\"; printf '\\n\\0'; }}\n" for name in
+                ("vllm", "python", "llama-server", "trtllm-serve", "mlx_lm.server"))  # fmt: skip
 
 
-def options(command):
-    """A shell command as (words before the first option, {option: value})."""
-    words = shlex.split(command)
-    first = next(i for i, word in enumerate(words) if word.startswith("--"))
+def calls(command, draft=DRAFT, target=TARGET, cwd=None):
+    """The programs that a real shell calls for a command, each as its list of words."""
+    environment = {"DRAFT": draft, "TARGET": target, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-euc", STUBS + command], env=environment, cwd=cwd, capture_output=True, check=True)
+    return [call.split("\0")[:-1] for call in done.stdout.decode().split("\n\0")[:-1]]
+
+
+def options(command, draft=DRAFT):
+    """The last program called as (words before the first option, {option: value})."""
+    words = calls(command, draft)[-1]
+    first = next(i for i, word in enumerate(words) if word.startswith("-") and len(words[i]) > 2)
     pairs = words[first:]
     assert len(pairs) % 2 == 0
     return words[:first], dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+def speculative_config(facts):
+    return json.loads(options(check("vLLM", facts).command)[1]["--speculative-config"])
 
 
 def test_every_engine_takes_a_good_pair():
@@ -51,21 +67,45 @@ def test_every_engine_takes_a_good_pair():
     for verdict in verdicts:
         assert verdict.ok
         assert verdict.reasons == []
+        assert verdict.version
         json.dumps(asdict(verdict))
 
 
-def test_vllm_command():
+def test_vllm_drafts_as_replay_says_is_accepted_more_and_both_taus_stand_there():
     verdict = check("vLLM", GOOD)
     words, given = options(verdict.command)
-    assert words == ["vllm", "serve", GOOD.target]
-    assert json.loads(given["--speculative-config"]) == {
+    assert words == ["vllm", "serve", TARGET]
+    drawn = {
         "method": "draft_model",
-        "model": GOOD.draft,
+        "model": DRAFT,
         "num_speculative_tokens": 5,
+        "draft_sample_method": "probabilistic",
     }
-    sampled = next(note for note in verdict.notes if "probabilistic" in note)
-    words = shlex.split(sampled[sampled.index("--speculative-config") :])
-    assert json.loads(words[1])["draft_sample_method"] == "probabilistic"
+    assert json.loads(given["--speculative-config"]) == drawn
+    assert (verdict.rule, "rule sample" in verdict.rule_note, "tau 3.63 at gamma 5" in verdict.rule_note) == (
+        "sample",
+        True,
+        True,
+    )
+    assert "default, rule greedy-draft) replay predicts tau 2.01" in verdict.notes[0]
+    del drawn["draft_sample_method"]
+    argmax = replace(GOOD, taus={"sample": 2.0, "greedy-draft": 2.01})
+    verdict = check("vLLM", argmax)
+    assert speculative_config(argmax) == drawn
+    assert (verdict.rule, "tau 2.01" in verdict.rule_note) == ("greedy-draft", True)
+    assert '"probabilistic"` (rule sample) replay predicts tau 2.00' in verdict.notes[0]
+    for unknown in (replace(GOOD, taus={}), replace(GOOD, taus={"sample": 3.0}), replace(GOOD, sampling=None)):
+        assert speculative_config(unknown) == drawn
+    greedy = replace(GOOD, sampling=GREEDY, taus={"greedy": 2.58})
+    assert speculative_config(greedy) == drawn
+    assert not any("draft_sample_method" in note and "tau" in note for note in check("vLLM", greedy).notes)
+
+
+def test_vllms_traps_are_named():
+    said = " ".join(check("vLLM", GOOD).notes)
+    for trap in ("0.15", "May 2026", "VLLM_USE_V2_MODEL_RUNNER=0", "`block` works on V2 alone", "tau 3.80", "`fly`"):
+        assert trap in said
+    assert "rejection_sample_method" not in check("vLLM", GOOD).command
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -73,12 +113,13 @@ def test_sglang_command(quantised):
     words, given = options(check("SGLang", replace(GOOD, target_quantised=quantised)).command)
     assert words == ["python", "-m", "sglang.launch_server"]
     expected = {
-        "--model-path": GOOD.target,
+        "--model-path": TARGET,
         "--speculative-algorithm": "STANDALONE",
-        "--speculative-draft-model-path": GOOD.draft,
+        "--speculative-draft-model-path": DRAFT,
         "--speculative-num-steps": "5",
         "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": "6",
+        "--sampling-defaults": "openai",
     }
     if quantised:
         expected["--speculative-draft-model-quantization"] = "unquant"
@@ -86,43 +127,91 @@ def test_sglang_command(quantised):
 
 
 def test_llama_cpp_commands():
-    convert_target, convert_draft, serve = map(shlex.split, check("llama.cpp", GOOD).command.splitlines())
-    assert convert_target[:4] == ["python", "convert_hf_to_gguf.py", GOOD.target, "--outfile"]
-    assert convert_draft[:4] == ["python", "convert_hf_to_gguf.py", GOOD.draft, "--outfile"]
-    assert convert_target[4] != convert_draft[4]
-    assert serve == (
-        [
-            "llama-server",
-            "-m",
-            convert_target[4],
-            "-md",
-            convert_draft[4],
-            "--spec-type",
-            "draft-simple",
-            "--spec-draft-n-max",
-            "5",
-        ]
-    )
+    convert_target, convert_draft, serve = calls(check("llama.cpp", GOOD).command)
+    convert = ["python", "convert_hf_to_gguf.py"]
+    assert convert_target == [*convert, TARGET, "--outfile", f"{DRAFT}-target.gguf"]
+    assert convert_draft == [*convert, DRAFT, "--outfile", f"{DRAFT}.gguf"]
+    start = ["llama-server", "-m", f"{DRAFT}-target.gguf", "-md", f"{DRAFT}.gguf", "--spec-type", "draft-simple"]
+    settings = ["--temp", "0.8", "--top-k", "0", "--top-p", "0.95", "--min-p", "0.0"]
+    # Its own order truncates first and heats after: another distribution than the one that was measured.
+    order = ["--samplers", "temperature;top_k;top_p;min_p"]
+    assert serve == [*start, "--spec-draft-n-max", "5", *settings, *order]
+    greedy = calls(check("llama.cpp", replace(GOOD, sampling=GREEDY)).command)[-1]
+    assert greedy == [*start, "--spec-draft-n-max", "5", "--temp", "0"]
 
 
-def test_transformers_code_compiles_and_fixes_gamma():
+def test_transformers_code_compiles_and_serves_as_measured():
     verdict = check("transformers", GOOD)
     assert verdict.language == "python"
     compile(verdict.command, "snippet", "exec")
-    assert repr(GOOD.draft) in verdict.command
-    assert "num_assistant_tokens = 5" in verdict.command
+    assert "do_sample=True, temperature=0.8, top_k=0, top_p=0.95, min_p=None)" in verdict.command
+    assert "do_sample=False)" in check("transformers", replace(GOOD, sampling=GREEDY)).command
+    alone = with_places(verdict.command, verdict.language, DRAFT, TARGET)
+    assert f"DRAFT, TARGET = {DRAFT!r}, {TARGET!r}" in alone
 
 
-def test_tensorrt_llm_command_and_file():
-    verdict = check("TensorRT-LLM", GOOD)
-    words, given = options(verdict.command)
-    assert words == ["trtllm-serve", GOOD.target]
-    (name, text) = next(iter(verdict.files.items()))
-    assert given["--config"] == f"{GOOD.draft}/{name}"
-    assert yaml.safe_load(text) == {
-        "speculative_config": {"decoding_type": "Draft_Target", "max_draft_len": 5, "speculative_model": GOOD.draft},
+def tensorrt_file(facts, folder):
+    (serve,) = calls(check("TensorRT-LLM", facts).command, cwd=folder)
+    return serve, yaml.safe_load((folder / "tensorrt_llm.yaml").read_text())
+
+
+def test_tensorrt_llm_command_and_file(tmp_path):
+    serve, file = tensorrt_file(GOOD, tmp_path)
+    assert serve == ["trtllm-serve", TARGET, "--config", "tensorrt_llm.yaml"]
+    assert file == {
+        "speculative_config": {"decoding_type": "Draft_Target", "max_draft_len": 5, "speculative_model": DRAFT},
         "disable_overlap_scheduler": True,
     }
+    assert any("use_rejection_sampling" in note and "tau 3.63" in note for note in check("TensorRT-LLM", GOOD).notes)
+
+
+def test_the_measured_settings_are_in_every_command_that_has_a_flag():
+    given = options(check("vLLM", GOOD).command)[1]
+    assert given["--generation-config"] == "vllm"
+    assert json.loads(given["--override-generation-config"]) == {"temperature": 0.8, "top_p": 0.95}
+    given = options(check("vLLM", replace(GOOD, sampling=GREEDY)).command)[1]
+    assert json.loads(given["--override-generation-config"]) == {"temperature": 0.0}
+    mlx = re.search("`(mlx.*?)`", others(GOOD)[0])[1]
+    (words,) = calls(mlx)
+    settings = ["--temp", "0.8", "--top-p", "0.95"]
+    assert words == ["mlx_lm.server", "--model", TARGET, "--draft-model", DRAFT, "--num-draft-tokens", "5", *settings]
+    unknown = replace(GOOD, sampling=None)
+    assert not any(word in verdict.command for verdict in check_all(unknown) for word in ("temp", "sampling"))
+
+
+def test_a_draft_of_a_shorter_context_caps_the_server(tmp_path):
+    short = replace(GOOD, draft_context=2048)
+    flags = {
+        "vLLM": "--max-model-len",
+        "SGLang": "--context-length",
+        "TensorRT-LLM": "--max_seq_len",
+        "llama.cpp": "-c",
+    }
+    for engine, flag in flags.items():
+        words = calls(check(engine, short).command, cwd=tmp_path)[-1]
+        assert words[words.index(flag) + 1] == "2048"
+        assert flag not in calls(check(engine, GOOD).command, cwd=tmp_path)[-1]
+
+
+def test_a_command_finds_the_pair_wherever_the_directory_lies(tmp_path):
+    for verdict in check_all(GOOD):
+        assert DRAFT not in verdict.command
+        assert TARGET not in verdict.command
+    moved = tmp_path / "it's $moved"
+    moved.mkdir()
+    (words,) = calls(places('"$PWD"', "org/t") + "\n" + check("vLLM", GOOD).command, cwd=moved)
+    assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(moved)
+    assert words[2] == "org/t"
+    (words,) = calls(with_places(check("vLLM", GOOD).command, "bash", "/elsewhere/a b", "/t"), "", "")
+    assert words[2] == "/t"
+    assert '"model":"/elsewhere/a b"' in words[4]
+
+
+def test_engines_that_are_not_judged_are_told_of_honestly():
+    said = " ".join(others(GOOD))
+    for name in ("MLX-LM", "LM Studio", "TabbyAPI", "Fireworks", "Ollama", "LMDeploy", "TGI"):
+        assert name in said
+    assert "--draft-token-count 5" in said
 
 
 def refusing(**changes):
@@ -150,24 +239,36 @@ def test_token_strings_must_be_equal_and_llama_cpp_looks_from_5():
 
 def test_rules_of_single_engines():
     assert refusing(added_tokens_equal=False) == {"SGLang"}
-    assert refusing(bos_eos_equal=False) == {"llama.cpp"}
+    assert refusing(added_ends_equal=False) == {"llama.cpp"}
     assert refusing(tokenizer_kind_equal=False) == {"llama.cpp"}
     assert refusing(draft="/models/My-EAGLE3-draft") == {"vLLM"}
+    assert refusing(rerouted_type="qwen3_next") == {"vLLM"}
+    assert "model_type is 'qwen3_next'" in check("vLLM", replace(GOOD, rerouted_type="qwen3_next")).reasons[0]
+    assert refusing(sampling=SamplingSettings(0.8, min_p=0.05)) == {"vLLM"}
+    assert refusing(sampling=SamplingSettings(0.0, min_p=0.05)) == set()
 
 
-def test_each_engine_says_which_measured_rule_counts():
-    rules = {verdict.engine: verdict.rule_at_temperature for verdict in check_all(GOOD)}
+def test_each_engine_says_its_rule_and_what_replay_predicts_for_it():
+    drafting_argmax = replace(GOOD, taus=TAUS | {"sample": 1.9})
+    rules = {verdict.engine: verdict.rule for verdict in check_all(drafting_argmax)}
     assert rules == {
         "vLLM": "greedy-draft",
-        "SGLang": "sample",
+        "SGLang": "greedy-draft",
         "llama.cpp": "greedy-draft",
         "transformers": "sample",
         "TensorRT-LLM": "greedy-draft",
     }
-    assert "number to expect at temperature > 0" in check("SGLang", GOOD).rule_note
-    assert "--rule greedy-draft" in check("vLLM", GOOD).rule_note
-    assert "number to expect at temperature 0" in check("vLLM", replace(GOOD, measured_rule="greedy")).rule_note
-    assert "nothing was measured" in check("vLLM", replace(GOOD, measured_rule=None)).rule_note
+    for verdict in check_all(drafting_argmax):
+        expected = drafting_argmax.taus[verdict.rule]
+        assert (
+            f"rule {verdict.rule} at temperature > 0: replay predicts tau {expected:.2f} at gamma 5"
+            in verdict.rule_note
+        )
+    for verdict in check_all(replace(GOOD, sampling=GREEDY, taus={"greedy": 2.58}, measured_rule="greedy")):
+        assert (verdict.rule, "temperature 0: replay predicts tau 2.58" in verdict.rule_note) == ("greedy", True)
+    assert "--rule greedy-draft" in check("SGLang", replace(GOOD, taus={})).rule_note
+    assert "the verdict's own" in check("transformers", replace(GOOD, taus={})).rule_note
+    assert "nothing was measured" in check("vLLM", replace(GOOD, taus={}, measured_rule=None)).rule_note
 
 
 def test_an_unknown_engine_is_refused():
@@ -182,6 +283,34 @@ def test_names_that_vllm_reroutes_are_refused(path):
         check_directory_name(path)
 
 
+@pytest.mark.parametrize("path", ['/m/a"b', "/m/a\\b"])
+def test_a_path_that_no_json_in_a_command_holds_is_refused(path):
+    with pytest.raises(UserError, match="JSON cannot hold"):
+        check_directory_name(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "rerouted"),
+    [
+        *(
+            (name, {}, True)
+            for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+        ),
+        *((name, {}, True) for name in ("mimo", "ernie4_5_moe", "exaone4_5", "medusa")),
+        *(
+            (name, {}, False)
+            for name in ("qwen3", "qwen2", "llama", "gemma3_text", "glm4", "ernie4_5", "exaone4", "deepseek_v2")
+        ),
+        ("nemotron_h", {"num_nextn_predict_layers": 1}, True),
+        ("nemotron_h", {"num_nextn_predict_layers": 0}, False),
+        ("nemotron_h", {}, False),
+    ],
+)
+def test_model_types_that_vllm_reroutes(model_type, fields, rerouted):
+    found = rerouted_type(SimpleNamespace(model_type=model_type, **fields))
+    assert found == (model_type if rerouted else None)
+
+
 @pytest.mark.parametrize("path", ["/m/draft", "/m/eagle/draft", "runs/flash", "/home/beagle/x"])
 def test_other_names_pass(path):
     check_directory_name(path)
@@ -191,9 +320,12 @@ def test_other_names_pass(path):
 class Vocabulary:
     """As much of a tokenizer as the facts need."""
 
-    def __init__(self, words, added=(), bos_token_id=0, eos_token_id=1):
-        self.words, self.added = words, added
-        self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
+    def __init__(self, words, added=(), ends=()):
+        self.words, self.added, self.ends = words, added, ends
+
+    def __call__(self, text):
+        assert text == ""
+        return {"input_ids": list(self.ends)}
 
     def get_vocab(self):
         return {word: i for i, word in enumerate([*self.words, *self.added])}
@@ -203,8 +335,8 @@ class Vocabulary:
 
 
 def config(rows, **fields):
-    made = SimpleNamespace(vocab_size=rows, **fields)
-    made.get_text_config = lambda: made
+    made = SimpleNamespace(vocab_size=rows, model_type="llama", **fields)
+    made.get_text_config = lambda decoder=None: made
     return made
 
 
@@ -213,9 +345,9 @@ def facts_of(target_tokenizer, draft_tokenizer, **target_fields):
         target="t",
         draft="/d",
         gamma=3,
-        target_config=config(12, **target_fields),
+        target_config=config(12, max_position_embeddings=256, **target_fields),
         target_tokenizer=target_tokenizer,
-        draft_config=config(10),
+        draft_config=config(10, max_position_embeddings=64),
         draft_tokenizer=draft_tokenizer,
         measured_rule="greedy",
     )
@@ -227,17 +359,18 @@ def test_facts_of_equal_tokenizers():
     assert facts.first_difference is None
     assert facts.first_difference_from_5 is None
     assert facts.added_tokens_equal
-    assert facts.bos_eos_equal
+    assert facts.added_ends_equal
     assert facts.tokenizer_kind_equal
     assert not facts.target_quantised
+    assert (facts.draft_context, facts.rerouted_type) == (64, None)
 
 
 def test_facts_of_different_tokenizers():
     facts = facts_of(
-        Vocabulary("abcdefgh", added=["<x>"]), Vocabulary("aBcdefgh", eos_token_id=2), quantization_config={"bits": 4}
+        Vocabulary("abcdefgh", added=["<x>"]), Vocabulary("aBcdefgh", ends=[2]), quantization_config={"bits": 4}
     )
     assert facts.first_difference == (1, "b", "B")
     assert facts.first_difference_from_5 == (8, "<x>", None)
     assert not facts.added_tokens_equal
-    assert not facts.bos_eos_equal
+    assert not facts.added_ends_equal
     assert facts.target_quantised

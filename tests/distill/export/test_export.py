@@ -17,8 +17,10 @@ from distill.export import export as export_module
 from distill.export.check import check_with_transformers
 from distill.export.export import export_draft, serving_gamma
 from distill.models.vocabulary import repair_rows
+from distill.run.result import Curves
 from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
 
 TEXT = ["def main():", "    return value", "for name in names:", "the draft proposes, the target decides"]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -85,6 +87,15 @@ def student_dir(tmp_path_factory, tokenizer):
     return directory
 
 
+def curve(rule, taus):
+    return {"rule": rule, "contestants": {"best": {"rule": rule, "alpha": 0.7, "gammas": [0, 3], "tau": taus}}}
+
+
+CURVES = Curves.model_validate(
+    {"gammas": [0, 3], "rules": [curve("sample", [1.0, 2.8]), curve("greedy-draft", [1.0, 2.25])]}
+)
+
+
 def make_verdict(**changes):
     row = {"alpha": 0.5, "alpha_ci": [0.48, 0.52], "tau": 1.9, "tau_ci": [1.8, 2.0], "survival": [0.5, 0.3]}
     row |= {"accepted_per_drafted": 0.3, "tokens_per_second": 900.0}
@@ -107,9 +118,11 @@ def logits_of(model, ids=PROMPTS[1]):
 @pytest.fixture(scope="module")
 def exported(student_dir, target_dir, tmp_path_factory):
     provenance = {"base": "org/base", "data": ["gsm8k"], "license": "apache-2.0", "command": "accelerate launch x"}
-    provenance |= {"sampling": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0}, "seed": 3}
     to = tmp_path_factory.mktemp("out") / "my draft's"
-    return export(student_dir, target_dir, to, verdict=make_verdict(), provenance=provenance)
+    sampling = SamplingSettings(0.7, top_p=0.9)
+    return export(
+        student_dir, target_dir, to, verdict=make_verdict(), curves=CURVES, provenance=provenance, sampling=sampling
+    )
 
 
 def test_the_directory_is_the_student_in_the_targets_dtype(exported, student_dir, target_dir, tokenizer):
@@ -147,7 +160,7 @@ def test_the_generation_config_serves_as_measured(exported):
 def test_serving_json(exported, target_dir, tokenizer):
     serving = json.loads((exported.path / "serving.json").read_text())
     rows = len(tokenizer) + PADDED_ROWS
-    assert (serving["format"], serving["version"]) == ("understudy-serving", 1)
+    assert (serving["format"], serving["version"]) == ("understudy-serving", 2)
     assert serving["target"] == {"name": str(target_dir), "rows": rows, "dtype": "bfloat16", "quantised": False}
     assert (serving["draft"]["path"], serving["draft"]["rows"]) == (str(exported.path), rows)
     assert serving["vocabulary"]["verdict"] == "agree"
@@ -156,12 +169,11 @@ def test_serving_json(exported, target_dir, tokenizer):
     assert list(serving["engines"]) == ["vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"]
     for engine in serving["engines"].values():
         assert engine["ok"], engine["reasons"]
-        assert engine["rule_at_temperature"] in engine["rule_note"]
-        if engine["language"] == "bash":
-            # Each path is one word to the shell, quotes and spaces in it included.
-            assert any(str(exported.path) in word for word in shlex.split(engine["command"]))
+        predicted = {"sample": "2.80", "greedy-draft": "2.25"}[engine["rule"]]
+        assert f"rule {engine['rule']} at temperature > 0: replay predicts tau {predicted}" in engine["rule_note"]
+    assert serving["engines"]["vLLM"]["rule"] == "sample"
+    assert serving["sampling"] == {"temperature": 0.7, "top_p": 0.9}
     assert serving["files"] == exported.files
-    assert yaml.safe_load((exported.path / "tensorrt_llm.yaml").read_text())["speculative_config"]["max_draft_len"] == 3
 
 
 def test_the_pages_name_what_counts(exported, target_dir):
@@ -176,9 +188,17 @@ def test_the_pages_name_what_counts(exported, target_dir):
     for engine in exported.engines:
         assert f"## {engine.engine}: takes this pair" in page
         assert engine.command in page
+    assert str(exported.path) not in page, "the commands survive a move"
+    assert f'export DRAFT="$PWD" TARGET={shlex.quote(str(target_dir))}' in page
+    assert '{"temperature": 0.7, "top_p": 0.9}' in page
+    assert "tau 2.80" in page
+    assert "tau 2.25" in page
+    assert page.count("\n") < 95
 
 
-def test_the_transformers_code_runs(exported, capsys):
+def test_the_transformers_code_runs(exported, target_dir, capsys, monkeypatch):
+    monkeypatch.setenv("DRAFT", str(exported.path))
+    monkeypatch.setenv("TARGET", str(target_dir))
     (snippet,) = (engine.command for engine in exported.engines if engine.engine == "transformers")
     exec(compile(snippet, "snippet", "exec"), {})
     assert capsys.readouterr().out
@@ -282,7 +302,7 @@ def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
     assert (report.gain, report.gamma) == (False, 5)
     for page in ("README.md", "SERVING.md"):
         assert "No gain" in (report.path / page).read_text()
-    assert "num_assistant_tokens = 5" in (report.path / "SERVING.md").read_text()
+    assert "--spec-draft-n-max 5" in (report.path / "SERVING.md").read_text()
     assert "It cost time." in (report.path / "README.md").read_text()
 
 
@@ -295,12 +315,13 @@ def test_gamma_of_the_commands():
 
 def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):
     make_llama(len(tokenizer) + PADDED_ROWS, context=64).save_pretrained(tmp_path / "student")
-    sampling = {"temperature": 0.0, "top_k": 5, "top_p": 0.9}
+    sampling = SamplingSettings(0.0, 5, 0.9)
     report = export(tmp_path / "student", target_dir, tmp_path / "out", sampling=sampling)
     generation = json.loads((report.path / "generation_config.json").read_text())
     assert generation["do_sample"] is False
     assert "temperature" not in generation
-    assert any("context is 64 tokens and the target's 256" in warning for warning in report.warnings)
+    assert any("takes 64 tokens and the target more" in warning for warning in report.warnings)
+    assert all("64" in engine.command for engine in report.engines if engine.engine != "transformers")
 
 
 def refused(match, **call):

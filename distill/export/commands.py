@@ -1,0 +1,227 @@
+"""The command that starts each engine with a pair, the rule that it then follows, and what its user must know.
+
+Commands speak of `$DRAFT` and `$TARGET`, so that they survive a move. Rules are those at temperature > 0; at 0 every
+engine is `greedy`. What is said of an engine was read in the version that `distill.export.engines.ENGINES` names.
+"""
+
+import json
+import shlex
+from typing import Any, NamedTuple
+
+from distill.export.facts import EngineFacts
+
+DRAFT, TARGET = '"$DRAFT"', '"$TARGET"'
+
+
+class Start(NamedTuple):
+    """command: shell text or Python code. rule: how the engine so started accepts at temperature > 0."""
+
+    command: str
+    rule: str
+    notes: list[str]
+
+
+def places(draft: str, target: str) -> str:
+    """The line that tells a shell where the pair is; `draft` and `target` are shell words."""
+    return f"export DRAFT={draft} TARGET={target}"
+
+
+def with_places(command: str, language: str, draft: str, target: str) -> str:
+    """A command that needs nothing before it."""
+    if language == "python":
+        return command.replace('os.environ["DRAFT"]', repr(draft)).replace('os.environ["TARGET"]', repr(target))
+    return f"{places(shlex.quote(draft), shlex.quote(target))}\n{command}"
+
+
+def sampling_fields(facts: EngineFacts) -> dict[str, float | int]:
+    """The measured settings as a request's JSON has them; what is off is left out."""
+    if facts.sampling is None:
+        return {}
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    asked = {"temperature": facts.sampling.temperature} if facts.sampling.greedy else facts.sampling.as_dict()
+    return {name: value for name, value in asked.items() if value != off.get(name)}
+
+
+def vllm(facts: EngineFacts) -> Start:
+    speculative: dict[str, Any] = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": facts.gamma}
+    notes = [
+        "`draft_model` needs vLLM 0.15 or later, `draft_sample_method` a build of May 2026 or later; leave draft_tensor_parallel_size out."
+    ]
+    if facts.sampled_drafts_win:
+        speculative["draft_sample_method"] = "probabilistic"
+        notes.insert(
+            0, f"Without `draft_sample_method` (its default, rule greedy-draft) {_predicted(facts, 'greedy-draft')}."
+        )
+    elif facts.sampling is None or facts.sampled:
+        told = f'With `"draft_sample_method":"probabilistic"` (rule sample) {_predicted(facts, "sample")}.'
+        notes.insert(0, told)
+    most = max((gamma for _, _, gamma in facts.gamma_by_load), default=0)
+    if most and len(facts.gamma_by_load) > 1:
+        speculative |= {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": facts.gamma_by_load}
+        notes.append(
+            "gamma follows the batch size: vLLM tests that with EAGLE heads, and turns it off under data parallelism."
+        )
+    notes.append(
+        "On model runner V2 draft steps are eager, so c is higher there: compare with VLLM_USE_V2_MODEL_RUNNER=0. "
+        f"`rejection_sample_method`: `block` works on V2 alone{_block(facts)}; V1 ignores it and drafts the argmax; `fly` and "
+        "`synthetic` change the text."
+    )
+    words = [f"vllm serve {TARGET} --speculative-config {_json_word(speculative)}"]
+    if facts.draft_context:
+        words.append(f"--max-model-len {facts.draft_context}")
+    if facts.sampling is not None:
+        words.append(f"--generation-config vllm --override-generation-config {_json_word(sampling_fields(facts))}")
+    return Start(" ".join(words), "sample" if facts.sampled_drafts_win else "greedy-draft", notes)
+
+
+def sglang(facts: EngineFacts) -> Start:
+    words = [f"python -m sglang.launch_server --model-path {TARGET}"]
+    words += [f"--speculative-algorithm STANDALONE --speculative-draft-model-path {DRAFT}"]
+    words += [f"--speculative-num-steps {facts.gamma} --speculative-eagle-topk 1"]
+    words += [f"--speculative-num-draft-tokens {facts.gamma + 1}"]
+    if facts.target_quantised:
+        words.append("--speculative-draft-model-quantization unquant")
+    if facts.draft_context:
+        words.append(f"--context-length {facts.draft_context}")
+    if facts.sampling is not None:
+        words.append("--sampling-defaults openai")
+    notes = []
+    if facts.sampling is None or facts.sampled:
+        notes.append(
+            "It drafts the argmax (`--speculative-use-rejection-sampling` is refused for STANDALONE); on CPU, ROCm and XPU it verifies "
+            "greedily whatever the temperature: the text is not the target's there."
+        )
+    if facts.sampling is not None and facts.sampling.min_p and facts.sampled:
+        notes.append("Verification does not apply min_p.")
+    if facts.gamma_by_load:
+        notes.append(
+            f"No gamma per batch size for an independent draft. {_most_requests(facts)} (--max-running-requests)."
+        )
+    return Start(" ".join(words), "greedy-draft", notes)
+
+
+def llama_cpp(facts: EngineFacts) -> Start:
+    # Both beside the exported directory, and named after it, so that neither can overwrite the other or the target.
+    target_gguf, draft_gguf = '"$DRAFT-target.gguf"', '"$DRAFT.gguf"'
+    words = [
+        f"llama-server -m {target_gguf} -md {draft_gguf} --spec-type draft-simple --spec-draft-n-max {facts.gamma}"
+    ]
+    if facts.draft_context:
+        words.append(f"-c {facts.draft_context}")
+    notes = [
+        "Builds before --spec-type have --draft-max and a confidence gate to switch off (--draft-p-min 0); newer ones end with an error at "
+        "--draft-max, and their gate is off.",
+        "convert_hf_to_gguf.py (in llama.cpp's repository) wants a local directory (for a hub id add --remote) and refuses a tokenizer "
+        "that it has never seen.",
+    ]
+    if facts.sampling is not None and facts.sampling.greedy:
+        words.append("--temp 0")
+    elif facts.sampling is not None:
+        one = facts.sampling
+        words.append(f"--temp {one.temperature} --top-k {one.top_k} --top-p {one.top_p} --min-p {one.min_p}")
+        words.append("--samplers 'temperature;top_k;top_p;min_p'")
+        notes.append(
+            "Its own order truncates before the temperature is applied, and its defaults are .8, top-k 40, top-p .95, min-p .05."
+        )
+    if facts.gamma_by_load:
+        notes.append(f"No gamma per batch size. {_most_requests(facts)} (--parallel).")
+    convert = "python convert_hf_to_gguf.py"
+    lines = [
+        f"{convert} {TARGET} --outfile {target_gguf}",
+        f"{convert} {DRAFT} --outfile {draft_gguf}",
+        " ".join(words),
+    ]
+    return Start("\n".join(lines), "greedy-draft", notes)
+
+
+def transformers(facts: EngineFacts) -> Start:
+    settings = ""
+    if facts.sampling is not None:
+        one = facts.sampling
+        settings = (
+            ", do_sample=False" if one.greedy else f", do_sample=True, temperature={one.temperature}, top_k={one.top_k}"
+        )
+        settings += "" if one.greedy else f", top_p={one.top_p}, min_p={one.min_p or None}"
+    code = f"""import os
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DRAFT, TARGET = os.environ["DRAFT"], os.environ["TARGET"]
+tokenizer = AutoTokenizer.from_pretrained(TARGET)
+target = AutoModelForCausalLM.from_pretrained(TARGET, dtype="auto")
+draft = AutoModelForCausalLM.from_pretrained(DRAFT, dtype="auto")
+inputs = tokenizer("Hello", return_tensors="pt")
+output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64{settings})
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))"""
+    notes = [
+        "Batch size 1 only. gamma and the confidence gate (off) are read from the directory's generation_config.json, not from "
+        "generate()'s arguments.",
+        "A pad id inside the text (bos is often the pad id) is hidden from the draft and lowers acceptance; "
+        "pass pad_token_id=tokenizer.eos_token_id then.",
+    ]
+    return Start(code, "sample", notes)
+
+
+def tensorrt_llm(facts: EngineFacts) -> Start:
+    lines = [
+        "speculative_config:",
+        "  decoding_type: Draft_Target",
+        f"  max_draft_len: {facts.gamma}",
+        f"  speculative_model: {DRAFT}",
+    ]
+    if facts.most_load:
+        lines.append(f"  max_concurrency: {facts.most_load}")
+    text = "\n".join([*lines, "disable_overlap_scheduler: true"])
+    serve = f"trtllm-serve {TARGET} --config tensorrt_llm.yaml"
+    serve += f" --max_seq_len {facts.draft_context}" if facts.draft_context else ""
+    notes = ["Draft and target run as one model. The documentation still asks for disable_overlap_scheduler."]
+    if facts.sampling is None or facts.sampled:
+        notes.append(
+            "`use_rejection_sampling: true` under speculative_config (a prototype, needs FlashInfer) makes it rule sample: "
+            f"{_predicted(facts, 'sample')}."
+        )
+    if facts.gamma_by_load:
+        notes.append(
+            "max_concurrency switches speculation off above so many requests; the keys of draft_len_schedule (gamma per batch size) have "
+            "meant `from` and `up to` in different versions."
+        )
+    return Start(f"cat > tensorrt_llm.yaml <<EOF\n{text}\nEOF\n{serve}", "greedy-draft", notes)
+
+
+def others(facts: EngineFacts) -> list[str]:
+    """A line for each engine that is told of and not judged."""
+    flags = {"temperature": "--temp", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p"}
+    sampling = "".join(f" {flags[name]} {value}" for name, value in sampling_fields(facts).items())
+    gamma = facts.gamma
+    mlx = f"mlx_lm.server --model {TARGET} --draft-model {DRAFT} --num-draft-tokens {gamma}{sampling}"
+    return [
+        f"MLX-LM: `{mlx}`. At temperature > 0 a token is accepted when samples of both models agree: less often than by any rule here.",
+        "LM Studio (0.3.10 or later): import both models as GGUF or MLX and give the draft's name as `draft_model` in the request.",
+        "TabbyAPI: `draft_model: {draft_model_dir: ..., draft_model_name: ...}` in config.yml, both models in an ExLlama format.",
+        f"Fireworks: upload both, then `firectl deployment create TARGET --draft-model DRAFT --draft-token-count {gamma}`.",
+        "Ollama and LMDeploy have no option for an independent draft, TGI serves none (heads and n-grams only).",
+    ]
+
+
+def _predicted(facts: EngineFacts, rule: str) -> str:
+    tau = facts.taus.get(rule)
+    return "nothing was predicted" if tau is None else f"replay predicts tau {tau:.2f}"
+
+
+def _block(facts: EngineFacts) -> str:
+    return f" (with sampled drafts {_predicted(facts, 'block')})" if "block" in facts.taus and facts.sampled else ""
+
+
+def _json_word(value: Any) -> str:
+    """A value as one word of a shell; `"$DRAFT"` in it is left to the shell."""
+    return shlex.quote(json.dumps(value, separators=(",", ":"))).replace(r"\"$DRAFT\"", "'\"$DRAFT\"'")
+
+
+def _most_requests(facts: EngineFacts) -> str:
+    """What to do where gamma cannot follow the load."""
+    if facts.most_load is not None:
+        return f"Drafting pays up to {facts.most_load} concurrent requests: cap a server with the draft there"
+    pays = any(gamma for _, _, gamma in facts.gamma_by_load)
+    return (
+        "Drafting pays at every load: no cap is needed" if pays else "Drafting pays at no load: serve the target alone"
+    )

@@ -1,0 +1,109 @@
+"""What the engines' rules look at, about one target and one exported draft."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.export.load_table import LoadRange
+from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
+from speculative.engine.models import max_positions
+from speculative.measure.load import MOST_LOAD
+from speculative.rules.sampling import SamplingSettings
+
+LLAMA_CPP_FIRST_COMPARED_ID = 5
+# Model types, and beginnings of them, that vLLM 0.32 loads as heads of the target or as another method, whatever `method` says.
+REROUTED_TYPES = (
+    "bailing_hybrid", "deepseek_v3", "deepseek_v4", "dots3_note", "ernie4_5_moe", "exaone4_5", "exaone_moe", "gemma4_assistant",
+    "gemma4_unified_assistant", "glm4_moe", "glm5_next", "glm_moe_dsa", "glm_ocr", "hy_v3", "hy_v4", "inkling", "intern_s2_preview",
+    "interns2_mobius", "kimi_k3", "longcat_flash", "medusa", "mimo", "minimax_m3", "mlp_speculator", "pangu_ultra_moe", "qwen3_5",
+    "qwen3_next", "qwen4_exp", "step3p5", "step3p7",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The pair, how it was measured and how it is to be served. `taus`: tokens per target call at `gamma` by rule, by replay."""
+
+    target: str  # hub id or directory, as the server is given it
+    draft: str  # absolute path of the exported directory
+    gamma: int
+    target_rows: int
+    draft_rows: int
+    first_difference: TokenDifference | None  # over all ids: `get_vocab()` of the two tokenizers
+    first_difference_from_5: TokenDifference | None
+    added_tokens_equal: bool
+    added_ends_equal: bool  # what the tokenizers put around a text (bos, eos), which most do not
+    tokenizer_kind_equal: bool
+    target_quantised: bool
+    rerouted_type: str | None = None  # the draft's model type where vLLM takes it for another method
+    draft_context: int | None = None  # tokens, where it is shorter than the target's
+    measured_rule: str | None = None  # the rule of the run's verdict, None when not measured
+    sampling: SamplingSettings | None = None  # of the run; None: not known
+    taus: Mapping[str, float] = field(default_factory=dict)
+    gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
+
+    @property
+    def sampled(self) -> bool:
+        return self.sampling is not None and not self.sampling.greedy
+
+    @property
+    def sampled_drafts_win(self) -> bool:
+        """Whether drafting by sampling is predicted to be accepted more than drafting the argmax."""
+        return self.sampled and self.taus.get("sample", 0.0) > self.taus.get("greedy-draft", float("inf"))
+
+    @property
+    def most_load(self) -> int | None:
+        """The most concurrent requests at which drafting pays; None where it pays at all or at none, or was not measured."""
+        paying = [last for _, last, gamma in self.gamma_by_load if gamma]
+        return paying[-1] if paying and paying[-1] < MOST_LOAD else None
+
+
+def gather_facts(
+    *,
+    target: str,
+    draft: str,
+    gamma: int,
+    target_config: Any,
+    target_tokenizer: Any,
+    draft_config: Any,
+    draft_tokenizer: Any,
+    measured_rule: str | None = None,
+    sampling: SamplingSettings | None = None,
+    taus: Mapping[str, float] | None = None,
+    gamma_by_load: Sequence[LoadRange] = (),
+) -> EngineFacts:
+    """The facts of a pair from its loaded configs and tokenizers."""
+    target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
+    return EngineFacts(
+        target=target,
+        draft=draft,
+        gamma=gamma,
+        target_rows=vocabulary_rows(target_config),
+        draft_rows=vocabulary_rows(draft_config),
+        first_difference=first_string_difference(target_tokens, draft_tokens),
+        first_difference_from_5=first_string_difference(target_tokens, draft_tokens, LLAMA_CPP_FIRST_COMPARED_ID),
+        added_tokens_equal=target_tokenizer.get_added_vocab() == draft_tokenizer.get_added_vocab(),
+        added_ends_equal=target_tokenizer("")["input_ids"] == draft_tokenizer("")["input_ids"],
+        tokenizer_kind_equal=type(target_tokenizer) is type(draft_tokenizer),
+        target_quantised=getattr(target_config, "quantization_config", None) is not None,
+        rerouted_type=rerouted_type(draft_config),
+        draft_context=shorter_context(draft_config, target_config),
+        measured_rule=measured_rule,
+        sampling=sampling,
+        taus=taus or {},
+        gamma_by_load=tuple(gamma_by_load),
+    )
+
+
+def shorter_context(draft_config: Any, target_config: Any) -> int | None:
+    """Tokens that the draft takes, where the target takes more."""
+    draft, target = max_positions(draft_config), max_positions(target_config)
+    return draft if draft and target and draft < target else None
+
+
+def rerouted_type(config: Any) -> str | None:
+    """The model type, where vLLM takes a model of it for another method than `draft_model`."""
+    model_type = str(config.model_type)
+    # A Nemotron without prediction layers of its own stays a draft model.
+    heads = model_type.startswith("nemotron_h") and getattr(config, "num_nextn_predict_layers", None)
+    return model_type if heads or model_type.startswith(REROUTED_TYPES) else None
