@@ -99,8 +99,8 @@ def export_draft(
             student.model.save_pretrained(working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
-            facts = _facts(working, path, target_side, gamma, verdict, trust_remote_code)
-            facts = replace(facts, sampling=sampling, taus=curves.taus_at(gamma) if curves else {})
+            gathered = _facts(working, path, target_side, gamma, verdict, trust_remote_code)
+            facts = replace(gathered, sampling=sampling, taus=curves.taus_at(gamma) if curves else {})
             engines = check_all(facts)
             draft_record = _draft_record(path, student.model, export_dtype)
             serving = {
@@ -111,12 +111,9 @@ def export_draft(
                 "vocabulary": asdict(student.agreement),
                 "gamma": gamma,
                 "gamma_source": gamma_source,
-                "gamma_by_load": gamma_by_load(verdict),
                 "gain": gain,
                 "measured": _measured(verdict),
-                "sampling": sampling_fields(facts),
-                "engines": {engine.engine: asdict(engine) for engine in engines},
-                "other_engines": others(facts),
+                **_engines_record(facts, engines),
                 "warnings": warnings,
                 "checks": checks,
             }
@@ -217,6 +214,15 @@ def _facts(
         measured_rule=verdict.rule if verdict else None,
         gamma_by_load=gamma_by_load(verdict),
     )
+
+
+def _engines_record(facts: EngineFacts, engines: list[EngineVerdict]) -> dict[str, Any]:
+    return {
+        "gamma_by_load": facts.gamma_by_load,
+        "sampling": sampling_fields(facts),
+        "engines": {engine.engine: asdict(engine) for engine in engines},
+        "other_engines": others(facts),
+    }
 
 
 def _target_record(target_side: TargetSide) -> dict[str, Any]:
