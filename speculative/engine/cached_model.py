@@ -5,11 +5,13 @@ sees), C capacity, V vocabulary, N1 nodes of a token tree with its root.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from speculative.engine.attention import grouped_queries
 from speculative.engine.cache import RaggedCache, whole_steps
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
@@ -121,12 +123,16 @@ class CachedModel:
 
         positions_KQ = upload(starts_K[:, None] + np.arange(query_length), self.device)
         if self.runner.static and rows is None and not once:
-            return self.runner.run(self.feed_static, (ids_KQ, positions_KQ), (self.static_prefix(stop), logits_kept))
+            constants = (self.static_prefix(stop), logits_kept)
+            with grouped_queries(self.model, self.device):
+                return self.runner.run(self.feed_static, (ids_KQ, positions_KQ), constants)
         rows_K = None if rows is None else upload(np.array(rows), self.device)
-        # A call on some rows that begins at position 0 attends to its own states and to nothing else.
-        prefix = query_length if rows is not None and shared == 0 else self._eager_prefix(stop)
-        self.cache.begin(positions_KQ, prefix, 0 if shared == 0 and rows is not None else None, rows_K)
-        return self._call(ids_KQ, positions_KQ, self._masks(positions_KQ, prefix), logits_kept)
+        # A call that begins at position 0 attends to its own states and to nothing else: it is causal by itself.
+        fresh = shared == 0
+        prefix = query_length if fresh else self._eager_prefix(stop)
+        self.cache.begin(positions_KQ, prefix, 0 if fresh else None, rows_K)
+        masks = None if fresh and self._windows == [None] else self._masks(positions_KQ, prefix)
+        return self._call(ids_KQ, positions_KQ, masks, logits_kept)
 
     def feed_tree(self, ids_RN1: torch.Tensor, starts_R: np.ndarray, tree: TokenTree) -> torch.Tensor:
         """Logits (R, N1, V) after every node of a token tree whose root stands at each row's start.
@@ -216,14 +222,16 @@ class CachedModel:
             if len(masks) == 2:
                 attention_mask = {"full_attention": masks[0], "sliding_attention": masks[1]}
         keep = {"logits_to_keep": logits_kept} if self._takes_logits_to_keep else {}
-        logits = self.model(
-            input_ids=ids_KQ,
-            attention_mask=attention_mask,
-            position_ids=positions_KQ,
-            past_key_values=self.cache,
-            use_cache=True,
-            **keep,
-        ).logits
+        # A call that is compiled whole is traced inside the switch: see `feed`.
+        with nullcontext() if torch.compiler.is_compiling() else grouped_queries(self.model, self.device):
+            logits = self.model(
+                input_ids=ids_KQ,
+                attention_mask=attention_mask,
+                position_ids=positions_KQ,
+                past_key_values=self.cache,
+                use_cache=True,
+                **keep,
+            ).logits
         return logits[:, -logits_kept:]
 
     def feed_static(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
@@ -261,9 +269,10 @@ class CachedModel:
     def _shared_masks(self, start: int, query_length: int) -> list[torch.Tensor] | None:
         """`_masks` where every row starts at `start` and the prefix ends with the last token: views, nothing computed.
 
-        None where one token sees all there is: the model then takes its own, unmasked path.
+        None where one token sees all there is, or all that there is are these tokens: the model then takes its own,
+        unmasked path.
         """
-        if query_length == 1 and self._windows == [None]:
+        if (query_length == 1 or start == 0) and self._windows == [None]:
             return None
         masks = []
         for window in self._windows:

@@ -70,10 +70,11 @@ class CompiledRunner:
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> torch.Tensor:
+        owner = function.__self__  # Not kept: an owner that its runner refers to waits for the garbage collector.
         if self._compiled is None:
-            self._compiled = torch.compile(function, dynamic=False)
+            self._compiled = torch.compile(function.__func__, dynamic=False)
         self._shapes.add((tuple(tensor.shape for tensor in tensors), constants))
-        return self._compiled(*tensors, *constants)
+        return self._compiled(owner, *tensors, *constants)
 
 
 class Recording(NamedTuple):

@@ -1,0 +1,126 @@
+"""Attention of the cached calls: query heads that share a key/value head are attended as one, so that nothing is copied.
+
+Given a mask, transformers' function for scaled dot product attention copies the keys and values of the whole prefix once
+for every query head of a group. Here a group's heads become further query tokens of their key/value head; only the mask,
+which has no head and no width, is repeated for them.
+
+Not used, because nothing of them can be tried without a CUDA device: `torch.nn.attention.varlen` (per-row lengths by
+`seqused_k` and no mask, but CUDA and half precision only, and it reads our (R, H, C, D) buffers in place only as pages of
+a whole row) and `flex_attention` (a compiled kernel and a block mask per shape; without `torch.compile` it computes all
+scores). cuDNN makes a plan for every new shape: on CUDA it is left out.
+
+Shapes: R rows, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
+"""
+
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+GROUPED = "understudy_grouped"  # Our name in transformers' table of attention functions.
+CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FOLDED_DEVICES = ("cpu", "cuda")  # transformers knows better where kernels take groups, or masks of one dtype only.
+ASKS_FOR_SDPA = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa")
+
+# Folded masks of the call under way, with the masks they were made of: all layers of a kind are given the same one.
+_folded_masks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_known_configs: weakref.WeakKeyDictionary[PreTrainedModel, list[PretrainedConfig]] = weakref.WeakKeyDictionary()
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """(R, Q, H, D) of queries (R, H, Q, D) over keys and values (R, N, P, D), to rounding as `sdpa_attention_forward`.
+
+    That function itself is called for what cannot be folded, needs no folding, or is more than queries, keys, values and
+    one additive mask (R, 1, Q, P) of all heads.
+    """
+    heads, queries, width = query.shape[1:]
+    groups = heads // key.shape[1]
+    mask = attention_mask
+    same_for_heads = queries == 1 if mask is None else mask.dim() == 4 and mask.shape[1] == 1
+    # The repeated mask of a long call is larger than the copies it spares.
+    short = queries == 1 or groups * queries <= 2 * heads * width
+    more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if groups == 1 or more or not (same_for_heads and short and query.device.type in FOLDED_DEVICES):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    folded = scaled_dot_product_attention(
+        query.reshape(query.shape[0], key.shape[1], groups * queries, width),
+        key,
+        value,
+        attn_mask=mask if mask is None or queries == 1 else _folded_mask(mask, groups),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return folded.reshape(query.shape[0], heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _folded_mask(mask_R1QP: torch.Tensor, groups: int) -> torch.Tensor:
+    known = None if torch.compiler.is_compiling() else _folded_masks.get((id(mask_R1QP), groups))
+    if known is not None:
+        return known[1]
+    own = mask_R1QP[:1] if mask_R1QP.stride(0) == 0 else mask_R1QP  # What rows share is repeated once.
+    folded = own.expand(-1, groups, -1, -1).reshape(own.shape[0], 1, -1, own.shape[3])
+    folded = folded.expand(mask_R1QP.shape[0], -1, -1, -1)
+    if not torch.compiler.is_compiling():
+        _folded_masks[id(mask_R1QP), groups] = mask_R1QP, folded
+    return folded
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+@contextmanager
+def grouped_queries(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Inside, the model (on this device) attends by `grouped_attention` where it would by `sdpa`; afterwards it is as it was.
+
+    A model that has its own way to attend, or asks for `sdpa` by name, is left as it is.
+    """
+    switched = [config for config in _switchable(model) if config._attn_implementation == "sdpa"]
+    try:
+        for config in switched:
+            config._attn_implementation = GROUPED
+        with sdpa_kernel(CUDA_BACKENDS) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        for config in switched:
+            config._attn_implementation = "sdpa"
+        _folded_masks.clear()
+
+
+def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Configs that the model's layers read; those of the lower half of a model are the whole model's."""
+    configs = _known_configs.get(model)
+    if configs is None:
+        own = {module: getattr(module, "config", None) for module in model.modules()}
+        held = {module: config for module, config in own.items() if isinstance(config, PretrainedConfig)}
+        dispatching = getattr(model, "_supports_attention_backend", False)
+        if not dispatching or any(_asks_for_sdpa(type(module).__module__) for module in held):
+            held = {}
+        configs = _known_configs[model] = list({id(config): config for config in held.values()}.values())
+    return configs
+
+
+@lru_cache(maxsize=64)
+def _asks_for_sdpa(module_name: str) -> bool:
+    """Whether a model's code does something else under another name than `sdpa` (Falcon, Gemma 4)."""
+    return ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module_name])) is not None
