@@ -6,6 +6,7 @@ A static runner gets a function and tensors whose shapes, with the given constan
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -53,7 +54,10 @@ class EagerRunner:
 
 
 class CompiledRunner:
-    """torch.compile with fixed shapes: seconds of compilation per shape, then less Python and fused kernels."""
+    """torch.compile of a method with fixed shapes: seconds of compilation per shape, then less Python and fused kernels.
+
+    What was compiled serves every later decode call of the process, and is found on disk by the next one.
+    """
 
     static = True
     prefixes = 1
@@ -70,11 +74,12 @@ class CompiledRunner:
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
     ) -> torch.Tensor:
-        owner = function.__self__  # Not kept: an owner that its runner refers to waits for the garbage collector.
+        # Its owner is not kept: one that its runner refers to waits for the garbage collector, with its cache.
+        method = cast(MethodType, function)
         if self._compiled is None:
-            self._compiled = torch.compile(function.__func__, dynamic=False)
+            self._compiled = torch.compile(method.__func__, dynamic=False)
         self._shapes.add((tuple(tensor.shape for tensor in tensors), constants))
-        return self._compiled(owner, *tensors, *constants)
+        return self._compiled(method.__self__, *tensors, *constants)
 
 
 class Recording(NamedTuple):

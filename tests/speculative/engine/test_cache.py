@@ -1,6 +1,7 @@
 """RaggedCache: any sequence of writes, rollbacks, recycled rows, trees and compactions gives a fresh forward's logits."""
 
 import gc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -208,14 +209,16 @@ def test_a_cache_of_one_row_writes_slices_and_a_ragged_one_scatters_the_same():
     assert torch.equal(*caches)
 
 
-def test_no_cache_outlives_its_call() -> None:
+@pytest.mark.parametrize("runner", ["eager", "compile"])
+def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the garbage collector: what waits for it counts as used, and on a GPU it is gigabytes."""
+    monkeypatch.setattr(torch, "compile", lambda function, **how: partial(function))
     target = tiny_model()
     drafter = ModelDrafter(perturbed(target))
     gc.collect()
     gc.disable()
     try:
-        decode(target, drafter, prompts_of([5, 3]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=8))
+        decode(target, drafter, prompts_of([5, 3]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=8), runner=runner)
         alive = sum(type(thing) is RaggedCache for thing in gc.get_objects())
     finally:
         gc.enable()
