@@ -1,6 +1,7 @@
 """What a server says of its drafts: acceptance per request, or per interval, from the logs that servers write.
 
-    jsonl       {"accepted": 131, "drafted": 300} a request; optional "blocks", "domain", "time"
+    jsonl       {"accepted": 131, "drafted": 300} a request; optional "blocks", "domain", "time". Or an engine's own: its responses,
+                each on a line or under "response" beside "domain"; its request files; AIPerf's records (`engine_counts`)
     csv         the same columns under a header
     vllm        the engine's lines `SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens, ...`, one an interval
     llama.cpp   the server's lines `draft acceptance = 0.57576 (  171 accepted /   297 generated), mean len =  2.92`, one a
@@ -19,17 +20,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.responses.engine_counts import CountsError, read_counts
 from speculative.errors import UserError
 
 FORMATS = ("jsonl", "csv", "vllm", "llama.cpp", "proposals")
 EXPECTED = {
-    "jsonl": '{"accepted": 131, "drafted": 300} on each line, optional "blocks", "domain", "time"',
+    "jsonl": '{"accepted": 131, "drafted": 300} on each line, optional "blocks", "domain", "time"; or an engine\'s response',
     "csv": "a header line with accepted,drafted and optional blocks,domain,time",
     "vllm": "`SpecDecoding metrics: ... Accepted: 131 tokens, Drafted: 300 tokens` lines",
     "llama.cpp": "`draft acceptance = 0.57 ( 171 accepted / 297 generated)` lines",
@@ -197,6 +199,8 @@ def _json_row(line: str) -> _Fields:
         raise _DamagedError("not a JSON object") from None
     if not isinstance(row, dict):
         raise _DamagedError("not a JSON object")
+    if "accepted" not in row and "drafted" not in row:
+        row = _engine_row(row)
     for key in ("accepted", "drafted", "blocks"):
         value = row.get(key)
         if (type(value) is not int or value < 0) and not (key == "blocks" and value is None):
@@ -206,6 +210,22 @@ def _json_row(line: str) -> _Fields:
         raise _DamagedError(f'"domain" is {json.dumps(name)}, not a text')
     time = row.get("time")
     return row["drafted"], row["accepted"], row.get("blocks"), name, None if time is None else str(time)
+
+
+def _engine_row(row: dict[str, Any]) -> dict[str, Any]:
+    """An engine's own record as a row of ours; one without drafts is one that drafted nothing."""
+    response = row["response"] if isinstance(row.get("response"), dict) else row
+    try:
+        counts = read_counts(response)
+    except CountsError as error:
+        raise _DamagedError(str(error)) from None
+    if counts is None:
+        if "choices" not in response and "meta_info" not in response:
+            raise _DamagedError('"accepted" is missing, and no engine writes such a line')
+        return {"accepted": 0, "drafted": 0, "domain": row.get("domain")}
+    time = row.get("time", response.get("created"))
+    found = {"accepted": counts.accepted, "drafted": counts.drafted, "blocks": counts.blocks, "time": time}
+    return {key: value for key, value in found.items() if value is not None} | {"domain": row.get("domain")}
 
 
 class _CsvRows:

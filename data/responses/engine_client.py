@@ -1,14 +1,16 @@
 """A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
 
+import http.client
 import json
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data.responses.endpoint import Endpoint, EndpointTarget, end_token, request_of
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
-from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, parse_page
+from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length_of, mean_length_on, parse_page
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 
@@ -26,12 +28,17 @@ _VERSIONS = (
     ("/get_server_info", "version"),
     ("/props", "build_info"),
 )
+# What brings counts or ids, of engines that do not know vLLM's words.
+_EXTRAS: dict[str, dict[str, Any]] = {
+    "sglang": {"return_spec_tokens_details": True},
+    "llama.cpp": {"return_tokens": True, "logprobs": 1},
+}
 _SETTLED_SECONDS, _LONGEST_SETTLING = 0.1, 5.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. ids: None where the engine gives text only and that is more than one token sequence. seconds: until it was there.
+    """One response. ids: None where the engine gives text only. seconds: until it was there.
 
     body: all that the server said.
     """
@@ -78,7 +85,7 @@ class EngineClient(EndpointTarget):
         )
         self.engine = ENGINES.get(owner.lower(), self.engine)
         for path, key in _VERSIONS:
-            found = self._get(path)
+            found = _page(self.root + path, self.client.api_key)
             value = _json(found).get(key) if found else None
             if isinstance(value, str) and value:
                 self.version = value
@@ -92,9 +99,7 @@ class EngineClient(EndpointTarget):
         Raises:
             UserError: the server is gone or cannot answer; it says tokens of another vocabulary; counts that cannot be.
         """
-        options = request_of(settings, key) | {"return_spec_tokens_details": True, "return_tokens": True}
-        if self.engine == "vllm":  # It names every field that it does not know in its log.
-            options = request_of(settings, key)
+        options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
         import openai
 
         start = time.perf_counter()
@@ -117,7 +122,7 @@ class EngineClient(EndpointTarget):
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
         said = (body.get("usage") or {}).get("completion_tokens")
-        ids = self._known_ids(choice, said)
+        ids = _ids_in(choice)
         if ids is not None and finished and (not ids or ids[-1] not in settings.eos_ids):
             ids = [*ids, end_token(choice, settings.eos_ids, self.endpoint.url)]
         if ids and not all(0 <= token < self.vocab_rows for token in ids):
@@ -137,25 +142,14 @@ class EngineClient(EndpointTarget):
         Raises:
             UserError: counters that cannot be.
         """
-        found, waited = self._counters(), 0.0
+        found, waited = counters_of(self.root, self.client.api_key), 0.0
         while settle and found is not None and waited < _LONGEST_SETTLING:
             time.sleep(_SETTLED_SECONDS)
             waited += _SETTLED_SECONDS
-            before, found = found, self._counters()
+            before, found = found, counters_of(self.root, self.client.api_key)
             if before == found:
                 break
         return found
-
-    def _counters(self) -> ServerCounts | None:
-        for path in PAGES:
-            page = self._get(path)
-            try:
-                found = counts_of(parse_page(page)) if page else None
-            except CountsError as error:
-                raise UserError(f"{self.root}{path}: {error}") from error
-            if found is not None:
-                return found
-        return None
 
     def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
         import openai
@@ -178,27 +172,48 @@ class EngineClient(EndpointTarget):
             return list(prompt_ids)
         return self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
 
-    def _known_ids(self, choice: dict[str, Any], tokens: int | None) -> list[int] | None:
-        """Token ids of a response as the server gives them, or of its text where it splits into as many tokens as it counted."""
-        if isinstance(choice.get("tokens"), list) and all(type(token) is int for token in choice["tokens"]):
-            return choice["tokens"]
-        try:
-            return self._ids_of(choice)
-        except UserError:
-            ids = list(self.tokenizer(choice.get("text") or "", add_special_tokens=False)["input_ids"])
-            whole = self.tokenizer.decode(ids, skip_special_tokens=False) == choice.get("text")
-            return ids if whole and tokens is not None and 0 <= tokens - len(ids) <= 1 else None
 
-    def _get(self, path: str) -> str | None:
-        """The text of a page of the server; None where there is none."""
-        import httpx
+def _ids_in(choice: dict[str, Any]) -> list[int] | None:
+    """Token ids of a response in vLLM's and SGLang's words, or llama.cpp's; None where there is text only."""
+    content = (choice.get("logprobs") or {}).get("content") or []
+    for ids in (choice.get("token_ids"), choice.get("tokens"), [part.get("id") for part in content] or None):
+        if isinstance(ids, list) and all(type(token) is int for token in ids):
+            return list(ids)
+    return None
 
-        headers = {"Authorization": f"Bearer {self.client.api_key}"}
+
+def counters_of(root: str, key: str = "") -> ServerCounts | None:
+    """A server's counters of drafts; None where it shows none.
+
+    Raises:
+        UserError: counters that cannot be.
+    """
+    for path in PAGES:
+        page = _page(root + path, key)
         try:
-            answer = httpx.get(self.root + path, headers=headers, timeout=10.0)
-        except httpx.HTTPError:
-            return None
-        return answer.text if answer.status_code == 200 else None
+            found = counts_of(parse_page(page)) if page else None
+        except CountsError as error:
+            raise UserError(f"{root}{path}: {error}") from error
+        if found is not None:
+            return found
+    return None
+
+
+def mean_length(root: str, key: str = "") -> float | None:
+    """Tokens a block since the server's start, of an SGLang that shows no more than that."""
+    page, info = (_page(root + path, key) for path in ("/metrics", "/server_info"))
+    found = mean_length_on(parse_page(page)) if page else None
+    return found if found is not None else mean_length_of(_json(info)) if info else None
+
+
+def _page(url: str, key: str) -> str | None:
+    """The text of a page; None where there is none."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10.0) as answer:
+            return answer.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
 
 
 def _json(text: str) -> dict[str, Any]:

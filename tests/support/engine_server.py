@@ -107,6 +107,16 @@ class Engine:
             body["metrics"] = {"speculative_decoding": self.stats(accepted, drafted)}
         return body
 
+    def made_blocks(self, greedy: bool) -> int:
+        """Blocks of all its responses to whole requests of a mode."""
+        most = max(tokens for asked, tokens in self.made if asked.greedy == greedy)
+        return sum(
+            len(blocks)
+            for asked, tokens in self.made
+            if asked.greedy == greedy and tokens == most
+            for _, blocks, _ in self.made[asked, tokens].values()
+        )
+
     def stats(self, accepted: list[int], drafted: list[int]) -> dict[str, Any]:
         found = {
             "num_spec_steps": len(accepted), "num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted),

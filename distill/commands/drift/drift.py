@@ -29,6 +29,7 @@ from distill.commands.drift.baseline import (
     redrawn_prompts,
     slices_of,
 )
+from distill.commands.drift.counters import Scraped, replayed_survival, scrape
 from distill.commands.drift.options import DriftOptions
 from distill.commands.output import check_plot, check_writable, write_asked, writing
 from distill.config.layout import RESULT
@@ -68,16 +69,21 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     refresh, sentence, notes, slices: [{name, compared_with, requests, drafted, accepted, rate, ci, baseline_rate, change,
     change_ci, tau, baseline_tau, level, allowance, threshold, highest, alarms: [{direction, since, at, until}],
     behind: {since, requests, rate, ci, change, change_ci, time} of the open alarm or null, power: {probability, delay,
-    detectable, wanted}, neighbour_correlation, refresh, sentence}]}. Requests are counted from 1 in each slice.
+    detectable, wanted}, neighbour_correlation, refresh, sentence}], survival: {served, replay} of --metrics-url}. Requests are
+    counted from 1 in each slice.
 
     Raises:
         UserError: an option out of its range, no run, an unreadable log or prompt file, no place for what is asked for.
     """
     _check(options)
     console = console or Console()
-    frozen: FrozenText | None = None
-    if options.log is not None:
-        log = read_acceptance_log(options.log, options.format)
+    scraped: Scraped | None = None
+    if options.log is not None or options.metrics_url:
+        if options.log is not None:
+            log = read_acceptance_log(options.log, options.format)
+        else:
+            scraped = scrape(options.metrics_url, options.scrapes, options.interval, options.gamma)
+            log = scraped.log
         gamma, notes = gamma_of(log, options.gamma)
         baseline = _baseline(options, gamma)
         notes = log.warnings + baseline.notes + notes + engine_notes(log, baseline)
@@ -91,6 +97,8 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     monitored = [_monitor(part, options, level, seed) for seed, part in enumerate(slices, start=options.seed)]
     told = [_slice_facts(part, found, log, options) for part, found in zip(slices, monitored, strict=True)]
     result = _facts(options, baseline, log, told, notes + more + _length_notes(slices, log) + _correlation_notes(told))
+    if scraped is not None and scraped.survival:
+        result["survival"] = {"served": scraped.survival, "replay": replayed_survival(options.run, baseline)}
     _print(console, result)
     write_asked("--out", options.out, result)
     if options.plot is not None:
@@ -100,8 +108,14 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
 
 
 def _check(options: DriftOptions) -> None:
-    if (options.log is None) == (not options.prompts):
-        raise UserError("give one of --log FILE (a server's log) and --prompts FILE (fresh prompts)")
+    if sum((options.log is not None, bool(options.prompts), bool(options.metrics_url))) != 1:
+        raise UserError(
+            "give one of --log FILE (a server's log), --metrics-url URL (its counters) and --prompts FILE (fresh prompts)"
+        )
+    if options.scrapes < 2 or options.interval < 0:
+        raise UserError(
+            f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2, some seconds apart"
+        )
     for option, value in (
         ("--chat", options.chat), ("--prompt-column", options.prompt_column), ("--messages-column", options.messages_column)
     ):  # fmt: skip
@@ -291,7 +305,7 @@ def _facts(
 ) -> dict[str, Any]:
     """The result of `drift_command`."""
     refresh = [facts for facts in told if facts["refresh"]]
-    source = options.log or options.prompts
+    source = options.log or options.metrics_url or options.prompts
     requests, unit = len(log.records), "log lines" if log.sums else "requests"
     rate = f"false alarm rate {100 * options.false_alarms:g} % over {requests:,} {unit}"
     if len(told) > 1:
@@ -313,7 +327,7 @@ def _facts(
     return {
         "run": str(options.run),
         "source": {
-            "kind": "log" if options.log else "prompts", "path": str(source), "format": log.format, "requests": requests,
+            "kind": "log" if options.log else "metrics" if options.metrics_url else "prompts", "path": str(source), "format": log.format, "requests": requests,
         },
         "baseline": {
             "gamma": baseline.gamma, "rule": baseline.rule, "from": baseline.source, "prompts": len(baseline.prompts),
@@ -346,6 +360,13 @@ def _print(console: Console, result: dict[str, Any]) -> None:
             style="bold" if facts["refresh"] else "",
         )
     console.print(table)
+    for who, survival in result.get("survival", {}).items():
+        values = (
+            "not known, the run has no such text"
+            if survival is None
+            else " ".join(f"{value:.3f}" for value in survival)
+        )
+        console.print(f"survival by place, {who}: {values}", highlight=False, markup=False)
     for note in result["notes"]:
         console.print(f"note: {note}", highlight=False, markup=False)
     console.print(result["sentence"], style="yellow" if result["refresh"] else "green", highlight=False, markup=False)

@@ -24,6 +24,14 @@ class DriftOptions:
             help="or fresh prompts, decoded here: file (jsonl, json, csv, parquet, txt; .gz), directory or hub id"
         ),
     ] = ""
+    metrics_url: Annotated[
+        str,
+        typer.Option(
+            help="or the counters of a running engine, e.g. http://127.0.0.1:8000/metrics: differences of scrapes"
+        ),
+    ] = ""
+    interval: Annotated[float, typer.Option(help="of --metrics-url: seconds between scrapes")] = 60.0
+    scrapes: Annotated[int, typer.Option(help="of --metrics-url: how many, at least 2")] = 2
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Annotated[bool, typer.Option(help="wrap fresh prompts in the target's chat template")] = False

@@ -1,16 +1,18 @@
 """Why an engine may disagree with replay: each cause is tested for, and said in a line where the test finds it."""
 
+import math
 from collections import Counter
 
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, served_texts
 from distill.models.target import Target
 from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
+from speculative.measure.replay import WORRYING_Z
 from speculative.measure.served import foreign_tokens
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.verify import draft_draws, rules_of_text
 
-_FOREIGN = 0.02  # Share of accepted tokens that the run's draft would never have proposed: rounding explains less.
+_FOREIGN = 0.05  # Share of accepted tokens that the run's draft would never have proposed: rounding explains less.
 _SURE = 0.9  # Probability of acceptance from which on a rejection is a surprise.
 _LEAST_TESTS = 3  # of a token, before never being accepted says anything
 _MISSED = 10.0  # Acceptances that should have been, of tokens that never were
@@ -33,37 +35,52 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted, en
         if there.agrees:
             return causes
         found = there
+    trimmed = [] if found.agrees else _trimmed(counted, replayer, found)
+    causes += trimmed or _foreign(counted, replayer, found)
     if found.agrees:
         return causes
-    causes += _trimmed(counted, replayer, found) + _foreign(counted, replayer, found)
-    others = [rule for rule in rules_of_text(found.rule, replayer.knows("sample")) if rule != found.rule]
-    for rule in others:
+    for rule in rules_of_text(found.rule, replayer.knows("sample")):
         other = replayer.predict(counted, rule, counted.gamma)
-        if other.agrees:
+        if rule != found.rule and other.agrees:
             causes.append(
                 f"rule: the counts are those of rule {rule} (tau {other.tau:.2f}), not of {found.rule}: give --rule {rule}"
             )
-    lower = counted.tau < found.tau
     if not causes:
         causes.append(
-            f"draft: acceptance is {'lower' if lower else 'higher'} than the run's best draft has on this text by every rule and no cause "
-            "that was looked for explains it: see that the server's draft is this run's export, of its best checkpoint and for this target"
+            f"draft: acceptance is {'lower' if counted.tau < found.tau else 'higher'} than the run's best draft has on this text (tau "
+            f"{counted.tau:.2f}, replay {found.tau:.2f}), and no rule, gamma or vocabulary explains it: see that the server's draft is "
+            "this run's export, of its best checkpoint, and in the same precision"
         )
     return causes
 
 
 def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
-    """Accepted tokens that the draft, taking its argmax, would not have proposed: somebody else did."""
-    if counted.rows is None or not replayer.knows(found.rule) or draft_draws(found.rule):
+    """Another draft accepts other tokens, even where it accepts as many.
+
+    Of a draft that takes its argmax: accepted tokens that ours would not have proposed. Of one that samples: whether those are
+    accepted that should be, token by token: given the text each is accepted with its own probability, so the sum of
+    (accepted - probability) x (probability - 1/2) has mean 0 and a known variance.
+    """
+    if counted.rows is None or not replayer.knows(found.rule) or found.rule == "block":
         return []
     assert replayer.scores is not None
-    accepted, never, _ = foreign_tokens(counted.rows, replayer.scores, found.rule)
-    if never <= _FOREIGN * accepted:
-        return []
-    return [
-        f"draft: {never:,} of {accepted:,} accepted tokens are none that the run's best draft proposes there: the server has another "
-        "draft (another checkpoint, or one for another target)"
-    ]
+    accepted, never, tested = foreign_tokens(counted.rows, replayer.scores, found.rule)
+    if draft_draws(found.rule):
+        terms = [((was - own) * (own - 0.5), own * (1 - own) * (own - 0.5) ** 2) for _, own, was in tested]
+        spread = math.sqrt(sum(variance for _, variance in terms))
+        z = sum(term for term, _ in terms) / max(spread, 1e-9)
+        told = (
+            f"other tokens are accepted than this run's best draft would have (z {z:+.1f} over {len(tested):,} of them)"
+        )
+        strange = spread > 0 and abs(z) > WORRYING_Z
+    else:
+        told = f"{never:,} of {accepted:,} accepted tokens are none that the run's best draft proposes there"
+        strange = never >= _LEAST_TESTS and never > _FOREIGN * accepted
+    return (
+        [f"draft: {told}: the server has another draft (another checkpoint, or one for another target)"]
+        if strange
+        else []
+    )
 
 
 def _trimmed(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:

@@ -53,14 +53,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Replay under one rule at one gamma. blocks_N: of each response. z: the server's blocks against these, None of other text."""
+    """Replay under one rule at one gamma: tau with its interval over prompts; the server's blocks against it (`served_agreement`)."""
 
     rule: str
     gamma: int
     tau: float
-    blocks_N: np.ndarray
-    z: float | None = None
-    agrees: bool | None = None
+    tau_ci: Interval
+    z: float
+    agrees: bool
 
 
 class Replayer:
@@ -81,30 +81,29 @@ class Replayer:
         """Of the served text where it has a law, else of the run's own with a z by prompts."""
         if self.knows(rule):
             assert self.scores is not None
-            tau, blocks_N = tau_of(self.scores, rule, gamma)
+            tau, ci = _tau(self.scores, rule, gamma)
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
             found = served_agreement(self.scores, rule, blocks, gamma)
-            return Predicted(rule, gamma, tau, blocks_N, found["z"], found["agrees"])
-        tau, blocks_N = tau_of(self.own_scores, rule, gamma)
-        low, high = ratio_interval(self.own_tokens(), blocks_N)
-        served_low, served_high = tau_interval(counted, blocks_N)
-        spread = math.hypot(high - low, served_high - served_low) / (2 * 1.96)
+            return Predicted(rule, gamma, tau, ci, found["z"], found["agrees"])
+        tau, ci = self.expect(rule, gamma)
+        low, high = tau_interval(counted, tau, ci)
+        spread = math.hypot(ci[1] - ci[0], high - low) / (2 * 1.96)
         z = (counted.tau - tau) / max(spread, GREEDY_BLOCK_TOLERANCE * tau / WORRYING_Z)
-        return Predicted(rule, gamma, tau, blocks_N, z, abs(z) <= WORRYING_Z)
+        return Predicted(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z)
 
     def expect(self, rule: str, gamma: int) -> tuple[float, Interval]:
         """tau of the run's own text, and its interval."""
-        tau, blocks_N = tau_of(self.own_scores, rule, gamma)
-        return tau, ratio_interval(self.own_tokens(), blocks_N)
+        return _tau(self.own_scores, rule, gamma)
 
     def shares(self, rule: str, gamma: int, engine: str) -> tuple[list[float], float]:
         """(survival, accepted/drafted) of the text that `predict` is of."""
         scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
         return predicted_shares(scores, rule, gamma, spared=_SPARED.get(engine, 0))
 
-    def own_tokens(self) -> np.ndarray:
-        """Tokens (N,) of the run's own responses behind the prefill's."""
-        return np.array([len(score) for score in self.own_scores])
+
+def _tau(scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Interval]:
+    tau, blocks_N = tau_of(scores, rule, gamma)
+    return tau, ratio_interval(np.array([len(score) for score in scores]), blocks_N)
 
 
 def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | None:
@@ -202,14 +201,14 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     return Counted("responses", rows, blocks, tokens, gamma, survival, accepted / drafted if drafted else None, notes)
 
 
-def tau_interval(counted: Counted, predicted_N: np.ndarray) -> Interval:
-    """95 % interval of the served tau over prompts; of sums only, as wide as replay's own at these prompts."""
-    if counted.rows is not None:
-        return ratio_interval([row.tokens for row in counted.rows], [row.blocks for row in counted.rows])  # type: ignore[arg-type]
-    share = counted.blocks / max(predicted_N.sum(), 1e-9)
-    tokens_N = predicted_N * counted.tokens / max(predicted_N.sum(), 1e-9)
-    low, high = ratio_interval(tokens_N, predicted_N * share)
-    return low, high
+def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
+    """95 % interval of the served tau over prompts; of sums only, as wide for its size as that of replay's tau."""
+    if counted.rows is None:
+        return predicted[0] * counted.tau / tau, predicted[1] * counted.tau / tau
+    tokens_N, blocks_N = (
+        np.array(counts) for counts in zip(*((row.tokens, row.blocks) for row in counted.rows), strict=True)
+    )
+    return ratio_interval(tokens_N, blocks_N)
 
 
 def speeds(answers: Sequence[Answer], plain: Sequence[Answer], concurrency: int) -> dict[str, Any]:

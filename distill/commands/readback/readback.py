@@ -12,6 +12,7 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.engine_client import EngineClient
+from data.responses.store import Store
 from distill.commands.output import check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import acceptance_causes, end_note, text_causes
@@ -22,7 +23,7 @@ from distill.config.layout import ANSWERS, HELDOUT_GREEDY, PLAIN_ANSWERS, READBA
 from distill.export.export import serving_gamma
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.responses import decode_settings
+from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import ServedRecord
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
@@ -87,9 +88,8 @@ def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]
     frozen = replace(frozen, responses=frozen.responses[: options.prompts])
     if frozen.rule == "greedy":
         return frozen, frozen.responses
-    if not (options.run / RESPONSES / HELDOUT_GREEDY).is_dir():
-        return frozen, []
-    return frozen, load_frozen_text(options.run, "greedy").responses[: options.prompts]
+    store = options.run / RESPONSES / HELDOUT_GREEDY
+    return frozen, frozen_responses_of(Store(store).read())[: options.prompts] if store.is_dir() else []
 
 
 def _gammas(options: ReadbackOptions, frozen: FrozenText) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _record(
         "asked_gamma": found.gamma, "sampling": main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
         "prompts": len(main.answers), "tokens": sum(answer.tokens for answer in main.answers),
         "served": {
-            "tau": counted.tau, "tau_ci": tau_interval(counted, shown.blocks_N), "survival": counted.survival,
+            "tau": counted.tau, "tau_ci": tau_interval(counted, shown.tau, shown.tau_ci), "survival": counted.survival,
             "accepted_per_drafted": counted.accepted_per_drafted, "source": counted.source,
             **{key: value for key, value in speed.items() if not key.startswith("speed_up")},
         },

@@ -2,39 +2,295 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_server import Engine, running_engine
+from tiny_models import perturbed
+from tiny_training import fresh_accelerator
+from typer.testing import CliRunner
 
+from data.responses import engine_client
+from data.responses.acceptance_log import read_acceptance_log
+from data.responses.engine_client import Answer
+from data.responses.rendered import RenderedPrompt
+from distill.cli import app
+from distill.commands.readback import readback
+from distill.commands.readback.asking import Asked
+from distill.commands.readback.causes import acceptance_causes
+from distill.commands.readback.comparison import Counted, Replayer
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
+from distill.config.load import dump_config, load_config
+from distill.models.target import Target
+from distill.report.page import report_command
 from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.served_record import ServedRecord
+from distill.run.responses import RunStores
+from distill.run.served_record import ServedRecord, load_served
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.served import Decoded, ServedBlocks, behind_prefill, predicted_shares, served_shares
+from speculative.measure.token_scores import TokenScores
+from speculative.rules.sampling import SamplingSettings
 
 GAMMA = 3
 
 
 @pytest.fixture(scope="module")
-def frozen(tiny_run: Path) -> FrozenText:
-    return load_frozen_text(tiny_run)
+def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenText:
+    """The run's prompts answered at a temperature at which even a draft that takes its argmax is accepted now and then."""
+    output = f"output={tmp_path_factory.mktemp('readback')}"
+    config = load_config(tiny_run / "config.yaml", [output, "serving.temperature=0.25"])
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    shutil.copy(tiny_run / "result.json", config.folder)
+    accelerator = fresh_accelerator(config.folder)
+    target = Target(config.target, accelerator.device, config.folder)
+    prompts = [
+        RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_frozen_text(tiny_run).responses
+    ]
+    RunStores(config, accelerator, target).heldout_by_rule(prompts)
+    return load_frozen_text(config.folder)
+
+
+@pytest.fixture(scope="module")
+def run(frozen: FrozenText) -> Path:
+    return frozen.run
+
+
+@pytest.fixture(scope="module")
+def draft(frozen: FrozenText) -> Any:
+    return perturbed(frozen.target.model, 0.03)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> None:
+    """Nothing is waited for, and models are loaded once."""
+    monkeypatch.setattr(engine_client, "_SETTLED_SECONDS", 0.001)
+    monkeypatch.setattr(readback, "load_frozen_text", lambda run, rule: load_frozen_text(run, rule) if rule else frozen)
+    monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
 
 
 @pytest.fixture
-def engine(frozen: FrozenText, tiny_run: Path) -> Engine:
-    prompts = [response.prompt_ids for response in frozen.responses]
-    return Engine(frozen.target.model, frozen.draft(str(tiny_run)), GAMMA, prompts=prompts)
+def make(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
+    def engine(**how: Any) -> Engine:
+        prompts = [response.prompt_ids for response in frozen.responses]
+        return Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
+
+    return engine
 
 
 def read(engine: Engine, run: Path, **options: Any) -> ServedRecord:
     with running_engine(engine) as url:
-        return readback_command(ReadbackOptions(url, run, gamma=GAMMA, **options))
+        return readback_command(ReadbackOptions(url, run, **{"gamma": GAMMA, **options}))
+
+
+def starts(record: ServedRecord) -> list[str]:
+    return [cause.split(":")[0] for cause in record.causes]
 
 
 @pytest.mark.parametrize("rule", ["greedy-draft", "sample", "greedy"])
-def test_an_engine_that_does_as_it_should_agrees(engine: Engine, tiny_run: Path, rule: Any) -> None:
-    engine.rule = rule if rule != "greedy" else "greedy-draft"
-    found = read(engine, tiny_run, rule="auto" if rule != "greedy" else "greedy")
+def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], run: Path, rule: Any) -> None:
+    engine = make(rule="greedy-draft" if rule == "greedy" else rule)
+    found = read(engine, run, rule="greedy" if rule == "greedy" else "auto")
+    assert (found.agrees, found.causes, found.rule, found.texts_equal) == (True, [], rule, True)
+    assert (found.engine, found.version, found.gamma, found.prompts) == ("vllm", "0.32.0", GAMMA, 10)
+    # The server's own sums: tokens behind the prefill's over calls. Greedy blocks are known exactly, whoever draws.
+    assert found.served.tau == pytest.approx((found.tokens - 10) / (engine.made_blocks(rule == "greedy")))
+    if rule == "sample":
+        assert abs(found.z) < 4
+    else:
+        assert found.z == 0
+        assert found.served.tau == pytest.approx(found.replay.tau, abs=1e-12)
+        assert found.served.survival == pytest.approx(found.replay.survival, abs=1e-12)
+        assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=1e-12)
+    if rule == "greedy":
+        assert found.text_law is None
+    else:
+        assert found.text_law is not None
+        assert found.text_law.same
+    assert load_served(run) == found
+
+
+def test_sums_alone_tell_the_same_tau(make: Callable[..., Engine], run: Path) -> None:
+    one, two, three = (read(make(level=level, total=total), run) for level, total in (("detailed", "_total"), ("summary", ""), ("none", "")))  # fmt: skip
+    assert one.served.tau == two.served.tau == three.served.tau
+    assert (one.served.source, two.served.source, three.served.source) == ("responses", "responses", "metrics")
+    assert one.z == two.z == three.z == 0
+    assert three.agrees
+    low, high = three.served.tau_ci
+    assert low < three.served.tau < high
+    # What is drafted behind the end is in sums, and in the difference of two scrapes it is the same.
+    assert two.served.survival == pytest.approx(three.served.survival)
+    assert two.served.accepted_per_drafted == pytest.approx(three.served.accepted_per_drafted)
+
+
+def test_another_gamma_is_named(make: Callable[..., Engine], run: Path) -> None:
+    for level in ("detailed", "none"):
+        found = read(make(gamma=2, level=level), run)
+        assert not found.agrees
+        assert found.causes[0].startswith("gamma: the server drafts 2 tokens a block, not 3; at gamma 2 replay agrees")
+        assert len(found.causes) == 1
+    assert read(make(gamma=2), run, gamma=2).agrees
+
+
+def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any) -> None:
+    for rule in ("greedy-draft", "sample"):
+        found = read(make(draft=perturbed(frozen.target.model, 0.2, seed=3), rule=rule), run)
+        assert not found.agrees
+        assert starts(found) == ["draft"]
+
+
+def test_a_trimmed_vocabulary_is_named() -> None:
+    """A draft that always says what follows, and a server whose draft lacks the tokens from 50 on."""
+    rng = np.random.default_rng(0)
+    rows, scores, texts = [], [], []
+    for _ in range(20):
+        ids = rng.integers(40, 60, 30)
+        accepted = []
+        start = 0
+        while start < len(ids):
+            kept = next((place for place, token in enumerate(ids[start : start + GAMMA]) if token >= 50), GAMMA)
+            kept = min(kept, len(ids) - start)
+            accepted.append(kept)
+            start += kept + 1
+        rows.append(ServedBlocks(len(ids), len(accepted), tuple(accepted), (GAMMA,) * len(accepted)))
+        scores.append(TokenScores(np.zeros(30), np.zeros(30), np.ones(30, dtype=bool), ids, np.ones(30)))
+        texts.append(HeldoutResponse("", "", [1], [9, *ids.tolist()], [0.0] * 31))
+    answers = [Answer("", text.response_ids, "", False, 1.0, None, 31, {}) for text in texts]
+    asked = Asked("sampled", DecodeSettings(), texts, answers)
+    blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
+    counted = Counted("responses", rows, blocks, tokens, GAMMA, None, None)
+    replayer = object.__new__(Replayer)
+    replayer.asked, replayer.law, replayer.scores, replayer.own_scores = asked, None, scores, scores
+    found = replayer.predict(counted, "greedy-draft", GAMMA)
+    assert not found.agrees
+    (cause,) = acceptance_causes(counted, replayer, found, "vllm")
+    assert cause.startswith("vocabulary: 10 tokens are never accepted")
+    assert "ids 50, 51, 52, 53, 54, ..." in cause
+
+
+def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_says(
+    make: Callable[..., Engine], run: Path
+) -> None:
+    found = read(make(garbage=True), run)
+    assert not found.agrees
+    assert found.text_law is not None
+    assert not found.text_law.same
+    assert "text" in starts(found)
+    assert found.texts_equal, "greedy text is right"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "cause", "word"),
+    [
+        (SamplingSettings(0.0), "temperature", "ignores the temperature"),
+        (SamplingSettings(2.0), "text", "any settings"),
+        (SamplingSettings(1.0), "sampling", "temperature 1"),
+    ],
+)
+def test_other_sampling_than_asked_for_is_named(
+    make: Callable[..., Engine], run: Path, sampling: SamplingSettings, cause: str, word: str
+) -> None:
+    found = read(make(sampling=sampling), run)
+    assert not found.agrees
+    assert cause in starts(found)
+    assert word in next(line for line in found.causes if line.startswith(cause))
+
+
+def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Path) -> None:
+    found = read(make(greedy_shift=7), run)
+    assert (found.agrees, found.texts_equal) == (False, False)
+    assert starts(found) == ["greedy"]
+    assert "0 of 10 greedy texts" in found.causes[0]
+
+
+def test_counters_that_are_reset_are_noticed(make: Callable[..., Engine], run: Path) -> None:
+    found = read(make(resets_at=18), run)
+    assert "counters" in starts(found)
+    assert not found.agrees
+    with pytest.raises(UserError, match="the server was restarted"):
+        read(make(resets_at=18, level="none"), run)
+
+
+def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Callable[..., Engine], run: Path) -> None:
+    with running_engine(make(dies_after=16)) as url:
+        done = CliRunner().invoke(app, ["readback", url, "--run", str(run), "--gamma", "3"])
+    assert isinstance(done.exception, UserError)
+    assert "no server answers" in str(done.exception)
+    # One of each mode warms up and is not kept.
+    assert f"14 answers are kept in {run / 'served.jsonl'}" in str(done.exception)
+    assert sum(record.drafted for record in read_acceptance_log(run / "served.jsonl").records) > 0
+    engine = make()
+    found = read(engine, run, resume=True)
     assert found.agrees
-    assert found.rule == rule
+    assert engine.requests == 2 + 20 - 14
+
+
+def test_a_server_without_a_draft_or_without_ids(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
+    with pytest.raises(UserError, match="says nothing of drafts"):
+        read(make(draft=None), run)
+    found = read(make(ids=False, tokenizer=frozen.target.tokenizer), run)
+    assert found.text_law is None
+    assert found.replay.text == "the run's text"
+    assert found.texts_equal
+    assert abs(found.z) < 4
+
+
+def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Callable[..., Engine], run: Path) -> None:
+    with running_engine(make()) as url, running_engine(make(draft=None, slow=0.05)) as plain:
+        for engine_url in (url, plain):  # Both have decoded by then: what is timed is the answer alone.
+            with pytest.raises(UserError) if engine_url == plain else running_engine(make()):
+                readback_command(ReadbackOptions(engine_url, run, gamma=GAMMA))
+        found = readback_command(ReadbackOptions(url, run, plain=plain, gamma=GAMMA))
+    assert found.speed_up is not None
+    assert found.speed_up > 1.5
+    assert found.speed_up_ci is not None
+    assert found.speed_up_ci[0] < found.speed_up < found.speed_up_ci[1]
+
+
+def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Path, tmp_path: Path) -> None:
+    with running_engine(make()) as url:
+        arguments = ["readback", url.removesuffix("/v1"), "--run", str(run), "--gamma", "3", "--prompts", "6", "--concurrency", "2"]  # fmt: skip
+        done = CliRunner().invoke(app, [*arguments, "--json", "--out", str(tmp_path / "out.json")])
+        assert done.exit_code == 0
+        tree = json.loads(done.output)
+        assert tree == json.loads((tmp_path / "out.json").read_text())
+        assert {"engine", "version", "rule", "prompts", "tokens", "served", "replay", "z", "agrees", "texts_equal", "text_law", "speed_up"} <= set(tree)  # fmt: skip
+        assert tree["prompts"] == 6
+        files = report_command(run, tmp_path / "report.html")
+        for text in (files.html.read_text(), files.markdown.read_text()):
+            assert "Measured in vLLM 0.32.0" in text
+        done = CliRunner().invoke(app, [*arguments[:-4], "--gamma", "2"])
+        assert done.exit_code == 1
+        assert "gamma" in done.output
+    with pytest.raises(UserError, match="--gamma 0"):
+        readback_command(ReadbackOptions(url, run, gamma=0))
+    with pytest.raises(UserError, match="no server answers"):
+        readback_command(ReadbackOptions("http://127.0.0.1:9/v1", run))
+
+
+def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
+    """By hand: 6 tokens, the first is the prefill's; matches at tokens 1, 2, 4, 5 of the other five (0-based 0, 1, 3, 4)."""
+    text = Decoded([1, 2], [10, 11, 12, 13, 14, 15], [0.0] * 6)
+    rest = behind_prefill(text)
+    assert (rest.prompt_ids, rest.response_ids) == ([1, 2, 10], [11, 12, 13, 14, 15])
+    matches = np.array([True, True, False, True, True])
+    score = TokenScores(np.zeros(5), np.zeros(5), matches, np.zeros(5, dtype=np.int64), np.ones(5))
+    # Blocks of 3 drafted: [11 12 | 13], then [14 15 and one behind the end].
+    assert expected_blocks_of([score], "greedy", (3,))[0, 0] == 2
+    served = ServedBlocks(5, 2, (2, 3), (3, 3))
+    assert served.inside() == [(0, 3, 2), (3, 2, 2)]
+    assert served.whole
+    # Places 1 and 2 are within the text in both blocks, place 3 in the first alone; 4 of 5 drafted tokens within it are kept.
+    assert served_shares([served], 3) == ([1.0, 1.0, 0.0], 0.8)
+    assert predicted_shares([score], "greedy", 3) == ([1.0, 1.0, 0.0], 0.8)
+    # An engine that leaves room for the target's own token drafts 1 in the last block.
+    assert predicted_shares([score], "greedy", 3, spared=1) == ([1.0, 1.0, 0.0], 0.75)

@@ -1,0 +1,128 @@
+"""`understudy drift --metrics-url`: two scrapes of a running engine's counters against a run."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from distill.commands.drift.drift import drift_command
+from distill.commands.drift.options import DriftOptions
+from distill.run.frozen_text import load_frozen_text
+from speculative.errors import UserError
+from speculative.explain import cusum
+from speculative.measure.served import Decoded, behind_prefill
+from speculative.measure.token_scores import score_tokens
+
+
+@contextmanager
+def engine_with(*pages: str) -> Iterator[str]:
+    """A server whose /metrics is the next of these pages each time."""
+    left = list(pages)
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            content = left.pop(0).encode() if self.path == "/metrics" and left else b""
+            self.send_response(200 if content else 404)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+        running.shutdown()
+
+
+def page(blocks: int, *places: int, gamma: int = 3) -> str:
+    counts = {"drafts": blocks, "draft_tokens": gamma * blocks, "accepted_tokens": sum(places)}
+    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}.0' for name, value in counts.items()]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    return "\n".join(
+        lines + [f'{name}{{engine="0",position="{place}"}} {value}.0' for place, value in enumerate(places)]
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cusum, "FEWEST_STREAMS", 400)
+
+
+def drifted(run: Path, url: str, **options: Any) -> dict[str, Any]:
+    console = Console(file=io.StringIO(), width=200)
+    return drift_command(DriftOptions(run, metrics_url=url, interval=0.0, **options), console)
+
+
+def test_differences_are_compared_with_the_run_and_survival_with_replay(tiny_run: Path) -> None:
+    """What the run's own greedy blocks are, worked out here one by one, is what the counters grow by: no drift."""
+    frozen = load_frozen_text(tiny_run, "greedy")
+    texts = [
+        behind_prefill(Decoded(one.prompt_ids, one.response_ids, one.log_target_probs)) for one in frozen.responses
+    ]
+    scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
+    blocks, inside, kept_G = 0, [0, 0, 0], [0, 0, 0]
+    for score in scores:
+        start = 0
+        while start < len(score):
+            kept = 0
+            while kept < 3 and start + kept < len(score) and score.matches[start + kept]:
+                kept += 1
+            for place in range(3):
+                inside[place] += start + place < len(score)
+                kept_G[place] += place < kept
+            blocks, start = blocks + 1, start + kept + 1
+    with engine_with(page(1000, 500, 300, 100), page(1000 + blocks, *(old + new for old, new in zip((500, 300, 100), kept_G, strict=True)))) as url:  # fmt: skip
+        result = drifted(tiny_run, f"{url}/metrics", rule="greedy")
+    assert result["refresh"] is False
+    assert result["source"] == {"kind": "metrics", "path": f"{url}/metrics", "format": "vllm", "requests": 1}
+    (facts,) = result["slices"]
+    assert (facts["drafted"], facts["accepted"]) == (3 * blocks, sum(kept_G))
+    assert result["survival"]["served"] == [kept / blocks for kept in kept_G]
+    assert result["survival"]["replay"] == pytest.approx(
+        [kept / count for kept, count in zip(kept_G, inside, strict=True)]
+    )
+
+
+def test_a_fall_in_the_counters_advises_a_refresh(tiny_run: Path) -> None:
+    pages = [page(2000 * number, 20 * number, 0, 0) for number in (1, 2, 3)]
+    with engine_with(*pages) as url:
+        result = drifted(tiny_run, url, scrapes=3, rule="sample")
+    assert result["refresh"] is True
+    assert result["source"]["requests"] == 2
+
+
+def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
+    with engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1)) as url, pytest.raises(UserError, match="the server was restarted"):  # fmt: skip
+        drifted(tiny_run, url, rule="sample")
+    with engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1), page(110, 55, 33, 11)) as url:
+        result = drifted(tiny_run, url, scrapes=3, rule="sample")
+    assert any("that interval is left out" in note for note in result["notes"])
+    assert result["slices"][0]["drafted"] == 300
+
+
+@pytest.mark.parametrize(
+    ("pages", "options", "words"),
+    [
+        ((), {}, "no counters of drafts there"),
+        (("sglang:spec_accept_length 2.5",) * 3, {}, "it only tells 2.50 tokens a block since its start"),
+        (("sglang:spec_verify_calls_total 5\nsglang:generation_tokens_total 20\nsglang:num_requests_total 2",), {}, "give its --gamma"),
+        ((page(5, 4, 2, 1), page(5, 4, 2, 1)), {}, "nothing was drafted between the scrapes"),
+        ((page(5, 40, 2, 1),), {}, "43 tokens accepted of only 15 drafted"),
+        ((), {"scrapes": 1}, "--scrapes 1"),
+    ],
+)  # fmt: skip
+def test_counters_that_say_nothing_are_one_line(
+    tiny_run: Path, pages: tuple[str, ...], options: dict[str, Any], words: str
+) -> None:
+    with engine_with(*pages) as url, pytest.raises(UserError, match=words):
+        drifted(tiny_run, url, **options)

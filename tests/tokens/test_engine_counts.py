@@ -1,0 +1,216 @@
+"""Counts of drafts in each engine's own words: what is read, and what is refused by the name of its field."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data.responses.acceptance_log import AcceptanceRecord, read_acceptance_log
+from data.responses.engine_counts import CountsError, RequestCounts, read_counts
+from data.responses.engine_metrics import counts_of, difference, mean_length_of, mean_length_on, parse_page
+from speculative.errors import UserError
+
+USAGE = {"usage": {"completion_tokens": 9}}
+STATS = {"num_spec_steps": 4, "num_accepted_draft_tokens": 5, "num_draft_tokens": 12, "num_spec_tokens": 3}
+DETAILS = {"per_step_accepted": [3, 0, 2, 0], "per_step_drafted": [3, 3, 3, 3], "acceptance_histogram": [2, 0, 1, 1]}
+FIRST = {"spec_verify_ct": 4, "spec_accept_token_num": 5, "spec_draft_token_num": 12, "completion_tokens": 9}
+LAST = {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12, "completion_tokens": 9}
+HISTOGRAM = {"spec_correct_drafts_histogram": [2, 0, 1, 1]}
+PERF = {"total_accepted_draft_tokens": 5, "total_draft_tokens": 12, "acceptance_rate": 5 / 12}
+
+
+def getters(**values: Any) -> Any:
+    return SimpleNamespace(**{f"get_{name}": (lambda value=value: value) for name, value in values.items()})
+
+
+OPENVINO = SimpleNamespace(
+    extended_perf_metrics=SimpleNamespace(
+        **vars(getters(num_accepted_tokens=5)),
+        draft_model_metrics=getters(num_generated_tokens=12),
+        main_model_metrics=SimpleNamespace(
+            **vars(getters(num_generated_tokens=9)), raw_metrics=SimpleNamespace(m_durations=[1.0] * 5)
+        ),
+    )
+)
+ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
+    "vllm-summary": (
+        {"metrics": {"speculative_decoding": STATS}, **USAGE}, RequestCounts("vllm", 5, 12, 4, 9, 3),
+    ),
+    "vllm-detailed": (
+        {"metrics": {"speculative_decoding": STATS | DETAILS}, **USAGE},
+        RequestCounts("vllm", 5, 12, 4, 9, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
+    ),
+    "aiperf": (
+        {"metadata": {}, "spec_decode_acceptance": STATS | {"engine": "vllm", "acceptance_histogram": {"0": 2, "2": 1, "3": 1}, "completion_tokens": 9}},
+        RequestCounts("vllm", 5, 12, 4, 9, 3, histogram=(2, 0, 1, 1)),
+    ),
+    "sglang-first-names": ({"text": "", "meta_info": FIRST}, RequestCounts("sglang", 5, 12, 4, 9)),
+    "sglang-between": (
+        {"meta_info": {"spec_verify_ct": 4, "spec_accepted_drafts": 5, "spec_proposed_drafts": 12}},
+        RequestCounts("sglang", 5, 12, 4),
+    ),
+    "sglang-choice": (
+        {"choices": [{"meta_info": LAST | HISTOGRAM}]}, RequestCounts("sglang", 5, 12, 4, 9, histogram=(2, 0, 1, 1)),
+    ),
+    "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, RequestCounts("sglang", 5, 12, 4, 9)),
+    "sglang-request-file": ({"request_parameters": "{}", **LAST}, RequestCounts("sglang", 5, 12, 4, 9)),
+    "sglang-verify-calls-alone": ({"meta_info": {"spec_verify_ct": 4}}, RequestCounts("sglang", None, None, 4)),
+    "llama.cpp": (
+        {"choices": [{}], "timings": {"draft_n": 12, "draft_n_accepted": 5, "predicted_n": 9}},
+        RequestCounts("llama.cpp", 5, 12, None, 9),
+    ),
+    "tensorrt-llm": (
+        {"choices": [{"request_perf_metrics": {"speculative_decoding": PERF}}], **USAGE},
+        RequestCounts("tensorrt-llm", 5, 12, None, 9),
+    ),
+    "tensorrt-llm-file": ({"perf_metrics": {"speculative_decoding": PERF}}, RequestCounts("tensorrt-llm", 5, 12, None)),
+    "openvino": (OPENVINO, RequestCounts("openvino", 5, 12, 4, 9)),
+    "openvino-json": (
+        {"extended_perf_metrics": {"num_accepted_tokens": 5, "num_draft_tokens": 12, "num_generated_tokens": 9}},
+        RequestCounts("openvino", 5, 12, None, 9),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_engines_own_words_are_read(name: str) -> None:
+    answer, counts = ANSWERS[name]
+    assert read_counts(answer) == counts
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"metrics": None}, {"metrics": {"speculative_decoding": None}}, [], None, {"timings": {"predicted_n": 3}}])  # fmt: skip
+def test_what_says_nothing_of_drafts_is_nobodys(answer: Any) -> None:
+    assert read_counts(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_accepted_draft_tokens": 13}, "13 tokens accepted of only 12 drafted"),
+        ({"num_accepted_draft_tokens": -1}, "metrics.speculative_decoding.num_accepted_draft_tokens is -1"),
+        ({"num_draft_tokens": 12.5}, "num_draft_tokens is 12.5"),
+        ({"num_draft_tokens": True}, "num_draft_tokens is True"),
+        ({"num_spec_steps": "4"}, "num_spec_steps is '4'"),
+        ({"num_spec_steps": 0}, "12 drafted tokens in 0 blocks"),
+        ({"num_spec_steps": None}, "num_spec_steps is missing"),
+        ({"per_step_accepted": [3, 0, 2]}, "3 blocks accepted and 4 drafted"),
+        ({"per_step_accepted": [3, 0, 2, 1]}, "do not add up"),
+        ({"per_step_drafted": [2, 4, 3, 3]}, "accepted more tokens than it drafted"),
+        ({"per_step_accepted": [3, 0, 2, None]}, "per_step_accepted is"),
+        ({"acceptance_histogram": [3, 0, 1, 1]}, "the histogram does not add up"),
+        ({"acceptance_histogram": {"a": 1}}, "acceptance_histogram has the places a"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(CountsError, match=named):
+        read_counts({"metrics": {"speculative_decoding": STATS | DETAILS | change}})
+
+
+def test_drift_reads_responses_with_slices_and_engines_files(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    rows = [
+        {"domain": "code", "response": ANSWERS["vllm-detailed"][0]},
+        ANSWERS["llama.cpp"][0] | {"created": 17},
+        {"domain": "chat", "response": {"choices": [{"text": "no draft"}]}},
+        ANSWERS["aiperf"][0], ANSWERS["sglang-request-file"][0],
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = read_acceptance_log(path)
+    assert log.records == [
+        AcceptanceRecord(0, 12, 5, 4, "code"),
+        AcceptanceRecord(1, 12, 5, None, None, "17"),
+        AcceptanceRecord(2, 12, 5, 4),
+        AcceptanceRecord(3, 12, 5, 4),
+    ]
+    assert log.warnings == ["1 of 5 records drafted nothing and are left out"]
+    path.write_text(json.dumps({"timings": {"draft_n": 3, "draft_n_accepted": 4}}) + "\n" + json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match=r"responses\.jsonl:1: 4 tokens accepted of only 3 drafted"):
+        read_acceptance_log(path)
+    path.write_text('{"hello": 1}\n{}\n')
+    with pytest.raises(UserError, match='"accepted" is missing'):
+        read_acceptance_log(path)
+
+
+def vllm_page(drafts: float, drafted: float, accepted: float, places: tuple[float, ...], total: str = "_total") -> str:
+    label = '{engine="0",model_name="m \\"x\\" {y}"}'
+    lines = [f"# TYPE vllm:spec_decode_num_drafts{total} counter", 'vllm:request_latency_bucket{le="+Inf"} NaN']
+    counts = {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": accepted}
+    lines += [f"vllm:spec_decode_num_{name}{total}{label} {value}" for name, value in counts.items()]
+    lines += [
+        f'vllm:spec_decode_num_accepted_tokens_per_pos{total}{{engine="0",position="{place}"}} {value} 1700000000'
+        for place, value in enumerate(places)
+    ]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("total", ["_total", ""])
+def test_two_scrapes_of_vllm_with_and_without_total(total: str) -> None:
+    before, after = (counts_of(parse_page(page)) for page in (vllm_page(10.0, 30.0, 12.0, (8.0, 4.0), total), vllm_page(1e2, 3e2, 1.2e2, (70, 40, 10), total)))  # fmt: skip
+    assert before is not None
+    assert after is not None
+    found = difference(before, after)
+    assert (found.blocks, found.drafted, found.accepted, found.accepted_G) == (90, 270, 108, (62, 36, 10))
+
+
+def test_counters_that_were_reset_are_noticed() -> None:
+    after = counts_of(parse_page(vllm_page(10, 30, 12, (8, 4))))
+    before = counts_of(parse_page(vllm_page(11, 33, 13, (8, 4))))
+    assert before is not None
+    assert after is not None
+    with pytest.raises(CountsError, match="accepted fell from 13 to 12: the server was restarted"):
+        difference(before, after)
+    # A restarted server that has overtaken the old counters says when they were made.
+    pages = (vllm_page(5, 15, 6, ()), vllm_page(50, 150, 60, ()))
+    first, second = (
+        counts_of(parse_page(f"{page}\nvllm:spec_decode_num_drafts_created {time}\n"))
+        for page, time in zip(pages, (1.7e9, 1.8e9), strict=True)
+    )
+    assert first is not None
+    assert second is not None
+    with pytest.raises(CountsError, match="began anew"):
+        difference(first, second)
+
+
+@pytest.mark.parametrize(
+    ("page", "named"),
+    [
+        (vllm_page(10, 30, 31, ()), "31 tokens accepted of only 30 drafted"),
+        (vllm_page(10, 30.5, 3, ()), "draft_tokens is 30.5"),
+        (vllm_page(10, float("nan"), 3, ()), "draft_tokens is nan"),
+        (vllm_page(-1, 30, 3, ()), "drafts is -1"),
+    ],
+)
+def test_counters_that_cannot_be_are_refused_by_name(page: str, named: str) -> None:
+    with pytest.raises(CountsError, match=named):
+        counts_of(parse_page(page))
+
+
+def test_the_counters_of_other_engines() -> None:
+    llama = "llamacpp:spec_decode_num_drafts_total 4\nllamacpp:spec_decode_num_draft_tokens_total 12\nllamacpp:spec_decode_num_accepted_tokens_total 5\nllamacpp:tokens_predicted_total 9\n"
+    found = counts_of(parse_page(llama))
+    assert found is not None
+    assert (found.engine, found.blocks, found.drafted, found.accepted, found.tokens) == ("llama.cpp", 4, 12, 5, 9)
+    places = "".join(
+        f'trtllm_spec_decode_{what}_tokens_total{{token_position="{place}",worker="{worker}"}} {count}\n'
+        for what, counts in (("drafted", (2, 2, 2)), ("accepted", (2, 1, 0)))
+        for worker in (0, 1)
+        for place, count in enumerate(counts)
+    )
+    found = counts_of(parse_page(places))
+    assert found is not None
+    assert (found.engine, found.blocks, found.drafted, found.accepted, found.accepted_G) == ("tensorrt-llm", 4, 12, 6, (4, 2, 0))  # fmt: skip
+    found = counts_of(
+        parse_page("trtllm_spec_decode_num_draft_tokens_total 12\ntrtllm_spec_decode_num_accepted_tokens_total 5\n")
+    )
+    assert found is not None
+    assert (found.blocks, found.drafted, found.accepted) == (None, 12, 5)
+    sglang = 'sglang:spec_verify_calls_total{tp_rank="0"} 4\nsglang:generation_tokens_total 11\nsglang:num_requests_total 2\nsglang:spec_accept_length 2.25\n'
+    found = counts_of(parse_page(sglang))
+    assert found is not None
+    assert (found.engine, found.blocks, found.drafted, found.accepted) == ("sglang", 4, None, 5)
+    assert mean_length_on(parse_page(sglang)) == 2.25
+    assert mean_length_of({"internal_states": [{"avg_spec_accept_length": 2.5}]}) == 2.5
+    assert mean_length_of({"internal_states": []}) is None
+    assert counts_of(parse_page("up 1\n")) is None
