@@ -15,26 +15,22 @@ import contextlib
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
-import torch
-from model_server import Behaviour, running_server
-from transformers import LlamaConfig, LlamaForCausalLM
+from filelock import FileLock
 
 from data.prompts.stdlib import functions, library_folder
-from distill import train
-from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 
+# torch, and what imports it, is imported where it is used: workers start when the process that hands out tests has read this.
 ROOT = Path(__file__).resolve().parent.parent
 _device = contextlib.ExitStack()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tiny models lose more to thread hand-over than they gain.
-    torch.set_num_threads(1)
     processes.keep_family_together()
     if library.LOADED:
         from pretend_cuda.device import pretend_cuda
@@ -42,11 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
         _device.enter_context(pretend_cuda())
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Importing all tests takes longer than those of the device.
-    if not library.LOADED or not collection_path.match("test_*.py"):
+    mark = config.getoption("markexpr")
+    if mark not in ("alone", "device") or not collection_path.match("test_*.py"):
         return None
-    return "mark.device" not in collection_path.read_text(encoding="utf-8") or None
+    return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -56,6 +53,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    # Tiny models lose more to thread hand-over than they gain.
+    torch.set_num_threads(1)
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -80,10 +81,31 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
+    """A folder that is filled once for all workers: they read it, and write into copies."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.with_suffix(".whole").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            fill(folder)
+            folder.with_suffix(".whole").touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random three-layer Llama with the embedded target's tokenizer, as a directory."""
-    folder = tmp_path_factory.mktemp("tiny-target")
+    return made_once(tmp_path_factory, "tiny-target", write_tiny_target)
+
+
+def write_tiny_target(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+
     tokenizer = load_tokenizer(str(EMBEDDED_FOLDER))
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -95,7 +117,6 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
-    return folder
 
 
 def write_heads(path: Path, modules: list[str], count: int) -> None:
@@ -117,13 +138,17 @@ def chat_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> 
     return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """A config of a run of seconds on `tiny_target`; `output` is a folder of its own."""
-    folder = tmp_path_factory.mktemp("tiny-run")
+def write_tiny_prompts(folder: Path) -> None:
     # A few modules: `path: stdlib` would parse the whole library for each run.
     write_heads(folder / "train.jsonl", ["ast", "inspect", "subprocess", "typing"], 64)
     write_heads(folder / "heldout.jsonl", ["random", "statistics", "shutil", "csv"], 60)
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A config of a run of seconds on `tiny_target`; `output` is a folder of its own."""
+    prompts = made_once(tmp_path_factory, "tiny-prompts", write_tiny_prompts)
+    folder = tmp_path_factory.mktemp("tiny-run")
     path = folder / "tiny.yaml"
     path.write_text(
         f"""
@@ -132,8 +157,8 @@ output: {folder}/runs
 target: {{path: {tiny_target}}}
 student: {{init: carved, layers: [0, -1]}}
 data:
-  train: [{{path: {folder}/train.jsonl, domain: stdlib}}]
-  heldout: [{{path: {folder}/heldout.jsonl, domain: stdlib}}]
+  train: [{{path: {prompts}/train.jsonl, domain: stdlib}}]
+  heldout: [{{path: {prompts}/heldout.jsonl, domain: stdlib}}]
   template: {{mode: plain}}
   max_prompt_tokens: 60
 serving: {{temperature: 0.7, max_tokens: 16, shard_size: 16, batch_size: 16}}
@@ -148,8 +173,10 @@ judge: {{every: 4, prompts: 10, gamma: 3, speed_prompts: 2, speed_seconds: 0.1}}
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, Behaviour]]:
+def server() -> Iterator[tuple[str, Any]]:
     """(url, how it behaves) of a local server of `model_server`."""
+    from model_server import running_server
+
     with running_server() as found:
         yield found
 
@@ -157,11 +184,21 @@ def server() -> Iterator[tuple[str, Behaviour]]:
 @pytest.fixture
 def without_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end behind their last checkpoint: verdict, report and plot are what takes longest in a tiny run."""
+    from distill import train
+
     monkeypatch.setattr(train, "_conclude", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tiny_config: Path) -> Path:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     """The finished run of `tiny_config`."""
-    assert train.main([str(tiny_config)]) == 0
-    return tiny_config.parent / "runs" / "tiny"
+
+    def finish(folder: Path) -> None:
+        from distill import train
+
+        assert train.main([str(tiny_config), f"output={folder}"]) == 0
+
+    made = made_once(tmp_path_factory, "tiny-finished", finish)
+    own = tiny_config.parent / "runs" / "tiny"
+    shutil.copytree(made / "tiny", own, symlinks=True)
+    return own

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
-import torch
 
 FORK = multiprocessing.get_context("fork")  # a child that has everything imported already
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
@@ -143,6 +142,8 @@ def rank_statuses(work: Callable[..., Any], *arguments: Any, ranks: int = 2, lim
 
 
 def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import torch  # here: `conftest.py` imports this file
+
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
