@@ -31,7 +31,7 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
         prompts=str(prompts),
         chat=False,
         gammas="1,2",
-        count=2,
+        count=1,
         max_tokens=8,
         longest=60,
         batch=2,
@@ -101,7 +101,7 @@ def test_retrieval_never_holds_the_answers_it_is_measured_on(tiny_target: Path, 
 
 def test_the_accelerators_bench_knows_its_acceptance(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    bench("gpu_decode").main(out, "cpu", 0.8, 3, 64, "1,4", 1, True)
+    bench("gpu_decode").main(out, "cpu", 0.8, 3, 32, "1,4", 1, True)
     result = json.loads(out.read_text())
     assert result["machine"]["alpha_by_construction"] == 0.8
     for cell in result["cells"]:

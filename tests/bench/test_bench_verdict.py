@@ -7,8 +7,15 @@ import pytest
 from bench_modules import bench
 
 
-def test_judged_twice(tiny_run: Path, tmp_path: Path) -> None:
-    bench("verdict").main(run=tiny_run, times=2, out=tmp_path / "verdict.json")
+def test_judged_twice(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = bench("verdict")
+    judge, judged = module.evaluate, []
+    # Once for real: a judgement takes seconds.
+    monkeypatch.setattr(
+        module, "evaluate", lambda *asked: judged.append(judged[0] if judged else judge(*asked)) or judged[0]
+    )
+    module.main(run=tiny_run, times=2, out=tmp_path / "verdict.json")
+    assert len(judged) == 2
     found = json.loads((tmp_path / "verdict.json").read_text())
     assert len(found["rows"]) == found["summary"]["judgements"] == 2
     assert sum(found["summary"]["outcomes"].values()) == 2

@@ -48,6 +48,17 @@ def page(result: dict[str, Any]) -> str:
     return render_page(typed(result))
 
 
+@pytest.fixture(scope="module")
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    return figures_of(typed(result), measured_times(typed(result)))
+
+
+@pytest.fixture
+def drawn_once(figures: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages all have the example's figures, which take a second to draw: for tests of a page's words."""
+    monkeypatch.setattr("distill.report.page.figures_of", lambda *_: figures)
+
+
 class Reader(html.parser.HTMLParser):
     """Tags with their attributes, text by enclosing tag, and whether every tag is closed in order."""
 
@@ -159,6 +170,7 @@ def test_hostile_text_of_models_stays_text(result: dict[str, Any], tmp_path: Pat
     assert "<img" not in plain
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.parametrize("variant", ["full", "greedy", "no baseline"])
 def test_the_token_view_is_the_results(variant: str, result: dict[str, Any]) -> None:
     made = VARIANTS[variant](result)
@@ -224,6 +236,7 @@ def test_slices_are_sorted_and_marked(result: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_only_a_certain_loss_is_marked(result: dict[str, Any]) -> None:
     def marks(made: dict[str, Any]) -> list[str]:
         rows = [row for table in report_tables.slice_tables(typed(made)) for row in table.rows]
@@ -256,7 +269,8 @@ def test_only_a_certain_loss_is_marked(result: dict[str, Any]) -> None:
     assert "nothing is marked" in report_text.slices_line(typed(old))
 
 
-def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("drawn_once")
+def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any], figures: dict[str, str]) -> None:
     def best_of(made: dict[str, Any]) -> list[str]:
         table = report_tables.rules_table(typed(made))
         assert table is not None
@@ -269,14 +283,13 @@ def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     curve = beyond["curves"]["rules"][0]["contestants"]["best"]
     curve["speed_up"][17:] = [9.0] * 16
     assert best_of(beyond) == expected, "an older result holds extrapolated ones"
-    assert figures_of(typed(beyond), measured_times(typed(beyond))) == figures_of(
-        typed(result), measured_times(typed(result))
-    )
+    assert figures_of(typed(beyond), measured_times(typed(beyond))) == figures
     curve["speed_up"] = [None] * 33
     assert best_of(beyond) == [report_tables.NOTHING] * 2
     assert "9.00x" not in render_page(typed(beyond))
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) -> None:
     def line(made: dict[str, Any]) -> str:
         (found,) = [
@@ -302,6 +315,7 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
         assert line(made) == line(result)
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.parametrize(
     ("verdict", "step", "said"),
     [
@@ -332,6 +346,7 @@ def test_commands_for_a_draft_without_gain_carry_a_warning(
         )[0]
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_what_checkpoints_were_judged_on_is_told(result: dict[str, Any]) -> None:
     for made, said in ((result, "on text of its own"), (not_timed(result), "tau by replay")):
         line = report_text.steps_line(typed(made))
@@ -340,6 +355,7 @@ def test_what_checkpoints_were_judged_on_is_told(result: dict[str, Any]) -> None
         assert line in report_text.markdown(typed(made), measured_times(typed(made)))
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_the_served_draft_is_compared_with_everywhere(result: dict[str, Any]) -> None:
     twin = report_text.markdown(typed(result), measured_times(typed(result)))
     for text in (render_page(typed(result)), twin.replace("\\", "")):
@@ -354,6 +370,7 @@ def test_the_served_draft_is_compared_with_everywhere(result: dict[str, Any]) ->
     assert summary_of(typed(without))["against_served"] is None
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_a_speed_up_of_too_few_prompts_has_no_interval(result: dict[str, Any]) -> None:
     made = copy.deepcopy(result)
     for row in made["contestants"]:
@@ -368,6 +385,7 @@ def test_a_speed_up_of_too_few_prompts_has_no_interval(result: dict[str, Any]) -
     assert summary_of(typed(made))["contestants"]["best"]["speed_up_ci"] is None
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_how_many_prompts_were_timed_is_told(result: dict[str, Any]) -> None:
     assert ("prompts timed", "7") in report_text.run_facts(typed(result))
     old = {key: value for key, value in result.items() if key != "timed_prompts"}
@@ -375,6 +393,7 @@ def test_how_many_prompts_were_timed_is_told(result: dict[str, Any]) -> None:
     assert "prompts timed" not in render_page(typed(old))
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_the_calibration_line_is_the_words_of_the_result(result: dict[str, Any]) -> None:
     assert (
         report_text.calibration_line(Calibration(bins=[], words="it is sure. Stop below 0.3."))
@@ -598,6 +617,7 @@ def test_wandb_gets_the_panels_offline(result: dict[str, Any], tmp_path: Path, m
     assert {"report/outcome", "report/tau", "report/alpha"} <= summary
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_panels_of_every_kind(variant: str, result: dict[str, Any]) -> None:
     class Run:

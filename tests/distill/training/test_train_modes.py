@@ -104,7 +104,14 @@ class TestStoredSignals:
 
 
 def test_averaged_weights_are_judged_beside_the_raw_ones(tiny_config: Path) -> None:
-    overrides = ["name=averaged", "optim.ema=0.9", "judge.live=end", "train.steps=4", "judge.every=2"]
+    overrides = [
+        "name=averaged",
+        "optim.ema=0.9",
+        "judge.live=end",
+        "judge.prompts=4",
+        "train.steps=4",
+        "judge.every=2",
+    ]
     assert train.main([str(tiny_config), *overrides]) == 0
     run = load_config(tiny_config, overrides).folder
     verdict = load_verdict(run)

@@ -1,5 +1,6 @@
 """judge.load: a verdict told what happens under load, from the very pair."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def judged(tiny_config: Path):
     """(target, evidence with judge.load 1 and 3, its verdict)."""
     config = load_config(tiny_config, ["judge.load=[3, 1]"])
@@ -70,6 +71,5 @@ def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.Mon
     target, evidence, verdict = judged
     monkeypatch.delattr(load, "measure_costs")
     silent = evidence.judge.model_copy(update={"load": ()})
-    object.__setattr__(evidence, "judge", silent)
-    assert under_load(verdict, evidence, target) is verdict
+    assert under_load(verdict, replace(evidence, judge=silent), target) is verdict
     assert (verdict.load, verdict.plain_wins_from, verdict.roofline) == ([], None, None)

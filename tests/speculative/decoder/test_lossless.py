@@ -57,9 +57,9 @@ def test_a_tree_decodes_greedily_what_transformers_generates(batch_size):
 def test_every_end_token_and_budget_cuts_a_block_where_it_stands(way):
     """Whatever a block holds, the text is a prefix of the text without that end token or budget."""
     prompts = prompts_of(RAGGED[:4])
-    settings = dataclasses.replace(WAYS[way], max_tokens=14)
+    settings = dataclasses.replace(WAYS[way], max_tokens=10)
     full, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
-    for length in range(1, 14):
+    for length in range(1, 10):
         cut, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, dataclasses.replace(settings, max_tokens=length))
         assert texts(cut) == [text[:length] for text in texts(full)]
         assert {response.finish_reason for response in cut} == {"length"}

@@ -1,5 +1,6 @@
 """`generate` as a stream: events, stop strings, the commit gate, the proposal log, interrupts, hostile models."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -41,6 +42,12 @@ def streamed(settings, **others):
     return by_prompt, [by_prompt[index][-1].response for index in range(len(PROMPTS))]
 
 
+@functools.cache
+def plain():
+    """The target's own greedy responses."""
+    return streamed(settings_of(GREEDY, "greedy", 0))[1]
+
+
 @pytest.mark.parametrize(("sampling", "rule"), WAYS)
 def test_events_put_together_are_the_responses(sampling, rule):
     settings = settings_of(sampling, rule, 3, eos_ids=(5, 9, 30))
@@ -65,22 +72,23 @@ def stops_in(text):
     return list(dict.fromkeys(piece for piece in pieces if "\ufffd" not in piece))[:25]
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 6])
-def test_stop_strings_cut_a_block_exactly_where_plain_decoding_stops(gamma):
-    _, full = streamed(settings_of(GREEDY, "greedy", 0))
+def test_stop_strings_cut_a_block_exactly_where_plain_decoding_stops():
+    full = plain()
     stops = stops_in(full[0].text)
     assert len(stops) >= 8
     for one, other in list(itertools.pairwise(stops))[::3]:
-        _, plain = streamed(settings_of(GREEDY, "greedy", 0, stop=(one, other)))
-        _, drafted = streamed(settings_of(GREEDY, "greedy", gamma, stop=(one, other)))
-        assert texts(drafted) == texts(plain)
-        for response, expected, whole in zip(drafted, plain, full, strict=True):
-            assert (response.text, response.finish_reason) == (expected.text, expected.finish_reason)
+        _, alone = streamed(settings_of(GREEDY, "greedy", 0, stop=(one, other)))
+        for response, whole in zip(alone, full, strict=True):
             found = one in whole.text or other in whole.text
             assert (response.finish_reason == "stop") == found
             assert one not in response.text
             assert other not in response.text
             assert whole.text.startswith(response.text)
+        for gamma in (1, 3, 6):
+            _, drafted = streamed(settings_of(GREEDY, "greedy", gamma, stop=(one, other)))
+            assert texts(drafted) == texts(alone)
+            for response, expected in zip(drafted, alone, strict=True):
+                assert (response.text, response.finish_reason) == (expected.text, expected.finish_reason)
 
 
 def test_a_gate_sees_every_token_in_order_before_it_is_streamed():
@@ -107,10 +115,9 @@ def test_a_gate_stops_a_response_before_any_token_of_a_block(gamma, place):
     def gate(key, position, token_id, so_far):
         return STOP if position == place else None
 
-    _, full = streamed(settings_of(GREEDY, "greedy", 0))
     _, stopped = streamed(settings_of(GREEDY, "greedy", gamma), gate=gate)
-    assert texts(stopped) == [text[:place] for text in texts(full)]
-    for response, whole in zip(stopped, full, strict=True):
+    assert texts(stopped) == [text[:place] for text in texts(plain())]
+    for response, whole in zip(stopped, plain(), strict=True):
         assert response.finish_reason == "gate"
         assert response.finished
         last = response.gate_log[-1]
@@ -118,23 +125,21 @@ def test_a_gate_stops_a_response_before_any_token_of_a_block(gamma, place):
         assert [record.token_id for record in response.gate_log[:-1]] == response.response_ids
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 4])
 @pytest.mark.parametrize("place", range(7))
-def test_what_follows_a_replaced_token_is_what_the_target_says_after_it(gamma, place):
+def test_what_follows_a_replaced_token_is_what_the_target_says_after_it(place):
     def gate(key, position, token_id, so_far):
         return 77 if position == place else token_id  # the same id again is no replacement
 
-    _, replaced = streamed(settings_of(GREEDY, "greedy", gamma), gate=gate)
-    _, full = streamed(settings_of(GREEDY, "greedy", 0))
-    for response, whole, (_, prompt) in zip(replaced, full, PROMPTS, strict=True):
-        assert response.response_ids[: place + 1] == [*whole.response_ids[:place], 77]
-        assert response.proposed_mask[place] == 0
-        assert response.gate_log[place] == (place, whole.response_ids[place], "77")
-        continued = [("x", [*prompt, *response.response_ids[: place + 1]])]
-        rest = settings_of(GREEDY, "greedy", 0, max_tokens=24 - place - 1)
-        expected, _ = decode(TARGET, None, continued, rest)
-        assert response.response_ids[place + 1 :] == expected[0].response_ids
-        assert len(response.response_ids) == len(response.log_target_probs) == len(response.proposed_mask) == 24
+    starts = [[*whole.response_ids[:place], 77] for whole in plain()]
+    continued = [(key, [*prompt, *start]) for (key, prompt), start in zip(PROMPTS, starts, strict=True)]
+    rest, _ = decode(TARGET, None, continued, settings_of(GREEDY, "greedy", 0, max_tokens=24 - place - 1))
+    for gamma in (0, 1, 4):
+        _, replaced = streamed(settings_of(GREEDY, "greedy", gamma), gate=gate)
+        assert texts(replaced) == [start + after for start, after in zip(starts, texts(rest), strict=True)]
+        for response, whole in zip(replaced, plain(), strict=True):
+            assert response.proposed_mask[place] == 0
+            assert response.gate_log[place] == (place, whole.response_ids[place], "77")
+            assert len(response.response_ids) == len(response.log_target_probs) == len(response.proposed_mask) == 24
 
 
 def test_a_gate_may_end_a_response_by_saying_an_end_token():
