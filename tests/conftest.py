@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # Importing all tests takes longer than those of the device.
+    # Importing all tests takes longer than running these.
     mark = config.getoption("markexpr")
     if mark not in ("alone", "device") or not collection_path.match("test_*.py"):
         return None

@@ -1,6 +1,7 @@
 """The house's rules that a program can read: which room imports which, and how things may be called."""
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ FORBIDDEN_NAMES = {"utils", "common", "helpers", "base", "util", "helper", "misc
 FORBIDDEN_PARAMETERS = {"p", "q"}
 
 
+parsed = functools.lru_cache(maxsize=1)(ast.parse)  # one file is read for several rules
+
+
 def imported_rooms(tree: ast.AST, room: str) -> Iterator[tuple[int, str]]:
     """(line, room) of every import of one of our packages, at the top, inside functions, and by name in a call."""
     for node in ast.walk(tree):
@@ -48,13 +52,13 @@ def imported_rooms(tree: ast.AST, room: str) -> Iterator[tuple[int, str]]:
 def back_arrows(source: str, room: str) -> list[tuple[int, str]]:
     """Imports that point to the left."""
     allowed = ROOMS[ROOMS.index(room) :]
-    return [(line, found) for line, found in imported_rooms(ast.parse(source), room) if found not in allowed]
+    return [(line, found) for line, found in imported_rooms(parsed(source), room) if found not in allowed]
 
 
 def modules_imported(source: str) -> set[str]:
     """Dotted names of our modules that a file imports anywhere; `from room import file` counts as `room.file`."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -80,7 +84,7 @@ def climbs(module: str, imported: str) -> bool:
 def parameters_called(source: str, forbidden: set[str]) -> list[tuple[int, str]]:
     """(line, name) of functions' parameters with a forbidden name, lambdas included."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
             found += [(node.lineno, one.arg) for one in every if one is not None and one.arg in forbidden]
@@ -90,12 +94,6 @@ def parameters_called(source: str, forbidden: set[str]) -> list[tuple[int, str]]
 def test_there_is_something_to_read() -> None:
     assert len(FILES) > 30
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(ROOMS)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_point_to_the_right(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    assert back_arrows(path.read_text(encoding="utf-8"), room) == []
 
 
 @pytest.mark.parametrize(
@@ -118,14 +116,6 @@ def test_the_reader_sees_back_arrows(source: str, room: str) -> None:
 )
 def test_the_reader_does_not_see_what_is_not_there(source: str) -> None:
     assert back_arrows(source, "data") == []
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_floors_go_one_way(path: Path) -> None:
-    if path.stem == "__init__":
-        return
-    module = module_of(path)
-    assert [name for name in modules_imported(path.read_text(encoding="utf-8")) if climbs(module, name)] == []
 
 
 def test_every_room_has_a_floor() -> None:
@@ -194,11 +184,6 @@ def test_files_are_named_for_what_they_hold() -> None:
     assert not (ROOT / "tests" / "data").exists()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_parameter_is_called_p_or_q(path: Path) -> None:
-    assert parameters_called(path.read_text(encoding="utf-8"), FORBIDDEN_PARAMETERS) == []
-
-
 def test_the_reader_sees_such_parameters() -> None:
     assert parameters_called("def f(a, *, q=1): ...\ng = lambda p: p\n", FORBIDDEN_PARAMETERS) == [(1, "q"), (2, "p")]
 
@@ -211,9 +196,13 @@ def test_the_initialisers_hold_a_docstring_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_and_functions_stay_readable(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
+def test_a_file_keeps_the_rules_of_the_house(path: Path) -> None:
+    source, module = path.read_text(encoding="utf-8"), module_of(path)
+    assert back_arrows(source, path.relative_to(ROOT).parts[0]) == [], "imports point to the right"
+    if path.stem != "__init__":
+        assert [name for name in modules_imported(source) if climbs(module, name)] == [], "floors go one way"
+    assert parameters_called(source, FORBIDDEN_PARAMETERS) == []
     assert source.count("\n") <= 450, "split the file by what it holds"
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is too long to read at once"
