@@ -100,6 +100,8 @@ class EngineClient(EndpointTarget):
             UserError: the server is gone or cannot answer; it says tokens of another vocabulary; counts that cannot be.
         """
         options = request_of(settings, key) | _EXTRAS.get(self.engine, {})
+        if self._as_text:  # What a prompt begins with is in it already.
+            options |= {"add_special_tokens": False}
         import openai
 
         start = time.perf_counter()

@@ -26,14 +26,15 @@ from speculative.measure.served import (
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.verify import draft_draws
 
-_SPARED = {"llama.cpp": 1}  # An engine that leaves room for the target's own token at the end of a response.
+_SPARING = ("llama.cpp",)  # Known to leave room for the target's own token at the end of a response.
 
 
 @dataclass(frozen=True)
 class Counted:
     """What the server counted. rows: per response, None where it gives sums of all of them only. gamma: drafted tokens per block.
 
-    blocks, tokens: sums, tokens behind the prefill's. shares: (survival, accepted/drafted), None where unknown.
+    blocks, tokens: sums, tokens behind the prefill's. survival, accepted_per_drafted: None where unknown. spared: tokens at the end
+    of a response that the engine never drafts.
     """
 
     source: str
@@ -43,6 +44,7 @@ class Counted:
     gamma: int
     survival: list[float] | None
     accepted_per_drafted: float | None
+    spared: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -95,10 +97,10 @@ class Replayer:
         """tau of the run's own text, and its interval."""
         return _tau(self.own_scores, rule, gamma)
 
-    def shares(self, rule: str, gamma: int, engine: str) -> tuple[list[float], float]:
+    def shares(self, rule: str, gamma: int, spared: int) -> tuple[list[float], float]:
         """(survival, accepted/drafted) of the text that `predict` is of."""
         scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
-        return predicted_shares(scores, rule, gamma, spared=_SPARED.get(engine, 0))
+        return predicted_shares(scores, rule, gamma, spared=spared)
 
 
 def _tau(scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Interval]:
@@ -137,17 +139,18 @@ def count(asked: Asked, gamma: int) -> Counted:
             "--per-request-spec-decode-metrics detailed, SGLang with --enable-metrics, llama-server with --metrics"
         )
     tokens = sum(max(0, answer.tokens - 1) for answer in asked.answers)
-    notes = ["the server gives sums only: tokens drafted behind the end of a response are in its survival"]
     said = sum(answer.tokens for answer in asked.answers)
-    if server.tokens is not None and server.tokens != said:
-        notes.append(
-            f"the server made {server.tokens:,} tokens meanwhile and ours are {said:,}: it answers others too, and these are in the counts"
+    # An engine may count what it cut off behind the end of each response.
+    if server.tokens is not None and not said <= server.tokens <= said + 128 * len(asked.answers):
+        raise UserError(
+            f"it made {server.tokens:,} tokens meanwhile and ours are {said:,}: it answers others too, and its counters are of all; ask "
+            "while nobody else does, or have it tell of each request (vLLM: --per-request-spec-decode-metrics detailed)"
         )
-        tokens = server.tokens - (server.requests or len(asked.answers))
+    notes = ["the server gives sums only: tokens drafted behind the end of a response are in its survival"]
     mean = server.drafted / server.blocks if server.drafted is not None else gamma
     survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     rate = server.accepted / server.drafted if server.drafted and server.accepted is not None else None
-    return Counted("metrics", None, server.blocks, tokens, max(1, round(mean)), survival, rate, notes)
+    return Counted("metrics", None, server.blocks, tokens, max(1, round(mean)), survival, rate, notes=notes)
 
 
 def _row(answer: Answer, gamma: int) -> ServedBlocks | None:
@@ -170,6 +173,10 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
         notes.append(f"the server's own counters were reset while it was asked: {asked.reset}")
     drafted, accepted = sum(one.drafted or 0 for one in counts), sum(one.accepted or 0 for one in counts)
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
+    if asked.server is not None and asked.server.blocks not in (None, blocks):
+        notes.append(
+            f"its own counters say {asked.server.blocks:,} blocks meanwhile and its answers {blocks:,}: it answers others too"
+        )
     said = [one.gamma for one in counts if one.gamma]
     survival: list[float] | None = None
     if any(row.accepted_B for row in rows):
@@ -185,7 +192,7 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
             notes.append(
                 f"{broken} of {len(rows)} responses are not what their blocks add up to: some calls are not counted"
             )
-        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, notes)
+        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), notes)
     gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
     histogram = np.sum(
         [
@@ -198,7 +205,16 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     if np.size(histogram) > 1:
         survival = (histogram[::-1].cumsum()[::-1][1:] / max(1, histogram.sum())).tolist()
     notes.append("the server gives sums of a response: tokens drafted behind its end are in its survival")
-    return Counted("responses", rows, blocks, tokens, gamma, survival, accepted / drafted if drafted else None, notes)
+    spared = int(counts[0].engine in _SPARING)
+    rate = accepted / drafted if drafted else 0.0
+    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, notes)
+
+
+def _spared(rows: list[ServedBlocks], gamma: int) -> int:
+    """1 where every block that reaches the end of its response drafts one token less than is left of it."""
+    ends = [(row.inside()[-1][0], row.drafted_B[-1], row.tokens) for row in rows if row.drafted_B]
+    short = [(drafted, min(gamma, tokens - start)) for start, drafted, tokens in ends if tokens - start <= gamma]
+    return int(bool(short) and all(drafted == left - 1 for drafted, left in short))
 
 
 def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:

@@ -151,7 +151,7 @@ def _record(
         causes.append(f"counters: {main.reset}")
     agrees = not causes
     shown = replayer.predict(counted, found.rule, counted.gamma)
-    survival, rate = replayer.shares(found.rule, found.gamma, client.engine)
+    survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
     expected, expected_ci = replayer.expect(found.rule, found.gamma)
     speed = speeds(main.answers, main.plain, options.concurrency)
     return ServedRecord.model_validate({
