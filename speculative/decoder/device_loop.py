@@ -24,7 +24,7 @@ from speculative.decoder.stage_clock import StageClock
 from speculative.drafters.drafter import DeviceText, Drafter, ModelDrafter, Proposal
 from speculative.engine.cached_model import CachedModel, upload
 from speculative.engine.models import devices_of, is_recurrent
-from speculative.engine.runners import GRAPHED, GraphRunner
+from speculative.engine.runners import RECORDED, GraphRunner
 from speculative.rules.sampling import DRAFT_UNIFORM
 
 
@@ -100,7 +100,7 @@ class DeviceLoop(BlockLoop):
     @staticmethod
     def serves(target: PreTrainedModel, drafter: Drafter | None, settings: DecodeSettings, runner: str) -> bool:
         """Whether this loop can run such a call."""
-        if runner != GRAPHED or settings.tree is not None or settings.active_rules is not None:
+        if runner not in RECORDED or settings.tree is not None or settings.active_rules is not None:
             return False
         if is_recurrent(target) or len(devices_of(target)) > 1:
             return False

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.models import is_recurrent
+from speculative.engine.models import is_recurrent, layer_stacks
 from speculative.errors import UserError
 
 
@@ -60,11 +60,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if not 1 <= count < total:
         raise UserError(f"early exit after {count} layers: the target has {total}, give 1..{total - 1}")
-    stacks = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == total and "." in name
-    ]
+    stacks = layer_stacks(model)
     if len(stacks) != 1:
         raise UserError(f"{type(model).__name__} has no single stack of {total} layers: early exit is not possible")
     shorter = _hollow_copy(model)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from speculative.engine.attention import grouped_queries
 from speculative.engine.cache import RaggedCache, whole_steps
+from speculative.engine.compiled_layers import compiled_layers
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
     attention_windows,
@@ -24,7 +25,7 @@ from speculative.engine.models import (
 )
 from speculative.engine.pool import Memory, give_back, take
 from speculative.engine.recurrent_model import RecurrentModel
-from speculative.engine.runners import EAGER
+from speculative.engine.runners import COMPILED_GRAPH, EAGER
 from speculative.errors import TooLittleMemory, UserError
 from speculative.rules.tree import TokenTree
 
@@ -239,7 +240,8 @@ class CachedModel:
         `kept` only. Nothing comes from the host, so it can be captured.
         """
         self.cache.begin(positions_RQ, prefix)
-        return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
+        with compiled_layers(self.model) if self.memory.kind == COMPILED_GRAPH else nullcontext():
+            return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
 
     def static_prefix(self, stop: int) -> int:
         """Positions that a compiled or captured call reads when the last one it writes is `stop` - 1."""

@@ -40,6 +40,16 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return longest
 
 
+def layer_stacks(model: PreTrainedModel) -> list[str]:
+    """Names of the module lists that are as long as the model is deep: one, unless its layers are kept in another way."""
+    total = model.config.get_text_config(decoder=True).num_hidden_layers
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == total and "." in name
+    ]
+
+
 def vocab_rows(model: PreTrainedModel) -> int:
     """Number of logits the model returns per position, padding rows included."""
     head = model.get_output_embeddings()

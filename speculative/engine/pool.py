@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, RaggedLayer
-from speculative.engine.runners import GRAPHED, Runner, make_runner
+from speculative.engine.runners import RECORDED, Runner, make_runner
 
 MOST_IDLE = 4  # of one model: shapes that come in turn, as the loads of a verdict do, each find theirs again
 
@@ -51,7 +51,7 @@ _idle: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Memory]]] = we
 
 def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory:
     """Memory of R rows and at least C positions for this caller alone, an idle one where it fits; bring it back by `give_back`."""
-    kept = _fitting(model, rows, capacity) if runner == GRAPHED else None
+    kept = _fitting(model, rows, capacity, runner) if runner in RECORDED else None
     if kept is not None:
         _idle[model].remove(kept)
         return kept[1]
@@ -61,7 +61,7 @@ def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memor
 
 def give_back(model: PreTrainedModel, memory: Memory) -> None:
     """The caller is done with it. Only what recordings were made for is worth keeping, the latest few of a model."""
-    if memory.kind != GRAPHED:
+    if memory.kind not in RECORDED:
         return
     # Of one shape there may be two: plain and speculative decoding that take turns hold theirs at once.
     _idle[model] = [*_idle.get(model, []), (_fingerprint(model), memory)][-MOST_IDLE:]
@@ -69,7 +69,7 @@ def give_back(model: PreTrainedModel, memory: Memory) -> None:
 
 def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
     """Whether `take` would find an idle memory."""
-    return _fitting(model, rows, capacity) is not None
+    return any(_fitting(model, rows, capacity, runner) is not None for runner in RECORDED)
 
 
 def release(model: PreTrainedModel | None = None) -> None:
@@ -85,7 +85,7 @@ def idle_memories() -> list[Memory]:
     return [memory for memories in _idle.values() for _, memory in memories]
 
 
-def _fitting(model: PreTrainedModel, rows: int, capacity: int) -> tuple[Any, Memory] | None:
+def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> tuple[Any, Memory] | None:
     """The smallest idle memory that is large enough; those of weights that have moved since are dropped."""
     told = _fingerprint(model) if model in _idle else None
     if told is not None:
@@ -93,7 +93,7 @@ def _fitting(model: PreTrainedModel, rows: int, capacity: int) -> tuple[Any, Mem
     fitting = [
         entry
         for entry in _idle.get(model, [])
-        if entry[1].cache.rows == rows and entry[1].cache.place.capacity >= capacity
+        if (entry[1].kind, entry[1].cache.rows) == (runner, rows) and entry[1].cache.place.capacity >= capacity
     ]
     return min(fitting, key=lambda entry: entry[1].cache.place.capacity, default=None)
 

@@ -15,6 +15,8 @@ from speculative.errors import UserError
 
 EAGER, COMPILED, GRAPHED = "eager", "compile", "graph"
 RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
+COMPILED_GRAPH = "compiled graph"  # What `compile` is on CUDA: graphs of calls whose layers are compiled.
+RECORDED = (GRAPHED, COMPILED_GRAPH)
 RECOMPILE_LIMIT = 64  # One recording per (rows, tokens, prefix, logits kept); Dynamo's own limit of 8 is met at once.
 GRAPH_TOLERANCE = 0.05  # Relative to the largest logit: kernels may round differently under capture, faults do not.
 
@@ -230,16 +232,23 @@ def make_runner(kind: str) -> Runner:
     """Raises UserError for an unknown kind and for graphs without CUDA."""
     if kind == GRAPHED and not torch.cuda.is_available():
         raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
-    makers: dict[str, Callable[[], Runner]] = {EAGER: EagerRunner, COMPILED: CompiledRunner, GRAPHED: GraphRunner}
+    makers: dict[str, Callable[[], Runner]] = {
+        EAGER: EagerRunner,
+        COMPILED: CompiledRunner,
+        GRAPHED: GraphRunner,
+        COMPILED_GRAPH: GraphRunner,
+    }
     if kind not in makers:
         raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
     return makers[kind]()
 
 
 def resolve_runner(kind: str, device: torch.device) -> str:
-    """`auto`: graphs on CUDA, the plain call elsewhere."""
+    """`auto`: graphs on CUDA, the plain call elsewhere. `compile` is in a graph where there are graphs."""
     if kind not in RUNNERS:
         raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
+    if kind == COMPILED and device.type == "cuda":
+        return COMPILED_GRAPH
     if kind != "auto":
         return kind
     return GRAPHED if device.type == "cuda" else EAGER
