@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from speculative.errors import UserError
 
@@ -15,6 +16,13 @@ from speculative.errors import UserError
 DRAFT_UNIFORM, ACCEPTANCE_COIN, RESIDUAL_UNIFORM = 0, 1, 2
 
 FEW_ROWS = 64  # Up to here a loop in numpy beats one operation of torch on all rows.
+# A power of two that divides the vocabularies of most models, and near enough to their square root.
+PIECE = 128
+# Masses are added up by key in so many columns: else all the small probabilities queue for one address.
+LANES = 32
+# A key of at most 48 bits is found in so many steps of at most 12.
+KEY_STEPS = 4
+PROB_BITS = 30  # Of a float32 from 0 to 1.
 # How far two ways to the same float32 sum, or probability, may differ.
 MASS_ROUNDING, PROB_ROUNDING = 3e-5, 1.0 - 1e-6
 
@@ -102,8 +110,11 @@ def logits_to_probs(logits_RV: torch.Tensor, settings: SamplingSettings) -> torc
 def nucleus(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
     """Scores (*R, V) with -inf outside the smallest set of tokens whose mass reaches `top_p`.
 
-    On a CPU without ordering the whole vocabulary as `nucleus_by_sorting` does, but with its very result.
+    Without ordering the whole vocabulary as `nucleus_by_sorting` does: on a CPU with its very result, on an accelerator
+    by `nucleus_by_search`, but for a single row, whose sort is one of few kernels and the cheaper way there.
     """
+    if scores_RV.device.type != "cpu" and scores_RV.dtype == torch.float32 and scores_RV[..., 0].numel() > 1:
+        return nucleus_by_search(scores_RV, top_p)
     if scores_RV.device.type != "cpu" or scores_RV.requires_grad:
         return nucleus_by_sorting(scores_RV, top_p)
     vocab = scores_RV.shape[-1]
@@ -120,11 +131,41 @@ def nucleus(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def nucleus_by_sorting(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`nucleus` as transformers' warper has it: the twin of the fast one, and what runs on an accelerator."""
+    """`nucleus` as transformers' warper has it: the twin of the fast ones."""
     ascending_RV, order_RV = scores_RV.sort(dim=-1)
     removed_RV = ascending_RV.softmax(-1).cumsum(-1) <= 1.0 - top_p
     removed_RV[..., -1] = False
     return scores_RV.masked_fill(removed_RV.scatter(-1, order_RV, removed_RV), -torch.inf)
+
+
+def nucleus_by_search(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """`nucleus` of float32 scores on an accelerator, where a sort takes the rows one after another, ten kernels each.
+
+    A token's key is its probability's bit pattern, then its id: keys are all different and rise in the order of a stable
+    sort by probability. The least key that stays is found 12 bits at a time, from the mass below each of 4,096 keys: some
+    250 bytes a token and 45 kernels, however many rows. Masses are float64 sums, so the set is that of
+    `nucleus_by_sorting` unless the rounding of its float32 sum, or of scores to equal probabilities, decides. The most
+    likely token always stays. Fixed shapes, nothing read by the host.
+    """
+    vocab, rows = scores_RV.shape[-1], scores_RV.shape[:-1]
+    probs_RWC = _in_columns(scores_RV.detach().softmax(-1), LANES)
+    probs_RV, weights_RWC = probs_RWC.flatten(-2), probs_RWC.double()
+    ids_V = torch.arange(probs_RV.shape[-1], device=probs_RV.device)
+    id_bits = len(ids_V).bit_length()
+    keys_RV = torch.add(ids_V, probs_RV.view(torch.int32), alpha=1 << id_bits)
+    width = -(-(PROB_BITS + id_bits) // KEY_STEPS)
+    steps_T = torch.arange(1, 1 << width, device=probs_RV.device)
+    border_R1 = torch.full((*rows, 1), float(np.float32(1.0 - top_p)), dtype=torch.float64, device=probs_RV.device)
+    least_R1 = torch.zeros_like(border_R1, dtype=torch.int64)
+    for shift in range((KEY_STEPS - 1) * width, -1, -width):
+        bounds_RT = torch.add(least_R1, steps_T, alpha=1 << shift)
+        bins_RWC = torch.searchsorted(bounds_RT, keys_RV, right=True).view_as(weights_RWC)
+        masses_RTC = torch.zeros((*rows, 1 << width, LANES), dtype=torch.float64, device=probs_RV.device)
+        masses_RT = masses_RTC.scatter_add_(-2, bins_RWC, weights_RWC).sum(-1).cumsum(-1)
+        least_R1 = torch.add(least_R1, torch.searchsorted(masses_RT, border_R1, right=True), alpha=1 << shift)
+    # A sum may stay below the border to its end: 1.0 - top_p is then above the rounded mass of the whole row.
+    least_R1 = torch.minimum(least_R1, keys_RV.amax(-1, keepdim=True))
+    return scores_RV.masked_fill(keys_RV[..., :vocab] < least_R1, -torch.inf)
 
 
 def _least_of_nucleus(probs_V: np.ndarray, total: float, top_p: float) -> float:
@@ -159,14 +200,51 @@ def sample_at(probs_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
     Rows need not sum to one (they are scaled by their mass). A token of probability 0 is never returned as long as the
     row has any mass. The sum runs in float64: in float32 it is off by more than the tail of a large vocabulary.
     """
+    if probs_RV.device.type != "cpu":
+        return sample_by_pieces(probs_RV, points_RN)
     cumulative_RV = probs_RV.detach().cumsum(-1, dtype=torch.float64)
-    if probs_RV.device.type == "cpu":
-        # A subclass, such as a fake tensor, has no numpy.
-        if points_RN[..., 0].numel() > FEW_ROWS or type(cumulative_RV) is not torch.Tensor:
-            return search(cumulative_RV, points_RN)
-        return _search_rows(cumulative_RV, points_RN)
-    # A parallel scan may round two equal prefixes apart, so entries of probability 0 must not stand out.
-    return search(cumulative_RV.masked_fill_(probs_RV <= 0, 0.0).cummax(-1).values, points_RN)
+    # A subclass, such as a fake tensor, has no numpy.
+    if points_RN[..., 0].numel() > FEW_ROWS or type(cumulative_RV) is not torch.Tensor:
+        return search(cumulative_RV, points_RN)
+    return _search_rows(cumulative_RV, points_RN)
+
+
+def sample_by_pieces(probs_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:
+    """`sample_at` on an accelerator, where one thread block scans a whole row: first a piece is drawn, then a token of it.
+
+    Both sums are scans of about the root of V numbers, in float64, so that the id is another one than that of a single
+    scan only where the rounding of such a sum decides. A token of probability 0 is never returned as long as the row has
+    any mass, however a parallel scan rounds; a row of NaN gives some legal id. Fixed shapes, nothing read by the host.
+    """
+    vocab = probs_RV.shape[-1]
+    probs_RKP = _in_columns(probs_RV.detach().double(), PIECE)
+    sums_RK = probs_RKP.sum(-1)
+    running_RK = sums_RK.cumsum(-1)
+    points_RN = points_RN * running_RK[..., -1:]
+    begin_RN, piece_RN = _interval(running_RK, sums_RK, points_RN)
+    inside_RNP = probs_RKP.gather(-2, piece_RN.unsqueeze(-1).expand(*piece_RN.shape, PIECE))
+    _, place_RN1 = _interval(inside_RNP.cumsum(-1), inside_RNP, (points_RN - begin_RN).unsqueeze(-1))
+    ids_RN = torch.add(place_RN1.squeeze(-1), piece_RN, alpha=PIECE)
+    return ids_RN.clamp_max_(vocab - 1) if vocab % PIECE else ids_RN
+
+
+def _in_columns(values_RV: torch.Tensor, columns: int) -> torch.Tensor:
+    """Rows of V as rows of a table (*R, V / columns, columns), filled up with zeros."""
+    missing = -values_RV.shape[-1] % columns
+    values_RV = pad(values_RV, (0, missing)) if missing else values_RV
+    return values_RV.view(*values_RV.shape[:-1], values_RV.shape[-1] // columns, columns)
+
+
+def _interval(
+    ends_RM: torch.Tensor, weights_RM: torch.Tensor, points_RN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(where it begins, its index), both (*R, N), of the one of M intervals, laid end to end, that a point >= 0 lies in.
+
+    It is the last one with a weight that begins at or before the point: there always is one, as the first begins at 0.
+    """
+    begins_RM = (ends_RM - weights_RM).masked_fill_(weights_RM <= 0, torch.inf).unsqueeze(-2)
+    found = begins_RM.masked_fill(begins_RM > points_RN.unsqueeze(-1), -1.0).max(-1)
+    return found.values, found.indices
 
 
 def search(cumulative_RV: torch.Tensor, points_RN: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,7 @@ def draw_children(
     if not replacement:
         draft_probs_RV = draft_probs_RV.clone()
     for place in range(count):
-        # A row without mass gives the last id.
+        # A row without mass gives some id.
         drawn_R = sample(draft_probs_RV, uniforms_RK[..., place])
         ids.append(drawn_R)
         if not replacement and place + 1 < count:

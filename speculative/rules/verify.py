@@ -59,8 +59,7 @@ def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSetting
 
 def accept_probability(target_prob: torch.Tensor, draft_prob: torch.Tensor) -> torch.Tensor:
     """min(1, target / draft) of the drafted token, elementwise; 2211.17192 Algorithm 1. 0 where the target has 0."""
-    ratio = target_prob / draft_prob.clamp_min(torch.finfo(draft_prob.dtype).tiny)
-    return torch.where(target_prob > 0, ratio.clamp_max(1.0), torch.zeros_like(ratio))
+    return (target_prob / draft_prob.clamp_min(torch.finfo(draft_prob.dtype).tiny)).clamp_max_(1.0)
 
 
 def residual_probs(target_probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor) -> torch.Tensor:
@@ -95,13 +94,15 @@ def verify(
     drafted_BG1 = draft_ids_BG.unsqueeze(-1)
     target_prob_BG = target_probs_BG1V[:, :gamma].gather(-1, drafted_BG1).squeeze(-1)
     if draft_probs_BGV is None:
-        draft_prob_BG = torch.ones_like(target_prob_BG)
+        passes_BG = coins_BG < target_prob_BG
+        accept_probs_BG = target_prob_BG.clamp_max(1.0)
         overlap_BG = target_prob_BG
     else:
         draft_prob_BG = draft_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
+        passes_BG = coins_BG * draft_prob_BG < target_prob_BG
+        accept_probs_BG = accept_probability(target_prob_BG, draft_prob_BG)
         overlap_BG = torch.minimum(target_probs_BG1V[:, :gamma], draft_probs_BGV).sum(-1)
 
-    passes_BG = coins_BG * draft_prob_BG < target_prob_BG
     if drafted_B is not None:
         passes_BG &= torch.arange(gamma, device=passes_BG.device) < drafted_B.unsqueeze(-1)
     accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
@@ -120,7 +121,7 @@ def verify(
         else:
             next_probs_BV = residual_probs(next_probs_BV, draft_probs_BGV[rows_B, reached_B] * rejected_B1)
     next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
-    return Verified(accepted_B, next_ids_B, accept_probability(target_prob_BG, draft_prob_BG), overlap_BG)
+    return Verified(accepted_B, next_ids_B, accept_probs_BG, overlap_BG)
 
 
 def verify_greedy(
