@@ -87,7 +87,7 @@ def test_a_graph_runs_when_it_is_replayed_on_what_is_there_then() -> None:
     [
         lambda tensor: tensor.sum().item(),
         lambda tensor: tensor + torch.ones(2).to("cuda", non_blocking=True),
-        lambda tensor: torch.where(tensor > 0, tensor, 0.0),
+        lambda tensor: torch.where(tensor > 0, tensor, torch.tensor(0.0)),
     ],
 )
 def test_no_capture_contains_a_wait_or_a_copy_from_unpinned_memory(forbidden) -> None:

@@ -13,8 +13,10 @@ from speculative.rules import sampling
 from speculative.rules.sampling import (
     PIECE,
     _interval,
+    nucleus,
     nucleus_by_search,
     nucleus_by_sorting,
+    sample_at,
     sample_by_pieces,
     search,
 )
@@ -149,3 +151,14 @@ def test_the_nucleus_of_broken_rows_is_broken_and_one_token_always_stays() -> No
     assert kept.softmax(-1).isnan().all(-1).tolist() == [True, True, False, False]
     assert kept[2:].isfinite().sum(-1).tolist() == [1, 1]
     assert int(kept[3].argmax()) == int(scores[3].argmax())
+
+
+@pytest.mark.device
+@pytest.mark.gpu
+def test_a_gpu_draws_and_cuts_as_a_cpu_does() -> None:
+    for vocab in (300, 151_936):
+        probs = random_rows(vocab, 6, vocab)
+        points = torch.rand(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        assert torch.equal(sample_at(probs.cuda(), points.cuda()).cpu(), sample_at(probs, points))
+        kept = nucleus(probs.log().cuda(), 0.9).cpu().isfinite()
+        assert int((kept != nucleus(probs.log(), 0.9).isfinite()).sum()) <= 6  # a token a row, where float32 decides

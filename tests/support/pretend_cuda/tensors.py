@@ -211,7 +211,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _run(func, args, _without_place(kwargs))
     _refuse_mixture(func, args, tensors)
     if func is aten.where.self and not all(isinstance(tensor, DeviceTensor) for tensor in tensors):
-        uploaded(True)  # A number is copied there first, unlike those of other kernels.
+        uploaded(True)  # This one copies a number to the device; other kernels read it.
     if func is aten._local_scalar_dense.default:
         return func(args[0]._host)
     if func is aten.histc.default and not args[0].dtype.is_floating_point:  # CUDA has it for integers, a CPU has not.
