@@ -9,6 +9,7 @@ import shlex
 from typing import Any, NamedTuple
 
 from distill.export.facts import EngineFacts
+from distill.export.gguf import converter
 
 DRAFT, TARGET = '"$DRAFT"', '"$TARGET"'
 
@@ -111,8 +112,7 @@ def llama_cpp(facts: EngineFacts) -> Start:
     notes = [
         "Builds before --spec-type have --draft-max and a confidence gate to switch off (--draft-p-min 0); newer ones end with an error at "
         "--draft-max, and their gate is off.",
-        "convert_hf_to_gguf.py (in llama.cpp's repository) wants a local directory (for a hub id add --remote) and refuses a tokenizer "
-        "that it has never seen.",
+        f"$LLAMA_CPP is a checkout with its requirements. The converter wants local directories (for a hub id add --remote){_tokenizer(facts)}.",
     ]
     if facts.sampling is not None and facts.sampling.greedy:
         words.append("--temp 0")
@@ -125,10 +125,10 @@ def llama_cpp(facts: EngineFacts) -> Start:
         )
     if facts.gamma_by_load:
         notes.append(f"No gamma per batch size. {_most_requests(facts)} (--parallel).")
-    convert = "python convert_hf_to_gguf.py"
     lines = [
-        f"{convert} {TARGET} --outfile {target_gguf}",
-        f"{convert} {DRAFT} --outfile {draft_gguf}",
+        f'to_gguf() {{ {converter(facts.pre_tokenizer)} "$@"; }}',
+        f"to_gguf {TARGET} --outfile {target_gguf}",
+        f"to_gguf {DRAFT} --outfile {draft_gguf}",
         " ".join(words),
     ]
     return Start("\n".join(lines), "greedy-draft", notes)
@@ -206,6 +206,12 @@ def others(facts: EngineFacts) -> list[str]:
 def _predicted(facts: EngineFacts, rule: str) -> str:
     tau = facts.taus.get(rule)
     return "nothing was predicted" if tau is None else f"replay predicts tau {tau:.2f}"
+
+
+def _tokenizer(facts: EngineFacts) -> str:
+    if facts.pre_tokenizer is None:
+        return " and refuses a tokenizer that it has never seen"
+    return f"; a tokenizer that it has never seen is told to it as `{facts.pre_tokenizer}`, whose rules are this one's"
 
 
 def _block(facts: EngineFacts) -> str:

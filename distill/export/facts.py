@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import LoadRange
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from speculative.engine.models import max_positions
@@ -35,6 +36,7 @@ class EngineFacts:
     added_ends_equal: bool  # what the tokenizers put around a text (bos, eos), which most do not
     tokenizer_kind_equal: bool
     target_quantised: bool
+    pre_tokenizer: str | None = None  # llama.cpp's name for how the target's tokenizer cuts text
     rerouted_type: str | None = None  # the draft's model type where vLLM takes it for another method
     draft_context: int | None = None  # tokens, where it is shorter than the target's
     measured_rule: str | None = None  # the rule of the run's verdict, None when not measured
@@ -86,6 +88,7 @@ def gather_facts(
         added_ends_equal=target_tokenizer("")["input_ids"] == draft_tokenizer("")["input_ids"],
         tokenizer_kind_equal=type(target_tokenizer) is type(draft_tokenizer),
         target_quantised=getattr(target_config, "quantization_config", None) is not None,
+        pre_tokenizer=pre_tokenizer_name(target_tokenizer),
         rerouted_type=rerouted_type(draft_config),
         draft_context=shorter_context(draft_config, target_config),
         measured_rule=measured_rule,

@@ -42,7 +42,7 @@ STUBS = "".join(f"{name}() {{ printf '%s\\0' {name} \"$@\"; printf '\\n\\0'; }}\
 
 def calls(command, draft=DRAFT, target=TARGET, cwd=None):
     """The programs that a real shell calls for a command, each as its list of words."""
-    environment = {"DRAFT": draft, "TARGET": target, "PATH": "/usr/bin:/bin"}
+    environment = {"DRAFT": draft, "TARGET": target, "LLAMA_CPP": "/src/llama.cpp", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-euc", STUBS + command], env=environment, cwd=cwd, capture_output=True, check=True)
     return [call.split("\0")[:-1] for call in done.stdout.decode().split("\n\0")[:-1]]
 
@@ -128,7 +128,7 @@ def test_sglang_command(quantised):
 
 def test_llama_cpp_commands():
     convert_target, convert_draft, serve = calls(check("llama.cpp", GOOD).command)
-    convert = ["python", "convert_hf_to_gguf.py"]
+    convert = ["python", "/src/llama.cpp/convert_hf_to_gguf.py"]
     assert convert_target == [*convert, TARGET, "--outfile", f"{DRAFT}-target.gguf"]
     assert convert_draft == [*convert, DRAFT, "--outfile", f"{DRAFT}.gguf"]
     start = ["llama-server", "-m", f"{DRAFT}-target.gguf", "-md", f"{DRAFT}.gguf", "--spec-type", "draft-simple"]

@@ -1,0 +1,53 @@
+"""How llama.cpp cuts text before its merges (`tokenizer.ggml.pre`), for tokenizers that its converter has never seen.
+
+The converter knows a tokenizer by a hash of some ids and refuses every other one, whatever its rules. The rules are written in
+tokenizer.json: where they are those of a name of llama.cpp's (v0.5.0, src/llama-vocab.cpp), that name gives the same ids.
+"""
+
+import json
+import shlex
+from typing import Any
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2, LLAMA3 = rf"{_CONTRACTIONS}\p{{N}}{_REST}", rf"{_CONTRACTIONS}\p{{N}}{{1,3}}{_REST}"
+
+# Only where the converter's own list has no name for the tokenizer.
+_CONVERTER = """import convert_hf_to_gguf, conversion.base
+model = conversion.base.TextModel
+known = model.get_vocab_base_pre
+def name(*tokenizer):
+    try: return known(*tokenizer)
+    except NotImplementedError: return {name!r}
+model.get_vocab_base_pre = name
+convert_hf_to_gguf.main()"""
+
+
+def pre_tokenizer_name(tokenizer: Any) -> str | None:
+    """llama.cpp's name for the rules of a tokenizer; None where none is known to be the same."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None or type(core.model).__name__ != "BPE" or core.model.byte_fallback or core.pre_tokenizer is None:
+        return None
+    steps = json.loads(core.pre_tokenizer.__getstate__())
+    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    last, before = steps[-1], steps[:-1]
+    if last["type"] != "ByteLevel" or last["add_prefix_space"] or len(before) > 1:
+        return None
+    if last["use_regex"]:
+        name = (
+            "gpt-2" if not before else "smollm" if before[0] == {"type": "Digits", "individual_digits": True} else None
+        )
+    else:
+        split = before[0] if before and before[0]["type"] == "Split" else {}
+        whole = split.get("behavior") == "Isolated" and not split.get("invert")
+        name = {QWEN2: "qwen2", LLAMA3: "llama-bpe"}.get(split.get("pattern", {}).get("Regex", "")) if whole else None
+    # llama-bpe alone takes a whole word that is a token before any merge.
+    same_merges = bool(core.model.ignore_merges) == (name == "llama-bpe")
+    return name if same_merges and core.normalizer is None else None
+
+
+def converter(name: str | None) -> str:
+    """Shell text up to its arguments: llama.cpp's own converter, told of the tokenizer where `name` is known."""
+    if name is None:
+        return 'python "$LLAMA_CPP/convert_hf_to_gguf.py"'
+    return f'PYTHONPATH="$LLAMA_CPP" python -c {shlex.quote(_CONVERTER.format(name=name))}'
