@@ -3,11 +3,12 @@
     python bench/gpu_model.py --out bench/results/gpu_model.json         # needs g++, no GPU: launches, copies, waits, kernels
 
 Counted with the product's decoder on real layers at tiny width, bfloat16, over steady blocks: the first ones, blocks that capture
-a graph and those around an admission are left out. What each further layer adds is counted too, and put on top for the real depth.
+a graph and those around the end of a response are left out. What each further layer adds is counted too, and put on top for the real depth.
 
 The model of the time: bytes over bandwidth, every kernel's own time in a graph or outside, and a launch for every graph, every
 kernel outside and every copy. It knows no gap between two blocks, no attention over long texts, no arithmetic of large batches.
-`eager` is the same decoder without graphs; `before` comes from an earlier result (`--before`).
+`eager` is the same decoder without graphs; `before` comes from an earlier result (`--before`); `compiled` is the one graph if its
+layers were compiled: Inductor makes a Qwen3 layer of 7 products, one attention and 6 fused kernels, by its code for CPUs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
+from data.files import write_json  # noqa: E402
 from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
 from speculative.drafters.drafter import ModelDrafter  # noqa: E402
@@ -46,8 +48,8 @@ NUCLEUS = SamplingSettings(0.7, top_p=0.95)
 # (rule, sampling) of each cell.
 WAYS = (("greedy", GREEDY), ("sample", SamplingSettings(1.0)), ("sample", NUCLEUS), ("block", SamplingSettings(1.0)))
 BATCHES = (1, 16)
-FIRST, AROUND = 3, 2  # Blocks left out at the beginning, and behind one that ends a response.
-TOKENS = 40
+FIRST, BEHIND = 3, 2  # Blocks left out: at the beginning, and with one that ends a response those behind it.
+TOKENS = 56
 
 
 class Counts(NamedTuple):
@@ -105,7 +107,7 @@ def count_blocks(
     totals, steady = [0.0] * len(Counts._fields), 0
     for number in range(FIRST, len(blocks)):
         (calls_before, before, captures_before, _), (calls, now, captures, _) = blocks[number - 1 : number + 1]
-        if captures > captures_before or any(ended for *_, ended in blocks[max(0, number - AROUND) : number]):
+        if captures > captures_before or any(ended for *_, ended in blocks[number - BEHIND : number + 1]):
             continue
         steady += calls - calls_before
         totals = [total + new - old for total, new, old in zip(totals, now, before, strict=True)]
@@ -142,16 +144,18 @@ def at_depth(counts: Counts, runner: str, layer: tuple[float, float], target: Sh
     return counts._replace(kernels_outside=counts.kernels_outside + more)
 
 
-def cell_of(counts: Counts, deep: Counts, prices: Prices, floor: float) -> dict[str, float]:
-    """What a column says. Counts of launches, copies and waits do not depend on the depth, nor do those outside graphs there."""
-    seconds = prices.seconds(deep, floor)
-    return {f"{name}_per_block": round(value, 2) for name, value in deep._asdict().items()} | {
+def cell_of(counts: Counts, prices: Prices, floor: float) -> dict[str, float]:
+    """What a column says."""
+    seconds = prices.seconds(counts, floor)
+    return {f"{name}_per_block": round(value, 2) for name, value in counts._asdict().items()} | {
         "predicted_ms_per_block": round(1e3 * seconds, 3),
         "predicted_floor_share": round(floor / seconds, 4),
     }
 
 
-def measure(gamma: int, prices: Prices, target: Shape, draft: Shape) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(
+    gamma: int, prices: Prices, target: Shape, draft: Shape, fused: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(a cell for each way and batch, kernels of a layer)."""
     cells, layers = [], {}
     models = small_pair()
@@ -161,57 +165,56 @@ def measure(gamma: int, prices: Prices, target: Shape, draft: Shape) -> tuple[li
         for runner, (of_target, of_draft) in added.items():
             layers[f"{runner}, batch {rows}"] = {"verify": of_target, "draft_step": of_draft / gamma}
         for rule, sampling in WAYS:
-            found = {}
-            for runner in ("graph", "eager"):
-                counts = count_blocks(*models, settings_of(rule, sampling, gamma), rows, runner)
-                deep = at_depth(counts, runner, added[runner], target, draft)
-                found[runner] = cell_of(counts, deep, prices, floor)
-            key = {
+            way = {
                 "rule": rule,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "batch": rows,
                 "gamma": gamma,
             }
-            cells.append(key | found["graph"] | {"floor_ms": round(1e3 * floor, 3), "eager": found["eager"]})
+            found = {}
+            for runner, layer in added.items():
+                counts = count_blocks(*models, settings_of(rule, sampling, gamma), rows, runner)
+                found[runner] = at_depth(counts, runner, layer, target, draft)
+            kernels = [target.layers * (added["graph"][0] - fused), draft.layers * (added["graph"][1] - gamma * fused)]
+            found["compiled"] = found["graph"]._replace(
+                kernels_in_graphs=found["graph"].kernels_in_graphs - sum(kernels)
+            )
+            columns = {name: cell_of(counts, prices, floor) for name, counts in found.items()}
+            cells.append(way | columns.pop("graph") | {"floor_ms": round(1e3 * floor, 3)} | columns)
     return cells, layers
 
 
-def with_before(cells: list[dict[str, Any]], path: Path | None) -> list[dict[str, Any]]:
-    """Each cell with what an earlier result says of it: its own `before`, else itself."""
-    if path is None or not path.exists():
-        return cells
+def add_before(cells: list[dict[str, Any]], path: Path) -> None:
+    """To each cell what an earlier result says of it: its own `before`, else itself."""
     names = ("rule", "temperature", "top_p", "batch", "gamma")
-    old = {tuple(cell[name] for name in names): cell for cell in json.loads(path.read_text())["cells"]}
-    result = []
+    old = {tuple(cell[name] for name in names): cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
     for cell in cells:
-        found = old.get(tuple(cell[name] for name in names))
-        kept = (
-            {}
-            if found is None
-            else found.get("before") or {name: found[name] for name in found if name in cell["eager"]}
-        )
-        result.append(cell | ({"before": kept} if kept else {}))
-    return result
+        if (found := old.get(tuple(cell[name] for name in names))) is not None:
+            cell["before"] = found.get("before") or {name: found[name] for name in cell["eager"]}
 
 
 def show(result: dict[str, Any]) -> None:
     """A line for each cell."""
+    counted = ("launches", "uploads", "waits", "kernels_outside", "kernels_in_graphs")
+    shares = ("eager", "before", "now", "compiled")
     table = Table(
-        title=f"{result['pair']}, {result['cells'][0]['gamma']} drafted tokens: predicted on the pretend device's counts"
+        "rule",
+        "T",
+        "top-p",
+        "batch",
+        *counted,
+        "floor ms",
+        *shares,
+        title=f"{result['pair']}: predicted shares of the floor",
     )
-    for column in ("rule", "T", "top-p", "batch", "launches", "uploads", "waits", "outside", "in graphs", "floor ms", "eager", "before", "now"):  # fmt: skip
-        table.add_column(column)
     for cell in result["cells"]:
-        counts = [
-            f"{cell[f'{name}_per_block']:g}"
-            for name in ("launches", "uploads", "waits", "kernels_outside", "kernels_in_graphs")
-        ]
-        shares = [column.get("predicted_floor_share") for column in (cell["eager"], cell.get("before", {}), cell)]
+        way = [str(cell[name]) for name in ("rule", "temperature", "top_p", "batch")]
+        counts = [f"{cell[f'{name}_per_block']:g}" for name in counted]
+        found = [(cell if name == "now" else cell.get(name, {})).get("predicted_floor_share") for name in shares]
         table.add_row(
-            cell["rule"], f"{cell['temperature']:g}", f"{cell['top_p']:g}", str(cell["batch"]), *counts, f"{cell['floor_ms']:.2f}",
-            *("" if share is None else f"{share:.0%}" for share in shares),
-        )  # fmt: skip
+            *way, *counts, f"{cell['floor_ms']:.2f}", *("" if share is None else f"{share:.0%}" for share in found)
+        )
     Console(width=150).print(table)
 
 
@@ -223,24 +226,21 @@ def main(
     launch: Annotated[float, typer.Option(help="microseconds of a launch from the host")] = 3.0,
     kernel: Annotated[float, typer.Option(help="microseconds of a kernel beyond its bytes")] = 2.0,
     bandwidth: Annotated[float, typer.Option(help="terabytes per second")] = 3.0,
+    fused: Annotated[int, typer.Option(help="kernels of a compiled layer")] = 14,
     positions: Annotated[int, typer.Option(help="tokens of a text, in the caches that are read")] = 128,
 ) -> None:
     """Count, predict, print."""
     prices = Prices(launch / 1e6, kernel / 1e6, bandwidth * 1e12, positions)
     with pretend_cuda():
-        cells, layers = measure(gamma, prices, QWEN3_8B, QWEN3_600M)
-    result = {
-        "pair": "Qwen3 8B (36 layers), 0.6B (28 layers), bfloat16",
-        "prices": asdict(prices),
-        "kernels_per_layer": layers,
-        "cells": with_before(cells, before),
-    }
+        cells, layers = measure(gamma, prices, QWEN3_8B, QWEN3_600M, fused)
+    if before is not None and before.exists():
+        add_before(cells, before)
+    name = "Qwen3 8B (36 layers), 0.6B (28 layers), bfloat16"
+    result = {"pair": name, "prices": asdict(prices), "kernels_per_layer": layers, "cells": cells}
     show(result)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".tmp")
-        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out)
+        write_json(out, result)
 
 
 if __name__ == "__main__":

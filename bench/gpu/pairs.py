@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Shape:
     head_width: int
     mlp: int
     vocab: int
-    tied: bool = False
+    tied: bool = False  # in training; to decode, head and embedding hold other numbers here
 
-    def config(self, context: int) -> Any:
-        """As transformers wants it. The head is never tied here, it only counts as read once."""
+    def config(self, context: int, tied: bool | None = None) -> Any:
+        """As transformers wants it."""
         return CONFIGS[self.family](
             vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.mlp, num_hidden_layers=self.layers,
             num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_width,
-            max_position_embeddings=context, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+            max_position_embeddings=context, tie_word_embeddings=self.tied if tied is None else tied, bos_token_id=None, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
 
     @property
@@ -58,6 +58,7 @@ class Shape:
 
 QWEN3_8B = Shape("qwen3", 4096, 36, 32, 8, 128, 12288, 151_936)
 QWEN3_600M = Shape("qwen3", 1024, 28, 16, 8, 128, 3072, 151_936)
+QWEN2_500M = Shape("qwen2", 896, 24, 14, 2, 64, 4864, 151_936, True)
 LLAMA_8B = Shape("llama", 4096, 32, 32, 8, 128, 14336, 128_256)
 LLAMA_1B = Shape("llama", 2048, 16, 32, 8, 64, 8192, 128_256)
 # name: (target, draft); the second draft is the target's own first layers.
@@ -88,7 +89,7 @@ def permutation_model(
 ) -> PreTrainedModel:
     """A model of this shape whose likeliest token behind token t is follows_V[t], by a wide margin."""
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape.config(context), dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(shape.config(context, tied=False), dtype=dtype).eval()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()

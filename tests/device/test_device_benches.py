@@ -1,45 +1,45 @@
-"""The programs for a GPU run to their end on the pretend device; what they measure there is nothing."""
+"""The program for a GPU runs to its end on the pretend device; what it measures there is nothing."""
 
-import json
-from pathlib import Path
+import sys
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from bench_modules import bench
 from pretend_cuda.ledger import LEDGER
 
 pytestmark = pytest.mark.device
 
 
-def test_the_decoders_bench_runs(tmp_path: Path) -> None:
+def place() -> Any:
+    bench("gpu_all")  # the modules of its folder can be imported from here on
+    from gpu.place import Place
+
+    return Place(torch.device("cuda"), True, time.monotonic() + 60)
+
+
+def test_the_decoders_part_runs() -> None:
+    here = place()
+    from gpu import decoding
+
     LEDGER.clear()
-    bench("gpu_decode").main(
-        out=tmp_path / "decode.json", device="cuda", alpha=0.8, gamma=2, max_tokens=4, batches="2", repeats=1, tiny=True
-    )
-    cells = json.loads((tmp_path / "decode.json").read_text())["cells"]
-    assert {(cell["device"], cell["runner"], cell["mode"]) for cell in cells} == {
-        ("cuda", runner, mode) for runner in ("eager", "graph") for mode in ("greedy", "sample")
-    }
+    cells = list(decoding.cells("Qwen3 8B, 0.6B", here))
+    assert [(cell["runner"], cell["batch"]) for cell in cells] == [("auto", 1), ("eager", 4)]
+    assert not any("error" in cell for cell in cells)
     assert LEDGER.replays > 0
+    assert cells[0]["marks"] == {"floor_share": 0.7, "vs_hf_assisted": 3.0}
 
 
-def test_the_trainers_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = bench("gpu_train")
+def test_the_trainers_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place()
+    from gpu import training
+
     # Its peers' imports and the garbage collector take longer than all of ours.
-    nothing = SimpleNamespace(find_spec=lambda name: None)
-    monkeypatch.setattr(module, "importlib", SimpleNamespace(util=nothing, metadata=module.importlib.metadata))
-    monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: 0))
-    module.main(
-        out=tmp_path / "train.json",
-        device="cuda",
-        rounds=1,
-        steps=1,
-        batch=2,
-        compile_too=False,
-        minutes=1.0,
-        tiny=True,
-    )
-    cells = json.loads((tmp_path / "train.json").read_text())["cells"]
-    ours = [cell for cell in cells if cell["contestant"] == "ours"]
-    assert ours
-    assert all(cell["device"] == "cuda" and cell["error"] is None and cell["tokens_per_second"] > 0 for cell in ours)
+    monkeypatch.setattr(training, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    monkeypatch.setattr(sys.modules["gpu.place"], "gc", SimpleNamespace(collect=lambda: 0))
+    cells = {cell["contestant"]: cell for cell in training.cells(here)}
+    assert cells["ours"]["tokens_per_second"] > 0
+    assert cells["ours"]["mfu"] > 0
+    assert cells["liger"]["skipped"] == "liger_kernel is not installed"

@@ -1,0 +1,84 @@
+"""Where a part runs, and what every part does there: wait, try, keep the fastest."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device; `tiny`: small sizes, the program in seconds; `until`: behind this moment (`time.monotonic`) nothing long is begun."""
+
+    device: torch.device
+    tiny: bool
+    until: float
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.until - time.monotonic())
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def free(self) -> None:
+        """What nobody holds any more, for whoever comes next; the peak is counted anew."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Of one run."""
+        self.wait()
+        began = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - began
+
+    def bandwidth(self) -> float:
+        """Bytes per second that a large copy reads and writes, the best of some."""
+        source = torch.empty((16 if self.tiny else 4096) * 1024**2, dtype=torch.uint8, device=self.device)
+        sink = torch.empty_like(source)
+        return 2 * source.numel() / min(self.seconds(lambda: sink.copy_(source)) for _ in range(5))
+
+    def matmul_flops(self) -> float:
+        """FLOP/s that a large bfloat16 product reaches, the best of some."""
+        size = 256 if self.tiny else 8192
+        left, right = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        return 2 * size**3 / min(self.seconds(lambda: left @ right) for _ in range(8))
+
+
+def tried(cell: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The cell with what the work found, or with its error; a device that is broken for good raises."""
+    try:
+        return cell | work()
+    except Exception as error:
+        if "CUDA error" in str(error):
+            raise
+        return cell | {"error": first_line(error)}
+
+
+def first_line(error: BaseException) -> str:
+    """What is wrong, in a line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def best_of(repeats: int, run: Callable[[], T], rate: Callable[[T], float]) -> T:
+    """The fastest of some runs, behind one that is not counted."""
+    run()
+    return max((run() for _ in range(repeats)), key=rate)
