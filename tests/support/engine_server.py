@@ -43,6 +43,7 @@ class Engine:
     slow: float = 0.0
     total: str = "_total"
     ids: bool = True
+    takes_ids: bool = True
     tokenizer: Any = None
     prompts: list[Any] = field(default_factory=list)
     made: dict[Any, dict[tuple[int, ...], tuple[list[int], list[int], list[int]]]] = field(default_factory=dict)
@@ -196,7 +197,11 @@ class Handler(BaseHTTPRequestHandler):
         elif "seed" not in request:  # The question which tokenizer is here.
             choice = {"index": 0, "finish_reason": "length", "text": ""}
             self.reply(200, {"choices": [choice]})
+        elif not engine.takes_ids and isinstance(request["prompt"], list):
+            self.reply(400, {"error": {"message": "prompt: a string is expected", "code": 400}})
         else:
+            if isinstance(request["prompt"], str):
+                request["prompt"] = engine.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             with torch.no_grad():
                 self.reply(200, engine.complete(request))
 
