@@ -19,7 +19,7 @@ _MISSED = 10.0  # Acceptances that should have been, of tokens that never were
 _LLAMA_CPP = SamplingSettings(0.8, 40, 0.95, 0.05)
 
 
-def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted, engine: str) -> list[str]:
+def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:
     """What explains other blocks than replay predicts, the surest first.
 
     ``found``: the prediction at the gamma asked for, by the rule that the server is taken to follow.

@@ -169,8 +169,6 @@ def _row(answer: Answer, gamma: int) -> ServedBlocks | None:
 def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     counts = [answer.counts for answer in asked.answers if answer.counts is not None]
     notes = []
-    if asked.reset:
-        notes.append(f"the server's own counters were reset while it was asked: {asked.reset}")
     drafted, accepted = sum(one.drafted or 0 for one in counts), sum(one.accepted or 0 for one in counts)
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
     if asked.server is not None and asked.server.blocks not in (None, blocks):

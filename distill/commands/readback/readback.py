@@ -142,9 +142,8 @@ def _record(
     replayer = Replayer(frozen.draft(str(options.run)), main, law)
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     found = _rule(options, counted, replayer, wanted, sampled)
-    causes = acceptance_causes(counted, replayer, found, client.engine)
-    if law is not None and not law.same:
-        causes += text_causes(law, main, frozen.target)
+    causes = text_causes(law, main, frozen.target) if law is not None and not law.same else []
+    causes += acceptance_causes(counted, replayer, found)
     texts, more = _greedy_texts(asked.get("greedy"), frozen)
     causes += more
     if main.reset:

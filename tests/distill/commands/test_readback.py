@@ -178,7 +178,7 @@ def test_a_trimmed_vocabulary_is_named() -> None:
     replayer.asked, replayer.law, replayer.scores, replayer.own_scores = asked, None, scores, scores
     found = replayer.predict(counted, "greedy-draft", GAMMA)
     assert not found.agrees
-    (cause,) = acceptance_causes(counted, replayer, found, "vllm")
+    (cause,) = acceptance_causes(counted, replayer, found)
     assert cause.startswith("vocabulary: 10 tokens are never accepted")
     assert "ids 50, 51, 52, 53, 54, ..." in cause
 
