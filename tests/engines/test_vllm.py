@@ -1,0 +1,213 @@
+"""A real vLLM serves an exported draft: it accepts what replay says, by three rules, and writes the target's text.
+
+`make engines` builds it (CPU, x86-64). Started as a user starts it, by `understudy serve`; two starts, one after the other.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT, write_heads
+from processes import free_port
+from tiny_training import tiny_tokenizer
+
+from data.responses.engine_client import EngineClient
+from distill import train
+from distill.commands.drift.drift import drift_command
+from distill.commands.drift.options import DriftOptions
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.readback import readback_command
+from distill.config.layout import ANSWERS, EXPORT, HELDOUT_GREEDY, RESPONSES
+from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+from distill.run.served_record import ServedRecord
+from speculative.errors import UserError
+from speculative.measure.replay import WORRYING_Z
+
+BUILT = ROOT / ".venv-vllm" / "ready"
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(340),
+    pytest.mark.skipif(not BUILT.exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"),
+]
+GAMMA = 3
+# float32 and no compiled graphs: greedy text is the run's own token for token. The CPU platform wants model runner V1.
+FLAGS = ["--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed"]
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOG_STATS_INTERVAL": "1"}
+CONFIG = """
+name: pair
+output: {folder}/runs
+target: {{path: embedded, dtype: float32}}
+student: {{init: carved, layers: [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 13, 14]}}   # without training half as good as the whole
+data:
+  train: [{{path: {folder}/train.jsonl, domain: stdlib}}]
+  heldout: [{{path: {folder}/heldout.jsonl, domain: stdlib}}]
+  template: {{mode: plain}}
+  max_prompt_tokens: 80
+serving: {{temperature: 0.8, top_p: 0.95, max_tokens: 40, batch_size: 40}}
+optim: {{lr: 1.0e-4}}
+train: {{steps: 2, batch_size: 8, micro_batch_size: 8}}
+judge: {{every: 2, prompts: 40, gamma: 3, batch_size: 40, live: end}}
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the embedded target with its draft exported."""
+    folder = tmp_path_factory.mktemp("engine")
+    write_heads(folder / "train.jsonl", ["ast"], 16)
+    write_heads(folder / "heldout.jsonl", ["random", "statistics", "shutil", "csv"], 40)
+    config = folder / "pair.yaml"
+    config.write_text(CONFIG.format(folder=folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_conclude", lambda *_: None)  # the verdict takes longer than all before it
+        assert train.main([str(config)]) == 0
+    run = folder / "runs" / "pair"
+    export_run(ExportOptions(run, run / EXPORT))
+    return run
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine; `log`: what it printed."""
+
+    url: str
+    log: Path
+
+
+@contextlib.contextmanager
+def served(run: Path, **speculative: str) -> Iterator[Server]:
+    """The engine under `understudy serve`, gone at the end."""
+    port, log = free_port(), run / f"vllm-{len(speculative)}.log"
+    method = {"method": "draft_model", "model": str(run / EXPORT), "num_speculative_tokens": GAMMA}
+    flags = [*FLAGS, "--speculative-config", json.dumps(method | speculative)]
+    command = [sys.executable, "-m", "distill.cli", "serve", str(run), "--port", str(port), "--log", str(log)]
+    process = subprocess.Popen(
+        [*command, "--", *flags], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        assert told.startswith("vLLM answers at"), log.read_text() if log.exists() else told
+        engine = psutil.Process(process.pid).children(recursive=True)
+        yield Server(f"http://127.0.0.1:{port}", log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert not psutil.wait_procs(engine, timeout=5)[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def argmax(pair: Path) -> Iterator[Server]:
+    """vLLM as it is by default: the draft proposes its argmax."""
+    with served(pair) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sampling(pair: Path) -> Iterator[Server]:
+    with served(pair, draft_sample_method="probabilistic") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sampled_only(pair: Path) -> Path:
+    """The same run without greedy text: its readback asks for sampled text alone."""
+    run = pair.parent / "sampled"
+    shutil.copytree(pair, run, symlinks=True)
+    shutil.rmtree(run / RESPONSES / HELDOUT_GREEDY)
+    return run
+
+
+def read_back(server: Server, run: Path, **options: Any) -> ServedRecord:
+    return readback_command(ReadbackOptions(url=server.url, run=run, **options))
+
+
+def check_agreement(found: ServedRecord, rule: str) -> None:
+    assert (found.engine, found.rule, found.gamma) == ("vllm", rule, GAMMA), found.causes
+    assert found.agrees, found.causes
+    assert found.z is not None
+    assert abs(found.z) < WORRYING_Z
+    low, high = found.served.tau_ci
+    assert low <= found.replay.tau <= high
+    assert 1 < found.served.tau < GAMMA + 1
+
+
+def test_vllm_takes_the_pair(pair: Path) -> None:
+    """By itself, since it takes as long as the engine's start."""
+    assert json.loads((pair / EXPORT / "serving.json").read_text())["engines"]["vLLM"]["ok"]
+
+
+def test_the_engine_starts(argmax: Server) -> None:
+    with urllib.request.urlopen(f"{argmax.url}/health", timeout=5) as answer:
+        assert answer.status == 200
+
+
+def test_greedy_text_is_the_targets_and_tau_is_replays(argmax: Server, pair: Path) -> None:
+    found = read_back(argmax, pair, rule="greedy")
+    check_agreement(found, "greedy")
+    assert found.texts_equal
+    assert found.greedy is not None
+    assert found.greedy.equal + found.greedy.near_ties == found.prompts > 30
+
+
+def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> None:
+    from_byte = argmax.log.stat().st_size
+    found = read_back(argmax, sampled_only)
+    check_agreement(found, "greedy-draft")
+    assert found.text_law is not None
+    assert found.text_law.same
+    # What the same answers say of a server that is thought to draft more.
+    other = read_back(argmax, sampled_only, gamma=5, resume=True)
+    assert not other.agrees
+    assert other.causes[0].startswith("gamma: the server drafts 3 tokens a block, not 5")
+    # Of each request, and of the engine's own lines, one a second.
+    requests = drift_command(DriftOptions(run=sampled_only, log=sampled_only / ANSWERS, rule="greedy-draft"))
+    assert not requests["refresh"]
+    assert requests["source"]["requests"] == found.prompts
+    time.sleep(2)
+    own = sampled_only / "own.log"
+    own.write_bytes(argmax.log.read_bytes()[from_byte:])
+    lines = drift_command(DriftOptions(run=sampled_only, log=own, rule="greedy-draft"))
+    assert lines["source"]["format"] == "vllm"
+    assert not lines["refresh"]
+    assert sum(part["drafted"] for part in lines["slices"]) >= sum(part["drafted"] for part in requests["slices"])
+
+
+def test_foreign_token_ids_are_refused(argmax: Server, pair: Path) -> None:
+    rows = len(load_tokenizer(str(EMBEDDED_FOLDER)))
+    body = {"model": str(EMBEDDED_FOLDER), "prompt": [1, rows], "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{argmax.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=30)
+    with pytest.raises(UserError, match="tokenizer"):
+        EngineClient(argmax.url, tiny_tokenizer(), 512, model=None, timeout=30, concurrency=1).identify()
+
+
+def test_the_engine_starts_with_sampled_drafts(sampling: Server) -> None:
+    assert "probabilistic" in sampling.log.read_text()
+
+
+def test_sampled_drafts(sampling: Server, sampled_only: Path) -> None:
+    found = read_back(sampling, sampled_only)
+    check_agreement(found, "sample")
+    assert found.text_law is not None
+    assert found.text_law.same
