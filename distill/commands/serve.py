@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from distill.commands.options import ServeOptions
-from distill.config.layout import EXPORT, run_of
-from distill.export.destination import SERVING_FILE, SERVING_FORMAT
+from distill.config.layout import EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
 from distill.faults import Interrupted
 from speculative.errors import UserError
 

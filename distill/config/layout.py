@@ -33,6 +33,7 @@ SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
 READBACK, ANSWERS, PLAIN_ANSWERS = "served.json", "served.jsonl", "served-plain.jsonl"
 EXPORT = "export"
+SERVING_FILE, SERVING_FORMAT = "serving.json", "understudy-serving"  # of an exported directory, wherever it is
 
 
 def step_folder(run: Path, step: int) -> Path:

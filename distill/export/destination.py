@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.files import open_modes
+from distill.config.layout import SERVING_FILE, SERVING_FORMAT
 from distill.export.engines import check_directory_name
 from speculative.errors import UserError
-
-SERVING_FILE = "serving.json"
-SERVING_FORMAT = "understudy-serving"
 
 
 def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = False) -> Path:

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from distill.config.layout import PROVENANCE, VERDICT
+from distill.config.layout import PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.commands import others, sampling_fields
-from distill.export.destination import SERVING_FILE, SERVING_FORMAT, appearing_directory, check_destination
+from distill.export.destination import appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all
 from distill.export.facts import EngineFacts, gather_facts, shorter_context
 from distill.export.load_table import gamma_by_load

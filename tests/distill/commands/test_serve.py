@@ -19,7 +19,7 @@ from processes import forked, free_port
 from distill.commands import serve as module
 from distill.commands.options import ServeOptions
 from distill.commands.serve import engine_words, serve
-from distill.export.destination import SERVING_FORMAT
+from distill.config.layout import SERVING_FORMAT
 from distill.faults import INTERRUPTED, MISTAKE, exit_status
 from speculative.errors import UserError
 
