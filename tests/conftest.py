@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Importing all tests takes longer than running these.
     mark = config.getoption("markexpr")
-    if mark not in ("alone", "device") or not collection_path.match("test_*.py"):
+    if mark not in ("alone", "device", "engine") or not collection_path.match("test_*.py"):
         return None
     return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
 

@@ -95,7 +95,7 @@ def serving_page(serving: dict[str, Any]) -> str:
         lines += ["", f"```{engine['language']}", engine["command"], "```"]
     lines += ["", "## Others", "", *(f"- {line}" for line in serving["other_engines"])]
     read = ", ".join(f"{name} {engine['version']}" for name, engine in serving["engines"].items())
-    lines += ["", f"As read in {read}. Of the commands only the transformers code is run by our tests."]
+    lines += ["", f"As read in {read}. Of the commands those of vLLM and transformers are run by our tests."]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,11 @@ def test_greedy_text_is_the_targets_and_tau_is_replays(argmax: Server, pair: Pat
 
 def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> None:
     from_byte = argmax.log.stat().st_size
-    found = read_back(argmax, sampled_only)
+    asked = DriftOptions(run=sampled_only, rule="greedy-draft")
+    with ThreadPoolExecutor(1) as beside:
+        counters = replace(asked, metrics_url=f"{argmax.url}/metrics", interval=6.0)
+        scraped = beside.submit(drift_command, counters)
+        found = read_back(argmax, sampled_only)
     check_agreement(found, "greedy-draft")
     assert found.text_law is not None
     assert found.text_law.same
@@ -177,17 +182,20 @@ def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> N
     other = read_back(argmax, sampled_only, gamma=5, resume=True)
     assert not other.agrees
     assert other.causes[0].startswith("gamma: the server drafts 3 tokens a block, not 5")
-    # Of each request, and of the engine's own lines, one a second.
-    requests = drift_command(DriftOptions(run=sampled_only, log=sampled_only / ANSWERS, rule="greedy-draft"))
-    assert not requests["refresh"]
-    assert requests["source"]["requests"] == found.prompts
-    time.sleep(2)
+    # The answers, the engine's own lines (one a second), and its counters while it answered.
     own = sampled_only / "own.log"
+    time.sleep(2)
     own.write_bytes(argmax.log.read_bytes()[from_byte:])
-    lines = drift_command(DriftOptions(run=sampled_only, log=own, rule="greedy-draft"))
+    requests = drift_command(replace(asked, log=sampled_only / ANSWERS))
+    lines = drift_command(replace(asked, log=own))
+    assert requests["source"]["requests"] == found.prompts
     assert lines["source"]["format"] == "vllm"
-    assert not lines["refresh"]
-    assert sum(part["drafted"] for part in lines["slices"]) >= sum(part["drafted"] for part in requests["slices"])
+    rates = [
+        sum(part["accepted"] for part in of["slices"]) / sum(part["drafted"] for part in of["slices"])
+        for of in (requests, lines)
+    ]
+    assert rates[1] == pytest.approx(rates[0], abs=0.02)  # the lines have the request that warms it too
+    assert not any(of["refresh"] for of in (requests, lines, scraped.result()))
 
 
 def test_foreign_token_ids_are_refused(argmax: Server, pair: Path) -> None:
