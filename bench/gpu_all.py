@@ -42,12 +42,13 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     **{name: ("gpu.decoding", "cells", (name,)) for name in SHALLOW_FIRST},
     "losslessness": ("gpu.trained", "losslessness_cells", ()),
     "train step": ("gpu.training", "cells", ()),
+    "attention": ("gpu.attention", "cells", ()),
     "trained pair": ("gpu.trained", "trained_cells", ()),
     "tests": ("gpu_all", "test_cells", ()),
 }
 GRACE = 20.0  # seconds over its time in which a part may end by itself
-COLUMNS = ("batch", "mode", "runner", "contestant", "draft", "rule", "tokens_per_second", "tau", "alpha", "floor_share",
-           "vs_hf_assisted", "vs_plain", "mfu", "over", "passed", "error", "skipped")  # fmt: skip
+COLUMNS = ("batch", "mode", "runner", "contestant", "way", "queries", "draft", "rule", "tokens_per_second", "tau", "alpha", "floor_share",
+           "vs_hf_assisted", "vs_plain", "mfu", "over", "microseconds", "difference", "passed", "error", "skipped")  # fmt: skip
 console = Console(width=170)
 
 

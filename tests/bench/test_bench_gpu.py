@@ -80,6 +80,18 @@ def test_flops_of_a_step_are_counted_by_hand() -> None:
     assert bodies == [shape.layer_weights for shape in race.shapes]
 
 
+def test_every_way_to_attend_gives_the_same() -> None:
+    bench("gpu_all")
+    from gpu import attention
+    from gpu.place import Place
+
+    cells = list(attention.cells(Place(torch.device("cpu"), True, time.monotonic() + 60)))
+    assert [(cell["way"], cell["queries"]) for cell in cells] == [
+        (way, queries) for queries in (1, 6) for way in ("transformers", "grouped (ours)", "enable_gqa")
+    ]
+    assert max(cell["difference"] for cell in cells) < 1e-5  # float32's rounding
+
+
 def test_a_part_that_fails_costs_no_other_and_is_run_again(gpu_all: Any, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     gpu_all.go(out=out, device="cpu", only="", seconds_per_part=60.0, minutes=10.0, tiny=True)
