@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
 from speculative.errors import UserError
-from speculative.explain.text_law import TextLaw
+from speculative.explain.text_law import IMPOSSIBLE, TextLaw
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.served import (
@@ -114,7 +114,10 @@ def served_texts(asked: Asked, law: TextLaw | None = None) -> list[Decoded] | No
     for index, (own, answer) in enumerate(zip(asked.texts, asked.answers, strict=True)):
         if answer.ids is None:
             return None
-        logs = law.log_target_probs[index].tolist() if law is not None else [0.0] * len(answer.ids)
+        # A broken engine says tokens that neither model can: such a one is no kept draft.
+        logs = (
+            np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist() if law is not None else [0.0] * len(answer.ids)
+        )
         texts.append(behind_prefill(Decoded(own.prompt_ids, answer.ids, logs)))
     return texts
 

@@ -23,7 +23,7 @@ from distill.cli import app
 from distill.commands.readback import readback
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes
-from distill.commands.readback.comparison import Counted, Replayer, speeds
+from distill.commands.readback.comparison import Counted, Replayer, served_texts, speeds
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
@@ -35,6 +35,7 @@ from distill.run.served_record import ServedRecord, load_served
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
+from speculative.explain.text_law import TextLaw
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.served import Decoded, ServedBlocks, behind_prefill, predicted_shares, served_shares
 from speculative.measure.token_scores import TokenScores
@@ -192,6 +193,18 @@ def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_s
     assert not found.text_law.same
     assert "text" in starts(found)
     assert found.texts_equal, "greedy text is right"
+
+
+def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
+    """An engine whose temperatures are uninitialised memory says them all the time."""
+    law = TextLaw(0.0, -9.0, -1.0, 0.0, 0.0, 3, 1, [np.array([-1.0, -1.0, -np.inf])])
+    answers = [Answer("", [5, 6, 7], "", False, 1.0, None, 3, {})]
+    asked = Asked("sampled", DecodeSettings(), [HeldoutResponse("", "", [1], [5], [0.0])], answers)
+    (text,) = served_texts(asked, law) or []
+    logs = np.array([-1.0, -np.inf])
+    score = TokenScores(logs, np.array(text.log_target_probs), np.zeros(2, bool), np.zeros(2, int), np.zeros(2))
+    assert score.accept_probs("sample").tolist() == [1.0, 0.0]
+    assert expected_blocks_of([score], "sample", (1,)).tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize(
