@@ -27,7 +27,7 @@ from distill.commands.evaluate.scores import (
     task_scores,
 )
 from distill.config.load import parse_config
-from speculative.decoder import block_loop
+from speculative.decoder import decision
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
 from speculative.explain.losslessness import sampled_texts
@@ -234,12 +234,12 @@ def test_sampled_scores_differ_by_chance_only(pair, monkeypatch):
 
 def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch):
     """The check can fail: of a draft that says nothing but digits, everything is accepted."""
-    honest = block_loop.verify
+    honest = decision.verify
 
     def gullible(target_probs, ids, draft_probs, coins, uniforms, drafted):
         return honest(target_probs, ids.fill_(20), None, coins.fill_(-1.0), uniforms, drafted)
 
-    monkeypatch.setattr(block_loop, "verify", gullible)
+    monkeypatch.setattr(decision, "verify", gullible)
     found = task_scores(
         config_of(pair), str(pair / "draft"), f"{__file__}:share_of_twenty", rule="sample", gamma=3, samples=2
     )

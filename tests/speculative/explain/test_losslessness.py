@@ -15,7 +15,7 @@ from simulation import trials
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
-from speculative.decoder import block_loop
+from speculative.decoder import decision
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
@@ -90,7 +90,7 @@ def too_much(extra):
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_five_points_too_much_acceptance_are_seen_with_twelve_thousand_tokens(monkeypatch, seed):
-    monkeypatch.setattr(block_loop, "verify", too_much(0.05))
+    monkeypatch.setattr(decision, "verify", too_much(0.05))
     found = losslessness(TARGET, DRAFT, PROMPTS, replace(SAMPLED, seed=seed), **MANY)
     assert not found["passed"]
     assert found["every_token"]["p_value"] < LEVEL / 3
@@ -101,7 +101,7 @@ def test_five_points_too_much_acceptance_are_seen_with_twelve_thousand_tokens(mo
 
 
 def test_twenty_points_are_seen_by_the_two_sample_test_alone(monkeypatch):
-    monkeypatch.setattr(block_loop, "verify", too_much(0.2))
+    monkeypatch.setattr(decision, "verify", too_much(0.2))
     found = losslessness(TARGET, DRAFT, PROMPTS, SAMPLED, **MANY)
     assert found["sampled"]["p_value_permutation"] == 1 / 4000
     assert "texts sampled with and without the draft" in found["sentence"]
@@ -114,13 +114,13 @@ def test_a_correction_drawn_from_the_target_itself_is_seen(monkeypatch):
 
 
 def test_greedy_text_that_differs_fails_with_a_line_that_says_where(monkeypatch):
-    verify_greedy = block_loop.verify_greedy
+    verify_greedy = decision.verify_greedy
 
     def generous(target_ids, draft_ids, drafted):
         honest = verify_greedy(target_ids, draft_ids, drafted)
         return honest._replace(accepted_B=(honest.accepted_B + 1).clamp_max(draft_ids.shape[1]))
 
-    monkeypatch.setattr(block_loop, "verify_greedy", generous)
+    monkeypatch.setattr(decision, "verify_greedy", generous)
     found = greedy_equality(TARGET, _drafter(), PROMPTS, SAMPLED)
     assert not found["passed"]
     assert found["equal"] + len(found["differences"]) == 4

@@ -7,7 +7,7 @@ import torch
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
-from speculative.decoder import block_loop as loop_module
+from speculative.decoder import decision as loop_module
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen

@@ -8,7 +8,7 @@ import torch
 from tiny_models import prompts_of, tiny_model
 
 from speculative.decode import decode
-from speculative.decoder import block_loop
+from speculative.decoder import decision
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.engine import memory
 from speculative.errors import TooLittleMemory
@@ -78,8 +78,8 @@ def test_beyond_the_noise_is_a_warning_and_beyond_three_times_a_stop(
     overlap: float, said: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rule that thinks the target a tenth less likely rejects about a tenth of its own tokens."""
-    verify = block_loop.verify
-    monkeypatch.setattr(block_loop, "verify", lambda target, *others: verify(0.9 * target, *others))
+    verify = decision.verify
+    monkeypatch.setattr(decision, "verify", lambda target, *others: verify(0.9 * target, *others))
     monkeypatch.setattr(module, "measure_noise", lambda *_: Noise(overlap, 1e-4))
     settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
     if said is None:
