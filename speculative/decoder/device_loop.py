@@ -114,6 +114,8 @@ class DeviceLoop(BlockLoop):
 
     @in_step_mode
     def admit(self, rows: Sequence[int], prompts: Sequence[Prompt], budgets: Sequence[int] | None = None) -> None:
+        if self._flight is not None:
+            self._wait()  # Its time is no time of the prompts.
         super().admit(rows, prompts, budgets)
         places = list(rows)
         self._seatings_R[places] += 1
@@ -145,6 +147,7 @@ class DeviceLoop(BlockLoop):
     def close(self, reusable: bool = True) -> None:
         if self._flight is not None:
             self._wait()  # What is thrown away is not left for the next call to wait for.
+            self._book_recording(self._flight)
         self._flight = None
         super().close(reusable)
 
@@ -155,6 +158,8 @@ class DeviceLoop(BlockLoop):
         assert stop_below == 0.0
         flight = self._flight
         if flight is None or not self._seated(flight).any():
+            if flight is not None:
+                self._book_recording(flight)
             flight = self._launch(in_flight=False)
         # Where every row ends with the block that is on its way, nothing follows.
         ends_R = self.lengths_R + 1 >= self.limits_R
@@ -259,10 +264,7 @@ class DeviceLoop(BlockLoop):
         spent = flight.clock.seconds()
         self.timing.draft_steps += self.settings.gamma
         self.timing.target_calls += 1
-        if flight.recording_seconds > 0.0:
-            self.timing.recording_seconds += flight.recording_seconds
-            self.timing.recording_calls += 1
-        else:
+        if not self._book_recording(flight):
             self.timing.block_seconds += spent.get("block", 0.0)
             self.timing.draft_seconds += spent.get("draft", 0.0)
             self.timing.verify_seconds += spent.get("verify", 0.0)
@@ -273,6 +275,12 @@ class DeviceLoop(BlockLoop):
         grown_R = np.minimum(self.lengths_R + outcome.accepted_R + 1, self.limits_R)
         self.lengths_R = np.where(rows_R, grown_R, self.lengths_R)
         return outcome
+
+    def _book_recording(self, flight: _Flight) -> bool:
+        """Whether the launch recorded something first: then its seconds say nothing of a block."""
+        self.timing.recording_seconds += flight.recording_seconds
+        self.timing.recording_calls += flight.recording_seconds > 0.0
+        return flight.recording_seconds > 0.0
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

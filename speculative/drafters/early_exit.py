@@ -37,9 +37,8 @@ class EarlyExit(ModelDrafter):
         super().__init__(first_layers(target, layers), name=f"early exit after {layers} layers")
 
     def start(self, seats: Seats) -> None:
-        self._cached = CachedModel(
-            self.model, self.name, seats.rows, seats.capacity, seats.runner, cache=seats.target.cache
-        )
+        assert isinstance(seats.target, CachedModel)
+        self._cached = CachedModel(self.model, self.name, seats.rows, seats.capacity, seats.runner, seats.target.memory)
         self._read_R = np.zeros(seats.rows, dtype=np.int64)
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None: ...

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.attention import grouped_queries
-from speculative.engine.cache import RaggedCache, whole_steps
+from speculative.engine.cache import whole_steps
 from speculative.engine.compiled_layers import compiled_layers
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
@@ -67,9 +67,9 @@ class CachedModel:
         rows: int,
         capacity: int,
         runner: str = EAGER,
-        cache: RaggedCache | None = None,
+        shared: Memory | None = None,
     ):
-        """`cache`: share this one (a model that is the lower half of another) instead of having its own."""
+        """`shared`: use the cache of this one (of a model whose lower half this is) instead of having its own."""
         check_decodable(model, name)
         self.model, self.name = model, name
         self.device = model.device
@@ -77,8 +77,9 @@ class CachedModel:
         runner = runner if len(devices_of(model)) == 1 else EAGER
         self.prefill_tokens = PREFILL_TOKENS
         capacity = capacity if self.device.type == "cpu" else whole_steps(capacity)
-        self._shares = cache is not None
-        self.memory = take(model, rows, capacity, runner) if cache is None else Memory(cache, runner, self.device)
+        self._shares = shared is not None
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.memory = take(model, rows, capacity, runner) if shared is None else shared.of_first_layers(layers)
         self.cache, self.runner = self.memory.cache, self.memory.runner
         self._exact_prefix = self.device.type == "cpu" and not self.runner.static
         self._capacity = capacity = self.cache.place.capacity

@@ -20,9 +20,11 @@ from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.errors import TooLittleMemory, UserError
 
 GIB = 1024**3
-# Copies of the verify call's logits that exist at once: the model's own, float32 probabilities, the sums that draw from
-# them in float64, and the sorted ones of top-p.
-LOGIT_BYTES = 4 + 4 + 8 + 12
+# Of every logit of the verify call, at once: the model's own, the float32 one at the temperature, and what finds the nucleus, the
+# hungriest step. To sort: logit, id, probability, sum. To search: probability, weight, key, bins twice, and a place's sums of bins.
+LOGIT_BYTES = 4 + 4 + (4 + 8 + 4 + 4)
+SEARCHED_LOGIT_BYTES = 4 + 4 + (4 + 8 + 8 + 8 + 8)
+SEARCHED_PLACE_BYTES = 5 * 2**18  # of 4,096 bins in 32 lanes, their bounds and running sums
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
 
 def block_bytes(model: PreTrainedModel, rows: int, query_length: int) -> int:
     """Bytes of one verify call's logits and probabilities, an upper bound."""
-    return rows * query_length * vocab_rows(model) * LOGIT_BYTES
+    vocab, on_cpu = vocab_rows(model), model.device.type == "cpu"
+    return (
+        rows * query_length * (vocab * LOGIT_BYTES if on_cpu else vocab * SEARCHED_LOGIT_BYTES + SEARCHED_PLACE_BYTES)
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:

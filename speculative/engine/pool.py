@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from speculative.engine.cache import RaggedCache, RaggedLayer
-from speculative.engine.runners import RECORDED, Runner, make_runner
+from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
 
 MOST_IDLE = 4  # of one model: shapes that come in turn, as the loads of a verdict do, each find theirs again
 
@@ -23,17 +23,28 @@ class Memory:
     memory of the draft in them (None: of no draft) and by what they do.
     """
 
-    def __init__(self, cache: RaggedCache, runner: str, device: torch.device) -> None:
-        self.cache, self.kind = cache, runner
-        self.runner = self.another_runner()
+    def __init__(self, cache: RaggedCache, runner: str, device: torch.device, made_for: Any = None) -> None:
+        """`made_for`: what its recordings take for granted of the model."""
+        self.cache, self.kind, self.made_for = cache, runner, made_for
+        self.runner = make_runner(runner)
         # Beside the cache: captured calls read it at this address.
         self.positions_C = torch.arange(cache.place.capacity, device=device)
         self.blocks: dict[Any, Any] = {}
         self.drafted_blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._lower: dict[int, Memory] = {}
 
     def another_runner(self) -> Runner:
-        """Of the same kind, with recordings of its own."""
-        return make_runner(self.kind)
+        """Of the same kind, with recordings of its own: a memory has one user, so all of it record into the same pool."""
+        runner = make_runner(self.kind)
+        if isinstance(runner, GraphRunner) and isinstance(self.runner, GraphRunner):
+            runner.pool = self.runner.pool
+        return runner
+
+    def of_first_layers(self, layers: int) -> "Memory":
+        """For a model that is this one's up to so many layers: the same cache, recordings of its own that stay with these."""
+        if layers not in self._lower:
+            self._lower[layers] = Memory(self.cache, self.kind, self.positions_C.device)
+        return self._lower[layers]
 
     def blocks_with(self, draft: "Memory | None") -> dict[Any, Any]:
         """The whole blocks of this target memory that draft into another one."""
@@ -46,7 +57,7 @@ class Memory:
         return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values) if states is not None)
 
 
-_idle: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Memory]]] = weakref.WeakKeyDictionary()
+_idle: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
 
 
 def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory:
@@ -54,9 +65,10 @@ def take(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memor
     kept = _fitting(model, rows, capacity, runner) if runner in RECORDED else None
     if kept is not None:
         _idle[model].remove(kept)
-        return kept[1]
+        return kept
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return Memory(RaggedCache(layers, rows, capacity), runner, model.device)
+    made_for = _fingerprint(model) if runner in RECORDED else None
+    return Memory(RaggedCache(layers, rows, capacity), runner, model.device, made_for)
 
 
 def give_back(model: PreTrainedModel, memory: Memory) -> None:
@@ -64,7 +76,7 @@ def give_back(model: PreTrainedModel, memory: Memory) -> None:
     if memory.kind not in RECORDED:
         return
     # Of one shape there may be two: plain and speculative decoding that take turns hold theirs at once.
-    _idle[model] = [*_idle.get(model, []), (_fingerprint(model), memory)][-MOST_IDLE:]
+    _idle[model] = [*_idle.get(model, []), memory][-MOST_IDLE:]
 
 
 def holds(model: PreTrainedModel, rows: int, capacity: int) -> bool:
@@ -82,24 +94,27 @@ def release(model: PreTrainedModel | None = None) -> None:
 
 def idle_memories() -> list[Memory]:
     """Everything that is kept and not in use."""
-    return [memory for memories in _idle.values() for _, memory in memories]
+    return [memory for memories in _idle.values() for memory in memories]
 
 
-def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> tuple[Any, Memory] | None:
+def _fitting(model: PreTrainedModel, rows: int, capacity: int, runner: str) -> Memory | None:
     """The smallest idle memory that is large enough; those of weights that have moved since are dropped."""
-    told = _fingerprint(model) if model in _idle else None
-    if told is not None:
-        _idle[model] = [entry for entry in _idle[model] if entry[0] == told]
+    if model not in _idle:
+        return None
+    made_for = _fingerprint(model)
+    _idle[model] = [memory for memory in _idle[model] if memory.made_for == made_for]
     fitting = [
-        entry
-        for entry in _idle.get(model, [])
-        if (entry[1].kind, entry[1].cache.rows) == (runner, rows) and entry[1].cache.place.capacity >= capacity
+        memory
+        for memory in _idle[model]
+        if (memory.kind, memory.cache.rows) == (runner, rows) and memory.cache.place.capacity >= capacity
     ]
-    return min(fitting, key=lambda entry: entry[1].cache.place.capacity, default=None)
+    return min(fitting, key=lambda memory: memory.cache.place.capacity, default=None)
 
 
 def _fingerprint(model: nn.Module) -> Any:
-    """What a recording took for granted: where the weights are, which adapters were on, how numbers were cast.
+    """What a recording took for granted: where the weights are, which adapters were on, how numbers were cast, who attends.
+
+    Buffers that were made in inference mode are written nowhere else.
 
     Weights that change where they are, as in training, are read anew by every replay.
     """
@@ -113,4 +128,10 @@ def _fingerprint(model: nn.Module) -> Any:
         for module in model.modules()
         if hasattr(module, "disable_adapters")
     ]
-    return hash((tuple(places), str(adapters), torch.is_autocast_enabled("cuda"), torch.get_float32_matmul_precision()))
+    modes = (
+        getattr(getattr(model, "config", None), "_attn_implementation", None),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_float32_matmul_precision(),
+        torch.is_inference_mode_enabled(),
+    )
+    return hash((tuple(places), str(adapters), modes))

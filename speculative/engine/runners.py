@@ -6,6 +6,7 @@ A static runner gets a function and tensors whose shapes, with the given constan
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -106,8 +107,8 @@ class GraphRunner:
     def __init__(self) -> None:
         self._recorded: dict[Any, Recording] = {}
         self._usable = True
-        self._pool: Any = None
-        self._side: Any = None
+        # Its handle, made when it is asked for. Who takes turns on one stream, and is read before the next one's turn, may share.
+        self.pool: Callable[[], Any] = cache(torch.cuda.graph_pool_handle)
         self.recordings = 0
 
     def run(
@@ -193,11 +194,8 @@ class GraphRunner:
         warnings.warn(f"the model {why}: it runs eagerly", stacklevel=2)
 
     def _record(self, function: Callable[[], Any], inputs: tuple[torch.Tensor, ...], device: torch.device) -> Recording:
-        with torch.cuda.device(device):
-            # One pool for all: they never run at the same time, and outputs are copied before the next replay. Captures that
-            # share a pool share a stream.
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            side = self._side = self._side or torch.cuda.Stream()
+        with torch.cuda.device(device), _casting_anew():
+            side = _capture_stream(device)
             side.wait_stream(torch.cuda.current_stream())
             # On the stream of the capture, so that libraries have their workspaces there.
             with torch.cuda.stream(side), _refusing_waits():
@@ -205,9 +203,26 @@ class GraphRunner:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the device.
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.pool(), stream=side, capture_error_mode="thread_local"):
                 output = function()
         return Recording(graph.replay, inputs, output)
+
+
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """One for all captures: captures that share a pool share a stream, and libraries keep a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Autocast forgets its copies of the weights when it ends: a recording must make its own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _put(state: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

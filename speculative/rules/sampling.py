@@ -163,6 +163,7 @@ def nucleus_by_search(scores_RV: torch.Tensor, top_p: float) -> torch.Tensor:
         masses_RTC = torch.zeros((*rows, 1 << width, LANES), dtype=torch.float64, device=probs_RV.device)
         masses_RT = masses_RTC.scatter_add_(-2, bins_RWC, weights_RWC).sum(-1).cumsum(-1)
         least_R1 = torch.add(least_R1, torch.searchsorted(masses_RT, border_R1, right=True), alpha=1 << shift)
+        del bins_RWC, masses_RTC  # The next ones are as large.
     # A sum may stay below the border to its end: 1.0 - top_p is then above the rounded mass of the whole row.
     least_R1 = torch.minimum(least_R1, keys_RV.amax(-1, keepdim=True))
     return scores_RV.masked_fill(keys_RV[..., :vocab] < least_R1, -torch.inf)

@@ -11,7 +11,8 @@ import torch
 from pretend_cuda.ledger import LEDGER
 from tiny_models import perturbed, prompts_of, texts, tiny_model
 
-from speculative.decode import decode
+from speculative.decode import decode, generate
+from speculative.decoder.device_loop import DeviceLoop, open_loop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter, ModelDrafter
@@ -224,3 +225,67 @@ def test_verdicts_are_measured_with_graphs(measure: Any) -> None:
     LEDGER.clear()
     measure(target, draft)
     assert LEDGER.replays > 0
+
+
+def test_an_early_exit_finds_its_recordings_again() -> None:
+    """Though it is made anew for every response, as a race does."""
+    target = on_device(tiny_model())
+
+    def recorded() -> int:
+        options = {"batch_size": 2, "runner": "graph"}
+        return decode(target, EarlyExit(target, 1), PROMPTS, RULES["greedy"], **options)[1].recording_calls
+
+    assert recorded() > 0
+    assert recorded() == 0
+
+
+def test_what_was_recorded_under_other_conditions_is_not_found() -> None:
+    """Another attention, weights that were exchanged during the call itself."""
+    target = on_device(small())
+
+    def recorded() -> int:
+        return decode(target, None, PROMPTS, RULES["plain"], batch_size=2, runner="graph")[1].recording_calls
+
+    assert recorded() > 0
+    assert recorded() == 0
+    target.config._attn_implementation = "eager"
+    assert recorded() > 0
+    stream = generate(target, None, PROMPTS, RULES["plain"], batch_size=2, runner="graph")
+    next(stream)
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().clone())
+    stream.close()
+    assert recorded() > 0
+
+
+def test_recordings_of_a_memory_share_a_pool_and_a_stream_and_no_cast_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool keeps the workspace of its largest recording; autocast lets go of the weights that it cast."""
+    seen, target = [], on_device(small())
+
+    def entered(*args: Any, **options: Any) -> Any:
+        seen.append((options["pool"], options["stream"], torch.is_autocast_cache_enabled()))
+        return honest(*args, **options)
+
+    honest = torch.cuda.graph
+    monkeypatch.setattr(torch.cuda, "graph", entered)
+    for rule in ("greedy", "sample"):
+        decode(target, None, PROMPTS, replace(RULES[rule], gamma=0), batch_size=2, runner="graph")
+    assert len(seen) == 2
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] is seen[1][1]
+    assert not any(cached for *_, cached in seen)
+
+
+def test_a_recording_for_a_block_that_nobody_reads_is_accounted_for() -> None:
+    """Its seconds are no decoding; what is still on its way is no reading of prompts."""
+    target = on_device(small())
+    loop = open_loop(target, None, 1, 20, RULES["plain"], runner="graph")
+    with torch.no_grad():
+        loop.admit([0], PROMPTS[:1])
+        loop.run_block()
+        before = loop.timing.recording_calls
+        assert isinstance(loop, DeviceLoop)
+        assert loop._flight is not None
+        loop._flight = loop._flight._replace(recording_seconds=5.0)
+        loop.close()
+    assert loop.timing.recording_calls == before + 1
+    assert loop.timing.recording_seconds >= 5.0

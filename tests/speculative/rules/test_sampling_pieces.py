@@ -1,6 +1,8 @@
 """What runs on an accelerator, here on CPU tensors: draws in two levels and the nucleus without a sort, against their twins."""
 
 import math
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from speculative.engine import memory
 from speculative.rules import sampling
 from speculative.rules.sampling import (
     PIECE,
@@ -162,3 +166,33 @@ def test_a_gpu_draws_and_cuts_as_a_cpu_does() -> None:
         assert torch.equal(sample_at(probs.cuda(), points.cuda()).cpu(), sample_at(probs, points))
         kept = nucleus(probs.log().cuda(), 0.9).cpu().isfinite()
         assert int((kept != nucleus(probs.log(), 0.9).isfinite()).sum()) <= 6  # a token a row, where float32 decides
+
+
+class _Taken(TorchDispatchMode):
+    """Most bytes that what was made inside held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._held = 0, dict[int, int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for storage in [tensor.untyped_storage() for tensor in (out if isinstance(out, tuple) else [out])]:
+            if storage._cdata not in self._held:
+                self._held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._held.pop, storage._cdata)
+        self.most = max(self.most, sum(self._held.values()))
+        return out
+
+
+@pytest.mark.parametrize("vocab", [32_000, 151_936])
+def test_the_memory_that_a_nucleus_takes_is_planned(vocab: int) -> None:
+    """Beside the model's own logits and those at the temperature, eight bytes of a logit."""
+    rows, scores = 2, torch.randn(2, vocab)
+    for find, planned in (
+        (nucleus_by_sorting, vocab * (memory.LOGIT_BYTES - 8)),
+        (nucleus_by_search, vocab * (memory.SEARCHED_LOGIT_BYTES - 8) + memory.SEARCHED_PLACE_BYTES),
+    ):
+        with _Taken() as taken:
+            find(scores, 0.95)
+        assert 0.8 * planned < taken.most / rows <= planned, (find, taken.most / rows / vocab)
