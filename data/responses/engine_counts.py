@@ -1,6 +1,5 @@
-"""What a serving engine says of one request's drafts: a reader for each engine's own format, all into `RequestCounts`.
+"""What a serving engine says of one request's drafts: each engine's own format, all into `RequestCounts`.
 
-A reader takes the JSON of a response (or a line of an engine's request file) and returns None where it is not its format.
 What contradicts itself is refused by a `CountsError` that names the field. Formats as read in
 
     vLLM           0.32, docs/features/speculative_decoding/acceptance_metrics.md (experimental there); pull request 48915
@@ -13,7 +12,7 @@ What contradicts itself is refused by a `CountsError` that names the field. Form
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class CountsError(ValueError):
@@ -25,7 +24,7 @@ class RequestCounts:
     """Drafts of one request. None: not said.
 
     accepted, drafted: tokens; engines count those behind the end of a response too. blocks: target calls that verified a
-    draft. tokens: of the response. gamma: as configured. accepted_B, drafted_B: block by block, empty where not said.
+    draft. gamma: as configured. accepted_B, drafted_B: block by block, empty where not said.
     histogram: [j] = blocks that accepted exactly j tokens, empty where not said.
     """
 
@@ -33,7 +32,6 @@ class RequestCounts:
     accepted: int | None
     drafted: int | None
     blocks: int | None
-    tokens: int | None = None
     gamma: int | None = None
     accepted_B: tuple[int, ...] = ()
     drafted_B: tuple[int, ...] = ()
@@ -58,130 +56,88 @@ class RequestCounts:
             raise CountsError("the histogram does not add up to the request")
 
 
+class _Format(NamedTuple):
+    """Where an engine says it: in one of `places` of an answer or of its first choice, if `mark` is there. Dots go deeper."""
+
+    engine: str
+    mark: str
+    places: tuple[str, ...]
+    accepted: tuple[str, ...]
+    drafted: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
+    optional: bool = False  # whether numbers may be missing
+
+
+_VLLM = ("num_accepted_draft_tokens",), ("num_draft_tokens",), ("num_spec_steps",)
+_FORMATS = (
+    _Format("vllm", "num_draft_tokens", ("metrics.speculative_decoding",), *_VLLM),
+    _Format("aiperf", "num_draft_tokens", ("spec_decode_acceptance",), *_VLLM),
+    _Format(
+        "sglang", "spec_verify_ct", ("meta_info", "sglext.spec_tokens_details", ""),
+        ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num", "spec_accepted_tokens"),
+        ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"), ("spec_verify_ct",), True,
+    ),
+    _Format("llama.cpp", "draft_n", ("timings",), ("draft_n_accepted",), ("draft_n",)),
+    _Format(
+        "tensorrt-llm", "total_draft_tokens",
+        ("request_perf_metrics.speculative_decoding", "perf_metrics.speculative_decoding", ""),
+        ("total_accepted_draft_tokens",), ("total_draft_tokens",),
+    ),
+    # A Python object, or a JSON object with its getters' names without `get_`. Of the target's inferences the first is the prefill.
+    _Format(
+        "openvino", "num_accepted_tokens", ("extended_perf_metrics",), ("num_accepted_tokens",),
+        ("num_draft_tokens", "draft_model_metrics.num_generated_tokens"), ("main_model_metrics.raw_metrics.m_durations",), True,
+    ),
+)  # fmt: skip
+
+
 def read_counts(answer: Any) -> RequestCounts | None:
-    """What the first reader that knows the format makes of an answer; None where nobody does, or nothing was drafted there.
+    """What an answer (JSON of a response, or a line of an engine's request file) says; None where nothing is said of drafts.
 
     Raises:
         CountsError: counts that contradict themselves.
     """
-    return next((found for read in READERS if (found := read(answer)) is not None), None)
-
-
-def vllm_counts(answer: Any) -> RequestCounts | None:
-    """`metrics.speculative_decoding` of --per-request-spec-decode-metrics, with blocks where it is `detailed`."""
-    return _common(_at(answer, "metrics", "speculative_decoding"), "metrics.speculative_decoding", "vllm", answer)
-
-
-def aiperf_counts(answer: Any) -> RequestCounts | None:
-    """`spec_decode_acceptance` of a record of --export-level records."""
-    stats = _at(answer, "spec_decode_acceptance")
-    return _common(stats, "spec_decode_acceptance", str(_at(stats, "engine") or "aiperf"), stats)
-
-
-def sglang_counts(answer: Any) -> RequestCounts | None:
-    """`spec_*` of `meta_info`, of `sglext.spec_tokens_details`, or of a line of a request file, in each generation's names."""
-    choice = _first_choice(answer)
-    places = (("meta_info",), ("sglext", "spec_tokens_details"), ())
-    stats = next(
-        (found for top in (answer, choice) for place in places if _has(found := _at(top, *place), "spec_verify_ct")),
-        None,
-    )
-    if stats is None:
-        return None
-    accepted = _first_whole(
-        stats, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num", "spec_accepted_tokens"
-    )
-    drafted = _first_whole(stats, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
-    histogram = _counts(_at(stats, "spec_correct_drafts_histogram") or _at(stats, "spec_accept_histogram"), "histogram")
-    if histogram:  # It is of drafts in every generation; the sums were of other things in some.
-        accepted = sum(j * count for j, count in enumerate(histogram))
-    blocks = _whole(stats, "spec_verify_ct")
-    tokens = _tokens(stats) or _tokens(answer)
-    return RequestCounts("sglang", accepted, drafted, blocks, tokens, histogram=histogram)
-
-
-def llama_cpp_counts(answer: Any) -> RequestCounts | None:
-    """`timings.draft_n` and `draft_n_accepted`: no blocks, and drafts cut at the end of a response."""
-    timings = _at(answer, "timings")
-    if not _has(timings, "draft_n"):
-        return None
-    accepted, drafted = _whole(timings, "draft_n_accepted", "timings."), _whole(timings, "draft_n", "timings.")
-    tokens = _whole(timings, "predicted_n", "timings.") if _has(timings, "predicted_n") else _tokens(answer)
-    return RequestCounts("llama.cpp", accepted, drafted, None, tokens)
-
-
-def tensorrt_counts(answer: Any) -> RequestCounts | None:
-    """`request_perf_metrics.speculative_decoding` of a response, a choice, or a line of perf_metrics_output_dir."""
-    for top in (answer, _first_choice(answer)):
-        for place in (("request_perf_metrics", "speculative_decoding"), ("perf_metrics", "speculative_decoding"), ()):
-            stats = _at(top, *place)
-            if _has(stats, "total_draft_tokens"):
-                accepted = _whole(stats, "total_accepted_draft_tokens")
-                return RequestCounts(
-                    "tensorrt-llm", accepted, _whole(stats, "total_draft_tokens"), None, _tokens(answer)
-                )
-    return None
-
-
-def openvino_counts(answer: Any) -> RequestCounts | None:
-    """`extended_perf_metrics` of a result: SDPerModelsPerfMetrics, or a JSON object with the getters' names without `get_`.
-
-    Blocks: the target's inferences but the first, the prefill.
-    """
-    stats = _at(answer, "extended_perf_metrics")
-    if not _has(stats, "num_accepted_tokens"):
-        return None
-    drafted = stats if _has(stats, "num_draft_tokens") else _at(stats, "draft_model_metrics")
-    name = "num_draft_tokens" if drafted is stats else "num_generated_tokens"
-    durations = _at(stats, "main_model_metrics", "raw_metrics", "m_durations")
-    blocks = max(0, len(durations) - 1) if durations is not None else None
-    tokens = next(
-        (
-            _whole(part, "num_generated_tokens")
-            for part in (_at(stats, "main_model_metrics"), stats)
-            if _has(part, "num_generated_tokens")
-        ),
-        None,
-    )
-    return RequestCounts("openvino", _whole(stats, "num_accepted_tokens"), _whole(drafted, name), blocks, tokens)
-
-
-READERS = (vllm_counts, aiperf_counts, sglang_counts, llama_cpp_counts, tensorrt_counts, openvino_counts)
-
-
-def _common(stats: Any, where: str, engine: str, answer: Any) -> RequestCounts | None:
-    """vLLM's fields, which AIPerf's record takes over; a histogram may be a list or {accepted: blocks}."""
-    if not _has(stats, "num_draft_tokens"):
-        return None
-    where += "."
-    return RequestCounts(
-        engine,
-        _whole(stats, "num_accepted_draft_tokens", where),
-        _whole(stats, "num_draft_tokens", where),
-        _whole(stats, "num_spec_steps", where),
-        _tokens(answer),
-        _whole(stats, "num_spec_tokens", where) if _has(stats, "num_spec_tokens") else None,
-        _counts(_at(stats, "per_step_accepted"), where + "per_step_accepted"),
-        _counts(_at(stats, "per_step_drafted"), where + "per_step_drafted"),
-        _counts(_at(stats, "acceptance_histogram"), where + "acceptance_histogram"),
-    )
-
-
-def _first_choice(answer: Any) -> Any:
     choices = _at(answer, "choices")
-    return choices[0] if isinstance(choices, list) and choices else None
-
-
-def _tokens(answer: Any) -> int | None:
-    for source in (answer, _at(answer, "usage")):
-        if _has(source, "completion_tokens"):
-            return _whole(source, "completion_tokens")
+    tops = (answer, choices[0] if isinstance(choices, list) and choices else None)
+    for form in _FORMATS:
+        for stats, place in ((_at(top, place), place) for top in tops for place in form.places):
+            if _at(stats, form.mark) is not None:
+                return _read(form, stats, f"{place}." if place else "")
     return None
 
 
-def _at(source: Any, *names: str) -> Any:
-    """What lies under these names in nested objects; a Python object has it as an attribute or behind a getter."""
-    for name in names:
+def _read(form: _Format, stats: Any, where: str) -> RequestCounts:
+    def whole(names: tuple[str, ...]) -> int | None:
+        for name in names:
+            value = _at(stats, name)
+            if name.endswith("m_durations") and isinstance(value, list):
+                return max(0, len(value) - 1)
+            if value is not None:
+                if type(value) is not int or value < 0:
+                    raise CountsError(f"{where}{name} is {repr(value)[:40]}, not a whole number")
+                return value
+        if names and not form.optional:
+            raise CountsError(f"{where}{names[0]} is missing")
+        return None
+
+    def counts(*names: str) -> tuple[int, ...]:
+        return next((found for name in names if (found := _counts(_at(stats, name), where + name))), ())
+
+    accepted = whole(form.accepted)
+    histogram = counts("acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram")
+    if (
+        histogram and form.engine == "sglang"
+    ):  # It is of drafts in every generation; the sums were of other things in some.
+        accepted = sum(j * count for j, count in enumerate(histogram))
+    engine = str(_at(stats, "engine") or form.engine) if form.engine == "aiperf" else form.engine
+    gamma = whole(("num_spec_tokens",)) if _at(stats, "num_spec_tokens") is not None else None
+    blocks_of = counts("per_step_accepted"), counts("per_step_drafted")
+    return RequestCounts(engine, accepted, whole(form.drafted), whole(form.blocks), gamma, *blocks_of, histogram)
+
+
+def _at(source: Any, names: str) -> Any:
+    """What lies under dotted names in nested objects; a Python object has it as an attribute or behind a getter."""
+    for name in names.split(".") if names else ():
         if source is None or isinstance(source, str | int | float | Sequence):
             return None
         if isinstance(source, Mapping):
@@ -191,21 +147,6 @@ def _at(source: Any, *names: str) -> Any:
         else:
             source = getattr(source, name, None)
     return source
-
-
-def _has(source: Any, name: str) -> bool:
-    return _at(source, name) is not None
-
-
-def _whole(source: Any, name: str, where: str = "") -> int:
-    value = _at(source, name)
-    if type(value) is not int or value < 0:
-        raise CountsError(f"{where}{name} is {'missing' if value is None else repr(value)[:40]}, not a whole number")
-    return value
-
-
-def _first_whole(source: Any, *names: str) -> int | None:
-    return next((_whole(source, name) for name in names if _has(source, name)), None)
 
 
 def _counts(values: Any, where: str) -> tuple[int, ...]:

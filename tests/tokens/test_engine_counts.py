@@ -36,40 +36,40 @@ OPENVINO = SimpleNamespace(
 )
 ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
     "vllm-summary": (
-        {"metrics": {"speculative_decoding": STATS}, **USAGE}, RequestCounts("vllm", 5, 12, 4, 9, 3),
+        {"metrics": {"speculative_decoding": STATS}, **USAGE}, RequestCounts("vllm", 5, 12, 4, 3),
     ),
     "vllm-detailed": (
         {"metrics": {"speculative_decoding": STATS | DETAILS}, **USAGE},
-        RequestCounts("vllm", 5, 12, 4, 9, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
+        RequestCounts("vllm", 5, 12, 4, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
     ),
     "aiperf": (
         {"metadata": {}, "spec_decode_acceptance": STATS | {"engine": "vllm", "acceptance_histogram": {"0": 2, "2": 1, "3": 1}, "completion_tokens": 9}},
-        RequestCounts("vllm", 5, 12, 4, 9, 3, histogram=(2, 0, 1, 1)),
+        RequestCounts("vllm", 5, 12, 4, 3, histogram=(2, 0, 1, 1)),
     ),
-    "sglang-first-names": ({"text": "", "meta_info": FIRST}, RequestCounts("sglang", 5, 12, 4, 9)),
+    "sglang-first-names": ({"text": "", "meta_info": FIRST}, RequestCounts("sglang", 5, 12, 4)),
     "sglang-between": (
         {"meta_info": {"spec_verify_ct": 4, "spec_accepted_drafts": 5, "spec_proposed_drafts": 12}},
         RequestCounts("sglang", 5, 12, 4),
     ),
     "sglang-choice": (
-        {"choices": [{"meta_info": LAST | HISTOGRAM}]}, RequestCounts("sglang", 5, 12, 4, 9, histogram=(2, 0, 1, 1)),
+        {"choices": [{"meta_info": LAST | HISTOGRAM}]}, RequestCounts("sglang", 5, 12, 4, histogram=(2, 0, 1, 1)),
     ),
-    "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, RequestCounts("sglang", 5, 12, 4, 9)),
-    "sglang-request-file": ({"request_parameters": "{}", **LAST}, RequestCounts("sglang", 5, 12, 4, 9)),
+    "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, RequestCounts("sglang", 5, 12, 4)),
+    "sglang-request-file": ({"request_parameters": "{}", **LAST}, RequestCounts("sglang", 5, 12, 4)),
     "sglang-verify-calls-alone": ({"meta_info": {"spec_verify_ct": 4}}, RequestCounts("sglang", None, None, 4)),
     "llama.cpp": (
         {"choices": [{}], "timings": {"draft_n": 12, "draft_n_accepted": 5, "predicted_n": 9}},
-        RequestCounts("llama.cpp", 5, 12, None, 9),
+        RequestCounts("llama.cpp", 5, 12, None),
     ),
     "tensorrt-llm": (
         {"choices": [{"request_perf_metrics": {"speculative_decoding": PERF}}], **USAGE},
-        RequestCounts("tensorrt-llm", 5, 12, None, 9),
+        RequestCounts("tensorrt-llm", 5, 12, None),
     ),
     "tensorrt-llm-file": ({"perf_metrics": {"speculative_decoding": PERF}}, RequestCounts("tensorrt-llm", 5, 12, None)),
-    "openvino": (OPENVINO, RequestCounts("openvino", 5, 12, 4, 9)),
+    "openvino": (OPENVINO, RequestCounts("openvino", 5, 12, 4)),
     "openvino-json": (
         {"extended_perf_metrics": {"num_accepted_tokens": 5, "num_draft_tokens": 12, "num_generated_tokens": 9}},
-        RequestCounts("openvino", 5, 12, None, 9),
+        RequestCounts("openvino", 5, 12, None),
     ),
 }  # fmt: skip
 
