@@ -104,12 +104,16 @@ class EndpointTarget:
             UserError: no server there, key refused, another model than asked, several to choose from.
         """
         if self._model is None:
-            listed = {str(model.id): model for model in self._ask(lambda: list(self.client.models.list()))}
+            listed = self._ask(lambda: {str(model.id): model for model in self.client.models.list()})
             served, wanted = list(listed), self.endpoint.model
             if wanted is None and len(served) != 1:
-                raise UserError(f"target.endpoint.model: {self.endpoint.url} serves {_names(served)}; name one of them")
+                raise UserError(
+                    f"target.endpoint.model (--model): {self.endpoint.url} serves {_names(served)}; name one of them"
+                )
             if wanted is not None and wanted not in served:
-                raise UserError(f"target.endpoint.model = {wanted}: {self.endpoint.url} serves {_names(served)}")
+                raise UserError(
+                    f"target.endpoint.model (--model) = {wanted}: {self.endpoint.url} serves {_names(served)}"
+                )
             self._model = wanted or served[0]
             # vLLM's own: the directory or hub id that the name stands for.
             self._root = getattr(listed[self._model], "root", None)
@@ -182,7 +186,7 @@ class EndpointTarget:
             return row_of(prompt, sample, self._answer(prompt, settings, f"{prompt.prompt_id}:{sample}"))
 
         with ResponseBar(label, total, total - sum(wanted.values()), show and rank == 0) as progress:
-            for (shard, number), row in self._each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
+            for (shard, number), row in self.each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
                 progress.count(len(row.log_target_probs))
                 answers[shard][number] = row
                 if len(answers[shard]) == wanted[shard]:
@@ -223,7 +227,7 @@ class EndpointTarget:
         self._readers = Readers(processes_for(tokens, ranks) if asked is None else asked)
         try:
             with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
-                for index, signal in self._each(work, missing):
+                for index, signal in self.each(work, missing):
                     store.write(index, signal)
                     progress.count(len(signal.log_tail_R))
                     progress.advance(1)
@@ -337,7 +341,7 @@ class EndpointTarget:
             return call()
         except openai.OpenAIError as error:
             raise UserError(_one_line(error, self.endpoint, self._model, k)) from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
@@ -352,7 +356,7 @@ class EndpointTarget:
             "target.path must be the model that is served"
         )
 
-    def _each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """(job, result) as they come, `concurrency` at a time; after a fault or Ctrl-C no further request is made."""
         waiting, under_way = iter(jobs), dict[Future[Any], Any]()
         pool = ThreadPoolExecutor(self.endpoint.concurrency, thread_name_prefix="endpoint")

@@ -10,7 +10,7 @@ from typing import Any
 
 from data.responses.endpoint import Endpoint, EndpointTarget, end_token, request_of
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
-from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length_of, mean_length_on, parse_page
+from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 
@@ -21,12 +21,12 @@ ENGINES = {
     "llama.cpp": "llama.cpp",
     "tensorrt_llm": "tensorrt-llm",
 }
-# Where engines without /version say it: path, key.
+# Where an engine says its version: path, key, the engine that this tells of.
 _VERSIONS = (
-    ("/version", "version"),
-    ("/server_info", "version"),
-    ("/get_server_info", "version"),
-    ("/props", "build_info"),
+    ("/version", "version", ""),
+    ("/server_info", "version", "sglang"),
+    ("/get_server_info", "version", "sglang"),
+    ("/props", "build_info", "llama.cpp"),
 )
 # What brings counts or ids, of engines that do not know vLLM's words.
 _EXTRAS: dict[str, dict[str, Any]] = {
@@ -80,17 +80,13 @@ class EngineClient(EndpointTarget):
             UserError: no server, another tokenizer, several models and none named.
         """
         self.check()
-        owner = next(
-            (str(getattr(model, "owned_by", "")) for model in self._ask(lambda: list(self.client.models.list()))), ""
-        )
-        self.engine = ENGINES.get(owner.lower(), self.engine)
-        for path, key in _VERSIONS:
-            found = _page(self.root + path, self.client.api_key)
-            value = _json(found).get(key) if found else None
+        owners = self._ask(lambda: [str(getattr(model, "owned_by", "")).lower() for model in self.client.models.list()])
+        self.engine = next((ENGINES[owner] for owner in owners if owner in ENGINES), "unknown")
+        for path, key, engine in _VERSIONS:
+            value = _json(_page(self.root + path, self.client.api_key)).get(key)
             if isinstance(value, str) and value:
                 self.version = value
-                guess = {"/server_info": "sglang", "/get_server_info": "sglang", "/props": "llama.cpp"}.get(path)
-                self.engine = guess if guess and self.engine == "unknown" else self.engine
+                self.engine = engine if engine and self.engine == "unknown" else self.engine
                 return
 
     def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
@@ -123,17 +119,18 @@ class EngineClient(EndpointTarget):
         """
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
-        said = (body.get("usage") or {}).get("completion_tokens")
         ids = _ids_in(choice)
         if ids is not None and finished and (not ids or ids[-1] not in settings.eos_ids):
             ids = [*ids, end_token(choice, settings.eos_ids, self.endpoint.url)]
         if ids and not all(0 <= token < self.vocab_rows for token in ids):
             raise self._foreign(ids)
+        tokens = len(ids) if ids is not None else int(body["usage"]["completion_tokens"])
+        if not tokens:
+            raise UserError(f"{self.endpoint.url}: its answer to {key} has no tokens ({choice.get('finish_reason')})")
         try:
             counts = read_counts(body)
         except CountsError as error:
             raise UserError(f"{self.endpoint.url}: counts of {key} that cannot be: {error}") from error
-        tokens = len(ids) if ids is not None else int(said or 0)
         return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body)
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
@@ -154,6 +151,7 @@ class EngineClient(EndpointTarget):
         return found
 
     def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
+        import httpx
         import openai
 
         try:
@@ -163,10 +161,12 @@ class EngineClient(EndpointTarget):
             gone = isinstance(error, openai.APIConnectionError)
             what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
             raise UserError(f"{self.endpoint.url}: {what}") from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, httpx.InvalidURL) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{self.endpoint.url}: the answer is no completion ({type(error).__name__})") from error
+            raise UserError(
+                f"{self.endpoint.url}: no OpenAI-compatible server's answer, or no address ({type(error).__name__}: {str(error)[:80]})"
+            ) from error
 
     def _prompt(self, prompt_ids: Sequence[int]) -> Any:
         """Token ids; an engine that refuses them gets the text."""
@@ -201,11 +201,10 @@ def counters_of(root: str, key: str = "") -> ServerCounts | None:
     return None
 
 
-def mean_length(root: str, key: str = "") -> float | None:
+def mean_length_of(root: str, key: str = "") -> float | None:
     """Tokens a block since the server's start, of an SGLang that shows no more than that."""
     page, info = (_page(root + path, key) for path in ("/metrics", "/server_info"))
-    found = mean_length_on(parse_page(page)) if page else None
-    return found if found is not None else mean_length_of(_json(info)) if info else None
+    return mean_length(parse_page(page or ""), _json(info))
 
 
 def _page(url: str, key: str) -> str | None:
@@ -218,22 +217,9 @@ def _page(url: str, key: str) -> str | None:
         return None
 
 
-def _json(text: str) -> dict[str, Any]:
+def _json(text: str | None) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = json.loads(text or "")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def line_of(answer: Answer, mode: str, domain: str, settings: DecodeSettings) -> dict[str, Any]:
-    """An answer as a line of a file that `drift --log` reads."""
-    asked = settings.sampling.as_dict() | {"max_tokens": settings.max_tokens, "seed": settings.seed}
-    return {
-        "key": answer.key,
-        "domain": domain,
-        "mode": mode,
-        "asked": asked,
-        "seconds": answer.seconds,
-        "response": answer.body,
-    }

@@ -7,11 +7,12 @@ llama.cpp's `llamacpp:spec_decode_num_*`, the same schema (pull request 26389); 
 `sglang:spec_accept_length` and `..._rate`, and `avg_spec_accept_length` of /server_info, which no difference can be made of.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.responses.engine_counts import CountsError
 
@@ -27,7 +28,7 @@ Page = dict[str, list[tuple[dict[str, str], float]]]
 class ServerCounts:
     """Counters since a server's start, or their difference. None: this engine does not say.
 
-    blocks: verified drafts. accepted_G: by position, empty where not said. tokens, requests: of all responses.
+    blocks: verified drafts. accepted_G: by position, empty where not said. tokens: of all responses.
     started: when the counters began, as far as they tell: another value is another start.
     """
 
@@ -37,7 +38,6 @@ class ServerCounts:
     blocks: int | None
     accepted_G: tuple[int, ...] = ()
     tokens: int | None = None
-    requests: int | None = None
     started: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -60,71 +60,66 @@ def parse_page(text: str) -> Page:
     return page
 
 
+class _Format(NamedTuple):
+    """An engine's names. blocks: as `drafted` where its first position counts them. label: of positions."""
+
+    engine: str
+    drafted: str
+    accepted: str
+    blocks: str
+    accepted_G: str
+    label: str
+    tokens: str
+
+
+def _like_vllm(engine: str, prefix: str, tokens: str) -> _Format:
+    name = f"{prefix}spec_decode_num_"
+    words = name + "draft_tokens", name + "accepted_tokens", name + "drafts", name + "accepted_tokens_per_pos"
+    return _Format(engine, *words, "position", prefix + tokens)
+
+
+_TENSORRT, _POSITION, _MADE = "trtllm_spec_decode_", "token_position", "trtllm_generation_tokens"
+_FORMATS = (
+    _like_vllm("vllm", "vllm:", "generation_tokens"),
+    _like_vllm("llama.cpp", "llamacpp:", "tokens_predicted"),
+    _Format(
+        "tensorrt-llm", _TENSORRT + "drafted_tokens", _TENSORRT + "accepted_tokens", _TENSORRT + "drafted_tokens",
+        _TENSORRT + "accepted_tokens", _POSITION, _MADE,
+    ),
+    _Format(
+        "tensorrt-llm", _TENSORRT + "num_draft_tokens", _TENSORRT + "num_accepted_tokens", "", "", _POSITION, _MADE
+    ),
+)  # fmt: skip
+
+
 def counts_of(page: Page) -> ServerCounts | None:
     """The counters of the first engine whose names are on the page; None where it says nothing of drafts.
 
     Raises:
         CountsError: a counter that is no whole number, or more accepted than drafted.
     """
-    return next((found for read in READERS if (found := read(page)) is not None), None)
-
-
-def _like_vllm(engine: str, prefix: str, tokens: str, requests: str = "") -> Callable[[Page], ServerCounts | None]:
-    """The reader of the four counters that vLLM and llama.cpp share."""
-
-    def read(page: Page) -> ServerCounts | None:
-        name = f"{prefix}spec_decode_num_"
-        if name + "draft_tokens" not in page:
-            return None
-        return ServerCounts(
-            engine,
-            _sum(page, name + "accepted_tokens"),
-            _sum(page, name + "draft_tokens"),
-            _sum(page, name + "drafts"),
-            _by_position(page, name + "accepted_tokens_per_pos", "position"),
-            _sum(page, prefix + tokens),
-            _sum(page, prefix + requests),
-            _started(page, name),
-        )
-
-    return read
-
-
-def _tensorrt(page: Page) -> ServerCounts | None:
-    name = "trtllm_spec_decode_"
-    drafted_G = _by_position(page, name + "drafted_tokens", "token_position")
-    accepted_G = _by_position(page, name + "accepted_tokens", "token_position")
-    tokens, requests = _sum(page, "trtllm_generation_tokens"), _sum(page, "trtllm_request_success")
-    started = _started(page, name)
-    if drafted_G:  # A block drafts its first token, so that position counts blocks.
-        blocks = drafted_G[0]
-        return ServerCounts(
-            "tensorrt-llm", sum(accepted_G), sum(drafted_G), blocks, accepted_G, tokens, requests, started
-        )
-    if name + "num_draft_tokens" not in page:
-        return None
-    accepted, drafted = _sum(page, name + "num_accepted_tokens"), _sum(page, name + "num_draft_tokens")
-    return ServerCounts("tensorrt-llm", accepted, drafted, None, (), tokens, requests, started)
+    form = next((form for form in _FORMATS if form.drafted in page), None)
+    if form is None:
+        return _sglang(page)
+    if form.blocks == form.drafted:  # A block drafts its first token, so that position counts blocks.
+        blocks: int | None = (*_by_position(page, form.drafted, form.label), 0)[0]
+    else:
+        blocks = _sum(page, form.blocks)
+    return ServerCounts(
+        form.engine, _sum(page, form.accepted), _sum(page, form.drafted), blocks,
+        _by_position(page, form.accepted_G, form.label), _sum(page, form.tokens), _started(page),
+    )  # fmt: skip
 
 
 def _sglang(page: Page) -> ServerCounts | None:
-    blocks = _sum(page, "sglang:spec_verify_calls")
-    if blocks is None and "sglang:spec_accept_length" not in page:
+    blocks, tokens, requests = (
+        _sum(page, f"sglang:{name}") for name in ("spec_verify_calls", "generation_tokens", "num_requests")
+    )
+    if blocks is None:
         return None
-    tokens, requests = _sum(page, "sglang:generation_tokens"), _sum(page, "sglang:num_requests")
-    accepted = None
-    if blocks is not None and tokens is not None and requests is not None:
-        # The first token of a response is the prefill's; each block emits one more than it accepts.
-        accepted = max(0, tokens - requests - blocks)
-    return ServerCounts("sglang", accepted, None, blocks, (), tokens, requests, _started(page, "sglang:"))
-
-
-READERS = (
-    _like_vllm("vllm", "vllm:", "generation_tokens", "request_success"),
-    _like_vllm("llama.cpp", "llamacpp:", "tokens_predicted"),
-    _tensorrt,
-    _sglang,
-)
+    # The first token of a response is the prefill's; each block emits one more than it accepts.
+    accepted = None if tokens is None or requests is None else max(0, tokens - requests - blocks)
+    return ServerCounts("sglang", accepted, None, blocks, (), tokens, _started(page))
 
 
 def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
@@ -135,31 +130,29 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
     """
     if before.engine != after.engine:
         raise CountsError(f"{before.engine} answered first, then {after.engine}")
-    names = ("accepted", "drafted", "blocks", "tokens", "requests")
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in names}
-    for name, (old, new) in pairs.items():
+
+    def change(name: str, old: int | None, new: int | None) -> int | None:
         if old is not None and (new is None or new < old):
             raise CountsError(f"the counter of {name} fell from {old:,} to {new or 0:,}: the server was restarted")
+        return None if new is None else new - (old or 0)
+
+    names = ("accepted", "drafted", "blocks", "tokens")
+    changes: dict[str, Any] = {name: change(name, getattr(before, name), getattr(after, name)) for name in names}
     if before.started and after.started and before.started != after.started:
         raise CountsError("the counters began anew: the server was restarted")
-    width = max(len(before.accepted_G), len(after.accepted_G))
-    olds, news = (side.accepted_G + (0,) * (width - len(side.accepted_G)) for side in (before, after))
-    changes: dict[str, Any] = {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}
-    accepted_G = tuple(new - old for old, new in zip(olds, news, strict=True))
-    return ServerCounts(after.engine, accepted_G=accepted_G, **changes)
+    pairs = itertools.zip_longest(before.accepted_G, after.accepted_G, fillvalue=0)
+    places = (change(f"position {place}", old, new) for place, (old, new) in enumerate(pairs))
+    return ServerCounts(after.engine, accepted_G=tuple(place or 0 for place in places), **changes)
 
 
-def mean_length_of(server_info: Any) -> float | None:
-    """`avg_spec_accept_length` of SGLang's /server_info, tokens a block since its start; None where it does not say."""
+def mean_length(page: Page, server_info: Any) -> float | None:
+    """Tokens a block since the start of an SGLang: its gauge, the mean over ranks, or /server_info; None where it does not say."""
+    values: list[Any] = [value for _, value in page.get("sglang:spec_accept_length", [])]
     states = server_info.get("internal_states") if isinstance(server_info, Mapping) else None
-    value = states[0].get("avg_spec_accept_length") if isinstance(states, list) and states else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 1 else None
-
-
-def mean_length_on(page: Page) -> float | None:
-    """The gauge `sglang:spec_accept_length` of a page, the mean over its ranks; None where it is not there."""
-    values = [value for _, value in page.get("sglang:spec_accept_length", []) if value >= 1]
-    return sum(values) / len(values) if values else None
+    if not values and isinstance(states, list) and states and isinstance(states[0], Mapping):
+        values = [states[0].get("avg_spec_accept_length")]
+    told = [float(value) for value in values if isinstance(value, int | float) and 1 <= value < math.inf]
+    return sum(told) / len(told) if told else None
 
 
 def _sum(page: Page, name: str) -> int | None:
@@ -183,12 +176,7 @@ def _whole(name: str, value: float) -> int:
     return int(value)
 
 
-def _started(page: Page, prefix: str) -> tuple[float, ...]:
-    """When counters were made (`_created`) and the process was started, where the page says so."""
-    times = [
-        value
-        for name, samples in page.items()
-        if name == "process_start_time_seconds" or (name.startswith(prefix) and name.endswith("drafts_created"))
-        for _, value in samples
-    ]
-    return tuple(sorted(times))
+def _started(page: Page) -> tuple[float, ...]:
+    """When counters of drafts were made (`_created`) and the process was started, where the page says so."""
+    names = [name for name in page if name == "process_start_time_seconds" or name.endswith("drafts_created")]
+    return tuple(sorted(value for name in names for _, value in page[name]))

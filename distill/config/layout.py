@@ -31,7 +31,8 @@ STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"  # the last two
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
 SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
-READBACK, ANSWERS, PLAIN_ANSWERS = "served.json", "served.jsonl", "served-plain.jsonl"
+READBACK, ANSWERS = "served.json", "served.jsonl"
+GREEDY_ANSWERS, PLAIN_ANSWERS = "served-greedy.jsonl", "served-plain.jsonl"
 EXPORT = "export"
 SERVING_FILE, SERVING_FORMAT = "serving.json", "understudy-serving"  # of an exported directory, wherever it is
 

@@ -9,7 +9,7 @@ import pytest
 
 from data.responses.acceptance_log import AcceptanceRecord, read_acceptance_log
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
-from data.responses.engine_metrics import counts_of, difference, mean_length_of, mean_length_on, parse_page
+from data.responses.engine_metrics import counts_of, difference, mean_length, parse_page
 from speculative.errors import UserError
 
 USAGE = {"usage": {"completion_tokens": 9}}
@@ -154,6 +154,10 @@ def test_two_scrapes_of_vllm_with_and_without_total(total: str) -> None:
     assert (found.blocks, found.drafted, found.accepted, found.accepted_G) == (90, 270, 108, (62, 36, 10))
 
 
+def counted(page: str) -> Any:
+    return counts_of(parse_page(page))
+
+
 def test_counters_that_were_reset_are_noticed() -> None:
     after = counts_of(parse_page(vllm_page(10, 30, 12, (8, 4))))
     before = counts_of(parse_page(vllm_page(11, 33, 13, (8, 4))))
@@ -161,6 +165,8 @@ def test_counters_that_were_reset_are_noticed() -> None:
     assert after is not None
     with pytest.raises(CountsError, match="accepted fell from 13 to 12: the server was restarted"):
         difference(before, after)
+    with pytest.raises(CountsError, match="position 1 fell from 9 to 4"):
+        difference(counted(vllm_page(9, 27, 10, (1, 9))), after)
     # A restarted server that has overtaken the old counters says when they were made.
     pages = (vllm_page(5, 15, 6, ()), vllm_page(50, 150, 60, ()))
     first, second = (
@@ -210,7 +216,7 @@ def test_the_counters_of_other_engines() -> None:
     found = counts_of(parse_page(sglang))
     assert found is not None
     assert (found.engine, found.blocks, found.drafted, found.accepted) == ("sglang", 4, None, 5)
-    assert mean_length_on(parse_page(sglang)) == 2.25
-    assert mean_length_of({"internal_states": [{"avg_spec_accept_length": 2.5}]}) == 2.5
-    assert mean_length_of({"internal_states": []}) is None
+    assert mean_length(parse_page(sglang), None) == 2.25
+    assert mean_length({}, {"internal_states": [{"avg_spec_accept_length": 2.5}]}) == 2.5
+    assert mean_length({}, {"internal_states": []}) is None
     assert counts_of(parse_page("up 1\n")) is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
-from data.responses.engine_client import counters_of, mean_length
+from data.responses.engine_client import counters_of, mean_length_of
 from data.responses.engine_counts import CountsError
 from data.responses.engine_metrics import PAGES, ServerCounts, difference
 from distill.commands.drift.baseline import Baseline
@@ -41,7 +41,7 @@ def scrape(url: str, scrapes: int, interval: float, gamma: int | None) -> Scrape
             time.sleep(interval)
         found = counters_of(root, key)
         if found is None or found.accepted is None:
-            length = mean_length(root, key)
+            length = mean_length_of(root, key)
             known = (
                 f" (it only tells {length:.2f} tokens a block since its start, of which no difference can be made)"
                 if length

@@ -112,7 +112,7 @@ def _check(options: DriftOptions) -> None:
         raise UserError(
             "give one of --log FILE (a server's log), --metrics-url URL (its counters) and --prompts FILE (fresh prompts)"
         )
-    if options.scrapes < 2 or options.interval < 0:
+    if options.scrapes < 2 or not 0 <= options.interval < 1e6:
         raise UserError(
             f"--scrapes {options.scrapes} --interval {options.interval:g}: give at least 2, some seconds apart"
         )

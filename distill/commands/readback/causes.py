@@ -16,6 +16,7 @@ _FOREIGN = 0.05  # Share of accepted tokens that the run's draft would never hav
 _SURE = 0.9  # Probability of acceptance from which on a rejection is a surprise.
 _LEAST_TESTS = 3  # of a token, before never being accepted says anything
 _MISSED = 10.0  # Acceptances that should have been, of tokens that never were
+_FAR = 0.1  # Share of the blocks
 _LLAMA_CPP = SamplingSettings(0.8, 40, 0.95, 0.05)
 
 
@@ -25,6 +26,9 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
     ``found``: the prediction at the gamma asked for, by the rule that the server is taken to follow.
     """
     causes = []
+    if counted.varies and not (found.agrees and counted.gamma == found.gamma):
+        varies = f"gamma: the server varies it ({counted.varies}), and replay is of one: ask it with --concurrency 1"
+        return _foreign(counted, replayer, found) or [varies]
     if counted.gamma != found.gamma:
         there = replayer.predict(counted, found.rule, counted.gamma)
         fits = "replay agrees" if there.agrees else f"replay disagrees there too, z {there.z:+.1f}"
@@ -142,6 +146,15 @@ def _candidates(asked: SamplingSettings, target: Target) -> dict[str, SamplingSe
             float(own.temperature), int(own.top_k or 0), float(own.top_p or 1.0), float(own.min_p or 0.0)
         )
     return {name: settings for name, settings in found.items() if settings != asked and not settings.greedy}
+
+
+def few_note(counted: Counted, found: Predicted) -> list[str]:
+    """How far blocks may lie from replay's unseen, where that is far."""
+    if found.unseen < _FAR:
+        return []
+    return [
+        f"{counted.blocks:,} blocks are too few to tell less than {100 * found.unseen:.0f} % from replay's: ask more prompts"
+    ]
 
 
 def end_note(counted: Counted, engine: str) -> list[str]:

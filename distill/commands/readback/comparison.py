@@ -34,7 +34,7 @@ class Counted:
     """What the server counted. rows: per response, None where it gives sums of all of them only. gamma: drafted tokens per block.
 
     blocks, tokens: sums, tokens behind the prefill's. survival, accepted_per_drafted: None where unknown. spared: tokens at the end
-    of a response that the engine never drafts.
+    of a response that the engine never drafts. varies: how gamma does, empty where it stays.
     """
 
     source: str
@@ -45,6 +45,7 @@ class Counted:
     survival: list[float] | None
     accepted_per_drafted: float | None
     spared: int = 0
+    varies: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -55,7 +56,10 @@ class Counted:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Replay under one rule at one gamma: tau with its interval over prompts; the server's blocks against it (`served_agreement`)."""
+    """Replay under one rule at one gamma: tau with its interval over prompts; the server's blocks against it (`served_agreement`).
+
+    unseen: share of the blocks by which they could differ without notice.
+    """
 
     rule: str
     gamma: int
@@ -63,6 +67,7 @@ class Predicted:
     tau_ci: Interval
     z: float
     agrees: bool
+    unseen: float = 0.0
 
 
 class Replayer:
@@ -86,12 +91,23 @@ class Replayer:
             tau, ci = _tau(self.scores, rule, gamma)
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
             found = served_agreement(self.scores, rule, blocks, gamma)
-            return Predicted(rule, gamma, tau, ci, found["z"], found["agrees"])
+            spread = (
+                abs((counted.blocks - found["predicted_blocks"]) / found["z"])
+                if found["z"] and draft_draws(rule)
+                else 0.0
+            )
+            unseen = WORRYING_Z * spread / found["predicted_blocks"]
+            return Predicted(rule, gamma, tau, ci, found["z"], found["agrees"], unseen)
+        if len(self.own_scores) < 2:
+            raise UserError(
+                "--prompts: replay of the run's own text, without the server's token ids, needs at least 2 prompts"
+            )
         tau, ci = self.expect(rule, gamma)
         low, high = tau_interval(counted, tau, ci)
         spread = math.hypot(ci[1] - ci[0], high - low) / (2 * 1.96)
-        z = (counted.tau - tau) / max(spread, GREEDY_BLOCK_TOLERANCE * tau / WORRYING_Z)
-        return Predicted(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z)
+        spread = max(spread, GREEDY_BLOCK_TOLERANCE * tau / WORRYING_Z)
+        z = (counted.tau - tau) / spread
+        return Predicted(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z, WORRYING_Z * spread / tau)
 
     def expect(self, rule: str, gamma: int) -> tuple[float, Interval]:
         """tau of the run's own text, and its interval."""
@@ -130,6 +146,7 @@ def count(asked: Asked, gamma: int) -> Counted:
     Raises:
         UserError: the server says nothing of drafts.
     """
+    gamma = _llama_cpp_gamma(asked.answers) or gamma
     rows = [_row(answer, gamma) for answer in asked.answers]
     if all(row is not None for row in rows) and any(row.blocks for row in rows if row is not None):
         return _by_response([row for row in rows if row is not None], asked)
@@ -154,6 +171,20 @@ def count(asked: Asked, gamma: int) -> Counted:
     survival = [accepted / server.blocks for accepted in server.accepted_G] or None
     rate = server.accepted / server.drafted if server.drafted and server.accepted is not None else None
     return Counted("metrics", None, server.blocks, tokens, max(1, round(mean)), survival, rate, notes=notes)
+
+
+def _llama_cpp_gamma(answers: Sequence[Answer]) -> int:
+    """The longest drafts of an engine that tells no blocks, from responses cut at their length, whose calls are known; 0: none."""
+    known = [
+        (one.counts.drafted, one.tokens - 1 - one.counts.accepted)
+        for one in answers
+        if one.counts is not None
+        and one.counts.blocks is None
+        and one.counts.drafted
+        and one.counts.accepted is not None
+        and not one.finished
+    ]
+    return max((math.ceil(drafted / blocks) for drafted, blocks in known if blocks > 0), default=0)
 
 
 def _row(answer: Answer, gamma: int) -> ServedBlocks | None:
@@ -184,16 +215,13 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
         gamma = max(max(row.drafted_B, default=0) for row in rows)
         survival, rate = served_shares(rows, gamma)
         short = sum(sum(one < gamma for one in row.drafted_B[:-1]) for row in rows)
-        if short:
-            notes.append(
-                f"{short:,} of {blocks:,} blocks inside responses draft fewer than {gamma} tokens: the server varies gamma"
-            )
+        varies = f"{short:,} of {blocks:,} blocks inside responses draft fewer than {gamma} tokens" if short else ""
         broken = sum(not row.whole for row in rows)
         if broken:
             notes.append(
                 f"{broken} of {len(rows)} responses are not what their blocks add up to: some calls are not counted"
             )
-        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), notes)
+        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), varies, notes)
     gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
     histogram = np.sum(
         [
@@ -208,7 +236,7 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
     notes.append("the server gives sums of a response: tokens drafted behind its end are in its survival")
     spared = int(counts[0].engine in _SPARING)
     rate = accepted / drafted if drafted else 0.0
-    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, notes)
+    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, notes=notes)
 
 
 def _spared(rows: list[ServedBlocks], gamma: int) -> int:

@@ -4,6 +4,7 @@ Exit status of the command: 0 it does, 1 it does not, 2 a mistake or a server th
 """
 
 import json
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, get_args
@@ -15,12 +16,13 @@ from data.responses.engine_client import EngineClient
 from data.responses.store import Store
 from distill.commands.output import check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
-from distill.commands.readback.causes import acceptance_causes, end_note, text_causes
+from distill.commands.readback.causes import acceptance_causes, end_note, few_note, text_causes
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, speeds, tau_interval
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.screen import print_served
-from distill.config.layout import ANSWERS, HELDOUT_GREEDY, PLAIN_ANSWERS, READBACK, RESPONSES, VERDICT
+from distill.config.layout import ANSWERS, GREEDY_ANSWERS, HELDOUT_GREEDY, PLAIN_ANSWERS, READBACK, RESPONSES, VERDICT
 from distill.export.export import serving_gamma
+from distill.export.load_table import gamma_by_load
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
@@ -45,18 +47,17 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     _check(options)
     frozen, greedy = _frozen(options)
     gammas = _gammas(options, frozen)
-    files = _files(options, frozen)
-    primary, law_rule = frozen.responses, frozen.rule == "greedy"
+    clients = _clients(options, frozen)
     settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
     settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
-    asked: dict[str, Asked] = {}
-    if greedy:
-        asked["greedy"] = ask(
-            files[:1] if not law_rule else files, greedy, settings.under("greedy", 0), "greedy", options.concurrency
-        )
-    if not law_rule:
-        asked["sampled"] = ask(files, primary, settings, "sampled", options.concurrency)
-    record = _record(options, frozen, files[0].client, asked, gammas)
+    greedily, sampled = settings.under("greedy", 0), frozen.rule != "greedy"
+    greedy_file, *files = (
+        AnswerFile(options.run / name, client, options.resume)
+        for name, client in zip((GREEDY_ANSWERS, ANSWERS, PLAIN_ANSWERS), (clients[0], *clients), strict=False)
+    )
+    in_greedy = ask([greedy_file], greedy, greedily) if greedy and sampled else None
+    main = ask(files, frozen.responses, settings if sampled else greedily)
+    record = _record(options, frozen, clients[0], main, main if not sampled else in_greedy, gammas)
     write_json(options.run / READBACK, record.record())
     write_asked("--out", options.out, record.record())
     if options.json:
@@ -76,7 +77,7 @@ def _check(options: ReadbackOptions) -> None:
     ):
         if value is not None and not 1 <= value <= (most or value):
             raise UserError(f"--{name} {value}: give a whole number from 1{f' to {most}' if most else ''}")
-    if options.timeout <= 0:
+    if not 0 < options.timeout < math.inf:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
     check_writable("--out", options.out)
 
@@ -86,6 +87,8 @@ def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]
     wanted: Any = None if options.rule == "auto" else options.rule
     frozen = load_frozen_text(options.run, wanted)
     frozen = replace(frozen, responses=frozen.responses[: options.prompts])
+    if not frozen.responses:
+        raise UserError(f"{options.run}: no held-out responses in it; give a run that has judged its draft")
     if frozen.rule == "greedy":
         return frozen, frozen.responses
     store = options.run / RESPONSES / HELDOUT_GREEDY
@@ -98,21 +101,27 @@ def _gammas(options: ReadbackOptions, frozen: FrozenText) -> tuple[int, ...]:
         return (options.gamma,)
     verdict = load_verdict(options.run) if (options.run / VERDICT).is_file() else None
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    return tuple(dict.fromkeys((serving_gamma(verdict)[0] if verdict else judged, max(1, judged))))
+    by_load = [gamma for _, _, gamma in gamma_by_load(verdict) if gamma]
+    return tuple(dict.fromkeys((serving_gamma(verdict)[0] if verdict else judged, max(1, judged), *by_load)))
 
 
-def _files(options: ReadbackOptions, frozen: FrozenText) -> list[AnswerFile]:
-    """The draft's server, and the one without it, each with its file of answers."""
-    files = []
-    for url, name in ((options.url, ANSWERS), (options.plain, PLAIN_ANSWERS)):
-        if url:
-            client = EngineClient(
-                url, frozen.target.tokenizer, frozen.target.facts.vocab_rows, model=options.model or None,
-                timeout=options.timeout, concurrency=options.concurrency,
-            )  # fmt: skip
-            client.identify()
-            files.append(AnswerFile(options.run / name, client, options.resume))
-    return files
+def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]:
+    """The draft's server, and the one without it."""
+    tokenizer, rows = frozen.target.tokenizer, frozen.target.facts.vocab_rows
+    how: dict[str, Any] = {
+        "model": options.model or None,
+        "timeout": options.timeout,
+        "concurrency": options.concurrency,
+    }
+    urls = [options.url, *([options.plain] if options.plain else [])]
+    clients = [EngineClient(url, tokenizer, rows, **how) for url in urls]
+    if len({client.root for client in clients}) < len(clients):
+        raise UserError(
+            f"--plain {options.plain}: the same server; give the same engine without the draft, at another port"
+        )
+    for client in clients:
+        client.identify()
+    return clients
 
 
 def _law(asked: Asked, frozen: FrozenText) -> tuple[TextLaw | None, list[str]]:
@@ -130,10 +139,14 @@ def _law(asked: Asked, frozen: FrozenText) -> tuple[TextLaw | None, list[str]]:
 
 
 def _record(
-    options: ReadbackOptions, frozen: FrozenText, client: EngineClient, asked: dict[str, Asked], gammas: tuple[int, ...]
+    options: ReadbackOptions,
+    frozen: FrozenText,
+    client: EngineClient,
+    main: Asked,
+    greedy: Asked | None,
+    gammas: tuple[int, ...],
 ) -> ServedRecord:
-    main = asked.get("sampled") or asked["greedy"]
-    sampled = "sampled" in asked
+    sampled = frozen.rule != "greedy"
     law, notes = _law(main, frozen) if sampled else (None, [])
     try:
         counted = count(main, gammas[0])
@@ -144,11 +157,8 @@ def _record(
     found = _rule(options, counted, replayer, wanted, sampled)
     causes = text_causes(law, main, frozen.target) if law is not None and not law.same else []
     causes += acceptance_causes(counted, replayer, found)
-    texts, more = _greedy_texts(asked.get("greedy"), frozen)
-    causes += more
-    if main.reset:
-        causes.append(f"counters: {main.reset}")
-    agrees = not causes
+    texts, more = _greedy_texts(greedy, frozen)
+    causes += more + ([f"counters: {main.reset}"] if main.reset else [])
     shown = replayer.predict(counted, found.rule, counted.gamma)
     survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
     expected, expected_ci = replayer.expect(found.rule, found.gamma)
@@ -168,13 +178,13 @@ def _record(
             "text": "served text" if replayer.knows(found.rule) else "the run's text",
             "expected_tau": expected, "expected_tau_ci": expected_ci,
         },
-        "z": found.z, "agrees": agrees, "texts_equal": None if texts is None else texts["equal"] + texts["near_ties"] == texts["prompts"],
+        "z": found.z, "agrees": not causes, "texts_equal": None if texts is None else texts["equal"] + texts["near_ties"] == texts["prompts"],
         "greedy": texts,
         "text_law": None if law is None else {
             "p": law.p, "same": law.same, "log_prob": law.log_prob, "expected": law.expected, "tokens": law.tokens,
         },
         "speed_up": speed["speed_up"], "speed_up_ci": speed["speed_up_ci"],
-        "causes": causes, "notes": notes + counted.notes + end_note(counted, client.engine),
+        "causes": causes, "notes": notes + counted.notes + few_note(counted, found) + end_note(counted, client.engine),
     })  # fmt: skip
 
 

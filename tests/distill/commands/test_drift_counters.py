@@ -60,7 +60,7 @@ def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drifted(run: Path, url: str, **options: Any) -> dict[str, Any]:
     console = Console(file=io.StringIO(), width=200)
-    return drift_command(DriftOptions(run, metrics_url=url, interval=0.0, **options), console)
+    return drift_command(DriftOptions(run, metrics_url=url, **{"interval": 0.0, **options}), console)
 
 
 def test_differences_are_compared_with_the_run_and_survival_with_replay(tiny_run: Path) -> None:
@@ -119,6 +119,7 @@ def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
         ((page(5, 4, 2, 1), page(5, 4, 2, 1)), {}, "nothing was drafted between the scrapes"),
         ((page(5, 40, 2, 1),), {}, "43 tokens accepted of only 15 drafted"),
         ((), {"scrapes": 1}, "--scrapes 1"),
+        ((), {"interval": float("nan")}, "--interval nan"),
     ],
 )  # fmt: skip
 def test_counters_that_say_nothing_are_one_line(

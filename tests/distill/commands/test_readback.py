@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_server import Engine, running_engine
+from readback_run import GAMMA, read
 from tiny_models import perturbed
-from tiny_training import fresh_accelerator
 from typer.testing import CliRunner
 
-from data.responses import engine_client
 from data.responses.acceptance_log import read_acceptance_log
 from data.responses.engine_client import Answer
-from data.responses.rendered import RenderedPrompt
 from distill.cli import app
-from distill.commands.readback import readback
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes
 from distill.commands.readback.comparison import Counted, Replayer, served_texts, speeds
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
-from distill.config.load import dump_config, load_config
-from distill.models.target import Target
 from distill.report.page import report_command
-from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.responses import RunStores
+from distill.run.frozen_text import FrozenText
 from distill.run.served_record import ServedRecord, load_served
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -41,61 +34,7 @@ from speculative.measure.served import Decoded, ServedBlocks, behind_prefill, pr
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.sampling import SamplingSettings
 
-GAMMA = 3
-
-
-@pytest.fixture(scope="module")
-def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenText:
-    """The run's prompts answered at a temperature at which even a draft that takes its argmax is accepted now and then."""
-    output = f"output={tmp_path_factory.mktemp('readback')}"
-    config = load_config(tiny_run / "config.yaml", [output, "serving.temperature=0.25"])
-    config.folder.mkdir()
-    (config.folder / "config.yaml").write_text(dump_config(config))
-    shutil.copy(tiny_run / "result.json", config.folder)
-    accelerator = fresh_accelerator(config.folder)
-    target = Target(config.target, accelerator.device, config.folder)
-    prompts = [
-        RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_frozen_text(tiny_run).responses
-    ]
-    RunStores(config, accelerator, target).heldout_by_rule(prompts)
-    return load_frozen_text(config.folder)
-
-
-@pytest.fixture(scope="module")
-def run(frozen: FrozenText) -> Path:
-    return frozen.run
-
-
-@pytest.fixture(scope="module")
-def draft(frozen: FrozenText) -> Any:
-    return perturbed(frozen.target.model, 0.01)
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> None:
-    """Nothing is waited for, and models are loaded once."""
-    monkeypatch.setattr(engine_client, "_SETTLED_SECONDS", 0.001)
-    monkeypatch.setattr(readback, "load_frozen_text", lambda run, rule: load_frozen_text(run, rule) if rule else frozen)
-    monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
-
-
-@pytest.fixture(scope="module")
-def make(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
-    """Engines on the run's pair; those that decode alike decode once."""
-    made: dict[Any, Any] = {}
-
-    def engine(**how: Any) -> Engine:
-        prompts = [response.prompt_ids for response in frozen.responses]
-        one = Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
-        one.made = made.setdefault((id(one.draft), one.gamma, one.rule, one.sampling), one.made)
-        return one
-
-    return engine
-
-
-def read(engine: Engine, run: Path, **options: Any) -> ServedRecord:
-    with running_engine(engine) as url:
-        return readback_command(ReadbackOptions(url, run, **{"gamma": GAMMA, **options}))
+pytestmark = pytest.mark.usefixtures("_quick")
 
 
 def starts(record: ServedRecord) -> list[str]:
@@ -172,7 +111,7 @@ def test_a_trimmed_vocabulary_is_named() -> None:
         scores.append(TokenScores(np.zeros(30), np.zeros(30), np.ones(30, dtype=bool), ids, np.ones(30)))
         texts.append(HeldoutResponse("", "", [1], [9, *ids.tolist()], [0.0] * 31))
     answers = [Answer("", text.response_ids, "", False, 1.0, None, 31, {}) for text in texts]
-    asked = Asked("sampled", DecodeSettings(), texts, answers)
+    asked = Asked(DecodeSettings(), texts, answers)
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
     counted = Counted("responses", rows, blocks, tokens, GAMMA, None, None)
     replayer = object.__new__(Replayer)
@@ -244,8 +183,8 @@ def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Cal
         done = CliRunner().invoke(app, ["readback", url, "--run", str(run), "--gamma", "3"])
     assert isinstance(done.exception, UserError)
     assert "no server answers" in str(done.exception)
-    # One of each mode warms up and is not kept.
-    assert f"14 answers are kept in {run / 'served.jsonl'}" in str(done.exception)
+    # One of each mode warms up and is not kept, and the 10 greedy ones have their own file.
+    assert f"4 answers are kept in {run / 'served.jsonl'}" in str(done.exception)
     assert sum(record.drafted for record in read_acceptance_log(run / "served.jsonl").records) > 0
     engine = make()
     found = read(engine, run, resume=True)

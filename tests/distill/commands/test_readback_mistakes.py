@@ -1,0 +1,208 @@
+"""Mistakes of those who run `understudy readback`, and servers that are none: a line each, and no answer lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_server import Engine, running_engine
+from readback_run import GAMMA, read
+
+from data.responses import engine_client
+from data.responses.engine_client import Answer
+from data.responses.engine_counts import RequestCounts
+from distill.commands.readback import readback
+from distill.commands.readback.asking import AnswerFile, Asked
+from distill.commands.readback.causes import acceptance_causes
+from distill.commands.readback.comparison import Counted, Replayer, count
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.readback import readback_command
+from distill.faults import Interrupted
+from distill.run.frozen_text import FrozenText
+from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse
+from speculative.measure.token_scores import TokenScores
+
+pytestmark = pytest.mark.usefixtures("_quick")
+
+
+@contextmanager
+def page_server(content: str, kind: str = "text/html") -> Iterator[str]:
+    """A server that is no engine: the same page everywhere."""
+
+    class Page(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as running:
+        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+        running.shutdown()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:99999", "http://[::1", "http://a b", "ftp://x", ""])
+def test_an_address_that_is_none_is_one_line(run: Path, url: str) -> None:
+    with pytest.raises(UserError):
+        readback_command(ReadbackOptions(url, run))
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/json"])
+@pytest.mark.parametrize("page", ["<html>hello</html>", '"hello"', "[1]", '{"data": ["x"]}', "{}"])
+def test_a_server_that_is_no_engine_is_one_line(run: Path, page: str, kind: str) -> None:
+    with page_server(page, kind) as url, pytest.raises(UserError, match=url):
+        readback_command(ReadbackOptions(url, run))
+    with page_server(page, kind) as url, pytest.raises(UserError):
+        readback_command(ReadbackOptions(url.replace("http:", "https:"), run))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
+def test_a_timeout_that_is_none_is_one_line(run: Path, timeout: float) -> None:
+    with pytest.raises(UserError, match="--timeout"):
+        readback_command(ReadbackOptions("http://127.0.0.1:9", run, timeout=timeout))
+
+
+def test_a_wrong_second_address_costs_no_answers(make: Callable[..., Engine], run: Path) -> None:
+    read(make(), run, prompts=2)
+    kept = (run / "served.jsonl").read_bytes()
+    with pytest.raises(UserError, match="no server answers"):
+        read(make(), run, plain="http://127.0.0.1:9")
+    with running_engine(make()) as url, pytest.raises(UserError, match="--plain"):
+        readback_command(ReadbackOptions(url, run, plain=url.removesuffix("/v1") + "/"))
+    assert (run / "served.jsonl").read_bytes() == kept
+
+
+def test_a_second_server_that_drafts_too_gives_no_speed_up(make: Callable[..., Engine], run: Path) -> None:
+    for level in ("none", "detailed"):
+        with running_engine(make(level=level)) as plain, pytest.raises(UserError, match=r"--plain .* drafts too"):
+            read(make(), run, plain=plain)
+
+
+def test_a_run_without_heldout_responses_is_one_line(
+    make: Callable[..., Engine], run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rule in ("sample", "greedy"):
+        empty = replace(frozen, responses=[], rule=rule)
+        monkeypatch.setattr(readback, "load_frozen_text", lambda *_, empty=empty: empty)
+        with pytest.raises(UserError, match="no held-out responses"):
+            read(make(), run)
+
+
+def test_answers_of_many_threads_stay_whole_and_damaged_lines_cost_themselves_only(tmp_path: Path) -> None:
+    class Client:
+        def ask(self, prompt_ids: Any, settings: Any, key: str) -> Answer:
+            return Answer(key, [1], "", False, 1.0, None, 1, {"ids": [int(key)] * 20_000})
+
+        def read(self, body: dict[str, Any], settings: Any, key: str, seconds: float) -> Answer:
+            return Answer(key, [1], "", False, seconds, None, 1, body)
+
+    path, settings, client = tmp_path / "answers.jsonl", DecodeSettings(), Client()
+    texts = [HeldoutResponse(str(number), "", [1], [1], [0.0]) for number in range(64)]
+    file = AnswerFile(path, client, resume=False)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda text: file.answer(text, settings), texts))
+    lines = path.read_text().splitlines()
+    assert sorted(json.loads(line)["key"] for line in lines) == sorted(text.key for text in texts)
+    lines[3], lines[5], lines[7] = lines[3][:9], "7", '{"key": "x"}'
+    path.write_text("\n".join(lines))
+    assert len(AnswerFile(path, client, resume=True)) == 61  # type: ignore[arg-type]
+
+
+def test_ctrl_c_says_what_goes_on(make: Callable[..., Engine], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = engine_client.EngineClient.ask, list[str]()
+
+    def stopped(own: Any, prompt_ids: Any, settings: Any, key: str) -> Answer:
+        asked.append(key)
+        if len(asked) == 16:
+            raise KeyboardInterrupt
+        return ask(own, prompt_ids, settings, key)
+
+    monkeypatch.setattr(engine_client.EngineClient, "ask", stopped)
+    with pytest.raises(Interrupted, match=r"3 answers are kept in .*served\.jsonl .*--resume"):
+        read(make(), run)
+
+
+def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[..., Engine], run: Path) -> None:
+    engine = make(rule="greedy-draft")
+    found = read(engine, run)
+    assert found.greedy is not None
+    rows = [json.loads(line) for line in (run / "served.jsonl").read_text().splitlines()]
+    assert {row["asked"]["temperature"] for row in rows} == {0.25}
+    assert len(rows) == 10
+
+
+def test_gammas_by_load_are_gammas_of_the_export(
+    run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = [
+        SimpleNamespace(concurrency=1, gamma=7, speed_up=1.5),
+        SimpleNamespace(concurrency=8, gamma=2, speed_up=0.9),
+    ]
+    verdict = SimpleNamespace(gamma=3, best_gamma=5, pays_off=True, load=load, plain_wins_from=None)
+    (run / "verdict.json").touch()
+    monkeypatch.setattr(readback, "load_verdict", lambda _: verdict)
+    try:
+        assert readback._gammas(ReadbackOptions("", run), frozen) == (5, 3, 7)
+    finally:
+        (run / "verdict.json").unlink()
+
+
+def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int, engine: str = "vllm") -> Counted:
+    """`count` of answers of so many tokens; llama.cpp tells no blocks."""
+    answers = []
+    for kept, tried in zip(accepted, drafted, strict=True):
+        blocks = (len(kept), None, tuple(kept), tuple(tried)) if engine == "vllm" else (None, None)
+        counts = RequestCounts(engine, sum(kept), sum(tried), *blocks)
+        answers.append(Answer("", [5] * tokens, "", False, 1.0, counts, tokens, {}))
+    texts = [HeldoutResponse("", "", [1], [5] * tokens, [0.0] * tokens) for _ in answers]
+    return count(Asked(DecodeSettings(), texts, answers), GAMMA)
+
+
+def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
+    """A draft that is always right, 4 and 2 tokens drafted by turns: 1 + 8 x (5 + 3) tokens."""
+    counted = counted_of([[4, 2] * 8] * 20, [[4, 2] * 8] * 20, 65)
+    scores = [TokenScores(np.zeros(64), np.zeros(64), np.ones(64, dtype=bool), np.full(64, 5), np.ones(64))] * 20
+    replayer = object.__new__(Replayer)
+    replayer.asked, replayer.law, replayer.scores, replayer.own_scores = None, None, scores, scores  # type: ignore[assignment]
+    found = replayer.predict(counted, "greedy-draft", 4)
+    assert not found.agrees
+    (cause,) = acceptance_causes(counted, replayer, found)
+    assert cause.startswith("gamma: the server varies it")
+
+
+@pytest.mark.parametrize("gamma", [2, 3, 8])
+def test_llama_cpps_gamma_is_read_whatever_was_asked_for(gamma: int) -> None:
+    """Responses cut at their length: 10 blocks, half of each draft accepted."""
+    kept = gamma // 2
+    counted = counted_of([[kept] * 10] * 3, [[gamma] * 10] * 3, 1 + 10 * (kept + 1), "llama.cpp")
+    assert (counted.gamma, counted.blocks) == (gamma, 30)
+
+
+def test_one_prompt_without_token_ids_tells_nothing(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
+    with pytest.raises(UserError, match="at least 2 prompts"):
+        read(make(ids=False, tokenizer=frozen.target.tokenizer), run, prompts=1)
+
+
+def test_few_blocks_say_how_little_they_tell(make: Callable[..., Engine], run: Path) -> None:
+    found = read(make(rule="sample"), run, prompts=2, rule="sample")
+    assert any("too few to tell" in note for note in found.notes)
+    assert not any("too few" in note for note in read(make(), run, rule="greedy-draft").notes), (
+        "nothing is random there"
+    )

@@ -1,0 +1,80 @@
+"""A run whose held-out text an `engine_server.Engine` serves, for tests of `understudy readback`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_server import Engine, running_engine
+from tiny_models import perturbed
+from tiny_training import fresh_accelerator
+
+from data.responses import engine_client
+from data.responses.rendered import RenderedPrompt
+from distill.commands.readback import readback
+from distill.commands.readback.options import ReadbackOptions
+from distill.commands.readback.readback import readback_command
+from distill.config.load import dump_config, load_config
+from distill.models.target import Target
+from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.responses import RunStores
+from distill.run.served_record import ServedRecord
+
+GAMMA = 3
+
+
+@pytest.fixture(scope="package")
+def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenText:
+    """The run's prompts answered at a temperature at which even a draft that takes its argmax is accepted now and then."""
+    output = f"output={tmp_path_factory.mktemp('readback')}"
+    config = load_config(tiny_run / "config.yaml", [output, "serving.temperature=0.25"])
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    shutil.copy(tiny_run / "result.json", config.folder)
+    accelerator = fresh_accelerator(config.folder)
+    target = Target(config.target, accelerator.device, config.folder)
+    prompts = [
+        RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_frozen_text(tiny_run).responses
+    ]
+    RunStores(config, accelerator, target).heldout_by_rule(prompts)
+    return load_frozen_text(config.folder)
+
+
+@pytest.fixture(scope="package")
+def run(frozen: FrozenText) -> Path:
+    return frozen.run
+
+
+@pytest.fixture(scope="package")
+def draft(frozen: FrozenText) -> Any:
+    return perturbed(frozen.target.model, 0.01)
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> None:
+    """Nothing is waited for, and models are loaded once."""
+    monkeypatch.setattr(engine_client, "_SETTLED_SECONDS", 0.001)
+    monkeypatch.setattr(readback, "load_frozen_text", lambda run, rule: load_frozen_text(run, rule) if rule else frozen)
+    monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
+
+
+@pytest.fixture(scope="package")
+def make(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
+    """Engines on the run's pair; those that decode alike decode once."""
+    made: dict[Any, Any] = {}
+
+    def engine(**how: Any) -> Engine:
+        prompts = [response.prompt_ids for response in frozen.responses]
+        one = Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
+        one.made = made.setdefault((id(one.draft), one.gamma, one.rule, one.sampling), one.made)
+        return one
+
+    return engine
+
+
+def read(engine: Engine, run: Path, **options: Any) -> ServedRecord:
+    with running_engine(engine) as url:
+        return readback_command(ReadbackOptions(url, run, **{"gamma": GAMMA, **options}))
