@@ -1,8 +1,11 @@
 """A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
 
+import contextlib
 import http.client
 import json
+import re
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,8 +62,21 @@ class EngineClient(EndpointTarget):
     def __init__(
         self, url: str, tokenizer: Any, vocab_rows: int, *, model: str | None, timeout: float, concurrency: int
     ) -> None:
-        """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks."""
-        trimmed = url.rstrip("/")
+        """``tokenizer``: the target's. ``url``: of the API; /v1 is put at its end where it lacks.
+
+        Raises:
+            UserError: no address.
+        """
+        trimmed, valid = url.rstrip("/"), False
+        with contextlib.suppress(ValueError):
+            parts = urllib.parse.urlsplit(trimmed)
+            valid = (
+                parts.scheme in ("http", "https")
+                and parts.port != 0
+                and re.fullmatch(r"[\w.:-]+", parts.hostname or "")
+            )
+        if not valid:
+            raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
         url = trimmed if trimmed.endswith("/v1") else f"{trimmed}/v1"
         super().__init__(
             Endpoint(url=url, model=model, timeout=timeout, retries=0, concurrency=concurrency), tokenizer, vocab_rows
@@ -151,7 +167,6 @@ class EngineClient(EndpointTarget):
         return found
 
     def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
-        import httpx
         import openai
 
         try:
@@ -161,11 +176,11 @@ class EngineClient(EndpointTarget):
             gone = isinstance(error, openai.APIConnectionError)
             what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
             raise UserError(f"{self.endpoint.url}: {what}") from error
-        except (ValueError, LookupError, TypeError, AttributeError, httpx.InvalidURL) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
-                f"{self.endpoint.url}: no OpenAI-compatible server's answer, or no address ({type(error).__name__}: {str(error)[:80]})"
+                f"{self.endpoint.url}: not the answer of an OpenAI-compatible server ({type(error).__name__}: {str(error)[:80]})"
             ) from error
 
     def _prompt(self, prompt_ids: Sequence[int]) -> Any:

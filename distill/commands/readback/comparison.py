@@ -223,16 +223,8 @@ def _by_response(rows: list[ServedBlocks], asked: Asked) -> Counted:
             )
         return Counted("responses", rows, blocks, tokens, gamma, survival, rate, _spared(rows, gamma), varies, notes)
     gamma = max(said) if said else max(1, math.ceil(drafted / blocks - 1e-9))
-    histogram = np.sum(
-        [
-            np.pad(one.histogram, (0, gamma + 1 - len(one.histogram)))
-            for one in counts
-            if one.histogram and len(one.histogram) <= gamma + 1
-        ],
-        axis=0,
-    )
-    if np.size(histogram) > 1:
-        survival = (histogram[::-1].cumsum()[::-1][1:] / max(1, histogram.sum())).tolist()
+    if all(one.histogram for one in counts):
+        survival = [sum(sum(one.histogram[j:]) for one in counts) / blocks for j in range(1, gamma + 1)]
     notes.append("the server gives sums of a response: tokens drafted behind its end are in its survival")
     spared = int(counts[0].engine in _SPARING)
     rate = accepted / drafted if drafted else 0.0
