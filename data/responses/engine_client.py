@@ -70,11 +70,8 @@ class EngineClient(EndpointTarget):
         trimmed, valid = url.rstrip("/"), False
         with contextlib.suppress(ValueError):
             parts = urllib.parse.urlsplit(trimmed)
-            valid = (
-                parts.scheme in ("http", "https")
-                and parts.port != 0
-                and re.fullmatch(r"[\w.:-]+", parts.hostname or "")
-            )
+            valid = parts.scheme in ("http", "https") and parts.port != 0
+            valid &= re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
         if not valid:
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
         url = trimmed if trimmed.endswith("/v1") else f"{trimmed}/v1"
