@@ -138,7 +138,7 @@ def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
     """An engine whose temperatures are uninitialised memory says them all the time."""
     law = TextLaw(0.0, -9.0, -1.0, 0.0, 0.0, 3, 1, [np.array([-1.0, -1.0, -np.inf])])
     answers = [Answer("", [5, 6, 7], "", False, 1.0, None, 3, {})]
-    asked = Asked("sampled", DecodeSettings(), [HeldoutResponse("", "", [1], [5], [0.0])], answers)
+    asked = Asked(DecodeSettings(), [HeldoutResponse("", "", [1], [5], [0.0])], answers)
     (text,) = served_texts(asked, law) or []
     logs = np.array([-1.0, -np.inf])
     score = TokenScores(logs, np.array(text.log_target_probs), np.zeros(2, bool), np.zeros(2, int), np.zeros(2))
