@@ -41,7 +41,9 @@ class CacheShape:
         return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
-_known_shapes: weakref.WeakKeyDictionary[PreTrainedModel, list[CacheShape]] = weakref.WeakKeyDictionary()
+_known_shapes: weakref.WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, list[CacheShape]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
@@ -49,9 +51,9 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
 
     Layers that share another's keys have no entry.
     """
-    known = _known_shapes.get(model)
-    if known is not None:
-        return known
+    known = _known_shapes.setdefault(model, {})  # By dtype: a model may be cast where it is.
+    if model.dtype in known:
+        return known[model.dtype]
     cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows=1, capacity=1)
     zero = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     cache.begin(zero, prefix=1, shared_start=0)
@@ -64,7 +66,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
             shapes.append(CacheShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype))
     if not shapes:
         raise UserError(f"{type(model).__name__} wrote nothing into its cache: it cannot be decoded with one")
-    _known_shapes[model] = shapes
+    known[model.dtype] = shapes
     return shapes
 
 

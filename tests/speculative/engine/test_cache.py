@@ -15,6 +15,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.cache import RaggedCache
 from speculative.engine.cached_model import CachedModel
+from speculative.engine.memory import cache_shapes
 from speculative.engine.models import evaluating
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY
@@ -223,3 +224,9 @@ def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch
     finally:
         gc.enable()
     assert alive == 0
+
+
+def test_a_model_that_is_cast_has_another_cache():
+    model = tiny_model()
+    whole = cache_shapes(model)[0].bytes_per_position
+    assert cache_shapes(model.bfloat16())[0].bytes_per_position == whole // 2
