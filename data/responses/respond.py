@@ -19,6 +19,7 @@ from data.responses.store import Row, Store, row_keys
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import Drafter
+from speculative.engine.pool import release
 
 
 class ResponsePlan:
@@ -100,6 +101,7 @@ def respond(
             pairs = zip(jobs, responses, strict=True)
             store.write_shard(shard, [row_of(prompt, sample, response) for (prompt, sample), response in pairs])
             bar.advance(len(responses))
+    release()  # Training may follow, and needs the memory.
 
 
 def row_of(prompt: RenderedPrompt, sample: int, response: Response) -> Row:
