@@ -11,7 +11,7 @@ k + 1, which is thrown away; a row at its budget stands still.
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,21 +70,16 @@ class DeviceLoop(BlockLoop):
         rows: int,
         longest: int,
         settings: DecodeSettings,
-        *,
-        runner: str,
-        exact_stages: bool = False,
-        keep_probs: bool = False,
+        **options: Any,
     ):
         """See `BlockLoop`. `exact_stages`: a block is two launches that are waited for, drafting and the rest."""
-        super().__init__(
-            target, drafter, rows, longest, settings, runner=runner, exact_stages=exact_stages, keep_probs=keep_probs
-        )
+        super().__init__(target, drafter, rows, longest, settings, **options)
         own = self.target
         assert isinstance(own, CachedModel)
         self._own, drafts = own, drafter.cached if isinstance(drafter, ModelDrafter) else None
         sampled = not settings.sampling.greedy
         uniforms = 3 * (settings.gamma + 1 if settings.rule == "block" else 1) if sampled else 0
-        kind = (settings.gamma, settings.rule, settings.sampling, keep_probs)
+        kind = (settings.gamma, settings.rule, settings.sampling, self._keep_probs)
         known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
         if kind not in known:
             runner_of_blocks = own.memory.another_runner()
@@ -295,16 +290,13 @@ def open_loop(
     settings: DecodeSettings,
     *,
     runner: str,
-    exact_stages: bool = False,
-    keep_probs: bool = False,
     reads_each_block: bool = False,
+    **options: bool,
 ) -> BlockLoop:
     """The loop for such a call. `reads_each_block`: what is fed next depends on what somebody makes of the last block."""
     on_device = not reads_each_block and DeviceLoop.serves(target, drafter, settings, runner)
     kind = DeviceLoop if on_device else BlockLoop
-    return kind(
-        target, drafter, rows, longest, settings, runner=runner, exact_stages=exact_stages, keep_probs=keep_probs
-    )
+    return kind(target, drafter, rows, longest, settings, runner=runner, **options)
 
 
 def _on_the_way(block: _Block) -> torch.Tensor:

@@ -213,5 +213,7 @@ def running_engine(engine: Engine) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         running.daemon_threads = True
         threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_address[1]}/v1"
-        running.shutdown()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}/v1"
+        finally:  # An exception that passes leaves no thread polling.
+            running.shutdown()

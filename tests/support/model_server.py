@@ -230,5 +230,7 @@ def running_server() -> Iterator[tuple[str, Behaviour]]:
         running.daemon_threads = True
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{running.server_address[1]}/v1", behaviour
-        running.shutdown()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}/v1", behaviour
+        finally:  # An exception that passes leaves no thread polling.
+            running.shutdown()

@@ -54,8 +54,10 @@ def page_server(content: str, kind: str = "text/html") -> Iterator[str]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Page) as running:
         threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_address[1]}"
-        running.shutdown()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}"
+        finally:  # An exception that passes leaves no thread polling.
+            running.shutdown()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:99999", "http://[::1", "http://a b", "ftp://x", ""])
