@@ -12,7 +12,6 @@ from pretend_cuda import library  # before anything that imports torch
 
 # isort: split
 import contextlib
-import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -22,11 +21,9 @@ from typing import Any
 import processes
 import pytest
 from filelock import FileLock
-
-from data.prompts.stdlib import functions, library_folder
+from function_heads import write_heads
 
 # torch, and what imports it, is imported where it is used: workers start when the process that hands out tests has read this.
-ROOT = Path(__file__).resolve().parent.parent
 _device = contextlib.ExitStack()
 
 
@@ -117,13 +114,6 @@ def write_tiny_target(folder: Path) -> None:
     )  # fmt: skip
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
-
-
-def write_heads(path: Path, modules: list[str], count: int) -> None:
-    """Short function heads of some modules of the standard library as prompts."""
-    sources = [(library_folder() / f"{name}.py").read_text(encoding="utf-8") for name in modules]
-    heads = [head for source in sources for head, _ in functions(source) if len(head) < 180]
-    path.write_text("".join(json.dumps({"prompt": head}) + "\n" for head in heads[:count]), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, write_heads
+from function_heads import write_heads
 from processes import free_port
 from tiny_training import tiny_tokenizer
 
@@ -39,6 +39,7 @@ from distill.run.served_record import ServedRecord
 from speculative.errors import UserError
 from speculative.measure.replay import WORRYING_Z
 
+ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / ".venv-vllm" / "ready"
 pytestmark = [
     pytest.mark.engine,
