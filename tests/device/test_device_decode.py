@@ -113,7 +113,7 @@ class Hears(FixedGamma):
 def test_the_next_call_records_nothing(policy: FixedGamma | None) -> None:
     """Nor does one with a shorter text or with other prompts; weights that changed in place are read as they are."""
     target, draft = on_device(small()), on_device(perturbed(small()))
-    longer = replace(RULES["sample"], max_tokens=40, eos_ids=())
+    longer = replace(RULES["sample"], max_tokens=14, eos_ids=())
 
     def recorded(settings: DecodeSettings) -> int:
         drafter = ModelDrafter(draft)
