@@ -50,8 +50,8 @@ from speculative.measure.effects import effects_of_sums
 from speculative.measure.intervals import intervals_of_sums
 from speculative.measure.replay import agreement_of, block_variance_of, expected_blocks_of, law_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings
-from speculative.rules.verify import draft_draws
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 DOMAINS = {"wikisql/train": "question", "nl2bash/nl2bash": "nl", "gsm8k/train": "question"}

@@ -47,7 +47,7 @@ from distill.training.tracking import start_trackers
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
 from distill.verdict.judge import DraftJudge
 from speculative.evaluate import HeldoutResponse
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 
 def start(config: RunConfig) -> Accelerator:

@@ -17,7 +17,7 @@ from speculative.measure.curves import CURVE_GAMMAS
 from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
 from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.verify import Rule, rules_of_text
+from speculative.rules.rule import Rule, rules_of_text
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
+from data.responses.endpoint_keys import Endpoint
 from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponseBar, ResponsePlan, row_of
@@ -40,25 +40,6 @@ class SignalSink(Protocol):
     def write(self, index: int, signal: TopKSignal) -> None:
         """Stores one example's rows."""
         ...
-
-
-class Endpoint(BaseModel):
-    """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only); a config's keys are these."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    url: str = Field(description="up to and with /v1")
-    api: Literal["completions", "chat"] = Field(
-        "completions", description="chat: a hosted API of messages; goes with signal.source: response_logprobs"
-    )
-    model: str | None = Field(None, description="its name there; null = the only one served")
-    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the key")
-    concurrency: int = Field(32, ge=1, description="requests under way at once")
-    timeout: float = Field(600.0, gt=0, description="seconds of one request")
-    retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
-    readers: int | None = Field(
-        None, ge=0, description="processes that read the top-k of answers; null = by tokens and cores, at most 8"
-    )
 
 
 class EndpointTarget:

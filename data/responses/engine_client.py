@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.responses.endpoint import Endpoint, EndpointTarget, end_token, request_of
+from data.responses.endpoint import EndpointTarget, end_token, request_of
+from data.responses.endpoint_keys import Endpoint
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
 from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
 from speculative.decoder.responses import DecodeSettings

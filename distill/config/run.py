@@ -20,7 +20,7 @@ from distill.config.sections import (
     TrackingConfig,
     TrainConfig,
 )
-from speculative.rules.verify import Rule, draft_draws
+from speculative.rules.rule import Rule, draft_draws
 
 # Objective by engine rule when loss.name is null. One for all until a sweep shows that a rule wants another (docs/training.md).
 DEFAULT_OBJECTIVE: dict[Rule, LossName] = {

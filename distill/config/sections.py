@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from data.prompts.prompt import PromptSource
-from data.responses.endpoint import Endpoint
-from speculative.rules.verify import Rule
+from data.responses.endpoint_keys import Endpoint
+from speculative.rules.rule import Rule
 
 SPIKE_FACTOR = 10.0  # what optim.spike_factor null means, but under DeepSpeed
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]

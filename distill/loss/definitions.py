@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
-from speculative.rules.verify import Rule
 
 UNTOUCHED = SamplingSettings()  # the model's own distribution
 

@@ -16,8 +16,8 @@ from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from distill.models.target import Target
 from distill.run.lag import await_seen, await_written
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
 
 STORE_FORMAT = 3
 

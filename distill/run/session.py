@@ -26,7 +26,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.self_checks import self_checks
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 # Held-out prompts that the self-checks decode.
 CHECKED_PROMPTS = 8

@@ -36,8 +36,8 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
 
 ROLLOUT_FORMAT = 1
 Kind = Literal["student", "speculative"]

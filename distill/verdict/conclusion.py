@@ -27,7 +27,7 @@ from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.target_view import target_entropies
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 SHOWN_RESPONSES = 8
 

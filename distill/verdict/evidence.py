@@ -21,7 +21,7 @@ from speculative.engine.models import max_positions
 from speculative.evaluate import HeldoutResponse, judge
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.token_scores import StoredText, TokenScores, score_tokens
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 BASELINE, SERVED, BEST = "baseline", "served", "best"
 # Of judge.speed_seconds, for the steps of each pair of shapes.

@@ -47,8 +47,8 @@ from speculative.explain.token_class import token_pieces
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.curves import CURVE_GAMMAS, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import RULES, rules_of_text
 
 
 def findings_of(

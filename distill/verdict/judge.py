@@ -16,7 +16,7 @@ from speculative.engine.pool import release
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 
 def judge_by_replay(

@@ -12,8 +12,8 @@ from speculative.explain.repetition import repetition
 from speculative.measure.cost import best_gamma
 from speculative.measure.curves import rule_curve
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
-from speculative.rules.verify import Rule
 
 PROMPTS = 16
 MOST_GAMMA = 16

@@ -13,9 +13,10 @@ import numpy as np
 
 from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
-from speculative.rules.verify import Rule, draft_settings_for
+from speculative.rules.verify import draft_settings_for
 
 Prompt = tuple[str, Sequence[int]]  # key, token ids
 

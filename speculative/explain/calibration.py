@@ -16,7 +16,7 @@ import numpy as np
 from speculative.explain.slices import SlicedText
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.token_scores import CONFIDENCE_EDGES, TokenScores
-from speculative.rules.verify import draft_draws
+from speculative.rules.rule import draft_draws
 
 BINS = len(CONFIDENCE_EDGES)
 EDGES = np.append(CONFIDENCE_EDGES, 1.0)

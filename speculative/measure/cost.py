@@ -18,8 +18,8 @@ from speculative.decoder.responses import DecodeSettings, Timing
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.engine.runners import resolve_runner
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
 
 # Gammas whose speed-ups differ by less are as good as each other.
 NEAR_BEST = 0.03

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import draft_draws
 
 GAMMAS = tuple(range(1, 17))
 WORRYING_Z = 4.0  # Beyond this the gap between live decoding and replay has a cause.

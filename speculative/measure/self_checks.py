@@ -15,8 +15,8 @@ from speculative.engine.models import evaluating, takes_logits_to_keep
 from speculative.errors import TooLittleMemory
 from speculative.measure.dtype_noise import MOST_NOISE, Noise, least_noise, measure_noise
 from speculative.measure.token_scores import score_responses
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
-from speculative.rules.verify import Rule
 
 # A deviation beyond so many times the dtype's own noise is no rounding; between once and that it is worth a warning.
 STOP_AT = 3.0

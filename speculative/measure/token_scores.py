@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from speculative.engine.models import evaluating, takes_logits_to_keep
 from speculative.errors import UserError
+from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
-from speculative.rules.verify import draft_draws, draft_settings_for
+from speculative.rules.verify import draft_settings_for
 
 # Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
 LOGITS_PER_FORWARD = 1 << 26

@@ -3,29 +3,13 @@
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from speculative.errors import UserError
+from speculative.rules.rule import RULES, draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings, sample
-
-Rule = Literal["sample", "greedy-draft", "greedy", "block"]
-RULES: tuple[str, ...] = get_args(Rule)
-
-
-def draft_draws(rule: str) -> bool:
-    """Whether the draft draws its tokens; under the other rules it takes its argmax."""
-    return rule in ("sample", "block")
-
-
-def rules_of_text(rule: str, probabilities: bool = True) -> tuple[Rule, ...]:
-    """The rules that text which the target wrote under a rule can be replayed under: greedy text under `greedy` alone.
-
-    probabilities: those of its tokens under the target's settings are known; without them a drawn draft cannot be judged.
-    """
-    sampled: tuple[Rule, ...] = ("sample", "greedy-draft", "block") if probabilities else ("greedy-draft",)
-    return ("greedy",) if rule == "greedy" else sampled
 
 
 class Verified(NamedTuple):

@@ -14,7 +14,7 @@ from model_server import MODEL, TEMPLATE, logits_after
 from tiny_training import TOKENS, tiny_tokenizer, write_prompts, write_target
 
 from data.responses.chat import TOPS, ChatTarget
-from data.responses.endpoint import Endpoint
+from data.responses.endpoint_keys import Endpoint
 from data.responses.rendered import RenderedPrompt
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal

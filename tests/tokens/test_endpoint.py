@@ -22,7 +22,8 @@ from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer
 
 from data.responses import prompt_logprobs
-from data.responses.endpoint import Endpoint, EndpointTarget
+from data.responses.endpoint import EndpointTarget
+from data.responses.endpoint_keys import Endpoint
 from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import respond

@@ -32,7 +32,8 @@ from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts
 from speculative.measure.token_scores import score_tokens
-from speculative.rules.verify import RULES, draft_settings_for
+from speculative.rules.rule import RULES
+from speculative.rules.verify import draft_settings_for
 
 METRICS = ("alpha", "tau", "speed_up")
 MOST_GAMMA = 16

@@ -19,7 +19,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain.cusum import FEWEST_REQUESTS, Pool, pool_of
 from speculative.measure.replay import costs_of
 from speculative.measure.token_scores import TokenScores
-from speculative.rules.verify import Rule, draft_draws
+from speculative.rules.rule import Rule, draft_draws
 
 ALL = "all"  # The slice of requests without a label, and the pool of every held-out prompt.
 OTHERS = "others"

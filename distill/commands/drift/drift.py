@@ -55,7 +55,7 @@ from speculative.explain.cusum import (
     rate_with_interval,
 )
 from speculative.measure.token_scores import score_tokens
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 REFRESH = 3  # Exit status when a refresh is advised.
 # Requests this many times longer or shorter than the baseline's lean on the model of their spread.

@@ -16,7 +16,7 @@ from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.report.screen import judgement_table
 from speculative.errors import UserError
-from speculative.rules.verify import RULES, Rule
+from speculative.rules.rule import RULES, Rule
 
 
 def evaluate_command(options: EvaluateOptions) -> int:

@@ -17,7 +17,7 @@ from distill.verdict.verdict import best_timed_gamma, verdict_of
 from speculative.errors import UserError
 from speculative.evaluate import judge
 from speculative.measure.self_checks import self_checks
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 
 def parse_gammas(text: str) -> list[int]:

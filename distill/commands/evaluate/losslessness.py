@@ -5,7 +5,7 @@ from typing import Any
 from distill.config.run import RunConfig
 from distill.run.session import open_pair
 from speculative.explain import losslessness as tests
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 
 def losslessness(

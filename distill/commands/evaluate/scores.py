@@ -45,7 +45,7 @@ from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.measure.effects import too_few
 from speculative.measure.intervals import intervals_of_sums
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 Scorer = Callable[[str, str, str | None], float]
 CONFIDENCE = 0.95

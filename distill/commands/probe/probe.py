@@ -36,8 +36,8 @@ from speculative.measure.effects import rough_detectable
 from speculative.measure.replay import law_of
 from speculative.measure.self_checks import self_checks
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule, rules_of_text
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule, rules_of_text
 
 MOST_GAMMA = 16
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32

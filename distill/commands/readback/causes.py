@@ -9,8 +9,8 @@ from distill.models.target import Target
 from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
 from speculative.measure.replay import WORRYING_Z
 from speculative.measure.served import foreign_tokens
+from speculative.rules.rule import draft_draws, rules_of_text
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import draft_draws, rules_of_text
 
 _FOREIGN = 0.05  # Share of accepted tokens that the run's draft would never have proposed: rounding explains less.
 _SURE = 0.9  # Probability of acceptance from which on a rejection is a surprise.

@@ -24,7 +24,7 @@ from speculative.measure.served import (
     tau_of,
 )
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.verify import draft_draws
+from speculative.rules.rule import draft_draws
 
 _SPARING = ("llama.cpp",)  # Known to leave room for the target's own token at the end of a response.
 

@@ -33,7 +33,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw, text_law
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.served import Decoded
-from speculative.rules.verify import Rule, rules_of_text
+from speculative.rules.rule import Rule, rules_of_text
 
 _SEED = 4  # Added to the run's: its own responses had others.
 

@@ -53,9 +53,12 @@ def test_help_names_every_command() -> None:
         assert command in text
 
 
-def test_help_needs_no_torch() -> None:
-    """It is asked often, and torch takes seconds."""
-    program = "import sys, distill.cli; assert not {'torch', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)"
+def test_neither_help_nor_reading_a_config_needs_torch() -> None:
+    """They are asked often, and torch takes seconds."""
+    program = (
+        "import sys, distill.cli; assert not {'torch', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)\n"
+        "import distill.config.load, distill.config.table; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 

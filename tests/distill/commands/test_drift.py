@@ -37,7 +37,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain import cusum
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.verify import Rule
+from speculative.rules.rule import Rule
 
 GAMMA = 4
 EASE = {"code": 0.85, "chat": 0.7}

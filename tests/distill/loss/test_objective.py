@@ -30,8 +30,8 @@ from distill.models.heads import OutputHead
 from distill.models.student import add_lora
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
-from speculative.rules.verify import Rule
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS, WIDTH, TARGET_WIDTH, VOCAB = 11, 6, 9, 19
