@@ -16,17 +16,18 @@ from speculative.engine.cache import whole_steps
 from speculative.engine.compiled_layers import compiled_layers
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
-    attention_windows,
+    by_layer_kind,
     check_decodable,
     devices_of,
     is_recurrent,
     max_positions,
     takes_logits_to_keep,
+    window_kinds,
 )
 from speculative.engine.pool import Memory, give_back, take
 from speculative.engine.recurrent_model import RecurrentModel
 from speculative.engine.runners import COMPILED_GRAPH, EAGER
-from speculative.errors import TooLittleMemory, UserError
+from speculative.errors import TooLittleMemory
 from speculative.rules.tree import TokenTree
 
 # Compiled and captured calls see few prefixes, each to be recorded: this times a power of two, or parts of it (`Runner.prefixes`).
@@ -89,11 +90,7 @@ class CachedModel:
         self._mask_dtype = cache_shapes(model)[0].dtype
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
-        # A window that no text can outgrow is no window.
-        windows = [None if window is None or window >= capacity else window for window in attention_windows(model)]
-        self._windows = sorted(set(windows), key=lambda window: window or 0)
-        if len(self._windows) > 2 or (len(self._windows) == 2 and None not in self._windows):
-            raise UserError(f"{name} ({type(model).__name__}) mixes windows of {self._windows}: one size is supported")
+        self._windows = window_kinds(model, name, capacity)
         self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def feed(
@@ -218,17 +215,12 @@ class CachedModel:
         if self._last_position is not None:
             # Drafted tokens may overshoot the context; they are cut from the response, so any position does.
             positions_KQ = positions_KQ.clamp_max(self._last_position)
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None
-        if masks is not None:
-            attention_mask = masks[0]
-            if len(masks) == 2:
-                attention_mask = {"full_attention": masks[0], "sliding_attention": masks[1]}
         keep = {"logits_to_keep": logits_kept} if self._takes_logits_to_keep else {}
         # A call that is compiled whole is traced inside the switch: see `feed`.
         with nullcontext() if torch.compiler.is_compiling() else grouped_queries(self.model, self.device):
             logits = self.model(
                 input_ids=ids_KQ,
-                attention_mask=attention_mask,
+                attention_mask=None if masks is None else by_layer_kind(masks),
                 position_ids=positions_KQ,
                 past_key_values=self.cache,
                 use_cache=True,

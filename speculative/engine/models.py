@@ -125,6 +125,25 @@ def attention_windows(model: PreTrainedModel) -> list[int | None]:
     return windows
 
 
+def window_kinds(model: PreTrainedModel, name: str, longest: int | None = None) -> list[int | None]:
+    """`attention_windows`, each kind once, full attention (None) first; one that no text of `longest` outgrows is none.
+
+    Raises UserError naming the model for windows of several sizes.
+    """
+    windows = {
+        window if window and (longest is None or window < longest) else None for window in attention_windows(model)
+    }
+    kinds = sorted(windows, key=lambda window: window or 0)
+    if len(kinds) > 2 or (len(kinds) == 2 and None not in kinds):
+        raise UserError(f"{name} ({type(model).__name__}) mixes windows of {kinds}: one size is supported")
+    return kinds
+
+
+def by_layer_kind(masks: list[torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
+    """What a model takes as `attention_mask`: one mask for each of its `window_kinds`."""
+    return masks[0] if len(masks) == 1 else {"full_attention": masks[0], "sliding_attention": masks[1]}
+
+
 def devices_of(model: PreTrainedModel) -> list[torch.device]:
     """Where the weights are: several devices for a model that accelerate spread over them."""
     places = dict.fromkeys(torch.device(place) for place in (getattr(model, "hf_device_map", None) or {}).values())
