@@ -22,7 +22,6 @@ import copy
 import json
 import math
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,12 +32,12 @@ import trl_peer
 import typer
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 from yardstick import (
     PLAIN,
     Recipe,
     examples_of,
     greedy_agreement,
+    interval,
     measure,
     respond,
     train_ours,
@@ -118,14 +117,6 @@ def judge(
     """{sampled: alpha, greedy: alpha, ...}."""
     numbers = measure(target, draft, sampled)
     return {"sampled": numbers["alpha"], "greedy": greedy_agreement(draft, greedy), "measured": numbers}
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
-    """(mean, half width of its t-interval); no width from a single value."""
-    if len(values) < 2:
-        return statistics.mean(values), None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values), float(stats.t.ppf(0.5 + confidence / 2, len(values) - 1) * error)
 
 
 def summary(runs: list[dict[str, Any]], reference: str) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 """What so many minutes of distillation on this machine buy: alpha, tau and argmax agreement on held-out responses.
 
-    python bench/yardstick.py --target DIR --draft DIR --data DIR --domain wikisql --out FILE
+    python bench/yardstick.py --target DIR --draft DIR --data DIR --domain wikisql --cpu-minutes 2.5 --seeds 0,1,2 --out FILE
     python bench/yardstick.py --target DIR --data DIR --domain wikisql --student carved --out FILE
     python bench/yardstick.py ... --modes ours objective=forward_kl optimizer=adamw lr=1e-3 signal=online   # any recipe
+    python bench/yardstick.py ... --modes ours --vary prompt_weight=0,.1,.3,1                               # and one key of it
 
 The protocol: 1,500 training prompts and 200 held-out ones of a domain, one response of the target to each, sampled at
 temperature 1 without truncation, at most 96 tokens. They are made before the clock starts, once, and kept in --cache. Then
-the draft trains for so many minutes of wall clock; whatever training needs of the target is inside. alpha is the mean over
-the held-out response positions of sum_v min(target, draft), computed dense; tau is from replay.
+the draft trains for so many minutes of wall clock, or of the process's CPU time, which repeats on a machine that others use
+too; whatever training needs of the target is inside. alpha is the mean over the held-out response positions of
+sum_v min(target, draft), computed dense; tau is from replay.
+
+Seed by seed every mode gets its turn. Each mode's gain in alpha over the first one is paired by seed, with its 95 % t-interval.
+With --out what is done is written after each run, and the same command goes on from there.
 
 `plain` is the plain loop to compare with: AdamW 1e-3, batches of 32, the target asked in every step, forward KL over the
 logits of all response positions, float32, no schedule. `ours` is the recipe given by `key=value` (see `Recipe`), through
@@ -25,6 +30,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +43,12 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 
 from data.batches.collate import Batch, Example, collate
+from data.batches.examples import as_examples
 from data.batches.packing import plan_epoch
+from data.files import write_json
 from data.prompts.template import loss_mask
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig, SignalConfig
@@ -66,30 +75,32 @@ from speculative.rules.sampling import SamplingSettings
 
 GAMMAS = (3, 5)
 Prompts = list[list[int]]
+Now = Callable[[], float]  # seconds, from anywhere
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a draft is trained for a stretch of time. Ratios are shares of that time."""
 
-    objective: str = "lk_hybrid"  # or a sum such as forward_kl+tv
+    objective: str = "forward_kl"  # or a sum such as forward_kl+tv
     warm_objective: str = "forward_kl"  # objective of the first `warm_ratio`
     warm_ratio: float = 0.0
     temperature: float = 1.0
     eta: float = 3.0
     optimizer: str = "muon"  # adamw, muon, adamw8bit
-    lr: float = 2e-3
-    weight_decay: float = 0.0
+    lr: float = 1e-2
+    weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    batch: int = 32
+    batch: int = 16
     schedule: str = "cosine"  # or constant
     warmup: float = 0.03
     final: float = 0.05  # learning rate at the end / peak
-    autocast: bool = False  # bf16
+    autocast: bool = True  # bf16, of the target's forward too
     signal: str = "capture"  # online: the target in every step; capture: once per sequence, its top-k kept on disk
-    k: int = 64
+    k: int = 256
+    prompt_weight: float = 0.0  # of a prompt's token; a response's has 1
     ema: float = 0.0
     chunk: int = 0  # response tokens whose logits exist at once; 0 = ours to choose
     compile: bool = False
@@ -132,7 +143,9 @@ class Recipe:
         return self.lr * (self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-PLAIN = Recipe(objective="forward_kl", optimizer="adamw", lr=1e-3, schedule="constant", warmup=0.0, signal="online")
+PLAIN = Recipe(
+    optimizer="adamw", lr=1e-3, weight_decay=0.0, batch=32, schedule="constant", warmup=0.0, autocast=False, signal="online"
+)  # fmt: skip
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -185,12 +198,13 @@ def respond(
     return [HeldoutResponse(*row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def examples_of(responses: Sequence[HeldoutResponse]) -> list[Example]:
+def examples_of(responses: Sequence[HeldoutResponse], prompt_weight: float = 0.0) -> list[Example]:
     """Training sequences."""
     return [
         Example(
             np.array([*r.prompt_ids, *r.response_ids], dtype=np.int32),
             np.array(loss_mask(len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids))),
+            prompt_weight=prompt_weight,
         )
         for r in responses
     ]
@@ -242,8 +256,8 @@ def greedy_agreement(draft: Any, heldout: Sequence[HeldoutResponse]) -> float:
 class Clock:
     """Says when to stop: a step that would end behind the budget is not begun."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.began, self.ends = seconds, time.perf_counter(), [0.0]
+    def __init__(self, seconds: float, now: Now) -> None:
+        self.seconds, self.now, self.began, self.ends = seconds, now, now(), [0.0]
 
     def share(self) -> float:
         """Of the budget, at the end of the last step."""
@@ -251,15 +265,17 @@ class Clock:
 
     def tick(self) -> bool:
         """Notes the end of a step; whether there is time for another one as long as the median one."""
-        self.ends.append(time.perf_counter() - self.began)
+        self.ends.append(self.now() - self.began)
         recent = np.diff(self.ends[-20:])
         return self.ends[-1] + float(np.median(recent)) <= self.seconds
 
 
-def train_plain(student: Any, target: Any, examples: Sequence[Example], seconds: float, seed: int) -> dict[str, Any]:
+def train_plain(
+    student: Any, target: Any, examples: Sequence[Example], seconds: float, seed: int, now: Now = time.perf_counter
+) -> dict[str, Any]:
     """The plain loop. {seconds, steps, tokens_trained: response tokens}."""
     generator = np.random.default_rng(seed)
-    clock = Clock(seconds)
+    clock = Clock(seconds, now)
     optimizer = torch.optim.AdamW(student.parameters(), lr=PLAIN.lr)
     student.train()
     order: list[int] = []
@@ -302,7 +318,7 @@ def captured(target: Any, examples: Sequence[Example], k: int, temperature: floa
         seed=0,
     )  # fmt: skip
     store = SignalStore(Path(folder))
-    store.open(manifest, [example.response_tokens for example in examples])
+    store.open(manifest, as_examples(examples).predicted_N)
     return CapturingTeacher(Teacher(target), store, config, temperature, 0)
 
 
@@ -314,11 +330,12 @@ def train_ours(
     seconds: float,
     seed: int,
     steps: int | None = None,
+    now: Now = time.perf_counter,
 ) -> dict[str, Any]:
     """The recipe, for so many seconds (or so many steps, which then are the time). {seconds, steps, tokens_trained, epochs, student}."""
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
-        clock = Clock(seconds)
+        clock = Clock(seconds, now)
         online = recipe.signal == "online"
         source: Any = Teacher(target) if online else captured(target, examples, recipe.k, recipe.temperature, folder)
         module = DraftModule(student, recipe.objective_at(0.0))
@@ -336,7 +353,7 @@ def train_ours(
             one_step(module, source, batch, optimizers, recipe, share)
             if average is not None:
                 average.update_parameters(student)
-            tokens += batch.labels_R.numel()
+            tokens += batch.response_tokens
             going = clock.tick()
             if not going or done + 1 == steps:
                 break
@@ -357,10 +374,10 @@ def one_step(
     """Forward, backward and update, at the learning rate and with the objective of a share of the time."""
     module.train()
     module.objective = recipe.objective_at(share)
-    signal = source.signal(batch)
     with torch.autocast("cpu", torch.bfloat16) if recipe.autocast else contextlib.nullcontext():
-        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal)
-    (loss / batch.labels_R.numel()).backward()
+        signal = source.signal(batch)
+        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R)
+    (loss / batch.response_tokens).backward()
     torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.clip)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -379,6 +396,66 @@ def make_draft(target: Any, draft: str | None, student: str, layers: str) -> Cal
     return lambda: copy.deepcopy(model)
 
 
+def recipes_of(modes: str, recipe: Sequence[str], vary: str) -> dict[str, Recipe]:
+    """Name of a mode -> its recipe; `vary` (KEY=VALUE,VALUE,...) makes one of each value, beside `plain` if that is among the modes.
+
+    Raises:
+        UserError: an unknown mode, key or value.
+    """
+    key, _, values = vary.partition("=")
+    found: dict[str, Recipe] = {}
+    for mode in modes.split(","):
+        if mode not in ("plain", "ours"):
+            raise UserError(f"--modes {mode}: there are plain and ours")
+        if mode == "plain":
+            found[mode] = PLAIN
+        elif not vary:
+            found[mode] = Recipe.parse(recipe)
+        else:
+            found |= {f"{key}={value}": Recipe.parse([*recipe, f"{key}={value}"]) for value in values.split(",")}
+    return found
+
+
+def with_earlier(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
+    """The result with the recipes and runs that earlier calls of the same settings left in its file.
+
+    Raises:
+        UserError: the file is of other settings.
+    """
+    if out is None or not out.exists():
+        return result
+    found = json.loads(out.read_text(encoding="utf-8"))
+    for key in ("domain", "student", "minutes", "clock", "train_responses"):
+        if found.get(key) != result[key]:
+            raise UserError(f"{out}: made with another {key}; delete it, or give another --out")
+    for name, recipe in result["recipes"].items():
+        if found["recipes"].get(name, recipe) != recipe:
+            raise UserError(f"{out}: {name} had another recipe; delete it, or give another --out")
+    return result | {"recipes": found["recipes"] | result["recipes"], "runs": found["runs"]}
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
+    """(mean, half width of its t-interval); no width from a single value."""
+    if len(values) < 2:
+        return statistics.mean(values), None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), float(stats.t.ppf(0.5 + confidence / 2, len(values) - 1) * error)
+
+
+def gains(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mode -> {alpha: mean gain over the first mode, half: of its 95 % t-interval, seeds}, paired by seed."""
+    by_mode: dict[str, dict[int, float]] = {}
+    for run in runs:
+        by_mode.setdefault(run["mode"], {})[run["seed"]] = run["alpha"]
+    reference, found = next(iter(by_mode.values()), {}), {}
+    for mode, alphas in list(by_mode.items())[1:]:
+        pairs = [alphas[seed] - reference[seed] for seed in alphas if seed in reference]
+        if pairs:
+            mean, half = interval(pairs)
+            found[mode] = {"alpha": mean, "half": half, "seeds": len(pairs)}
+    return found
+
+
 def main(
     recipe: Annotated[list[str] | None, typer.Argument(help="key=value of the recipe of `ours`")] = None,
     target: Annotated[str, typer.Option(help="directory or hub id")] = "embedded",
@@ -387,8 +464,10 @@ def main(
     domain: Annotated[str, typer.Option(help="subfolder of --data, and the name in the table")] = "wikisql",
     student: Annotated[str, typer.Option(help="draft: as it is; carved: layers of the target")] = "draft",
     minutes: Annotated[float, typer.Option(help="of training; 0 = none, the draft as it is", min=0)] = 2.5,
+    cpu_minutes: Annotated[float, typer.Option(help="of the process's CPU time, instead of --minutes", min=0)] = 0.0,
     modes: Annotated[str, typer.Option(help="comma-separated: plain, ours")] = "plain,ours",
-    seeds: Annotated[int, typer.Option(help="runs of each mode", min=1)] = 1,
+    vary: Annotated[str, typer.Option(help="KEY=VALUE,VALUE: `ours` once with each of these")] = "",
+    seeds: Annotated[str, typer.Option(help="comma-separated: each is a run of each mode")] = "0",
     train_prompts: Annotated[int, typer.Option(min=1)] = 1500,
     heldout_prompts: Annotated[int, typer.Option(min=2)] = 200,
     max_tokens: Annotated[int, typer.Option(help="of a response", min=1)] = 96,
@@ -400,59 +479,68 @@ def main(
     """Trains and measures."""
     if threads:
         torch.set_num_threads(threads)
-    chosen = Recipe.parse(recipe or [])
+    recipes = recipes_of(modes, recipe or [], vary)
     model, tokenizer = load_model("target", target), load_tokenizer(target)
     folder = data / domain if (data / domain).is_dir() else data
     prompts = domain_prompts(folder, tokenizer, max_prompt_tokens, train_prompts + heldout_prompts)
     if len(prompts) < train_prompts + heldout_prompts:
         raise UserError(f"{folder}: {len(prompts)} prompts of at most {max_prompt_tokens} tokens are too few")
     heldout = respond(model, prompts[:heldout_prompts], max_tokens, 1, False, cache)
-    examples = examples_of(respond(model, prompts[heldout_prompts:], max_tokens, 0, False, cache))
-    fresh, console = make_draft(model, draft, student, chosen.layers), Console(width=120)
-    before = measure(model, fresh(), heldout)
-    runs = []
-    for seed in range(seeds if minutes else 0):
-        for mode in modes.split(","):
-            learner = fresh().requires_grad_(True)
-            if mode == "plain":
-                spent = train_plain(learner, model, examples, 60 * minutes, seed)
-            else:
-                spent = train_ours(learner, model, examples, chosen, 60 * minutes, seed)
-                learner = spent.pop("student")
-            runs.append({"mode": mode, "seed": seed} | spent | measure(model, learner, heldout))
-            console.print(runs[-1])
-    facts = describe_run(0)
-    result = {
+    responses = respond(model, prompts[heldout_prompts:], max_tokens, 0, False, cache)
+    facts, console = describe_run(0), Console(width=120)
+    result: dict[str, Any] = {
         "machine": {key: value for key, value in facts.items() if key not in ("uncommitted_changes", "argv")},
         "domain": domain,
         "student": student,
-        "minutes": minutes,
-        "recipe": asdict(chosen),
-        "train_responses": len(examples),
-        "before": before,
-        "runs": runs,
+        "minutes": cpu_minutes or minutes,
+        "clock": "cpu" if cpu_minutes else "wall",
+        "recipes": {name: asdict(one) for name, one in recipes.items()},
+        "train_responses": len(responses),
     }
+    result = with_earlier(out, result | {"runs": []})
+    result["before"] = measure(model, make_draft(model, draft, student, PLAIN.layers)(), heldout)
+    for seed in map(int, seeds.split(",")) if result["minutes"] else ():
+        for name, one in recipes.items():
+            if any((run["mode"], run["seed"]) == (name, seed) for run in result["runs"]):
+                continue
+            learner = make_draft(model, draft, student, one.layers)().requires_grad_(True)
+            budget, now = 60 * result["minutes"], time.process_time if cpu_minutes else time.perf_counter
+            examples = examples_of(responses, one.prompt_weight)
+            if one == PLAIN:
+                spent = train_plain(learner, model, examples, budget, seed, now)
+            else:
+                spent = train_ours(learner, model, examples, one, budget, seed, now=now)
+                learner = spent.pop("student")
+            run = {"mode": name, "seed": seed} | spent | measure(model, learner, heldout)
+            result["runs"].append(run)
+            result["gains"] = gains(result["runs"])
+            print(f"{name} seed {seed}: alpha {run['alpha']:.4f}, {run['steps']} steps", file=sys.stderr, flush=True)
+            if out is not None:
+                write_json(out, result)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(out, result)
     console.print(table_of(result))
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    """One line per mode: means over the seeds."""
-    title = f"{result['domain']} ({result['before']['tokens']:,} held-out tokens), {result['student']}, {result['minutes']:g} minutes"
-    table = Table("draft", "alpha", "sampled", "agreement", "tau 3", "tau 5", "tokens", "epochs", title=title)
+    """One line per mode: means over the seeds, and the gain in alpha over the first mode."""
+    title = (
+        f"{result['domain']} ({result['before']['tokens']:,} held-out tokens), {result['student']}, "
+        f"{result['minutes']:g} {result['clock']} minutes"
+    )
+    table = Table("draft", "alpha", "gain", "sampled", "agreement", "tau 3", "tau 5", "tokens", "epochs", title=title)
     rows = {"as it is": [result["before"]]}
     for run in result["runs"]:
         rows.setdefault(run["mode"], []).append(run)
     for name, values in rows.items():
         mean = {key: statistics.mean(v[key] for v in values) for key in ("alpha", "alpha_sampled", "agreement")}
+        alpha, *others = (f"{value:.4f}" for value in mean.values())
         tau = [statistics.mean(v["tau"][str(gamma)] for v in values) for gamma in GAMMAS]
         tokens = f"{statistics.mean(v['tokens_trained'] for v in values):,.0f}" if "tokens_trained" in values[0] else ""
         epochs = f"{values[0]['epochs']:.1f}" if "epochs" in values[0] else ""
-        table.add_row(
-            name, *(f"{value:.4f}" for value in mean.values()), *(f"{value:.2f}" for value in tau), tokens, epochs
-        )
+        gain = result.get("gains", {}).get(name)
+        won = "" if gain is None else f"{gain['alpha']:+.4f}" + (f" +- {gain['half']:.4f}" if gain["half"] else "")
+        table.add_row(name, alpha, won, *others, *(f"{value:.2f}" for value in tau), tokens, epochs)
     return table
 
 

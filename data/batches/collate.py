@@ -1,6 +1,6 @@
 """Sequences -> tensors of a micro-batch. The one place where labels are shifted against inputs.
 
-Legend: B sequences, T positions, R response tokens of the micro-batch.
+Legend: B sequences, T positions, R predicted tokens of the micro-batch: its response tokens, and those of prompts that are learnt.
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,32 @@ from transformers import PreTrainedTokenizerBase
 class Example:
     """One training sequence: ids and, for each of them, whether it is a response token (is to be predicted).
 
-    `weights`, one per id when given, multiply the loss of predicting that id.
+    `weights`, one per id when given, multiply the loss of predicting that id. Above 0, `prompt_weight` makes every other id
+    predicted too, with that weight.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     weights: np.ndarray | None = None
+    prompt_weight: float = 0.0
 
     @property
     def response_tokens(self) -> int:
-        """Ids that are predicted: response tokens, but never the first id of the sequence."""
+        """Response tokens that are predicted: all but the first id of the sequence."""
         return int(np.count_nonzero(self.loss_mask[1:]))
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Ids that are predicted."""
+        return max(len(self.input_ids) - 1, 0) if self.prompt_weight else self.response_tokens
 
 
 @dataclass(frozen=True)
 class Batch:
     """A micro-batch. `rows_R` indexes the flattened (B x T) positions whose next token is `labels_R`.
 
-    Rows come sequence by sequence, in the order of `indices` (the examples' numbers in their set), position rising.
+    Rows come sequence by sequence, in the order of `indices` (the examples' numbers in their set), position rising. `answers_R`
+    tells response tokens from those of prompts, where prompts are learnt.
     `position_ids_BT` is given when several sequences share a row of the batch: it starts again at 0 with each of them.
     """
 
@@ -45,6 +53,12 @@ class Batch:
     weights_R: Tensor | None = None
     indices: tuple[int, ...] = ()
     positions: int = 0  # tokens of all sequences, padding not counted
+    answers_R: Tensor | None = None
+
+    @property
+    def response_tokens(self) -> int:
+        """Rows that predict a response token."""
+        return self.labels_R.numel() if self.answers_R is None else int(self.answers_R.sum())
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on another device."""
@@ -79,7 +93,7 @@ def collate_rows(
     """
     shape = max(len(rows), 1), width
     input_ids_BT = np.full(shape, pad_id, dtype=np.int64)
-    predicts_BT = np.zeros(shape, dtype=bool)
+    predicts_BT, answers_BT = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
     labels_BT = np.zeros(shape, dtype=np.int64)
     weights_BT = np.ones(shape, dtype=np.float32)
     positions_BT = np.zeros(shape, dtype=np.int64)
@@ -89,13 +103,17 @@ def collate_rows(
             end = start + len(example.input_ids)
             input_ids_BT[index, start:end] = example.input_ids
             positions_BT[index, start:end] = np.arange(end - start)
-            predicts_BT[index, start : end - 1] = example.loss_mask[1:]
+            answers_BT[index, start : end - 1] = example.loss_mask[1:]
+            predicts_BT[index, start : end - 1] = True if example.prompt_weight else example.loss_mask[1:]
             labels_BT[index, start : end - 1] = example.input_ids[1:]
             if example.weights is not None:
                 weights_BT[index, start : end - 1] = example.weights[1:]
+            if example.prompt_weight:
+                weights_BT[index, start : end - 1][~example.loss_mask[1:]] = example.prompt_weight
             start = end
     rows_R = np.flatnonzero(predicts_BT)
-    weighted = any(example.weights is not None for row in rows for example in row)
+    prompts = any(example.prompt_weight for row in rows for example in row)
+    weighted = prompts or any(example.weights is not None for row in rows for example in row)
     return Batch(
         torch.from_numpy(input_ids_BT),
         torch.from_numpy(rows_R),
@@ -104,4 +122,5 @@ def collate_rows(
         torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
         tuple(int(index) for index in indices),
         sum(len(example.input_ids) for row in rows for example in row),
+        torch.from_numpy(answers_BT.reshape(-1)[rows_R]) if prompts else None,
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,13 +13,13 @@ from data.batches.collate import Example
 class Examples:
     """Training sequences by number, each made when it is asked for, and what is known of all of them at once.
 
-    Shapes: N sequences. `lengths_N`: ids of each; `response_tokens_N`: see `Example.response_tokens`; `keys_N`: 64 bits by which
-    a sequence is known whatever its number.
+    Shapes: N sequences. `lengths_N`: ids of each; `predicted_N`: those that are predicted; `keys_N`: 64 bits by which a sequence is known
+    whatever its number.
     """
 
     make: Callable[[int], Example]
     lengths_N: np.ndarray
-    response_tokens_N: np.ndarray
+    predicted_N: np.ndarray
     keys_N: np.ndarray
 
     def __len__(self) -> int:
@@ -27,6 +27,16 @@ class Examples:
 
     def __getitem__(self, number: int) -> Example:
         return self.make(number)
+
+    def with_prompts(self, weight: float) -> "Examples":
+        """The same sequences with this `Example.prompt_weight`."""
+        if not weight:
+            return self
+        return replace(
+            self,
+            make=lambda number: replace(self.make(number), prompt_weight=weight),
+            predicted_N=np.maximum(self.lengths_N - 1, 0),
+        )
 
 
 def example_key(input_ids: np.ndarray, loss_mask: np.ndarray, name: str = "") -> int:
@@ -45,6 +55,6 @@ def as_examples(sequences: Examples | Sequence[Example]) -> Examples:
     return Examples(
         sequences.__getitem__,
         np.array([len(one.input_ids) for one in sequences], dtype=np.int32),
-        np.array([one.response_tokens for one in sequences], dtype=np.int32),
+        np.array([one.predicted_tokens for one in sequences], dtype=np.int32),
         np.array([example_key(one.input_ids, one.loss_mask) for one in sequences], dtype=np.uint64),
     )

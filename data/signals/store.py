@@ -58,8 +58,9 @@ def signal_manifest(
     target: str,
     target_dtype: str,
     seed: int,
+    prompts: bool = False,
 ) -> dict[str, Any]:
-    """What sets one store apart from another: kind, k or samples, the loss's temperature, target, seed of draws.
+    """What sets one store apart from another: kind, k or samples, the loss's temperature, target, seed of draws, prompts or not.
 
     Raises:
         UserError: more entries than the vocabulary has tokens, more samples than a record can count.
@@ -72,6 +73,7 @@ def signal_manifest(
         "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
         "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
     }  # fmt: skip
+    manifest |= {"prompt_tokens": True} if prompts else {}
     return manifest | ({"seed": seed} if kind == "sampled" else {})
 
 

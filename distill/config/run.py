@@ -121,6 +121,12 @@ class RunConfig(Section):
             )
         if (weighting.name == "selected") != (weighting.reference is not None):
             raise ValueError("loss.weighting.reference goes with loss.weighting.name: selected, and only with it")
+        if self.loss.prompt_weight and weighting.name == "selected":
+            raise ValueError(
+                "loss.prompt_weight: loss.weighting.name: selected chooses among response tokens; set it to 0"
+            )
+        if self.loss.prompt_weight and self.target.endpoint is not None:
+            raise ValueError("loss.prompt_weight: a server's signal is of response tokens only; set it to 0")
         if weighting.name in ("entropy", "selected") and names == {"ce"}:
             raise ValueError(f"loss.weighting.name: {weighting.name} looks at the target, which loss ce does not use")
 

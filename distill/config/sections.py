@@ -240,6 +240,12 @@ class LossConfig(Section):
         None, description="another objective first, e.g. {name: forward_kl, ratio: 0.2}"
     )
     weighting: WeightingConfig = Field(default_factory=WeightingConfig)
+    prompt_weight: float = Field(
+        0.0,
+        ge=0,
+        description="learn from the prompt's tokens too, each with this weight (a response token has 1, the denominator stays the number "
+        "of response tokens); 0 = responses only",
+    )
     mix: dict[LossName, float] | None = Field(
         None, description="weighted sum of objectives instead of `name`, e.g. {forward_kl: 1, tv: 0.5}"
     )

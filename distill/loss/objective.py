@@ -56,10 +56,11 @@ def chunked_loss(
     weights_R: Tensor | None = None,
     *,
     reference: DenseSignal | None = None,
+    answers_R: Tensor | None = None,
 ) -> Sums:
-    """Summed loss of R response tokens, chunk by chunk; its backward hands out the gradients taken on the way, once.
+    """Summed loss of R tokens, chunk by chunk; its backward hands out the gradients taken on the way, once.
 
-    `weights_R` multiplies loss and gradient of each token. `reference` is another draft's hidden states and head, for weighting
+    `weights_R` multiplies loss and gradient of each token; where `answers_R` is given, overlap and slack are of its tokens alone. `reference` is another draft's hidden states and head, for weighting
     `selected`: two forward KLs are read without gradient, then only the kept rows train; the overlap is that of all rows.
 
     Raises:
@@ -78,7 +79,9 @@ def chunked_loss(
     seen: list[Rows] = []
     loss = _ChunkedLoss.apply(sweep, student_head, seen, student_hidden_RD, *parameters)
     rows = measured if measured is not None else seen[0]
-    return Sums(loss, rows.overlap_C.double().sum(), rows.slack_C.double().sum(), tokens)
+    chosen = slice(None) if answers_R is None else answers_R
+    overlap_R, slack_R = rows.overlap_C[chosen], rows.slack_C[chosen]
+    return Sums(loss, overlap_R.double().sum(), slack_R.double().sum(), tokens)
 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -156,6 +156,7 @@ class BatchSource:
 
     def _hold(self, name: str, generation: int, sequences: Examples | Sequence[Example]) -> None:
         examples, packing = as_examples(sequences), self.config.train.packing
+        examples = examples.with_prompts(self.config.loss.prompt_weight)
         if not len(examples):
             raise UserError(f"data.mix.{name}: no sequences; check its sources, or set its share to 0")
         if packing is not None and (longest := examples.lengths_N.max()) > packing:

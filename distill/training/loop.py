@@ -181,7 +181,7 @@ class Loop:
         """
         accelerator = self.accelerator
         self._set_objective()
-        counts = torch.tensor([sum(b.labels_R.numel() for b in window), sum(b.positions for b in window)])
+        counts = torch.tensor([sum(b.response_tokens for b in window), sum(b.positions for b in window)])
         tokens, positions = accelerator.reduce(counts.to(accelerator.device)).tolist()
         # Of loss, overlap and slack, and the gradient's norm: a rank whose own rounding went another way must not part from the others.
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
@@ -196,7 +196,7 @@ class Loop:
                 with sharding.autocast(accelerator):
                     loss, overlap, slack = self.wrapped(
                         batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
-                        reference,
+                        reference, batch.answers_R,
                     )  # fmt: skip
                 sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
                 self.clock.mark("student")

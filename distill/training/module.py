@@ -42,8 +42,9 @@ class DraftModule(nn.Module):
         weights_R: Tensor | None = None,
         position_ids_BT: Tensor | None = None,
         reference: DenseSignal | None = None,
+        answers_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(summed loss, summed acceptance, what it may be off by) over the R response tokens of a micro-batch.
+        """(summed loss, summed acceptance, what it may be off by) over the R tokens of a micro-batch, the last two over its answers.
 
         The acceptance is the server's; with a sampled signal the overlap at the loss's temperature stands for it.
         """
@@ -52,10 +53,13 @@ class DraftModule(nn.Module):
         hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
         if self.clock is not None:
             self.clock.mark("student")
-        sums = chunked_loss(self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference)
+        sums = chunked_loss(
+            self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference, answers_R=answers_R
+        )
         accepted = None
         if signal is not None and not self.objective.overlap_is_acceptance:
-            accepted = acceptance_sum(self.objective, hidden_RD, split.head, signal)
+            chosen = slice(None) if answers_R is None else answers_R
+            accepted = acceptance_sum(self.objective, hidden_RD[chosen], split.head, signal.rows(chosen))
         if self.clock is not None:
             self.clock.mark("loss")
         return sums.loss, sums.overlap if accepted is None else accepted, sums.overlap_slack

@@ -46,16 +46,17 @@ def open_signal_store(
     manifest = signal_manifest(
         signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature, vocab_rows=facts.vocab_rows,
         target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
+        prompts=config.loss.prompt_weight > 0,
     )  # fmt: skip
     command = f"understudy respond {config.folder / CONFIG} --signal {signal.kind}"
     if not repair and not (store.folder / MANIFEST).exists():
         raise UserError(f"{store.folder}: signal.source is {signal.source}, and there is none; run `{command}` first")
-    examples, rank = as_examples(examples), accelerator.process_index
+    examples, rank = as_examples(examples).with_prompts(config.loss.prompt_weight), accelerator.process_index
     if accelerator.is_main_process:
-        store.open(manifest, examples.response_tokens_N, examples.keys_N, rank=rank, repair=repair)
+        store.open(manifest, examples.predicted_N, examples.keys_N, rank=rank, repair=repair)
     accelerator.wait_for_everyone()  # it is there before another rank looks
     if not accelerator.is_main_process:
-        store.open(manifest, examples.response_tokens_N, examples.keys_N, rank=rank, repair=repair)
+        store.open(manifest, examples.predicted_N, examples.keys_N, rank=rank, repair=repair)
     accelerator.wait_for_everyone()  # what is damaged is forgotten, and its place free, only when all have looked
     if not repair and (missing := store.missing()):
         raise UserError(
@@ -78,6 +79,7 @@ def fill(config: RunConfig, store: SignalStore, target: Target, examples: Exampl
     Raises:
         UserError: disk full; a target whose distributions are not finite.
     """
+    examples = examples.with_prompts(config.loss.prompt_weight)
     show, rank, ranks = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     if store.present().any():
         store.verify(rank=rank, ranks=ranks, show=show)

@@ -241,7 +241,7 @@ def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Pat
     write_domain(tmp_path / "data" / "talk", 40)
     options = {
         "target": str(chatty_target), "draft": None, "data": tmp_path / "data", "domain": "talk", "student": "carved",
-        "seeds": 1, "train_prompts": 20, "heldout_prompts": 6, "max_tokens": 8, "max_prompt_tokens": 60,
+        "seeds": "0", "train_prompts": 20, "heldout_prompts": 6, "max_tokens": 8, "max_prompt_tokens": 60,
         "cache": tmp_path / "cache", "threads": 0, "out": out,
     }  # fmt: skip
     module.main(["batch=4", "ema=0.9", "warm_ratio=0.3", "chunk=16"], minutes=0.02, modes="plain,ours", **options)
@@ -253,9 +253,34 @@ def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Pat
     for run in result["runs"]:
         assert run["steps"] >= 1
         assert run["tokens_trained"] >= 4 * run["steps"]  # a token or more of each sequence of a batch
-    assert result["recipe"]["batch"] == 4
-    module.main([], minutes=0.0, modes="ours", **options)
-    assert json.loads(out.read_text())["runs"] == []
+    assert result["recipes"]["ours"]["batch"] == 4
+    # Another recipe and a seed more go on in the same file, by the process's own clock; what is there stays.
+    options |= {"seeds": "0,1", "cpu_minutes": 0.004, "minutes": 0.02}
+    with pytest.raises(UserError, match="another minutes"):
+        module.main([], modes="plain", **options)
+    out.unlink()
+    module.main(["batch=4"], modes="plain", **options)
+    module.main(["batch=4"], modes="plain,ours", vary="prompt_weight=0,.5", **options)
+    again = json.loads(out.read_text())
+    assert [(run["mode"], run["seed"]) for run in again["runs"]] == [
+        ("plain", 0), ("plain", 1), ("prompt_weight=0", 0), ("prompt_weight=.5", 0), ("prompt_weight=0", 1), ("prompt_weight=.5", 1)
+    ]  # fmt: skip
+    assert again["clock"] == "cpu"
+    assert {name: recipe["prompt_weight"] for name, recipe in again["recipes"].items()} == {
+        "plain": 0.0, "prompt_weight=0": 0.0, "prompt_weight=.5": 0.5
+    }  # fmt: skip
+    with pytest.raises(UserError, match="another recipe"):
+        module.main(["batch=5"], modes="ours", vary="prompt_weight=0", **options)
+
+
+def test_gains_are_paired_by_seed() -> None:
+    alphas = {("plain", 0): 0.5, ("ours", 0): 0.6, ("plain", 1): 0.7, ("ours", 1): 0.82, ("ours", 2): 0.9}
+    runs = [{"mode": mode, "seed": seed, "alpha": alpha} for (mode, seed), alpha in alphas.items()]
+    gain = bench("yardstick").gains(runs)["ours"]
+    # Differences .10 and .12: mean .11, error .01, Student's t with one degree of freedom 12.706.
+    assert gain["alpha"] == pytest.approx(0.11)
+    assert gain["half"] == pytest.approx(0.12706, rel=1e-4)
+    assert gain["seeds"] == 2
 
 
 def test_prompts_end_with_the_user(chatty_target: Path, tmp_path: Path) -> None:

@@ -80,3 +80,15 @@ def test_padding_does_not_change_what_a_causal_model_predicts() -> None:
         wide = model(input_ids=together.input_ids_BT).logits[1, :3]
         narrow = model(input_ids=alone.input_ids_BT).logits[0]
     torch.testing.assert_close(wide, narrow, rtol=1e-4, atol=1e-5)  # other matrix shapes, other order of float32 sums
+
+
+def test_a_prompt_with_a_weight_is_predicted_too() -> None:
+    learnt = Example(np.array([5, 6, 7, 8]), np.array([False, False, True, True]), np.array([1, 1, 2, 3]), 0.25)
+    batch = collate([learnt, example([9, 4, 3], [0, 0, 1])], pad_id=0)
+    assert as_triples(batch) == [(0, 0, 6), (0, 1, 7), (0, 2, 8), (1, 1, 3)]
+    assert batch.weights_R is not None
+    assert batch.weights_R.tolist() == [0.25, 2, 3, 1]
+    assert batch.answers_R is not None
+    assert batch.answers_R.tolist() == [False, True, True, True]
+    assert batch.response_tokens == 3
+    assert collate([example([9, 4, 3], [0, 0, 1])], 0).answers_R is None

@@ -310,6 +310,7 @@ def test_whoever_repairs_makes_the_damaged_one_again(
         ({"temperature": 2.0}, "temperature"),
         ({"vocab_rows": 301}, "vocab_rows"),
         ({"entries": 7}, "k"),
+        ({"prompts": True}, "prompt_tokens"),
     ],
 )
 def test_a_foreign_store_is_refused_by_key(tmp_path: Path, change: dict[str, Any], key: str) -> None:

@@ -14,6 +14,7 @@ from tiny_training import TOKENS, examples_of
 from torch import Tensor
 
 from data.batches.collate import Batch, collate
+from data.batches.examples import as_examples
 from data.batches.packed import collate_packed
 from data.signals.codec import RELATIVE_ERROR
 from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
@@ -407,3 +408,18 @@ def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) ->
     assert facts["tail_mean"] == pytest.approx(float(tail_R.double().mean()), rel=1e-6)
     if k == TOKENS:
         assert facts["tail_mean"] == 0.0
+
+
+def test_prompts_are_captured_beside_the_responses(tmp_path: Path) -> None:
+    config, whole = CONFIGS[0], as_examples(EXAMPLES).with_prompts(0.5)
+    store = SignalStore(tmp_path / "signal")
+    manifest = signal_manifest(
+        "topk", config.k, temperature=1.5, vocab_rows=TOKENS, target="t", target_dtype="float32", seed=7, prompts=True
+    )
+    store.open(manifest, whole.predicted_N)
+    both = CapturingTeacher(Teacher(tiny_model(vocab_size=TOKENS)), store, config, 1.5, 7)
+    batch = collate([whole[index] for index in (3, 0, 5)], 0, (3, 0, 5))
+    assert batch.answers_R is not None
+    assert not batch.answers_R.all()
+    captured, _ = capturing(tmp_path / "answers", config)
+    assert same(both.signal(batch).rows(batch.answers_R), captured.signal(batch_of(3, 0, 5)))

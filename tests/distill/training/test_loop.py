@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,9 @@ def uneven_examples() -> list[Example]:
     return examples
 
 
-def step_config(folder: Path, micro_batch_size: int) -> RunConfig:
-    sections = {"batch_size": 8, "micro_batch_size": micro_batch_size, "steps": 20}
-    return run_config(folder, train=sections, optim={"lr": 1e-2, "max_grad_norm": 1e6, "warmup_ratio": 0.0})
+def step_config(folder: Path, micro_batch_size: int, **sections: Any) -> RunConfig:
+    sizes = {"batch_size": 8, "micro_batch_size": micro_batch_size, "steps": 20}
+    return run_config(folder, train=sizes, optim={"lr": 1e-2, "max_grad_norm": 1e6, "warmup_ratio": 0.0}, **sections)
 
 
 def one_step(config: RunConfig) -> dict[str, Any]:
@@ -159,6 +160,30 @@ def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, di
         )  # chunks: order of sums
         squares += float(weight.grad.double().square().sum())
     assert result["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-4)
+
+
+def test_prompts_add_their_weighted_loss_and_nothing_to_alpha(tmp_path: Path) -> None:
+    """By definition: (sum over responses + weight x sum over prompts) / response tokens, in one piece and in four."""
+    shares = [one_step(step_config(tmp_path / str(size), size, loss={"prompt_weight": 0.3})) for size in (8, 2)]
+    loop = make_loop(step_config(tmp_path / "twin", 8), examples=uneven_examples())
+    split, teacher = SplitModel(loop.module.student), loop.teacher
+    assert teacher is not None
+    sums = []
+    for prompts in (False, True):
+        examples = [replace(one, loss_mask=one.loss_mask != prompts) for one in uneven_examples()]
+        batch = collate(examples, 0)
+        hidden_RD = split.hidden(batch.input_ids_BT).flatten(0, 1)[batch.rows_R]
+        sums.append(eager_loss(loop.module.objective, hidden_RD, split.head, teacher.signal(batch), batch.labels_R))
+    loss = (sums[0].loss + 0.3 * sums[1].loss) / sum(RESPONSE_TOKENS)
+    loss.backward()
+    for share in shares:
+        result = share["result"]
+        assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert result["alpha"] == pytest.approx(float(sums[0].overlap) / sum(RESPONSE_TOKENS), rel=1e-5)
+        assert result["tokens"] == sum(RESPONSE_TOKENS)
+        for name, weight in loop.module.named_parameters():
+            assert weight.grad is not None
+            torch.testing.assert_close(share["gradients"][name], weight.grad, rtol=1e-4, atol=1e-6)  # order of sums
 
 
 def test_gradient_is_clipped_to_the_norm(tmp_path: Path) -> None:
