@@ -49,7 +49,10 @@ from data.batches.collate import Batch, Example, collate
 from data.batches.examples import as_examples
 from data.batches.packing import plan_epoch
 from data.files import write_json
-from data.prompts.template import loss_mask
+from data.prompts.prompt import PromptRow
+from data.prompts.template import loss_mask, render_prompt
+from data.responses.rendered import RenderedPrompt
+from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig, SignalConfig
 from distill.loss import definitions as losses
@@ -101,6 +104,8 @@ class Recipe:
     signal: str = "capture"  # online: the target in every step; capture: once per sequence, its top-k kept on disk
     k: int = 256
     prompt_weight: float = 0.0  # of a prompt's token; a response's has 1
+    synthetic: int = 0  # prompts made by us, answered before the clock starts
+    synthetic_method: str = "magpie"  # or mix
     ema: float = 0.0
     chunk: int = 0  # response tokens whose logits exist at once; 0 = ours to choose
     compile: bool = False
@@ -159,7 +164,12 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def domain_prompts(folder: Path, tokenizer: Any, most_tokens: int, count: int) -> Prompts:
-    """Distinct prompts in the order of their hashes: a question, or a dialogue up to one of its user's turns."""
+    """Ids of distinct prompts in the order of their hashes."""
+    return [ids for _, ids in domain_rows(folder, tokenizer, most_tokens, count)]
+
+
+def domain_rows(folder: Path, tokenizer: Any, most_tokens: int, count: int) -> list[tuple[PromptRow, list[int]]]:
+    """(row, ids) of distinct prompts in the order of their hashes: a question, or a dialogue up to one of its user's turns."""
     conversations: dict[str, list[dict[str, str]]] = {}
     for row in read_rows(folder):
         messages = row.get("messages") or [{"role": "user", "content": row["question"]}]
@@ -167,15 +177,42 @@ def domain_prompts(folder: Path, tokenizer: Any, most_tokens: int, count: int) -
         key = json.dumps(messages, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()
         conversations[digest] = messages[: random.Random(digest).choice(turns) + 1]
-    prompts: Prompts = []
+    found: list[tuple[PromptRow, list[int]]] = []
     for digest in sorted(conversations):
-        text = tokenizer.apply_chat_template(conversations[digest], add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) <= most_tokens and ids not in prompts[-50:]:
-            prompts.append(ids)
-        if len(prompts) == count:
+        row = PromptRow(None, tuple(conversations[digest]), None, "", digest)
+        ids = render_prompt(row, tokenizer, mode="chat", chat_template_kwargs={})
+        if len(ids) <= most_tokens and ids not in [earlier for _, earlier in found[-50:]]:
+            found.append((row, ids))
+        if len(found) == count:
             break
-    return prompts
+    return found
+
+
+def synthetic_prompts(
+    target: Any,
+    tokenizer: Any,
+    own: Sequence[PromptRow],
+    heldout: Sequence[PromptRow],
+    recipe: Recipe,
+    most_tokens: int,
+    cache: Path,
+) -> tuple[Prompts, dict[str, int]]:
+    """Ids of the recipe's synthetic prompts, and what was left out; a user's turn has at most 128 tokens."""
+
+    def sampled(openings: Sequence[RenderedPrompt], samples: int) -> list[tuple[str, list[int]]]:
+        wanted = [opening for _ in range(samples) for opening in openings]
+        turns = respond(target, [list(opening.prompt_ids) for opening in wanted], 128, 3, False, cache)
+        return [(opening.prompt_id, list(turn.response_ids)) for opening, turn in zip(wanted, turns, strict=True)]
+
+    def ids(row: PromptRow) -> list[int]:
+        return render_prompt(row, tokenizer, mode="chat", chat_template_kwargs={})
+
+    if recipe.synthetic_method == "mix":
+        candidates = mixed_rows(own, 0)
+    else:
+        candidates = sampled_rows(own, tokenizer, sampled, end_token_ids(target), 0, {})
+    rows, counts = synthetic_rows(own, heldout, recipe.synthetic, candidates, lambda row: len(ids(row)) <= most_tokens)
+    return [ids(row) for row in rows], counts
 
 
 def respond(
@@ -482,7 +519,8 @@ def main(
     recipes = recipes_of(modes, recipe or [], vary)
     model, tokenizer = load_model("target", target), load_tokenizer(target)
     folder = data / domain if (data / domain).is_dir() else data
-    prompts = domain_prompts(folder, tokenizer, max_prompt_tokens, train_prompts + heldout_prompts)
+    rows = domain_rows(folder, tokenizer, max_prompt_tokens, train_prompts + heldout_prompts)
+    prompts = [ids for _, ids in rows]
     if len(prompts) < train_prompts + heldout_prompts:
         raise UserError(f"{folder}: {len(prompts)} prompts of at most {max_prompt_tokens} tokens are too few")
     heldout = respond(model, prompts[:heldout_prompts], max_tokens, 1, False, cache)
@@ -504,14 +542,25 @@ def main(
             if any((run["mode"], run["seed"]) == (name, seed) for run in result["runs"]):
                 continue
             learner = make_draft(model, draft, student, one.layers)().requires_grad_(True)
+            began, made, counts = time.process_time(), [], {}
+            if one.synthetic:
+                sides = [row for row, _ in rows[heldout_prompts:]], [row for row, _ in rows[:heldout_prompts]]
+                more, counts = synthetic_prompts(model, tokenizer, *sides, one, max_prompt_tokens, cache)
+                made = respond(model, more, max_tokens, 2, False, cache)
+            spent_before = {"synthetic": counts, "cpu_seconds_before": time.process_time() - began}
             budget, now = 60 * result["minutes"], time.process_time if cpu_minutes else time.perf_counter
-            examples = examples_of(responses, one.prompt_weight)
+            examples = examples_of([*responses, *made], one.prompt_weight)
             if one == PLAIN:
                 spent = train_plain(learner, model, examples, budget, seed, now)
             else:
                 spent = train_ours(learner, model, examples, one, budget, seed, now=now)
                 learner = spent.pop("student")
-            run = {"mode": name, "seed": seed} | spent | measure(model, learner, heldout)
+            run = (
+                {"mode": name, "seed": seed}
+                | (spent_before if counts else {})
+                | spent
+                | measure(model, learner, heldout)
+            )
             result["runs"].append(run)
             result["gains"] = gains(result["runs"])
             print(f"{name} seed {seed}: alpha {run['alpha']:.4f}, {run['steps']} steps", file=sys.stderr, flush=True)

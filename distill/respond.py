@@ -24,6 +24,7 @@ from distill.run.folder import claim_folder
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
 from distill.run.session import dated_tokenizer, new_accelerator
+from distill.run.synthetic import with_synthetic
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
@@ -63,7 +64,7 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     )  # fmt: skip
     accelerator.print(sets.report)
     stores = RunStores(config, accelerator, target)
-    rows = stores.training(sets.train)
+    rows = stores.training(with_synthetic(config, tokenizer, sets.train, stores, context, accelerator)[0])
     stores.heldout_by_rule(sets.heldout)
     if accelerator.is_main_process:
         target.remember()

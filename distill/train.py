@@ -36,6 +36,7 @@ from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
 from distill.run.session import check_instrument, dated_tokenizer, new_accelerator
+from distill.run.synthetic import with_synthetic
 from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.loop import Loop
 from distill.training.micro_batch import check_batches, chosen_micro_batch
@@ -110,16 +111,17 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     with progress.timed("respond"):
         stores = RunStores(config, accelerator, target)
         wanted = config.data.mix.target or measured
-        rows = stores.training(sets.train) if wanted else None  # on-policy alone trains on nothing of them
+        train, counts = with_synthetic(config, dated, sets.train, stores, context, accelerator)
+        rows = stores.training(train) if wanted else None  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:
         student = first_student(config, accelerator, target, rows or ())
     provenance = describe_run(config.seed) | {
         "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
-    }  # fmt: skip
+    } | ({"synthetic_prompts": counts} if counts else {})  # fmt: skip
     judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
-    loop = _loop(config, accelerator, target, student, sets.train, rows, judge, progress, provenance, context)
+    loop = _loop(config, accelerator, target, student, train, rows, judge, progress, provenance, context)
     loop.fit()
     if config.target.shard:
         target.release()  # no piece is of use to the verdict, for which the main process loads the whole

@@ -31,6 +31,7 @@ RESERVED_KWARGS = frozenset(
         "truncation",
     }
 )  # fmt: skip
+WORD = "understudy"  # stands for a user's turn; any word that a template leaves as it is
 # How a template asks for the date, e.g. Llama 3's.
 _DATE_CALL = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 # Read by apply_chat_template itself, whatever the template's own variables are.
@@ -56,6 +57,22 @@ def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_k
     if not ids:
         raise UserError(f"{row.origin}: the prompt has no token: the tokenizer drops all of it, remove the row")
     return ids
+
+
+def render_opening(row: PromptRow, tokenizer: Any, *, chat_template_kwargs: dict[str, Any]) -> list[int]:
+    """Ids of a chat prompt up to where its last user's turn has its first word: whoever goes on there writes such a turn.
+
+    Raises:
+        UserError: no chat template, one that refuses the row, or one that does not show what the user says.
+    """
+    turns = _turns(row)
+    last = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
+    asked = (*turns[:last], {"role": "user", "content": WORD})
+    text = _apply(row, asked, tokenizer, chat_template_kwargs, tokenize=False, add_generation_prompt=False)
+    opening, word, _ = text.rpartition(WORD)
+    if not word:
+        raise UserError(f"{row.origin}: the chat template does not show the user's turn, so none can be made")
+    return list(tokenizer(opening, add_special_tokens=False).input_ids)
 
 
 def render_reference(

@@ -1,16 +1,18 @@
 """`understudy show`: the verdict of a finished run, and a few held-out prompts decoded with its best draft."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
 
-from distill.config.layout import CONFIG, EXPORT, best_student
+from distill.config.layout import CONFIG, EXPORT, PROMPTS, SYNTHETIC, best_student
 from distill.config.load import load_config
 from distill.report.screen import last_screen, marked_completion
 from distill.run.folder import load_verdict
 from distill.run.session import open_pair
+from distill.run.synthetic import synthetic_line
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
 
@@ -21,7 +23,10 @@ def show_run(run: Path) -> None:
     Raises:
         UserError: the run is not finished, or its target is gone.
     """
-    verdict = load_verdict(run)
+    verdict, synthetic = load_verdict(run), run / PROMPTS / f"{SYNTHETIC}.json"
+    if synthetic.exists():
+        made = json.loads(synthetic.read_text(encoding="utf-8"))
+        Console().print(synthetic_line(made["method"], made["counts"]))
     # A target that is only served elsewhere cannot show what it accepts.
     shown = held_out_completions(run, count=3) if verdict.target_tokens_per_second is not None else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)

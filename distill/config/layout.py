@@ -4,7 +4,8 @@ runs/NAME/config.yaml             the resolved config
          metrics.jsonl            one line a step
          target.json              what is known of the target without its weights
          student.json             what was measured and chosen for the draft's first weights
-         prompts/                 as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json
+         prompts/                 as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json;
+                                  synthetic.arrow and synthetic.json (how they were made, what was left out)
          responses/, signal/      token stores, day.txt where the chat template writes the date, served.json of a
                                   target behind a server; what the teacher said
          rollouts/                sequences made while training
@@ -23,6 +24,10 @@ from pathlib import Path
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 TARGET_FACTS, STUDENT_NOTES = "target.json", "student.json"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
+USER_TURNS, SYNTHETIC = (
+    "user-turns",
+    "synthetic",
+)  # what the target said as the user; prompts/: the prompts made, how many
 PROMPTS = "prompts"
 DAY, SERVED = "day.txt", "served.json"  # beside the stores of responses, to be copied with them
 SIGNAL, ROLLOUTS = "signal", "rollouts"

@@ -121,6 +121,8 @@ class RunConfig(Section):
             )
         if (weighting.name == "selected") != (weighting.reference is not None):
             raise ValueError("loss.weighting.reference goes with loss.weighting.name: selected, and only with it")
+        if self.data.synthetic is not None and self.data.responses == "reference":
+            raise ValueError("data.synthetic: nobody has answered these prompts; set data.responses: target")
         if self.loss.prompt_weight and weighting.name == "selected":
             raise ValueError(
                 "loss.prompt_weight: loss.weighting.name: selected chooses among response tokens; set it to 0"
@@ -149,6 +151,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"target.endpoint gives signal.source: {source} with signal.kind: topk at loss.temperature: 1"
             )
+        if chat and self.data.synthetic is not None and self.data.synthetic.method == "magpie":
+            raise ValueError("data.synthetic.method: magpie: a chat API writes no user's turns; set it to mix")
         if chat and self.data.template.mode == "plain":
             raise ValueError("target.endpoint.api: chat applies the chat template; data.template.mode cannot be plain")
         if chat and (said := self.unreplayable(self.judge_rule)):

@@ -139,6 +139,19 @@ class MixConfig(Section):
     text: float = Field(0.0, ge=0, description="windows of `data.text`, against forgetting")
 
 
+class SyntheticConfig(Section):
+    """Prompts made by us, answered by the target and trained on like the user's own; none that comes near a held-out one."""
+
+    count: int = Field(ge=1, description="how many; fewer where so many different ones cannot be found")
+    method: Literal["magpie", "mix"] = Field(
+        "magpie",
+        description="magpie: the target writes the user's turn behind the chat template's opening (and what the training prompts have "
+        "before their last question); mix: beginnings and ends of the training prompts joined where two words are the same",
+    )
+    max_tokens: int = Field(128, ge=1, description="magpie: a user's turn of more tokens is left out")
+    temperature: float = Field(1.0, gt=0, description="magpie: of the sampled turns")
+
+
 class RolloutConfig(Section):
     """Responses made while training, for `mix.student` and `mix.speculative`."""
 
@@ -178,6 +191,9 @@ class DataConfig(Section):
     too_long: Literal["error", "drop"] = Field("error", description="a prompt that does not fit: stop, or leave it out")
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="leave out longer prompts (counted in the log); null = keep all"
+    )
+    synthetic: SyntheticConfig | None = Field(
+        None, description="more training prompts than there are, e.g. {count: 1000}"
     )
     mix: MixConfig = Field(default_factory=MixConfig)
     rollouts: RolloutConfig = Field(default_factory=RolloutConfig)

@@ -94,16 +94,17 @@ def load_prompts(
             return PromptSets([], own, "")
     if heldout_only and data.heldout:
         render = _Renderer(data, tokenizer, made_with)
-        rows = _rows_of(data.heldout, render.bad_rows)[0]
+        rows = rows_of(data.heldout, render.bad_rows)[0]
         return PromptSets([], _asked_heldout(rows, render, heldout_prompts), "")
     with tempfile.TemporaryDirectory(prefix="understudy-prompts-") as passing:
         _make(data, tokenizer, Path(passing), made_with, heldout_prompts)
         return _read(Path(passing), heldout_prompts)
 
 
-def _rows_of(
+def rows_of(
     sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = None
 ) -> tuple[list[PromptRow], DuplicateReport]:
+    """The sources' prompts without repeats; what is no usable prompt goes into ``bad_rows`` where that is given."""
     return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
 
 
@@ -116,7 +117,7 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
                 "format": [CACHE_FORMAT, *SCHEMA.names], "context_length": context_length, "max_tokens": max_tokens,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
                 "template": template_fingerprint(tokenizer, template.mode, template.chat_template_kwargs)[:16],
-                "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window"}),
+                "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text", "text_window", "synthetic"}),
                 "sources": [source_state(source) for source in (*data.train, *data.heldout)],
             }
         )
@@ -187,11 +188,11 @@ def _read(folder: Path, heldout_prompts: int) -> PromptSets:
 def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, Any], heldout_prompts: int) -> None:
     """Reads, de-duplicates, renders and splits into a folder, the manifest last."""
     render, overlapping = _Renderer(data, tokenizer, made_with), 0
-    train_rows, repeats = _rows_of(data.train, render.bad_rows)
+    train_rows, repeats = rows_of(data.train, render.bad_rows)
     making = folder / ".making"
     shutil.rmtree(making, ignore_errors=True)
     if data.heldout:
-        wanted, heldout_rows = max(heldout_prompts, HELD_OUT), _rows_of(data.heldout, render.bad_rows)[0]
+        wanted, heldout_rows = max(heldout_prompts, HELD_OUT), rows_of(data.heldout, render.bad_rows)[0]
         heldout = _asked_heldout(heldout_rows, render, wanted)
         whole, fingerprints = len(heldout) < wanted, [write_prompts(making / HELDOUT_FILE, heldout)]
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
@@ -328,11 +329,7 @@ class _Renderer:
         ):
             self.dropped += 1
             return None
-        said = row.messages or ({"role": "user", "content": row.text},)
-        turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
-        as_turns = json.dumps(turns) if row.messages or row.tools else ""
-        text = _text_of(row)
-        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, reference_ids, as_turns, group)
+        return as_rendered(row, prompt_ids, reference_ids, group)
 
     def _ids(self, row: PromptRow, with_reference: bool) -> tuple[list[int], tuple[int, ...] | None]:
         how: dict[str, Any] = {
@@ -344,6 +341,18 @@ class _Renderer:
             raise UserError(f"{row.origin}: data.responses is reference, but the row has none; map reference_column")
         prompt_ids, answer_ids = render_reference(row, self.tokenizer, **how)
         return prompt_ids, tuple(answer_ids)
+
+
+def as_rendered(
+    row: PromptRow, prompt_ids: Sequence[int], reference_ids: tuple[int, ...] | None = None, group: str = ""
+) -> RenderedPrompt:
+    """The row with the ids that it is rendered to."""
+    said = row.messages or ({"role": "user", "content": row.text},)
+    turns = {"messages": said} | ({"tools": row.tools} if row.tools else {})
+    as_turns = json.dumps(turns) if row.messages or row.tools else ""
+    return RenderedPrompt(
+        content_hash(row), row.domain, tuple(prompt_ids), _text_of(row), reference_ids, as_turns, group
+    )
 
 
 def _text_of(row: PromptRow) -> str:

@@ -13,7 +13,7 @@ from data.responses.chat import ChatTarget
 from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
-from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING
+from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, USER_TURNS
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
@@ -65,6 +65,16 @@ class RunStores:
             }
             store_references(store, manifest, prompts, self.serving.max_tokens, size)
         return self._in_order(store, ResponsePlan(prompts, 1, size))
+
+    def user_turns(
+        self, openings: Sequence[RenderedPrompt], samples: int, temperature: float, max_tokens: int
+    ) -> list[tuple[str, list[int]]]:
+        """(prompt id, ids) of what the target writes behind each opening, `samples` times; kept like its responses."""
+        settings = replace(
+            self.settings, sampling=SamplingSettings(temperature), rule="sample", max_tokens=max_tokens, seed=self.settings.seed + 3
+        )  # fmt: skip
+        rows = self._make(USER_TURNS, openings, settings, samples, select=False)
+        return [(row.prompt_id, row.response_ids) for row in rows]
 
     def heldout(self, prompts: Sequence[RenderedPrompt], rule: Rule, *, select: bool = False) -> list[HeldoutResponse]:
         """Frozen held-out responses for judging by a rule: greedy ones for `greedy`, else at the serving settings.

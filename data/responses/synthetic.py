@@ -1,0 +1,161 @@
+"""Prompts that nobody asked, for the target to answer: sampled from the target itself, or joined from the user's own.
+
+`magpie`: the target goes on where the template opens the user's turn (Magpie, arXiv 2406.08464), behind what each training prompt
+has before its last question: its system message, the turns so far. `mix`: the beginning of one question and the end of another,
+joined at two words that both have, behind the turns of the first.
+
+What comes near a held-out prompt, or repeats another one, is left out by the rules of `data/prompts/split.py`.
+"""
+
+import json
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from data.prompts.prompt import PromptRow
+from data.prompts.split import content_hash, normalised_hash, split_groups
+from data.prompts.template import render_opening
+from data.responses.rendered import RenderedPrompt
+from speculative.errors import UserError
+
+Method = Literal["magpie", "mix"]
+# (openings, samples of each) -> (prompt id, response ids) of each sample, those of fewer samples or openings among them.
+Sampler = Callable[[Sequence[RenderedPrompt], int], Iterable[tuple[str, Sequence[int]]]]
+# Candidates that are made at first, and at most, for each prompt that is wanted.
+FIRST, MOST = 1.25, 8
+
+
+def synthetic_rows(
+    own: Sequence[PromptRow],
+    heldout: Sequence[PromptRow],
+    count: int,
+    candidates: Callable[[int], tuple[Sequence[PromptRow], Counter[str]]],
+    fits: Callable[[PromptRow], bool],
+) -> tuple[list[PromptRow], dict[str, int]]:
+    """At most `count` new prompts, and how many candidates were made and why they were left out.
+
+    Args:
+        own: the training prompts.
+        heldout: no prompt with a question of these is made, nor a near-equal one.
+        candidates: the first so many candidates, those of fewer among them, and what was left out on the way.
+        fits: whether a prompt leaves room for its answer.
+    """
+    wanted = round(FIRST * count)
+    while True:
+        made, left_out = candidates(wanted)
+        kept: list[PromptRow] = []
+        known = {normalised_hash(row) for row in own}
+        held = {normalised_hash(row) for row in heldout}
+        groups = split_groups([*heldout, *made], normalised=True)
+        held_groups = set(groups[: len(heldout)])
+        for row, group in zip(made, groups[len(heldout) :], strict=True):
+            key = normalised_hash(row)
+            fault = (
+                "empty" if not _question(row).strip()
+                else "held out" if group in held_groups or key in held
+                else "duplicates" if key in known
+                else "" if fits(row) else "too long"
+            )  # fmt: skip
+            left_out.update([fault] if fault else [])
+            known.add(key)
+            kept += [] if fault else [row]
+        if len(kept) >= count or wanted >= MOST * count:
+            return kept[:count], {"made": len(made), "kept": min(len(kept), count), **left_out}
+        wanted = min(2 * wanted, MOST * count)
+
+
+def sampled_rows(
+    own: Sequence[PromptRow],
+    tokenizer: Any,
+    sampler: Sampler,
+    end_ids: Collection[int],
+    seed: int,
+    chat_template_kwargs: dict[str, Any],
+) -> Callable[[int], tuple[list[PromptRow], Counter[str]]]:
+    """Candidates by `magpie`. A turn that does not end by itself, by one of `end_ids`, is too long.
+
+    Raises:
+        UserError: the tokenizer has no chat template.
+    """
+    rows = random.Random(seed).sample(list(own), len(own))
+    openings: dict[tuple[int, ...], PromptRow] = {}
+    for row in rows:
+        openings.setdefault(tuple(render_opening(row, tokenizer, chat_template_kwargs=chat_template_kwargs)), row)
+
+    def candidates(wanted: int) -> tuple[list[PromptRow], Counter[str]]:
+        chosen = list(openings.items())[:wanted]
+        prompts = [RenderedPrompt(content_hash(row), row.domain, ids) for ids, row in chosen]
+        of_id = {prompt.prompt_id: row for prompt, (_, row) in zip(prompts, chosen, strict=True)}
+        found: list[PromptRow] = []
+        left_out: Counter[str] = Counter()
+        for prompt_id, ids in sampler(prompts, -(-wanted // len(prompts))):
+            if not ids or ids[-1] not in end_ids:
+                left_out["too long"] += 1
+                continue
+            text = tokenizer.decode([token for token in ids if token not in end_ids], skip_special_tokens=True)
+            found.append(_asking(of_id[prompt_id], text.strip()))
+        return found, left_out
+
+    return candidates
+
+
+def mixed_rows(own: Sequence[PromptRow], seed: int) -> Callable[[int], tuple[list[PromptRow], Counter[str]]]:
+    """Candidates by `mix`.
+
+    Raises:
+        UserError: no two prompts have two neighbouring words in common.
+    """
+    words = [re.findall(r"\S+\s*", _question(row)) for row in own]
+    places: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for number, text in enumerate(words):
+        for place in range(len(text) - 1):
+            places[text[place].strip(), text[place + 1].strip()].append((number, place))
+    shared = {pair: found for pair, found in places.items() if len({number for number, _ in found}) > 1}
+    starts = [start for found in shared.values() for start in found]
+    if not starts:
+        raise UserError("data.synthetic.method: mix: no two training prompts share two neighbouring words; use magpie")
+
+    def candidates(wanted: int) -> tuple[list[PromptRow], Counter[str]]:
+        draw, found = random.Random(seed), []
+        for _ in range(wanted):
+            first, place = draw.choice(starts)
+            pair = words[first][place].strip(), words[first][place + 1].strip()
+            second, other = draw.choice([one for one in shared[pair] if one[0] != first])
+            text = "".join([*words[first][: place + 1], *words[second][other + 1 :]])
+            found.append(_asking(own[first], text.strip()))
+        return found, Counter()
+
+    return candidates
+
+
+def row_of(prompt: RenderedPrompt) -> PromptRow:
+    """The prompt as it was before it was rendered."""
+    if not prompt.turns:
+        return PromptRow(prompt.text, None, None, prompt.domain, prompt.prompt_id)
+    turns = json.loads(prompt.turns)
+    tools = tuple(turns["tools"]) if turns.get("tools") else None
+    return PromptRow(None, tuple(turns["messages"]), None, prompt.domain, prompt.prompt_id, tools)
+
+
+def _last_question(row: PromptRow) -> int:
+    turns = row.messages or ()
+    return max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
+
+
+def _question(row: PromptRow) -> str:
+    if row.text is not None:
+        return row.text
+    asked = (row.messages or ())[_last_question(row) :]
+    return str(asked[0].get("content", "")) if asked else ""
+
+
+def _asking(row: PromptRow, question: str) -> PromptRow:
+    """The row with another last question, and nothing behind it."""
+    row = replace(row, reference=None, origin="synthetic")
+    if row.messages is None:
+        return replace(row, text=question)
+    before = row.messages[: _last_question(row)]
+    return replace(row, messages=(*before, {"role": "user", "content": question}))

@@ -1,0 +1,100 @@
+"""A run's synthetic prompts: made once, the same after a stop, none from the held-out set."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_training import fresh_accelerator
+
+from data.prompts.split import normalised_hash
+from data.responses import respond as respond_module
+from data.responses.rendered import StoredPrompts
+from data.responses.store import Store
+from data.responses.synthetic import row_of
+from distill.commands import show
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.models.target import Target
+from distill.run.prompts import load_prompts
+from distill.run.responses import RunStores
+from distill.run.synthetic import with_synthetic
+from speculative.errors import UserError
+
+
+def made(config: RunConfig) -> tuple[Any, Any, dict[str, int]]:
+    """(own prompts, with the synthetic ones behind them, counts); every fourth token ends a turn, for a random target says no end."""
+    target = Target(config.target, torch.device("cpu"))
+    accelerator = fresh_accelerator(config.folder)
+    sets = load_prompts(config.data, target.tokenizer, 128, 16, 10, run=config.folder)
+    stores = RunStores(config, accelerator, target)
+    stores.settings = replace(stores.settings, eos_ids=tuple(range(2, 1500, 4)))
+    return sets.train, *with_synthetic(config, target.tokenizer, sets.train, stores, 128, accelerator)
+
+
+@pytest.fixture
+def asked(tiny_config: Path, chat_target: Path, tmp_path: Path) -> list[Any]:
+    overrides = [
+        "template={mode: chat}",
+        "too_long=drop",
+        "max_prompt_tokens=100",
+        "synthetic={count: 6, max_tokens: 12}",
+    ]
+    return [tiny_config, [f"output={tmp_path}", f"target.path={chat_target}", *(f"data.{one}" for one in overrides)]]
+
+
+def test_a_run_has_more_prompts_and_makes_the_same_ones_again(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(*asked)
+    own, prompts, counts = made(config)
+    assert counts["kept"] == 6
+    assert [prompt.prompt_id for prompt in prompts[: len(own)]] == [prompt.prompt_id for prompt in own]
+    heldout = {normalised_hash(row_of(prompt)) for prompt in StoredPrompts(config.folder / "prompts" / "heldout.arrow")}
+    new = [normalised_hash(row_of(prompt)) for prompt in prompts[len(own) :]]
+    assert not heldout & set(new)
+    assert len({*new, *(normalised_hash(row_of(prompt)) for prompt in own)}) == len(own) + 6
+    record = json.loads((config.folder / "prompts" / "synthetic.json").read_text())
+    assert record["counts"] == counts
+    assert (record["method"], record["count"]) == ("magpie", 6)
+    assert StoredPrompts(config.folder / "prompts" / "synthetic.arrow")[:] == list(prompts[len(own) :])
+    assert "6 synthetic training prompts (magpie)" in capsys.readouterr().out
+    # What the target wrote is there: a second start asks it nothing.
+    monkeypatch.setattr(respond_module, "decode", lambda *_, **__: pytest.fail("decoded again"))
+    assert made(config)[1][:] == list(prompts)
+    # Some of it lost: only that is made again, and it is the same.
+    monkeypatch.undo()
+    Store(config.folder / "responses" / "user-turns").shards()[0].unlink()
+    assert made(config)[1][:] == list(prompts)
+
+
+def test_a_mix_asks_the_target_nothing(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(asked[0], [*asked[1], "data.synthetic={count: 5, method: mix}"])
+    monkeypatch.setattr(respond_module, "decode", lambda *_, **__: pytest.fail("decoded"))
+    own, prompts, counts = made(config)
+    assert len(prompts) - len(own) == counts["kept"] == 5
+
+
+def test_show_tells_the_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(record=True)
+    monkeypatch.setattr(show, "Console", lambda: console)
+    monkeypatch.setattr(show, "held_out_completions", lambda *_, **__: [])
+    record = tiny_run / "prompts" / "synthetic.json"
+    record.write_text(json.dumps({"method": "mix", "counts": {"made": 9, "kept": 5, "empty": 4}}))
+    try:
+        show.show_run(tiny_run)
+    finally:
+        record.unlink()
+    assert "5 synthetic training prompts (mix) of 9 candidates, left out: 4 empty" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("data.responses=reference", "nobody has answered"), ("data.synthetic={count: 0}", "data.synthetic.count")],
+)
+def test_what_cannot_be_is_refused(asked: list[Any], override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(asked[0], [*asked[1], override])
