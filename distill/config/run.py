@@ -80,8 +80,27 @@ class RunConfig(Section):
             )
         if self.serving.temperature == 0 and self.serving.samples_per_prompt > 1:
             raise ValueError("serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response")
+        self._possible_parallel()
         self._possible_signal()
         return self
+
+    def _possible_parallel(self) -> None:
+        """Raises ValueError for what does not go with a draft that proposes whole blocks."""
+        parallel, mix = self.student.parallel, self.data.mix
+        if parallel is None:
+            return
+        if self.judge.gamma > parallel.tokens:
+            raise ValueError(
+                f"judge.gamma = {self.judge.gamma} above student.parallel.tokens = {parallel.tokens}: offsets behind that are not learnt"
+            )
+        if self.train.packing is not None:
+            raise ValueError("student.parallel masks attention block by block: set train.packing to null")
+        if self.loss.weighting.name == "selected":
+            raise ValueError("loss.weighting.name: selected picks among response tokens, of which student.parallel asks several times")
+        if mix.student or mix.speculative:
+            raise ValueError(
+                "data.mix.student and .speculative are drafted token by token, which is not how student.parallel is served; set them to 0"
+            )
 
     def _possible_signal(self) -> None:
         """Raises ValueError for sources of the teacher's word that cannot go together."""

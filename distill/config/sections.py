@@ -70,6 +70,24 @@ class LoraConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """A draft that proposes a whole block in one forward: the known text, then copies of one mask token (PARD, arXiv 2504.18583)."""
+
+    tokens: int = Field(8, ge=2, le=16, description="largest offset that is learnt; a block drafts at most so many tokens")
+    mask_token: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="id that stands for a token not known yet and occurs in no text; auto = the draft's own `pard_token`, else a row of the "
+        "vocabulary without a token, else a special token that no prompt or response uses",
+    )
+    retain: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="a block that is asked for an offset is asked for the next one too with this probability (conditional drop): about "
+        "retain / (1 - retain) mask tokens a response token; 1 = always",
+    )
+
+
 class StudentConfig(Section):
     """The draft: where its first weights come from, and what of it is trained."""
 
@@ -101,6 +119,9 @@ class StudentConfig(Section):
         None, description="fields of a transformers config, `model_type` among them (init: config)"
     )
     lora: LoraConfig | None = Field(None, description="train adapters only; null = all weights")
+    parallel: ParallelConfig | None = Field(
+        None, description="learn to draft a block in one forward, `{}` with the defaults; null = token by token"
+    )
     extend_context: bool = Field(
         False,
         description="init pretrained: a draft made for shorter texts than the target's is stretched to them (YaRN); else refused "
