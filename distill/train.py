@@ -4,7 +4,6 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
 from distill.run.session import check_instrument, dated_tokenizer, new_accelerator
 from distill.run.synthetic import with_synthetic
-from distill.training.batches import check_packing, make_batches, make_objective
+from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.loop import Loop
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
@@ -47,6 +46,7 @@ from distill.training.teacher import Teacher
 from distill.training.tracking import start_trackers
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
 from distill.verdict.judge import DraftJudge
+from speculative.engine.parallel import mask_token_of
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
 
@@ -102,7 +102,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     # carved by measurements on the target's own text has to wait for that text.
     longest = max(len(prompt.prompt_ids) for prompt in sets.heldout) + config.serving.max_tokens
     require_served(config.judge.served, target, longest)
-    measured, prompts = carved_by_measurement(config.student), chain(sets.train, sets.heldout)
+    measured, prompts = carved_by_measurement(config.student), (sets.train, sets.heldout)
     student = None if measured else first_student(config, accelerator, target, prompts=prompts)
     # Without the target's weights there is no instrument to check: replay alone judges.
     live = config.judge.live != "never"
@@ -115,7 +115,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         rows = stores.training(train) if wanted else None  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:
-        student = first_student(config, accelerator, target, rows or ())
+        student = first_student(config, accelerator, target, rows or (), prompts)
     provenance = describe_run(config.seed) | {
         "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
@@ -149,7 +149,7 @@ def _loop(
     context: int,
 ) -> Loop:
     """The student with everything that trains it: objective, teacher, batches."""
-    module = DraftModule(student, make_objective(config))
+    module = DraftModule(student, make_objective(config), make_survival(config))
     if config.train.compile:
         module.inner.base_model.compile(dynamic=True)  # batches differ in width
     accelerator.print(
@@ -168,7 +168,8 @@ def _loop(
             check_packing(reference.split)
         if target.in_memory:  # it then reads packed rows too; a store was made from padded ones
             check_packing(SplitModel(target.model))
-    batches = make_batches(config, accelerator, target, prompts, examples, context, teacher)
+    mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
+    batches = make_batches(config, accelerator, target, prompts, examples, context, teacher, mask_token)
     if accelerator.is_main_process:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":

@@ -18,13 +18,15 @@ class Example:
     """One training sequence: ids and, for each of them, whether it is a response token (is to be predicted).
 
     `weights`, one per id when given, multiply the loss of predicting that id. Above 0, `prompt_weight` makes every other id
-    predicted too, with that weight.
+    predicted too, with that weight. `depths`, one per id when given: how many tokens are asked for, in one forward, of a block
+    that starts with that id.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     weights: np.ndarray | None = None
     prompt_weight: float = 0.0
+    depths: np.ndarray | None = None
 
     @property
     def response_tokens(self) -> int:
@@ -44,6 +46,7 @@ class Batch:
     Rows come sequence by sequence, in the order of `indices` (the examples' numbers in their set), position rising. `answers_R`
     tells response tokens from those of prompts, where prompts are learnt.
     `position_ids_BT` is given when several sequences share a row of the batch: it starts again at 0 with each of them.
+    `depths_BT`, of a parallel draft: how many tokens behind each position are asked for; 0 where no block starts.
     """
 
     input_ids_BT: Tensor
@@ -51,6 +54,7 @@ class Batch:
     labels_R: Tensor
     position_ids_BT: Tensor | None = None
     weights_R: Tensor | None = None
+    depths_BT: Tensor | None = None
     indices: tuple[int, ...] = ()
     positions: int = 0  # tokens of all sequences, padding not counted
     answers_R: Tensor | None = None
@@ -59,6 +63,11 @@ class Batch:
     def response_tokens(self) -> int:
         """Rows that predict a response token."""
         return self.labels_R.numel() if self.answers_R is None else int(self.answers_R.sum())
+
+    @property
+    def masks(self) -> int:
+        """Mask tokens that stand in the pass of a parallel draft: one for each token asked for behind a block's first."""
+        return 0 if self.depths_BT is None else int((self.depths_BT - 1).clamp_min(0).sum())
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on another device."""
@@ -97,6 +106,7 @@ def collate_rows(
     labels_BT = np.zeros(shape, dtype=np.int64)
     weights_BT = np.ones(shape, dtype=np.float32)
     positions_BT = np.zeros(shape, dtype=np.int64)
+    depths_BT = np.zeros(shape, dtype=np.int64)
     for index, row in enumerate(rows):
         start = 0
         for example in row:
@@ -110,16 +120,20 @@ def collate_rows(
                 weights_BT[index, start : end - 1] = example.weights[1:]
             if example.prompt_weight:
                 weights_BT[index, start : end - 1][~example.loss_mask[1:]] = example.prompt_weight
+            if example.depths is not None:
+                depths_BT[index, start : end - 1] = example.depths[1:]
             start = end
     rows_R = np.flatnonzero(predicts_BT)
     prompts = any(example.prompt_weight for row in rows for example in row)
     weighted = prompts or any(example.weights is not None for row in rows for example in row)
+    parallel = any(example.depths is not None for row in rows for example in row)
     return Batch(
         torch.from_numpy(input_ids_BT),
         torch.from_numpy(rows_R),
         torch.from_numpy(labels_BT.reshape(-1)[rows_R]),
         torch.from_numpy(positions_BT) if packed else None,
         torch.from_numpy(weights_BT.reshape(-1)[rows_R]) if weighted else None,
+        torch.from_numpy(depths_BT) if parallel else None,
         tuple(int(index) for index in indices),
         sum(len(example.input_ids) for row in rows for example in row),
         torch.from_numpy(answers_BT.reshape(-1)[rows_R]) if prompts else None,

@@ -96,7 +96,9 @@ class RunConfig(Section):
         if self.train.packing is not None:
             raise ValueError("student.parallel masks attention block by block: set train.packing to null")
         if self.loss.weighting.name == "selected":
-            raise ValueError("loss.weighting.name: selected picks among response tokens, of which student.parallel asks several times")
+            raise ValueError(
+                "loss.weighting.name: selected picks among response tokens, of which student.parallel asks several times"
+            )
         if mix.student or mix.speculative:
             raise ValueError(
                 "data.mix.student and .speculative are drafted token by token, which is not how student.parallel is served; set them to 0"

@@ -73,7 +73,9 @@ class LoraConfig(Section):
 class ParallelConfig(Section):
     """A draft that proposes a whole block in one forward: the known text, then copies of one mask token (PARD, arXiv 2504.18583)."""
 
-    tokens: int = Field(8, ge=2, le=16, description="largest offset that is learnt; a block drafts at most so many tokens")
+    tokens: int = Field(
+        8, ge=2, le=16, description="largest offset that is learnt; a block drafts at most so many tokens"
+    )
     mask_token: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="id that stands for a token not known yet and occurs in no text; auto = the draft's own `pard_token`, else a row of the "

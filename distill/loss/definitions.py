@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from speculative.rules.rule import Rule
-from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.rule import Rule, draft_draws
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, most_likely
+from speculative.rules.verify import accept_probability
 
 UNTOUCHED = SamplingSettings()  # the model's own distribution
 
@@ -58,6 +59,23 @@ def acceptance(target_logits_NV: Tensor, student_logits_NV: Tensor, serving: Sam
     target_NV = logits_to_probs(target_logits_NV, GREEDY if rule == "greedy" else serving)
     student_NV = logits_to_probs(student_logits_NV, GREEDY if rule in ("greedy", "greedy-draft") else serving)
     return torch.minimum(target_NV, student_NV).sum(-1)
+
+
+def kept(
+    target_logits_NV: Tensor | None, student_logits_NV: Tensor, labels_N: Tensor, serving: SamplingSettings, rule: Rule
+) -> Tensor:
+    """Probability, given the target's own tokens, that each was drafted and kept (maximal coupling, arXiv 2211.17192). (N,)
+
+    min(1, student / target); where drafts take their argmax, and without target logits, whether that is the token. A token whose target
+    probability is not known (0) counts as refused.
+    """
+    if target_logits_NV is None or not draft_draws(rule):
+        return (most_likely(student_logits_NV) == labels_N).to(student_logits_NV.dtype)
+    student_N, target_N = (
+        logits_to_probs(logits_NV, serving).gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
+        for logits_NV in (student_logits_NV, target_logits_NV)
+    )
+    return accept_probability(student_N, target_N).where(target_N > 0, 0.0)
 
 
 def forward_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:

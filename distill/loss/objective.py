@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from data.signals.signal import DenseSignal, SampledSignal, Signal
+from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
 from distill.loss import definitions as losses
 from distill.loss.definitions import Objective
 from distill.loss.gradients import Rows, Scratch, part_of, rows_of
@@ -60,8 +60,9 @@ def chunked_loss(
 ) -> Sums:
     """Summed loss of R tokens, chunk by chunk; its backward hands out the gradients taken on the way, once.
 
-    `weights_R` multiplies loss and gradient of each token; where `answers_R` is given, overlap and slack are of its tokens alone. `reference` is another draft's hidden states and head, for weighting
-    `selected`: two forward KLs are read without gradient, then only the kept rows train; the overlap is that of all rows.
+    `weights_R` multiplies loss and gradient of each token; where `answers_R` is given, overlap and slack are of its tokens alone.
+    `reference` is another draft's hidden states and head, for weighting `selected`: two forward KLs are read without gradient,
+    then only the kept rows train; the overlap is that of all rows.
 
     Raises:
         ValueError: an objective that the signal cannot serve, a weighting without a signal or reference.
@@ -104,16 +105,38 @@ def acceptance_sum(
         return None
     vocabulary = getattr(student_head.projection, "out_features", UNKNOWN_VOCABULARY)
     spread = slice(None, None, -(-tokens // max(1, min(MEASURED_ROWS, MEASURED_LOGITS // vocabulary))))
-    student_ND, own = student_hidden_RD[spread], part_of(signal, spread)
-    student_NV = _head_of(student_head, student_ND, False).logits(slice(None))
-    if isinstance(own, DenseSignal):
-        target_NV = _frozen_head_of(own).logits(slice(None))
-    else:
-        target_NV = torch.full_like(student_NV, -torch.inf, dtype=own.log_probs_RK.dtype)
-        target_NV.scatter_reduce_(-1, own.ids_RK, own.log_probs_RK * objective.temperature, "amax")
+    target_NV, student_NV = _both_logits(objective, student_hidden_RD[spread], student_head, part_of(signal, spread))
+    assert target_NV is not None
     # A row that stores nothing is nan.
     accepted_N = losses.acceptance(target_NV, student_NV, objective.serving, objective.rule).nan_to_num(0.0)
     return accepted_N.double().mean() * tokens
+
+
+@torch.no_grad()
+def kept_probs(
+    objective: Objective, student_hidden_RD: Tensor, student_head: OutputHead, signal: Signal | None, labels_R: Tensor
+) -> Tensor:
+    """Probability that the server keeps the target's own token, were it drafted at its row: `definitions.kept`. (R,)"""
+    vocabulary = getattr(student_head.projection, "out_features", UNKNOWN_VOCABULARY)
+    found = [torch.zeros(0, device=labels_R.device)]
+    for chosen in _slices(len(labels_R), max(1, MEASURED_LOGITS // vocabulary)):
+        both = _both_logits(objective, student_hidden_RD[chosen], student_head, part_of(signal, chosen))
+        found.append(losses.kept(*both, labels_R[chosen], objective.serving, objective.rule).float())
+    return torch.cat(found)
+
+
+def _both_logits(
+    objective: Objective, student_ND: Tensor, student_head: OutputHead, signal: Signal | None
+) -> tuple[Tensor | None, Tensor]:
+    """(target, student) logits of a few rows, without gradient; no target's without a signal, or of samples."""
+    student_NV = _head_of(student_head, student_ND, False).logits(slice(None))
+    if isinstance(signal, DenseSignal):
+        return _frozen_head_of(signal).logits(slice(None)), student_NV
+    if not isinstance(signal, TopKSignal):
+        return None, student_NV
+    target_NV = torch.full_like(student_NV, -torch.inf, dtype=signal.log_probs_RK.dtype)
+    target_NV.scatter_reduce_(-1, signal.ids_RK, signal.log_probs_RK * objective.temperature, "amax")
+    return target_NV, student_NV
 
 
 def refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:

@@ -34,12 +34,6 @@ def drawn_depths(generator: np.random.Generator, loss_mask: np.ndarray, tokens: 
     return np.minimum(drawn, room)
 
 
-def deepest_starts(depths_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(the deepest start of each text (B,), the first of equals; its depth (B,), 0 where a text asks for nothing)."""
-    depths_B, starts_B = depths_BT.max(-1)
-    return starts_B, depths_B
-
-
 def survival_sums(accepted_BJ: Tensor, depths_B: Tensor) -> Tensor:
     """(2, J) float64 of blocks: how many keep their first j tokens, by P(token j is kept | text); how many ask for offset j at all.
 
@@ -78,6 +72,10 @@ class Survival:
         for place, (kept, asked) in enumerate(zip(kept_J, asked_J, strict=True)):
             if asked:
                 self.kept_J[place] += (1.0 - DECAY) * (kept / asked - self.kept_J[place])
+        self.forget()
+
+    def forget(self) -> None:
+        """What was noted since the last step is no step's."""
         self.seen_2J = torch.zeros_like(self.seen_2J)
 
     def state_dict(self) -> dict[str, Any]:

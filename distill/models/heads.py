@@ -79,14 +79,15 @@ class SplitModel:
         self.head = OutputHead(embeddings, scale, getattr(text_config, "final_logit_softcapping", None))
         self._check()
 
-    def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+    def hidden(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None, attention: Any = None) -> Tensor:
         """(B, T) ids -> (B, T, D) hidden states that the head reads.
 
         With `position_ids_BT`, sequences packed into one row do not see each other: transformers finds where positions start
-        again and masks across them.
+        again and masks across them. With `attention`, a mask as the model takes it, that says who sees whom.
         """
-        options: dict[str, Any] = {} if position_ids_BT is None else {"position_ids": position_ids_BT}
-        with _rows_known(packed=position_ids_BT is not None):
+        options = {"position_ids": position_ids_BT, "attention_mask": attention}
+        options = {name: value for name, value in options.items() if value is not None}
+        with _rows_known(packed=position_ids_BT is not None and attention is None):
             hidden_BTD = self.body(input_ids=input_ids_BT, use_cache=False, **options).last_hidden_state
         return hidden_BTD.to(input_ids_BT.device)
 

@@ -3,8 +3,8 @@
 import difflib
 import functools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ from distill.config.run import RunConfig
 from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
 from distill.models.load import load_model, load_pretrained, load_tokenizer, reason_of
+from distill.models.mask_token import give_mask_token
 from distill.models.target import Target
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
@@ -34,6 +35,7 @@ from distill.models.vocabulary import (
     vocabulary_rows,
 )
 from speculative.engine.models import max_positions
+from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -63,7 +65,7 @@ def make_student(
         seed: of random weights. temperature: the server's, at which layers are compared; 0 compares at the model's own.
         layers: what `layers: auto` chose earlier, so that a resumed run or another rank has the same without measuring.
         notes: is given what was chosen and measured, as plain values for JSON.
-        texts: token ids that the draft will read, each of which it must have a row for.
+        texts: token ids that the draft will read, each of which it must have a row for; may be read more than once.
 
     Raises:
         UserError: layers the target lacks, a vocabulary that cannot be made to agree, an impossible architecture or pair of
@@ -81,11 +83,13 @@ def make_student(
             notes["embeddings"] = fit_embeddings(student, target, seed)
     else:
         student = _pretrained(config, target, tokenizer, notes, texts)
+    if config.parallel is not None:
+        notes["parallel"] = give_mask_token(student, config.parallel.mask_token, tokenizer, texts)
     if config.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if config.lora is not None:
         lora = config.lora
-        return add_lora(student, lora.rank, lora.alpha, lora.target_modules)
+        return add_lora(student, lora.rank, lora.alpha, lora.target_modules, mask_token_of(student.config))
     return student
 
 
@@ -269,8 +273,10 @@ def from_architecture(
         raise UserError(f"student.architecture: {reason_of(error)}") from error
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str] | str) -> Any:
-    """The model with trainable low-rank adapters and everything else frozen (peft).
+def add_lora(
+    model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str] | str, mask_token: int | None = None
+) -> Any:
+    """The model with trainable low-rank adapters and everything else frozen (peft), but for the embedding of a mask token.
 
     Raises:
         UserError: a module name that the model does not have, a tied head that must stay tied.
@@ -279,11 +285,25 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequ
 
     modules = target_modules if isinstance(target_modules, str) else list(target_modules)
     untie_for_adapters(model, modules)
-    lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    own = None if mask_token is None else [mask_token]
+    lora = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM", trainable_token_indices=own
+    )
     try:
         return get_peft_model(model, lora)
     except ValueError as error:
         raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Token ids of the ends of responses and of prompts, one by one, as often as they are asked for."""
+
+    ends: Sequence[int]
+    sets: Sequence[Sequence[RenderedPrompt]]
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        return chain([self.ends], (prompt.prompt_ids for prompt in chain.from_iterable(self.sets)))
 
 
 # Responses that layers and channels are chosen by.
@@ -300,7 +320,7 @@ def first_student(
     accelerator: Accelerator,
     target: Target,
     rows: Sequence[Row] = (),
-    prompts: Iterable[RenderedPrompt] = (),
+    prompts: Sequence[Sequence[RenderedPrompt]] = (),
 ) -> Any:
     """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
@@ -314,7 +334,7 @@ def first_student(
         return make_student(
             config.student, source, target.tokenizer, texts or None, seed=config.seed,
             temperature=config.serving.temperature, layers=layers, notes=notes,
-            texts=chain([target.facts.eos_ids], (prompt.prompt_ids for prompt in prompts)),
+            texts=_Texts(target.facts.eos_ids, prompts),
         )  # fmt: skip
 
     student, choice = None, None

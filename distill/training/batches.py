@@ -22,6 +22,7 @@ from data.batches.windows import text_examples
 from data.responses.rendered import RenderedPrompt, prompt_lengths
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
+from distill.loss.offsets import Survival, drawn_depths
 from distill.models.heads import SplitModel
 from distill.models.target import Target
 from distill.training.capture import StoredTeacher
@@ -59,11 +60,12 @@ class BatchSource:
         rollouts: Rollouts | None = None,
         text_examples: Sequence[Example] | None = None,
         longest_rollout: int = 0,
+        mask_token: int | None = None,
     ) -> None:
         """`examples`: responses of the target. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
 
         Raises:
-            UserError: a sequence that is longer than `train.packing`.
+            UserError: a sequence that is longer than `train.packing`, or holds the mask token of a parallel draft.
         """
         mix, every = config.data.mix, config.data.rollouts.every
         shares = {
@@ -75,7 +77,7 @@ class BatchSource:
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
         # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
         self.micro_batch_size = config.train.micro_batch_size or 1
-        self._longest_rollout = longest_rollout
+        self._longest_rollout, self._mask_token = longest_rollout, mask_token
         # Told the micro-batches of a step before it is asked for them, in the thread that made them.
         self.read_ahead: Callable[[Sequence[Batch]], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -150,7 +152,8 @@ class BatchSource:
                 self._hold(name, generation, made(generation, draft))
             _, examples = self._held[name]
             chosen = self.mixture.chosen(name, step, examples.lengths_N).tolist()
-            documents += [self._weighted(name, examples[number]) for number in chosen]
+            taught = [self._weighted(name, examples[number]) for number in chosen]
+            documents += [self._in_blocks(one, step, place) for place, one in enumerate(taught, len(documents))]
             numbers += chosen if name == "target" else [-1] * count
         return documents, numbers
 
@@ -163,7 +166,21 @@ class BatchSource:
             raise UserError(
                 f"train.packing = {packing}: a sequence of data.mix.{name} has {longest} tokens; set it to at least that"
             )
+        for number in range(len(examples)) if self._mask_token is not None else ():
+            if self._mask_token in examples[number].input_ids:
+                raise UserError(
+                    f"student.parallel.mask_token: a sequence of data.mix.{name} holds token {self._mask_token}, which stands for a token "
+                    "not known yet; give an id that no text has"
+                )
         self._held[name] = generation, examples
+
+    def _in_blocks(self, example: Example, step: int, place: int) -> Example:
+        """The example with how far the block of each of its tokens is asked: drawn by seed, step and place in the step alone."""
+        parallel = self.config.student.parallel
+        if parallel is None:
+            return example
+        generator = np.random.default_rng((self.config.seed, step, place))
+        return replace(example, depths=drawn_depths(generator, example.loss_mask, parallel.tokens, parallel.retain))
 
     def _weighted(self, name: str, example: Example) -> Example:
         weighting = self.config.loss.weighting
@@ -226,10 +243,11 @@ def make_batches(
     examples: Examples | Sequence[Example],
     context: int,
     teacher: TeacherSource | None = None,
+    mask_token: int | None = None,
 ) -> BatchSource:
     """The source of micro-batches, with rollouts and general text where the mix has a share of them.
 
-    ``teacher``: one that reads a store does so a step ahead.
+    ``teacher``: one that reads a store does so a step ahead. ``mask_token``: of a parallel draft.
     """
     mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
     rollouts, text, longest = None, None, 0
@@ -252,7 +270,7 @@ def make_batches(
         text = text_examples(data.text, tokenizer, data.text_window)
     source = BatchSource(
         config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text,
-        longest,
+        longest, mask_token,
     )  # fmt: skip
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
@@ -269,3 +287,9 @@ def make_objective(config: RunConfig) -> Objective:
         config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving, config.judge_rule,
         weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
     )  # fmt: skip
+
+
+def make_survival(config: RunConfig) -> Survival | None:
+    """What weighs the offsets of a parallel draft; None for one that drafts token by token."""
+    parallel = config.student.parallel
+    return None if parallel is None else Survival(parallel.tokens, parallel.retain)

@@ -69,7 +69,8 @@ class StepResult:
     """One optimizer step: means over all response tokens of all ranks.
 
     `alpha` estimates the draft's acceptance on this batch at the serving settings; it may be off by `alpha_slack` when the
-    teacher's word comes from a store. `positions` counts all tokens that went through the draft, prompts included and padding not.
+    teacher's word comes from a store. `positions` counts all tokens that went through the draft, prompts included, padding and `masks`,
+    the mask tokens of a parallel draft, not.
     """
 
     loss: float
@@ -80,6 +81,7 @@ class StepResult:
     alpha_slack: float = 0.0
     skipped: bool = False
     positions: int = 0
+    masks: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -116,8 +118,9 @@ class Loop:
         self.schedulers = make_schedules(optimizers, optim, train.steps)
         self.spikes = SpikeGuard(sharding.spike_factor(accelerator, optim))
         self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
-        averaged = [self.average] if self.average is not None else []
-        accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *averaged)
+        self.survival = self.module.survival
+        own = [one for one in (self.average, self.survival) if one is not None]
+        accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *own)
         self.clock = self.module.clock = StageClock(accelerator.device)
         self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
         if progress.step or self._seen(step_folder(self.run, 0) / STATE):
@@ -181,8 +184,8 @@ class Loop:
         """
         accelerator = self.accelerator
         self._set_objective()
-        counts = torch.tensor([sum(b.response_tokens for b in window), sum(b.positions for b in window)])
-        tokens, positions = accelerator.reduce(counts.to(accelerator.device)).tolist()
+        counts = torch.tensor([(b.response_tokens, b.positions, b.masks) for b in window]).sum(0)
+        tokens, positions, masks = accelerator.reduce(counts.to(accelerator.device)).tolist()
         # Of loss, overlap and slack, and the gradient's norm: a rank whose own rounding went another way must not part from the others.
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
@@ -196,7 +199,7 @@ class Loop:
                 with sharding.autocast(accelerator):
                     loss, overlap, slack = self.wrapped(
                         batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
-                        reference, batch.answers_R,
+                        reference, batch.answers_R, batch.depths_BT,
                     )  # fmt: skip
                 sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
                 self.clock.mark("student")
@@ -209,6 +212,8 @@ class Loop:
             self._refuse_update(mean_loss, grad_norm)
         # Some optimizers keep their learning rate as a tensor.
         lr, skipped = float(self.schedulers[0].get_last_lr()[0]), self.spikes.is_spike(grad_norm)
+        if self.survival is not None:
+            self.survival.settle(accelerator.reduce(self.survival.seen_2J.to(accelerator.device)))
         if not skipped:
             sharding.update(accelerator, self.wrapped, self.optimizers)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
@@ -228,6 +233,7 @@ class Loop:
             mean_slack,
             skipped,
             positions,
+            masks,
             dict.fromkeys(STAGES, 0.0) | self.clock.seconds(),
         )
 
@@ -287,11 +293,14 @@ class Loop:
             "lr": result.lr, "grad_norm": result.grad_norm, "tokens": result.tokens, "tokens_seen": self.progress.tokens_seen,
             "tokens_per_second": round(result.tokens / elapsed, 1),
         }  # fmt: skip
+        if self.survival is not None:
+            values["masks"] = result.masks
+            values |= {f"survival/{place}": round(kept, 5) for place, kept in enumerate(self.survival.kept_J, 1)}
         if result.skipped:
             values["skipped"] = True
         values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
         values["peak_memory_mib"] = round(peak_bytes(device) / 2**20, 1)
-        flops = self.flops.of(result.positions, result.tokens)
+        flops = self.flops.of(result.positions, result.tokens, result.masks)
         share = mfu(1 / elapsed, flops, device, sharding.settled_precision(self.config.train.mixed_precision)[0], ranks)
         if share is not None:
             values["mfu"] = round(share, 4)

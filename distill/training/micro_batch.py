@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal
 from distill.config.sections import OptimConfig, TrainConfig
+from distill.loss.offsets import drawn_depths
 from distill.models.heads import SplitModel
 from distill.training import sharding
 from distill.training.module import DraftModule
@@ -113,8 +114,15 @@ def chosen_micro_batch(
 
 def trial_batch(size: int, longest: int, module: DraftModule) -> Batch:
     """So many rows as long as any can be, every token but the first to be learnt: the most a micro-batch asks for."""
-    ids = np.arange(longest) % module.inner.config.get_text_config().vocab_size
-    return collate([Example(ids, np.arange(longest) > 0)] * size, 0)
+    ids, learnt, survival = (
+        np.arange(longest) % module.inner.config.get_text_config().vocab_size,
+        np.arange(longest) > 0,
+        module.survival,
+    )
+    depths = None
+    if survival is not None:
+        depths = drawn_depths(np.random.default_rng(0), learnt, len(survival.kept_J), survival.retain)
+    return collate([Example(ids, learnt, depths=depths)] * size, 0)
 
 
 def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher | None, batch: Batch) -> None:
@@ -127,5 +135,7 @@ def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher |
     signal = DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head)
     module.train()
     with accelerator.autocast():
-        loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal)
+        loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, depths_BT=batch.depths_BT)
     loss.backward()
+    if module.survival is not None:
+        module.survival.forget()

@@ -3,24 +3,29 @@
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.signals.signal import DenseSignal, Signal
 from distill.loss.definitions import Objective
-from distill.loss.objective import acceptance_sum, chunked_loss
+from distill.loss.gradients import part_of
+from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
+from distill.loss.offsets import Survival, survival_sums
 from distill.models.heads import SplitModel
 from speculative.decoder.stage_clock import StageClock
+from speculative.engine.parallel import mask_token_of, masked_pass
 
 
 class DraftModule(nn.Module):
     """What Accelerate wraps: its forward makes the loss, so that every parameter's gradient passes the wrapper's hooks."""
 
-    def __init__(self, student: nn.Module, objective: Objective) -> None:
-        """``student`` is a causal LM, or a peft model around one."""
+    def __init__(self, student: nn.Module, objective: Objective, survival: Survival | None = None) -> None:
+        """``student`` is a causal LM, or a peft model around one. ``survival``: of a parallel draft, which its config names a mask token for."""
         super().__init__()
         self.student = student
         self.objective = objective
+        self.survival = survival
         self.clock: StageClock | None = None
         # A peft model wraps a causal LM whose layers carry the adapters in place.
         adapted: Any = student
@@ -43,14 +48,22 @@ class DraftModule(nn.Module):
         position_ids_BT: Tensor | None = None,
         reference: DenseSignal | None = None,
         answers_R: Tensor | None = None,
+        depths_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(summed loss, summed acceptance, what it may be off by) over the R tokens of a micro-batch, the last two over its answers.
 
-        The acceptance is the server's; with a sampled signal the overlap at the loss's temperature stands for it.
+        The acceptance is the server's; with a sampled signal the overlap at the loss's temperature stands for it. With `depths_BT` each
+        position's block is asked for so many tokens at once (`distill/loss/offsets.py`); the acceptance is that of their first.
         """
         split = self._split[0]
-        hidden_BTD = split.hidden(input_ids_BT, position_ids_BT)
-        hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
+        if depths_BT is None:
+            hidden_BTD = split.hidden(input_ids_BT, position_ids_BT)
+            hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
+        else:
+            hidden_RD, sources_R, offsets_R = self._asked(input_ids_BT, rows_R, depths_BT)
+            signal, labels_R = part_of(signal, sources_R), labels_R[sources_R]
+            weights_R = self._weighted(part_of(weights_R, sources_R), offsets_R)
+            answers_R = offsets_R == 1 if answers_R is None else (offsets_R == 1) & answers_R[sources_R]
         if self.clock is not None:
             self.clock.mark("student")
         sums = chunked_loss(
@@ -60,9 +73,48 @@ class DraftModule(nn.Module):
         if signal is not None and not self.objective.overlap_is_acceptance:
             chosen = slice(None) if answers_R is None else answers_R
             accepted = acceptance_sum(self.objective, hidden_RD[chosen], split.head, signal.rows(chosen))
+        if depths_BT is not None:
+            self._note_survival(depths_BT, rows_R, hidden_RD, signal, labels_R)
         if self.clock is not None:
             self.clock.mark("loss")
         return sums.loss, sums.overlap if accepted is None else accepted, sums.overlap_slack
+
+    def _asked(self, input_ids_BT: Tensor, rows_R: Tensor, depths_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the R rows of offset 1, then of the tokens behind, start after start: (hidden states, row of the same label, offset)."""
+        mask_token, length = mask_token_of(self.inner.config), input_ids_BT.shape[1]
+        assert mask_token is not None
+        masked = masked_pass(self.inner, input_ids_BT, depths_BT, mask_token)
+        hidden_BLD = self._split[0].hidden(masked.input_ids_BL, masked.position_ids_BL, masked.attention)
+        width = hidden_BLD.shape[1]
+        places_R = torch.cat([rows_R // length * width + rows_R % length, masked.texts_N * width + masked.columns_N])
+        numbers = _numbers(rows_R, depths_BT)
+        behind_N = numbers[masked.texts_N * length + masked.starts_N + masked.offsets_N - 1]
+        sources_R = torch.cat([numbers[rows_R], behind_N])
+        offsets_R = torch.cat([torch.ones_like(rows_R), masked.offsets_N])
+        return hidden_BLD.reshape(-1, hidden_BLD.shape[-1])[places_R], sources_R, offsets_R
+
+    def _weighted(self, weights_R: Tensor | None, offsets_R: Tensor) -> Tensor:
+        assert self.survival is not None
+        by_offset_R = torch.tensor(self.survival.weights(), device=offsets_R.device)[offsets_R - 1]
+        return by_offset_R if weights_R is None else by_offset_R * weights_R
+
+    def _note_survival(
+        self, depths_BT: Tensor, rows_R: Tensor, hidden_RD: Tensor, signal: Signal | None, labels_R: Tensor
+    ) -> None:
+        """Looks at one block of each text, the first of its deepest, and notes how far a server would keep it."""
+        assert self.survival is not None
+        depths_B, starts_B = depths_BT.max(-1)
+        flat_B = starts_B + torch.arange(len(depths_B), device=starts_B.device) * depths_BT.shape[1]
+        masks_B = (depths_BT - 1).clamp_min(0).flatten().cumsum(0)[flat_B] - (depths_B - 1).clamp_min(0)
+        behind_J = torch.arange(len(self.survival.kept_J), device=starts_B.device)
+        rows_BJ = len(rows_R) + masks_B[:, None] + behind_J - 1
+        rows_BJ[:, 0] = _numbers(rows_R, depths_BT)[flat_B]
+        asked_BJ = behind_J < depths_B[:, None]
+        rows_N = rows_BJ[asked_BJ]
+        own = part_of(signal, rows_N)
+        kept_BJ = torch.zeros(rows_BJ.shape, device=starts_B.device)
+        kept_BJ[asked_BJ] = kept_probs(self.objective, hidden_RD[rows_N], self._split[0].head, own, labels_R[rows_N])
+        self.survival.note(survival_sums(kept_BJ, depths_B))
 
     def exported(self) -> PreTrainedModel:
         """A float32 causal LM of the current weights: adapters merged into a copy, otherwise the student itself."""
@@ -70,3 +122,10 @@ class DraftModule(nn.Module):
             return self.student  # type: ignore[return-value]
         adapted: Any = copy.deepcopy(self.student)
         return adapted.merge_and_unload()
+
+
+def _numbers(rows_R: Tensor, like_BT: Tensor) -> Tensor:
+    """(B x T,) the number of each flattened position's row; 0 where it has none."""
+    return torch.zeros(like_BT.numel(), dtype=rows_R.dtype, device=rows_R.device).scatter_(
+        0, rows_R, torch.arange(len(rows_R), device=rows_R.device)
+    )

@@ -100,15 +100,16 @@ def mfu(
 @dataclass(frozen=True)
 class TrainingFlops:
     """FLOPs of training: `per_position` of what every token of prompt and response costs, `per_token` what a response token
-    costs besides (the head).
+    costs besides (the head), `per_mask` a mask token of a parallel draft: all of the student, and the teacher's head again.
     """
 
     per_position: float
     per_token: float
+    per_mask: float = 0.0
 
-    def of(self, positions: float, tokens: float) -> float:
-        """FLOPs of so many positions with so many response tokens among them."""
-        return self.per_position * positions + self.per_token * tokens
+    def of(self, positions: float, tokens: float, masks: float = 0.0) -> float:
+        """FLOPs of so many positions with so many response tokens among them, and so many mask tokens beside."""
+        return self.per_position * positions + self.per_token * tokens + self.per_mask * masks
 
 
 def training_flops(student: torch.nn.Module, teacher: torch.nn.Module | None = None) -> TrainingFlops:
@@ -121,10 +122,8 @@ def training_flops(student: torch.nn.Module, teacher: torch.nn.Module | None = N
     to are counted: too high for mixtures of experts.
     """
     body, head = _weights(student, trained=True)
-    if teacher is not None:
-        taught_body, taught_head = _weights(teacher, trained=False)
-        body, head = body + taught_body, head + taught_head
-    return TrainingFlops(body, head)
+    taught_body, taught_head = (0.0, 0.0) if teacher is None else _weights(teacher, trained=False)
+    return TrainingFlops(body + taught_body, head + taught_head, body + head + taught_head)
 
 
 def _weights(model: torch.nn.Module, trained: bool) -> tuple[float, float]:

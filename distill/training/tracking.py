@@ -41,7 +41,7 @@ SUMMARIES = {
     "judge/tau": "max",
     "judge/score": "max",
 }
-SECTIONS = ("train", "judge", "dial", "speed", "time", "memory")
+SECTIONS = ("train", "survival", "judge", "dial", "speed", "time", "memory")
 
 
 class Metrics:

@@ -22,8 +22,9 @@ from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.embedded.train_target import train_tokenizer
+from distill.models.mask_token import give_mask_token
 from distill.run.checkpoint import resume_point
-from distill.training.batches import BatchSource
+from distill.training.batches import BatchSource, make_survival
 from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
@@ -130,14 +131,20 @@ def make_loop(
     module = DraftModule(
         student if student is not None else carve(target, [0]),
         objective or Objective(config.loss_weights(), chunk_tokens=config.loss.chunk_tokens),
+        make_survival(config),
     )
+    if module.survival is not None:
+        give_mask_token(module.inner, 0, tiny_tokenizer(), ())
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
     return Loop(
         config,
         accelerator,
         module,
         Teacher(target),
-        BatchSource(config, examples, 0, accelerator.process_index, accelerator.num_processes),
+        BatchSource(
+            config, examples, 0, accelerator.process_index, accelerator.num_processes,
+            mask_token=None if module.survival is None else 0,
+        ),  # fmt: skip
         tiny_tokenizer(),
         judge or ScriptedJudge(),
         progress,
