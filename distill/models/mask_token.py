@@ -31,11 +31,13 @@ def give_mask_token(
         token = free_token(tokenizer, vocabulary_rows(student.config), texts)
     if not 0 <= token < vocabulary_rows(student.config):
         raise UserError(f"{KEY} = {token}: the draft's vocabulary has rows 0..{vocabulary_rows(student.config) - 1}")
+    embeddings: Any = student.get_input_embeddings()
     if token != own:
-        table = student.get_input_embeddings().weight
         with torch.no_grad():
-            table[token] = table.double().mean(0).to(table.dtype)
+            embeddings.weight[token] = embeddings.weight.mean(0)
         student.config.pard_token = token  # the first key that engines look for
+    if getattr(embeddings, "padding_idx", None) == token:
+        embeddings.padding_idx = None  # such a row has no gradient
     return {"mask_token": token, "token": tokens_by_id(tokenizer).get(token)}
 
 

@@ -95,7 +95,7 @@ class DraftModule(nn.Module):
 
     def _weighted(self, weights_R: Tensor | None, offsets_R: Tensor) -> Tensor:
         assert self.survival is not None
-        by_offset_R = torch.tensor(self.survival.weights(), device=offsets_R.device)[offsets_R - 1]
+        by_offset_R = torch.tensor(self.survival.weights(), dtype=torch.float64, device=offsets_R.device)[offsets_R - 1]
         return by_offset_R if weights_R is None else by_offset_R * weights_R
 
     def _note_survival(

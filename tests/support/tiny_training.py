@@ -142,9 +142,13 @@ def make_loop(
         module,
         Teacher(target),
         BatchSource(
-            config, examples, 0, accelerator.process_index, accelerator.num_processes,
+            config,
+            examples,
+            0,
+            accelerator.process_index,
+            accelerator.num_processes,
             mask_token=None if module.survival is None else 0,
-        ),  # fmt: skip
+        ),
         tiny_tokenizer(),
         judge or ScriptedJudge(),
         progress,

@@ -201,6 +201,20 @@ def test_a_source_without_a_path_is_named() -> None:
         ({"judge": {"rule": "greedy"}}, "serving.temperature"),
         ({"judge": {"load": [1, 4, 4]}}, "judge.load: each number"),
         ({"judge": {"load": [1], "live": "never"}}, "judge.live: checkpoint or end"),
+        ({"student": {"parallel": {"tokens": 4}}}, "judge.gamma = 5 above student.parallel.tokens = 4"),
+        ({"student": {"parallel": {}}, "train": {"packing": 64}}, "set train.packing to null"),
+        (
+            {"student": {"parallel": {}}, "data": {"train": [{"path": "x"}], "mix": {"student": 1}}},
+            "student.parallel is served",
+        ),
+        (
+            {
+                "student": {"parallel": {}},
+                "loss": {"weighting": {"name": "selected", "reference": "x"}},
+                "train": {"micro_batch_size": 1},
+            },
+            "student.parallel asks several times",
+        ),
         ({"serving": {"temperature": 0}, "judge": {"rule": "sample"}}, "judge.rule"),
         ({"serving": {"temperature": 0.5, "rule": "greedy"}}, "judge.rule"),
         ({"serving": {"temperature": 0, "samples_per_prompt": 2}, "judge": {"rule": "greedy"}}, "samples_per_prompt"),
