@@ -124,11 +124,11 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
             sure_TN = np.full((longest, len(rows)), -1, dtype=np.int64)
         for column, row in enumerate(rows):
             text = texts[row]
-            known = (slice(len(text.costs_T)), column, *(slice(min(width, one)) for one in text.costs_T.shape[1:]))
-            costs[known] = text.costs_T[..., :width] if scored else text.costs_T
+            own = text.costs_T[..., :width] if scored else text.costs_T
+            costs[: len(own), column][..., : own.shape[-1]] = own
             if stops is not None and text.stops_T is not None:
-                stopping = text.stops_T[..., :width] if scored else text.stops_T
-                stops[known] = np.where(stopping, np.inf, 0.0)
+                own = np.where(text.stops_T[..., :width] if scored else text.stops_T, np.inf, 0.0)
+                stops[: len(own), column][..., : own.shape[-1]] = own
             if sure_TN is not None and text.sure_T is not None:
                 sure_TN[: len(text.sure_T), column] = text.sure_T
         yield _Group(rows, costs, stops, sure_TN, np.array([len(texts[row].costs_T) for row in rows]))

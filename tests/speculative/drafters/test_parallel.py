@@ -98,7 +98,7 @@ def test_a_block_is_one_call_of_the_draft() -> None:
 
 def test_text_is_the_targets_at_every_batch_size() -> None:
     responses = assert_greedy_text_is_plain(ParallelDrafter(DRAFT))
-    assert {count for one in responses for count in one.accepted_counts} >= {0, 1, 2}
+    assert {count for one in responses for count in one.accepted_counts} >= {0, 1, 3}
     for rule in ("sample", "block"):
         assert_sampled_text_ignores_the_batch(ParallelDrafter(DRAFT), rule)
 
