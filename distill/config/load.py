@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from distill.config.run import RunConfig
 from distill.config.sections import Section, section_in
 from speculative.errors import UserError
+
+Checked = TypeVar("Checked", bound=Section)
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -67,9 +69,8 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _known_keys(location: Sequence[str | int]) -> list[str]:
-    """The keys of the section that an error's location points into."""
-    section: type[Section] = RunConfig
+def _known_keys(location: Sequence[str | int], section: type[Section]) -> list[str]:
+    """The keys of the section that an error's location points into, from a section downwards."""
     for part in location[:-1]:
         if isinstance(part, str) and part in section.model_fields:
             section = section_in(section.model_fields[part].annotation) or section
@@ -82,13 +83,13 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
 
 
-def _explain(error: ValidationError, origin: str) -> str:
+def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
     first = error.errors()[0]
     location = first["loc"]
     # pydantic names the branch of a union, or `[key]`, as if it were a key.
     key = ".".join(part for part in map(str, location) if "[" not in part)
     if first["type"] == "extra_forbidden":
-        return f"{origin}: unknown key `{key}`: {did_you_mean(str(location[-1]), _known_keys(location))}"
+        return f"{origin}: unknown key `{key}`: {did_you_mean(str(location[-1]), _known_keys(location, kind))}"
     if first["type"] == "missing":
         return f"{origin}: `{key}` is missing"
     message = re.sub(r"valid dictionary or instance of \w+", "section of `key: value` lines", first["msg"])
@@ -153,10 +154,15 @@ def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:
     Raises:
         UserError: unknown key, wrong type, impossible combination.
     """
+    return parse_section(RunConfig, tree, origin)
+
+
+def parse_section(kind: type[Checked], tree: dict[str, Any], origin: str) -> Checked:
+    """`parse_config` of any section."""
     try:
-        return RunConfig.model_validate(_tuples(tree))
+        return kind.model_validate(_tuples(tree))
     except ValidationError as error:
-        raise UserError(_explain(error, origin)) from error
+        raise UserError(_explain(error, origin, kind)) from error
 
 
 def dump_config(config: RunConfig) -> str:

@@ -96,7 +96,7 @@ def effects_of_sums(
         **_basis(sums_PC, confidence, looks),
         "minimal_detectable": {
             name: _detectable(error, corrected) if enough else None
-            for name, error in zip(("alpha", "tau"), _standard_errors(sums_PC), strict=True)
+            for name, error in zip(("alpha", "tau"), standard_errors(sums_PC), strict=True)
         },
         "prompts_for_half": 4 * len(sums_PC),
         "certain": _certain(alpha["ci"]) if enough else "none",
@@ -211,7 +211,7 @@ def _standard_error(residuals_P: np.ndarray, denominators_P: np.ndarray) -> floa
     return float(np.std(residuals_P, ddof=1) / denominators_P.mean() / np.sqrt(len(residuals_P)))
 
 
-def _standard_errors(sums_PC: np.ndarray) -> tuple[float, float]:
+def standard_errors(sums_PC: np.ndarray) -> tuple[float, float]:
     """Of the two gains, by linearising each ratio in its sums."""
     tokens_P, accepted_P, accepted_base_P, blocks_P, blocks_base_P = sums_PC.T
     tokens = tokens_P.sum()

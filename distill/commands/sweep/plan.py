@@ -51,11 +51,11 @@ class Trial:
         return json.dumps({key: value for key, value in self.values.items() if key != SEED}, sort_keys=True)
 
 
-def load_sweep(path: Path) -> SweepFile:
-    """Reads a sweep file.
+def read_tree(path: Path) -> dict[str, Any]:
+    """The `key: value` lines of a sweep file; `like` names a file beside it that says what this one leaves out.
 
     Raises:
-        UserError: unreadable, an unknown key (the nearest is named), an empty grid, a metric that no verdict has.
+        UserError: unreadable.
     """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
@@ -65,6 +65,17 @@ def load_sweep(path: Path) -> SweepFile:
         raise UserError(f"{path}: is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines with {', '.join(KEYS)}")
+    like = tree.pop("like", None)
+    return tree if like is None else read_tree(path.parent / str(like)) | tree
+
+
+def load_sweep(path: Path) -> SweepFile:
+    """Reads a sweep file.
+
+    Raises:
+        UserError: unreadable, an unknown key (the nearest is named), an empty grid, a metric that no verdict has.
+    """
+    tree = read_tree(path)
     for key in tree:
         if key not in KEYS:
             raise UserError(f"{path}: unknown key `{key}`: {did_you_mean(str(key), KEYS)}")
@@ -114,14 +125,14 @@ def plan(sweep: SweepFile) -> list[Trial]:
         UserError: a combination that is no config (unknown key, wrong type, impossible pair).
     """
     keys = sorted(sweep.grid, key=lambda key: key != SEED)
-    fixed = [_assignment(key, value) for key, value in sweep.overrides.items()]
+    fixed = [assignment(key, value) for key, value in sweep.overrides.items()]
     combinations = [
         dict(zip(keys, values, strict=True)) for values in itertools.product(*(sweep.grid[k] for k in keys))
     ]
     names = _names(sweep, [{key: values[key] for key in sweep.grid} for values in combinations])
     trials = []
     for name, values in zip(names, combinations, strict=True):
-        overrides = (*fixed, *(_assignment(key, value) for key, value in values.items()), f"name={name}")
+        overrides = (*fixed, *(assignment(key, value) for key, value in values.items()), f"name={name}")
         try:
             config = load_config(sweep.base, overrides)
         except UserError as error:
@@ -133,7 +144,8 @@ def plan(sweep: SweepFile) -> list[Trial]:
     return trials
 
 
-def _assignment(key: str, value: Any) -> str:
+def assignment(key: str, value: Any) -> str:
+    """An override as the command line takes it."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 

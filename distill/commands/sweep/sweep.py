@@ -28,7 +28,7 @@ from rich.console import Console
 
 from data.files import MANIFEST, write_bytes, write_json
 from data.signals.store import INDEX
-from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan
+from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan, read_tree
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
 from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SERVED, SIGNAL
 from distill.config.run import RunConfig
@@ -52,6 +52,13 @@ def run_sweep(path: Path, launcher: str = "", dry_run: bool = False, console: Co
         Interrupted: Ctrl-C, after the running trial has stopped with its checkpoint.
     """
     console = console or Console()
+    if "contestants" in (tree := read_tree(path)):
+        # Imported here: a grid's trainings have processes of their own, and this one stays light.
+        from distill.commands.sweep.study import run_study
+        from distill.commands.sweep.study_file import read_study
+
+        with _terminated_as_interrupted():
+            return run_study(read_study(path, tree), console, dry_run)
     sweep = load_sweep(path)
     trials = plan(sweep)
     done = [finished(trial) for trial in trials]

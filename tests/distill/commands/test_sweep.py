@@ -381,7 +381,7 @@ def test_values_reach_the_config_as_they_stand_in_the_file(tmp_path: Path) -> No
 
 def test_the_shipped_example_is_a_sweep() -> None:
     root = Path(__file__).resolve().parents[3]
-    sweep = load_sweep(root / "configs" / "sweeps" / "objectives.yaml")
+    sweep = load_sweep(root / "configs" / "sweeps" / "grid.yaml")
     assert len(plan(sweep.__class__(**{**vars(sweep), "base": str(root / sweep.base)}))) == 18
 
 

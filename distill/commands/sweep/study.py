@@ -1,0 +1,177 @@
+"""`understudy sweep STUDY.yaml` with `contestants`: each one's learning rate tuned, then all judged by replay on the same prompts.
+
+output/texts-*/            prompts and responses, shared by all trainings of a target and temperature, of other studies too
+output/NAME/trainings/     one file of numbers a training; no weights are kept
+            study.json     what is finished
+
+All trainings run in this process, one after the other. A killed study goes on with the training it was at.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from data.files import write_json
+from distill.commands.sweep.study_file import Study, Training, texts_key, trainings, tunings
+from distill.commands.sweep.texts import Texts, alpha_tau, result_of
+from distill.faults import Interrupted
+from distill.run.provenance import describe_run
+from distill.training.loop import NotFinite
+from speculative.measure.effects import standard_errors
+
+
+def run_study(study: Study, console: Console, dry_run: bool = False) -> dict[str, Any]:
+    """Trains what is not finished; returns what study.json holds.
+
+    Raises:
+        Interrupted: Ctrl-C; the training it was at is lost, the others are not.
+    """
+    books = Books(study)
+    console.print(books.plan(), highlight=False, soft_wrap=True)
+    if dry_run:
+        return books.report()
+    shared: dict[str, Texts] = {}
+    books.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for training in tunings(study):
+            _ensure(books, training, shared, console)
+        for training in trainings(study, books.chosen()):
+            _ensure(books, training, shared, console)
+    except KeyboardInterrupt:
+        raise Interrupted(f"study {study.name} has stopped; the same command goes on with it") from None
+    finally:
+        write_json(books.folder / "study.json", books.report())
+    console.print(books.plan(), highlight=False, soft_wrap=True)
+    return books.report()
+
+
+def _ensure(books: "Books", training: Training, shared: dict[str, Texts], console: Console) -> None:
+    if books.result(training) is not None:
+        return
+    started, key = time.perf_counter(), texts_key(books.study, training.config)
+    if key not in shared:
+        shared[key] = Texts(books.study, training.config)
+    try:
+        result = result_of(books.study, training, shared[key])
+        numbers = ", ".join(f"{rule} tau {alpha_tau(sums)['tau']:.3f}" for rule, sums in result["judged"].items())
+    except NotFinite as error:
+        result = {"error": str(error)}  # as a learning rate it has lost; as a contestant it has no numbers
+        numbers = f"diverged: {error}"
+    training.result.parent.mkdir(parents=True, exist_ok=True)
+    write_json(training.result, result)
+    said = f"{training.config.name}, lr {training.lr or 'default'}, seed {training.seed}: {numbers}"
+    line = f"{said} ({time.perf_counter() - started:.0f} s)"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class Books:
+    """What of a study is finished, read from its folder."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.folder = next(trainings(study, {})).config.folder.parent
+        self._found: dict[Path, dict[str, Any]] = {}
+
+    def result(self, training: Training) -> dict[str, Any] | None:
+        """The numbers of a training, None where it is not finished."""
+        path = training.result
+        if path not in self._found and path.exists():
+            self._found[path] = json.loads(path.read_text(encoding="utf-8"))
+        return self._found.get(path)
+
+    def tuned(self) -> list[dict[str, Any]]:
+        """One entry for each finished training that a learning rate is chosen by: its numbers on the tuning prompts."""
+        rows = []
+        for training in tunings(self.study):
+            result = self.result(training)
+            if result is not None:
+                kept = result.get("tuning", {"alpha": None, "tau": None})
+                rows.append({"pair": training.pair, "objective": training.contestant, "lr": training.lr, **kept})
+        return rows
+
+    def chosen(self) -> dict[tuple[str, str], float]:
+        """The learning rate of the best tau on the tuning prompts, by (pair, contestant), where all were tried."""
+        by: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in self.tuned():
+            by.setdefault((row["pair"], row["objective"]), []).append(row)
+        whole = {key: rows for key, rows in by.items() if len(rows) == len(self.study.lr)}
+        return {key: max(rows, key=lambda row: row["tau"] or 0.0)["lr"] for key, rows in whole.items()}
+
+    def judged(self) -> list[tuple[Training, dict[str, Any]]]:
+        """The finished trainings whose learning rate is settled, with their numbers."""
+        chosen = self.chosen()
+        planned = trainings(self.study, chosen)
+        settled = (one for one in planned if not self.study.lr or (one.pair, one.contestant) in chosen)
+        found = ((training, self.result(training)) for training in settled)
+        return [(training, result) for training, result in found if result is not None and "error" not in result]
+
+    def report(self) -> dict[str, Any]:
+        """What study.json holds: facts, cells, paired errors, and how the learning rates were chosen."""
+        study, judged = self.study, self.judged()
+        facts = {
+            key: value for key, value in describe_run(0).items() if key not in ("argv", "uncommitted_changes", "seed")
+        }
+        config = next(trainings(study, {})).config
+        return {
+            "study": study.name, "about": study.about, "reference": study.reference, "contestants": study.contestants, "pairs": list(study.pairs),
+            "seeds": list(study.seeds), "served": [served.model_dump(mode="json") for served in study.served], "lr": list(study.lr),
+            "prompts": config.judge.prompts, "tune_prompts": study.tune_prompts, "tune_at": study.tune_at,
+            "gamma": config.judge.gamma, "steps": config.train.steps, "batch_size": config.train.batch_size, "machine": facts,
+            "tuning": self.tuned(), "cells": [cell for one in judged for cell in _cells(*one)], "paired": _paired(judged, study.reference),
+        }  # fmt: skip
+
+    def plan(self) -> str:
+        """What is finished, and what the rest takes at the pace so far."""
+        tried, judged = list(tunings(self.study)), list(trainings(self.study, self.chosen()))
+        every = {one.result: one for one in (*tried, *judged)}
+        done = [result for one in every.values() if (result := self.result(one)) is not None]
+        paces = [sum(result["seconds"].values()) for result in done if "seconds" in result]
+        # Of each contestant on each pair one tuning is a judged training too.
+        both = len(self.study.pairs) * len(self.study.contestants) if tried else 0
+        left = len(tried) + len(judged) - both - len(done)
+        time_left = (
+            f", {left * sum(paces) / len(paces) / 60:.0f} CPU minutes"
+            if paces
+            else "; what they take is known after the first"
+        )
+        study = self.study
+        return (
+            f"study {study.name}: {len(study.contestants)} contestants x {len(study.pairs)} pairs x {len(study.served)} temperatures x "
+            f"{len(study.seeds)} seeds, {len(study.lr)} learning rates: {len(done)} trainings finished, {left} to do{time_left}"
+        )
+
+
+def _cells(training: Training, result: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    for rule, sums in result["judged"].items():
+        numbers = {name: round(value, 6) for name, value in alpha_tau(sums).items()}
+        yield {
+            "pair": training.pair, "rule": rule, "temperature": training.served.temperature,
+            "objective": training.contestant, "seed": training.seed, "lr": training.lr, **numbers,
+        }  # fmt: skip
+
+
+def _paired(judged: Iterable[tuple[Training, dict[str, Any]]], reference: str) -> list[dict[str, Any]]:
+    """What chance the prompts have in a contestant's gain over the reference: its standard errors over the seeds that both have."""
+    sums: dict[tuple[Any, ...], dict[str, dict[int, dict[str, list[float]]]]] = {}
+    for training, result in judged:
+        for rule, own in result["judged"].items():
+            there = sums.setdefault((training.pair, rule, training.served.temperature), {})
+            there.setdefault(training.contestant, {})[training.seed] = own
+    rows = []
+    for place, contestants in sums.items():
+        base = contestants.get(reference, {})
+        for name, ours in contestants.items():
+            seeds = sorted(ours.keys() & base.keys())
+            if name == reference or not seeds:
+                continue
+            columns = [(ours, "tokens"), (ours, "accepted"), (base, "accepted"), (ours, "blocks"), (base, "blocks")]
+            sums_PC = np.stack([np.sum([side[seed][key] for seed in seeds], 0) for side, key in columns], 1)
+            errors = dict(zip(("alpha_error", "tau_error"), standard_errors(sums_PC), strict=True))
+            named = dict(zip(("pair", "rule", "temperature"), place, strict=True)) | {"objective": name}
+            rows.append(named | {"seeds": seeds, "prompts": len(sums_PC)} | {k: round(v, 7) for k, v in errors.items()})
+    return rows

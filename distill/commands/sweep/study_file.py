@@ -1,0 +1,176 @@
+"""A study's file and the trainings it stands for: contestants on pairs, each with a learning rate of its own, over seeds."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from distill.commands.sweep.plan import assignment
+from distill.config.load import load_config, parse_section
+from distill.config.run import RunConfig
+from distill.config.sections import Section
+from distill.models.load import find_model
+from speculative.errors import UserError
+from speculative.rules.rule import Rule
+
+Overrides = dict[str, Any]  # dotted config keys -> values
+
+
+class ServedAt(Section):
+    """A temperature that the target answers at, and the rules that judge a draft trained for it."""
+
+    temperature: float = Field(ge=0)
+    rules: tuple[Rule, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ServedAt":
+        if any((rule == "greedy") != (self.temperature == 0) for rule in self.rules):
+            raise ValueError("rule greedy goes with temperature 0, and only with it")
+        return self
+
+
+class Study(Section):
+    """What a sweep file with `contestants` says. The first contestant is the one that the others are compared with.
+
+    Every contestant trains on every pair, at every temperature and with every seed, on the same number of sequences. Its learning
+    rate is the one of `lr` that has the best tau on `tune_prompts` held-out prompts that judge nothing, at `tune_at`, with the first seed;
+    `lr: []` leaves it to the config.
+    """
+
+    base: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    about: str = ""
+    pairs: dict[str, Overrides] = Field(min_length=1)
+    contestants: dict[str, Overrides] = Field(min_length=1)
+    served: tuple[ServedAt, ...] = Field(min_length=1)
+    seeds: tuple[int, ...] = Field(min_length=1)
+    lr: tuple[float, ...] = ()
+    tune_at: float = 1.0
+    tune_prompts: int = Field(100, ge=2)
+    overrides: Overrides = Field(default_factory=dict)
+    _made: dict[tuple[Any, ...], "Training"] = PrivateAttr(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """The contestant that the others are compared with."""
+        return next(iter(self.contestants))
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: its config says all of it, so that its result is known by a digest of that."""
+
+    pair: str
+    contestant: str
+    served: ServedAt
+    seed: int
+    config: RunConfig
+
+    @property
+    def lr(self) -> float | None:
+        """The peak learning rate; None = by the draft's size."""
+        return self.config.optim.lr
+
+    @property
+    def result(self) -> Path:
+        """Where its numbers are kept."""
+        # Without defaults: a key that a later version knows changes no digest.
+        said = self.config.model_dump_json(exclude={"name", "resume"}, exclude_defaults=True)
+        digest = hashlib.sha256(said.encode()).hexdigest()[:12]
+        return self.config.folder.parent / "trainings" / f"{self.config.name}-seed{self.seed}-{digest}.json"
+
+
+def read_study(path: Path, tree: dict[str, Any]) -> Study:
+    """The study that a sweep file's tree says.
+
+    Raises:
+        UserError: an unknown key, a wrong value, a pair whose models or prompts are not there; a combination that is no config.
+    """
+    study = parse_section(Study, tree, str(path))
+    if study.lr and study.tune_at not in [served.temperature for served in study.served]:
+        raise UserError(f"{path}: tune_at = {study.tune_at}: one of the temperatures of `served`")
+    for pair in study.pairs:
+        config = training(study, pair, study.reference, study.served[0], study.seeds[0], None).config
+        find_model(f"{path}: pairs.{pair}: target.path", config.target.path)
+        if config.student.path is not None:
+            find_model(f"{path}: pairs.{pair}: student.path", config.student.path)
+        for source in (*config.data.train, *config.data.heldout):
+            if source.path.startswith((".", "/", "~")) and not Path(source.path).expanduser().exists():
+                raise UserError(
+                    f"{path}: pairs.{pair}: no prompts at {source.path}; give a path from here, or take the pair out"
+                )
+    for _ in trainings(study, {}):
+        pass
+    return study
+
+
+def training(study: Study, pair: str, contestant: str, served: ServedAt, seed: int, lr: float | None) -> Training:
+    """A training of the study.
+
+    Raises:
+        UserError: no config.
+    """
+    key = (pair, contestant, served.temperature, seed, lr)
+    if key in study._made:
+        return study._made[key]
+    name = f"{pair}-t{served.temperature:g}-{contestant}"
+    values: Overrides = study.overrides | study.pairs[pair] | study.contestants[contestant]
+    values = values | {"serving.temperature": served.temperature, "seed": seed}
+    values |= {"name": name} | ({} if lr is None else {"optim.lr": lr})
+    try:
+        config = load_config(study.base, [assignment(key, value) for key, value in values.items()])
+        _refuse_more_than_responses(config)
+    except UserError as error:
+        raise UserError(f"{study.name}: {name}: {error}") from error
+    output = str(Path(config.output) / study.name)
+    study._made[key] = Training(pair, contestant, served, seed, config.model_copy(update={"output": output}))
+    return study._made[key]
+
+
+def _refuse_more_than_responses(config: RunConfig) -> None:
+    """Raises UserError for what a study's trainings, one after the other on shared responses, do not do."""
+    mix = config.data.mix
+    asked = {
+        "student.parallel": config.student.parallel, "data.synthetic": config.data.synthetic, "train.packing": config.train.packing,
+        "loss.weighting.reference": config.loss.weighting.reference, "target.endpoint": config.target.endpoint,
+        "target.shard": config.target.shard, "data.mix": mix.student or mix.speculative,
+    }  # fmt: skip
+    named = next((key for key, value in asked.items() if value), None)
+    if named is not None:
+        raise UserError(f"`{named}` is not for a study, which trains on the target's shared responses; use a grid")
+
+
+def tunings(study: Study) -> Iterator[Training]:
+    """What decides the learning rates: every contestant on every pair at every one, with the first seed."""
+    served = next((one for one in study.served if one.temperature == study.tune_at), study.served[0])
+    for pair, lr, contestant in itertools.product(study.pairs, study.lr, study.contestants):
+        yield training(study, pair, contestant, served, study.seeds[0], lr)
+
+
+def trainings(study: Study, chosen: Mapping[tuple[str, str], float]) -> Iterator[Training]:
+    """What is judged: seeds outermost, then temperatures, so that what is finished early is a smaller study.
+
+    chosen: learning rate by (pair, contestant); where it lacks one, the config's own.
+    """
+    for seed, served, pair, contestant in itertools.product(study.seeds, study.served, study.pairs, study.contestants):
+        yield training(study, pair, contestant, served, seed, chosen.get((pair, contestant)))
+
+
+def texts_key(study: Study, config: RunConfig) -> str:
+    """What trainings have in common that share responses: target, prompts, serving settings, seed, what limits the length."""
+    tree = config.model_dump(mode="json", exclude_defaults=True)
+    student = {key: tree.get("student", {}).get(key) for key in ("path", "revision", "architecture", "extend_context")}
+    parts = [
+        tree.get("target"),
+        tree["data"],
+        tree.get("serving"),
+        config.judge.prompts + study.tune_prompts,
+        study.seeds[0],
+    ]
+    # A draft that takes less text than the target limits both, unless the limit is given.
+    return json.dumps([*parts, None if config.data.context_length else student], sort_keys=True)

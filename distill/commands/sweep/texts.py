@@ -1,0 +1,135 @@
+"""What the trainings of a study share, and one of them: the target with its responses in, a judged draft out.
+
+Shapes: P prompts, one response each.
+"""
+
+import gc
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers import PreTrainedModel
+
+from distill.commands.sweep.study_file import Study, Training, texts_key
+from distill.config.run import RunConfig
+from distill.models.draft import as_exported
+from distill.models.student import first_student, refuse_impossible, run_context
+from distill.models.target import Target
+from distill.run.checkpoint import Progress
+from distill.run.prompts import load_prompts
+from distill.run.responses import RunStores, decode_settings
+from distill.run.session import dated_tokenizer, new_accelerator
+from distill.training.batches import make_batches, make_objective
+from distill.training.loop import Loop
+from distill.training.module import DraftModule
+from distill.training.sharding import settled_precision
+from distill.training.signal import make_teacher
+from distill.training.teacher import RememberingTeacher
+from speculative.errors import UserError
+from speculative.measure.replay import expected_blocks_of
+from speculative.measure.token_scores import TokenScores, score_tokens
+
+
+class Texts:
+    """Prompts, responses and the target of trainings with one `texts_key`; made once, in a folder that other studies find too."""
+
+    def __init__(self, study: Study, config: RunConfig) -> None:
+        """The responses are those of the first seed, for every seed: prompts can be paired over seeds."""
+        digest = hashlib.sha256(texts_key(study, config).encode()).hexdigest()[:12]
+        name, output = f"texts-t{config.serving.temperature:g}-{digest}", str(Path(config.output).parent)
+        config = config.model_copy(update={"name": name, "output": output, "seed": study.seeds[0]})
+        accelerator = _accelerator(config)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        self.target = Target(config.target, accelerator.device)
+        self.context = run_context(config, self.target.facts.context_length)
+        self.sets = load_prompts(
+            config.data, dated_tokenizer(self.target, config.folder, accelerator), self.context, config.serving.max_tokens,
+            config.judge.prompts + study.tune_prompts, run=config.folder, accelerator=accelerator,
+        )  # fmt: skip
+        if len(self.sets.heldout) < config.judge.prompts + study.tune_prompts:
+            raise UserError(
+                f"{study.name}: {len(self.sets.heldout)} held-out prompts are too few for {config.judge.prompts} that judge "
+                f"(judge.prompts) and {study.tune_prompts} that tune (tune_prompts); add to data.heldout, or lower these"
+            )
+        stores = RunStores(config, accelerator, self.target)
+        self.rows = stores.training(self.sets.train)
+        self.heldout = stores.heldout(self.sets.heldout, config.serving_rule, select=True)
+        self.sampling = decode_settings(config.serving, config.seed, self.target).sampling
+        self.teacher = RememberingTeacher(self.target.model)
+
+
+def _accelerator(config: RunConfig) -> Accelerator:
+    """One for each training: its optimizers and schedules are registered with it."""
+    return new_accelerator(mixed_precision=settled_precision(config.train.mixed_precision)[0])
+
+
+def train(training: Training, texts: Texts) -> tuple[PreTrainedModel, int]:
+    """(the trained draft as it would be served, response tokens that it was trained on). No checkpoint is written.
+
+    Raises:
+        NotFinite: it diverged. UserError: a student that cannot be made.
+    """
+    config, target = training.config, texts.target
+    accelerator = _accelerator(config)
+    set_seed(config.seed)
+    refuse_impossible(config.student, target.side.config)
+    student = first_student(config, accelerator, target, texts.rows, (texts.sets.train, texts.sets.heldout))
+    module = DraftModule(student, make_objective(config))
+    examples = texts.rows.examples
+    online = config.signal.source == "online"
+    teacher = texts.teacher if online else make_teacher(config, target, examples, accelerator)
+    batches = make_batches(config, accelerator, target, texts.sets.train, examples, texts.context, teacher)
+    progress = Progress()
+    nobody: Any = None  # judges: the loop takes its steps one by one
+    loop = Loop(config, accelerator, module, teacher, batches, target.tokenizer, nobody, progress, {})
+    for step in range(config.train.steps):
+        progress.step = step
+        progress.tokens_seen += loop.step(loop.micro_batches(step)).tokens
+    trained = module.exported() if loop.average is None else loop.average.module
+    draft = as_exported(trained, target)  # type: ignore[arg-type]
+    accelerator.free_memory()
+    return draft, progress.tokens_seen
+
+
+def sums_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> dict[str, list[float]]:
+    """{tokens, accepted, blocks} by prompt: response tokens, the sum of their acceptance probabilities, expected target calls."""
+    return {
+        "tokens": [len(text) for text in scores],
+        "accepted": [round(float(text.accept_probs(rule).sum()), 3) for text in scores],
+        "blocks": np.round(expected_blocks_of(scores, rule, (gamma,))[:, 0], 3).tolist(),
+    }
+
+
+def alpha_tau(sums: dict[str, list[float]]) -> dict[str, float]:
+    """{alpha, tau} of sums by prompt."""
+    tokens = sum(sums["tokens"])
+    return {"alpha": sum(sums["accepted"]) / tokens, "tau": tokens / sum(sums["blocks"])}
+
+
+def result_of(study: Study, training: Training, texts: Texts) -> dict[str, Any]:
+    """Trains and judges: {.., trained_tokens, seconds, tuning: {alpha, tau}, judged: {rule: sums by prompt}}.
+
+    The first `judge.prompts` held-out prompts judge; `tuning` is of those behind them, by the first rule, and of nothing else.
+    """
+    started = time.process_time()
+    draft, tokens = train(training, texts)
+    trained = time.process_time()
+    config = training.config
+    scores = score_tokens(draft, texts.heldout, texts.sampling)
+    judged, kept = scores[: config.judge.prompts], scores[config.judge.prompts :]
+    rules, gamma = training.served.rules, config.judge.gamma
+    result = {
+        "pair": training.pair, "contestant": training.contestant, "temperature": training.served.temperature,
+        "seed": training.seed, "lr": training.lr, "trained_tokens": tokens,
+        "seconds": {"train": round(trained - started, 2), "judge": round(time.process_time() - trained, 2)},
+        "tuning": alpha_tau(sums_of(kept, rules[0], gamma)),
+        "judged": {rule: sums_of(judged, rule, gamma) for rule in rules},
+    }  # fmt: skip
+    del draft
+    gc.collect()
+    return result

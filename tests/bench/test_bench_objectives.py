@@ -1,0 +1,78 @@
+"""The page of the studies says what their JSON says, and no more than that allows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_modules import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def result_of(gains: dict[str, list[float]], seeds: int = 3, error: float = 0.001) -> dict[str, Any]:
+    """A study of three pairs under one rule; gains over `lk` by contestant, one a pair."""
+    pairs, names = ["one", "two", "three"], ["lk", *gains]
+    cells, paired = [], []
+    for number, pair in enumerate(pairs):
+        place = {"pair": pair, "rule": "sample", "temperature": 1.0}
+        for name in names:
+            gain = gains[name][number] if name in gains else 0.0
+            for seed in range(seeds):
+                numbers = {"alpha": 0.6 + gain / 10, "tau": 2.0 + gain + 1e-5 * seed}
+                cells.append(place | {"objective": name, "seed": seed, "lr": 1e-3} | numbers)
+        errors = {"seeds": list(range(seeds)), "prompts": 400, "alpha_error": error, "tau_error": error}
+        paired += [place | {"objective": name} | errors for name in gains]
+    tuning = [
+        {"pair": pair, "objective": name, "lr": lr, "alpha": 0.5, "tau": 1.5 - lr} for pair in pairs for name in names for lr in (1e-3, 3e-3)
+    ]  # fmt: skip
+    return {
+        "study": "objectives", "about": "", "reference": "lk", "contestants": {name: {} for name in names}, "pairs": pairs,
+        "seeds": list(range(seeds)), "served": [{"temperature": 1.0, "rules": ["sample"]}], "lr": [1e-3, 3e-3], "prompts": 400,
+        "tune_prompts": 100, "tune_at": 1.0, "gamma": 3, "steps": 9, "batch_size": 8, "tuning": tuning, "cells": cells, "paired": paired,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gains", "seeds", "winner"),
+    [
+        ({"tv": [0.1, 0.1, 0.1], "kl": [0.2, -0.1, 0.3]}, 3, "tv"),  # kl loses on a pair for certain
+        ({"tv": [0.1, 0.1, 0.1], "kl": [0.2, 0.2, 0.0]}, 3, "kl"),
+        ({"tv": [0.1, 0.0, 0.0]}, 3, "lk"),
+        ({"tv": [0.001, 0.001, 0.001]}, 3, "lk"),
+        ({"tv": [0.1, 0.1, 0.1]}, 1, "lk"),  # of one seed nobody is certain
+    ],
+)
+def test_a_default_changes_only_where_the_study_is_certain(
+    gains: dict[str, list[float]], seeds: int, winner: str
+) -> None:
+    result = result_of(gains, seeds)
+    told = bench("objectives").chosen(result, bench("objectives").comparisons(result))
+    assert told == {("sample", 1.0): {"objective": winner, "pairs": 3}}
+
+
+def test_no_difference_is_said_where_it_is_true() -> None:
+    result = result_of({"tv": [0.1, -0.1, 0.001]})
+    rows = bench("objectives").comparisons(result)
+    assert [row["tau"]["says"] for row in rows] == ["gain", "loss", "no difference"]
+    assert [row["tau"]["gain"] for row in rows] == pytest.approx([0.1, -0.1, 0.001])
+    text = bench("objectives").page([result], "figure.png")
+    assert "| three | sample at T 1 | tv | 3 | +0.0001" in text
+    assert "Finished: 18 of 18 cells." in text
+    assert "| one | lk | **1.499** | 1.497 |" in text
+    del result["cells"][-1], result["paired"][-1]
+    assert "Finished: 17 of 18 cells, the rest is not in these tables." in bench("objectives").page(
+        [result], "figure.png"
+    )
+
+
+def test_the_page_in_the_house_is_that_of_its_results(tmp_path: Path) -> None:
+    objectives = bench("objectives")
+    objectives.main(study=None, results=ROOT / objectives.RESULTS, to=tmp_path / objectives.PAGE.name)
+    assert (tmp_path / objectives.PAGE.name).read_text() == (ROOT / objectives.PAGE).read_text()
+    for path in (ROOT / objectives.RESULTS).glob("*_cpu.json"):
+        result = json.loads(path.read_text())
+        if "paired" in result:
+            keys = {"pair", "rule", "temperature", "objective", "seed", "lr", "alpha", "tau"}
+            assert all(set(cell) == keys for cell in result["cells"])
+            assert (ROOT / "configs" / "sweeps" / f"{result['study']}.yaml").exists()

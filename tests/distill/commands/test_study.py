@@ -1,0 +1,244 @@
+"""A sweep file with contestants: what it plans, how it tunes, that it goes on after a kill, and the effects that are made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from scipy import stats
+from tiny_models import tiny_model
+from tiny_training import examples_of, forget_accelerators
+
+from data.batches.collate import collate
+from distill.commands.sweep import study as study_module
+from distill.commands.sweep import texts as texts_module
+from distill.commands.sweep.effects import holm, seed_effect
+from distill.commands.sweep.plan import read_tree
+from distill.commands.sweep.study import Books
+from distill.commands.sweep.study_file import Study, Training, read_study, texts_key, trainings, tunings
+from distill.commands.sweep.sweep import run_sweep
+from distill.commands.sweep.texts import result_of
+from distill.faults import Interrupted
+from distill.loss.definitions import DIVERGENCES
+from distill.training.teacher import RememberingTeacher, Teacher
+from speculative.errors import UserError
+from speculative.measure.effects import standard_errors
+from speculative.measure.token_scores import TokenScores
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def study_of(tmp_path: Path, tiny_config: Path, **sections: Any) -> tuple[Path, Study]:
+    """A study file of two contestants on the tiny pair, and what it says."""
+    tree = {
+        "base": str(tiny_config),
+        "name": "race",
+        "pairs": {"tiny": {}},
+        "contestants": {"kl": {"loss.name": "forward_kl"}, "tv": {"loss.name": "tv"}},
+        "served": [{"temperature": 1.0, "rules": ["sample", "greedy-draft"]}, {"temperature": 0.0, "rules": ["greedy"]}],
+        "seeds": [0, 1],
+        "lr": [1e-3, 1e-2],
+        "tune_prompts": 2,
+        "overrides": {
+            "output": str(tmp_path / "runs"), "serving.max_tokens": 6, "judge": {"prompts": 3, "live": "never"},
+            "train": {"steps": 2, "batch_size": 4}, "data.heldout_count": 5,
+        },
+    }  # fmt: skip
+    path = tmp_path / "race.yaml"
+    path.write_text(yaml.safe_dump(tree | sections, sort_keys=False), encoding="utf-8")
+    return path, read_study(path, read_tree(path))
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_study_from_file_to_cells_and_on_after_a_kill(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of them asks a store.
+    served = [{"temperature": 1.0, "rules": ["sample", "greedy-draft"]}]
+    contestants = {
+        "kl": {"loss.name": "forward_kl"},
+        "tv": {"loss.name": "tv", "signal": {"source": "capture", "k": 8}},
+    }
+    path, _ = study_of(tmp_path, tiny_config, served=served, contestants=contestants)
+    done: list[str] = []
+
+    def one_more(study: Study, training: Training, texts: Any) -> dict[str, Any]:
+        if len(done) == stop_after:
+            raise KeyboardInterrupt
+        done.append(training.result.name)
+        return result_of(study, training, texts)
+
+    monkeypatch.setattr(study_module, "result_of", one_more)
+    stop_after = 3
+    with pytest.raises(Interrupted, match="goes on"):
+        run_sweep(path, console=quiet())
+    stop_after = 99
+    result = run_sweep(path, console=quiet())
+    # Four tunings, two of which are the first seed's judged trainings too.
+    assert len(done) == len(set(done)) == 4 + 4 - 2
+    assert result == json.loads((tmp_path / "runs" / "race" / "study.json").read_text())
+    cells = {(c["rule"], c["temperature"], c["objective"], c["seed"]): c for c in result["cells"]}
+    rules = [("sample", 1.0), ("greedy-draft", 1.0)]
+    assert set(cells) == {(*rule, name, seed) for rule in rules for name in ("kl", "tv") for seed in (0, 1)}
+    chosen = {row["objective"]: row["lr"] for row in sorted(result["tuning"], key=lambda row: row["tau"])}
+    assert {cell["objective"]: cell["lr"] for cell in result["cells"]} == chosen
+    assert [(one["rule"], one["objective"], one["seeds"], one["prompts"]) for one in result["paired"]] == [
+        ("sample", "tv", [0, 1], 3), ("greedy-draft", "tv", [0, 1], 3)
+    ]  # fmt: skip
+    assert all(one["alpha_error"] >= 0 for one in result["paired"])
+    console = quiet()
+    assert run_sweep(path, dry_run=True, console=console) == result
+    assert "6 trainings finished, 0 to do" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def scores_of(accepted: list[float]) -> TokenScores:
+    zeros = np.zeros(len(accepted))
+    return TokenScores(np.log(accepted), zeros, zeros > 0, zeros.astype(np.int64), zeros)
+
+
+def test_prompts_that_tune_do_not_judge_and_prompts_that_judge_do_not_tune(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, study = study_of(tmp_path, tiny_config)
+    scores = [scores_of([a, a]) for a in (0.9, 0.8, 0.7, 0.2, 0.4)]
+    monkeypatch.setattr(texts_module, "train", lambda training, texts: (None, 7))
+    monkeypatch.setattr(texts_module, "score_tokens", lambda draft, heldout, sampling: scores)
+    result = result_of(study, next(trainings(study, {})), SimpleNamespace(heldout=(), sampling=None))  # type: ignore[arg-type]
+    assert result["tuning"]["alpha"] == pytest.approx(0.3)
+    assert result["judged"]["sample"]["accepted"] == [1.8, 1.6, 1.4]
+
+
+def test_the_learning_rate_is_chosen_by_the_tuning_prompts_and_one_that_diverged_is_not(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    _, study = study_of(tmp_path, tiny_config, lr=[1e-3, 1e-2, 1.0])
+    for training in tunings(study):
+        sums = {"tokens": [10], "accepted": [9.0 if training.lr == 1e-3 else 5.0], "blocks": [5.0]}
+        kept = {"alpha": 0.5, "tau": {1e-3: 2.0, 1e-2: 2.1}.get(training.lr or 0.0)}
+        seconds = {"train": 60.0, "judge": 0.0}
+        result = {"judged": {"sample": sums, "greedy-draft": sums}, "tuning": kept, "seconds": seconds}
+        training.result.parent.mkdir(parents=True, exist_ok=True)
+        training.result.write_text(json.dumps({"error": "nan"} if training.lr == 1.0 else result))
+    books = Books(study)
+    assert books.chosen() == {("tiny", "kl"): 1e-2, ("tiny", "tv"): 1e-2}
+    assert [cell["alpha"] for cell in books.report()["cells"]] == [0.5] * 4, "the seed and temperature of the tuning"
+    assert books.plan().endswith("6 trainings finished, 6 to do, 6 CPU minutes")
+
+
+def test_seeds_are_outermost_and_every_contestant_sees_the_same(tmp_path: Path, tiny_config: Path) -> None:
+    _, study = study_of(tmp_path, tiny_config)
+    planned = list(trainings(study, {("tiny", "tv"): 0.5}))
+    assert [(one.seed, one.served.temperature, one.contestant, one.lr) for one in planned[:4]] == [
+        (0, 1.0, "kl", 3e-3), (0, 1.0, "tv", 0.5), (0, 0.0, "kl", 3e-3), (0, 0.0, "tv", 0.5)
+    ]  # fmt: skip
+    assert len({one.result for one in planned}) == len(planned) == 8
+    assert len({texts_key(study, one.config) for one in planned}) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"pairs": {"far": {"target.path": "../nowhere"}}},
+            r"pairs\.far: target\.path '../nowhere': no config\.json there",
+        ),
+        ({"pairs": {"far": {"student": {"init": "pretrained", "path": "./no"}}}}, r"pairs\.far: student\.path './no'"),
+        ({"pairs": {"far": {"data.train.0.path": "./no.jsonl"}}}, r"pairs\.far: no prompts at \./no\.jsonl"),
+        ({"contestants": {"kl": {"loss.nmae": "tv"}}}, r"did you mean `name`"),
+        ({"contestants": {}}, "contestants"),
+        ({"seed": [0]}, "unknown key `seed`: did you mean `seeds`"),
+        ({"contestants": {"kl": {"data.mix": {"student": 0.5}}}}, r"`data\.mix` is not for a study"),
+        ({"tune_at": 0.5}, "one of the temperatures of `served`"),
+        ({"served": [{"temperature": 1.0, "rules": ["greedy"]}]}, "greedy goes with temperature 0"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, tiny_config: Path, sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        study_of(tmp_path, tiny_config, **sections)
+    assert "\n" not in str(error.value)
+
+
+def test_holm_by_hand() -> None:
+    # Sorted .005 .01 .03 .04: times 4, 3, 2, 1, never falling.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_an_effect_over_seeds_by_hand() -> None:
+    # Prompts .03^2, seeds (.01^2) / 2: .0095 in all; Welch's degrees of freedom.
+    gains = [0.2 - math.sqrt(0.5) * 0.1, 0.2 + math.sqrt(0.5) * 0.1]
+    found = seed_effect(gains, 0.03, 11)
+    error, freedom = math.sqrt(0.0009 + 0.005), 0.0059**2 / (0.0009**2 / 10 + 0.005**2 / 1)
+    half = stats.t.ppf(0.975, freedom) * error
+    assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half))
+    assert found.p_value == pytest.approx(2 * stats.t.cdf(-0.2 / error, freedom))
+    alone = seed_effect([0.2], 0.1, 11)
+    assert alone.p_value == pytest.approx(2 * stats.t.cdf(-2.0, 10))
+    assert seed_effect([0.0], 0.0, 11).p_value == 1.0
+
+
+def test_effects_say_a_difference_about_as_often_as_promised_when_there_is_none() -> None:
+    random = np.random.default_rng(0)
+    says = []
+    for _ in range(200):
+        tokens = random.integers(20, 60, 80) * 3
+        # Three seeds, each with a gain of its own that is not repeatable.
+        sides = [[random.binomial(tokens // 3, random.normal(0.7, 0.01)) for _ in range(3)] for _ in range(2)]
+        pooled = [np.sum(side, 0) for side in sides]
+        error, _ = standard_errors(np.stack([tokens, *pooled, tokens, tokens], 1))
+        gains = [float((a - b).sum() / tokens.sum() * 3) for a, b in zip(*sides, strict=True)]
+        says.append(seed_effect(gains, error, len(tokens)).p_value < 0.05)
+    assert 0.01 <= np.mean(says) <= 0.07
+
+
+def test_what_is_remembered_of_the_target_is_what_it_says() -> None:
+    target = tiny_model(vocab_size=50)
+    examples = examples_of([5, 9, 7], vocab=50)
+    one, other = collate(examples[:2], 0, [0, 1]), collate([examples[1], examples[0]], 0, [1, 0])
+    remembering, asked = RememberingTeacher(target), Teacher(target)
+    for batch in (one, other, collate(examples, 0, [0, 1, 2])):
+        assert torch.allclose(remembering.signal(batch).hidden_RD, asked.signal(batch).hidden_RD, atol=1e-5)
+    with torch.no_grad():
+        target.get_input_embeddings().weight.zero_()
+    assert torch.allclose(remembering.signal(one).hidden_RD, remembering.signal(one).hidden_RD)
+    assert not torch.allclose(remembering.signal(one).hidden_RD, asked.signal(one).hidden_RD), "nobody was asked again"
+
+
+@pytest.mark.parametrize("name", ["objectives", "optimizers", "layers", "saturation", "signals"])
+def test_the_shipped_studies_can_be_planned(name: str) -> None:
+    path = ROOT / "configs" / "sweeps" / f"{name}.yaml"
+    tree = read_tree(path)
+    # The others' weights lie outside the repository.
+    own = {name: pair for name, pair in tree["pairs"].items() if name.startswith("embedded")}
+    study = read_study(path, tree | {"base": str(ROOT / tree["base"]), "pairs": own})
+    assert len(own) == 1
+    assert len({training.result for training in trainings(study, {})}) == len(list(trainings(study, {}))) > 0
+    if name == "objectives":
+        names = [(one.config.objective_names().pop(), one.config.loss.eta) for one in tunings(study)][
+            : len(study.contestants)
+        ]
+        assert names[0] == ("lk_hybrid", 3.0), "what the others are compared with is the default"
+        assert {name for name, _ in names} == {*DIVERGENCES}
+        assert {eta for name, eta in names if name == "lk_hybrid"} == {1.0, 3.0, 10.0}
