@@ -10,14 +10,17 @@ from transformers import PreTrainedModel
 from speculative.decode import decode
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
 from speculative.measure.curves import CURVE_GAMMAS
 from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
 from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
-from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule, rules_of_text
+
+# Gammas up to which a parallel draft is replayed, unless a larger one is decoded: each costs a draft token a response token.
+PARALLEL_OFFSETS = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ def judge_frozen(
     settings: DecodeSettings,
     *,
     scores: Sequence[TokenScores] | None = None,
+    drafting: Drafting = "autoregressive",
 ) -> dict[str, Any]:
     """The cheap half of `judge`: one draft pass over frozen text, no target in memory; plain numbers.
 
@@ -50,15 +54,17 @@ def judge_frozen(
 
     rules: what the same text tells of every other rule it has a law for. per_response: two judgements on the same text
     can be paired later without a model. scores: of this draft on this text, where they are known: nothing is run then.
+    drafting: how the draft drafts; alpha is that of a block's first token either way, replay goes as far as it was scored.
     """
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
     if scores is None:
-        scores = score_tokens(draft, heldout, settings.sampling)
+        offsets = max(settings.gamma, PARALLEL_OFFSETS) if drafting == "parallel" else None
+        scores = score_tokens(draft, heldout, settings.sampling, offsets=offsets)
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
     known = not any(np.isnan(own.log_target_probs).any() for own in scores)
-    gammas = tuple(CURVE_GAMMAS)
+    gammas = tuple(scored_gammas(scores, CURVE_GAMMAS))
     blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
     tokens_N = np.array([len(own) for own in scores])
 
@@ -105,29 +111,33 @@ def judge(
     batch_size: int = 16,
     log: ProposalLog | None = None,
     scores: Sequence[TokenScores] | None = None,
+    drafting: Drafting = "autoregressive",
 ) -> tuple[dict[str, Any], list[Response]]:
     """(all numbers of one draft, the live run's responses): `judge_frozen`, and each held-out prompt decoded live once.
 
     Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
     tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
     live numbers also per domain. `replay_check` replays the very text of the live run: |z| above 4 means a fault.
-    log: every drafted token of the live run. scores: as for `judge_frozen`.
+    log: every drafted token of the live run. scores, drafting: as for `judge_frozen`.
 
     Raises UserError when gamma is 0, for empty input and whatever `decode` refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
-    result = judge_frozen(draft, heldout, settings, scores=scores)
+    result = judge_frozen(draft, heldout, settings, scores=scores, drafting=drafting)
     first_of_prompt = {response.prompt: response for response in reversed(heldout)}
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
-    responses, timing = decode(target, ModelDrafter(draft), prompts, settings, batch_size=batch_size, log=log)
+    drafter = model_drafter(draft, drafting)
+    responses, timing = decode(target, drafter, prompts, settings, batch_size=batch_size, log=log)
     for name, indices in _by_domain(chosen).items():
         if name in result["domains"]:
             result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
     check = None
     if settings.active_rules is None and settings.tree is None:
-        own, law = score_tokens(draft, responses, settings.sampling), law_of(settings.rule, settings.sampling)
+        offsets = settings.gamma if drafting == "parallel" else None
+        own = score_tokens(draft, responses, settings.sampling, offsets=offsets)
+        law = law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
     warnings = (agreement_warning(check), recurrence_warning(target), recurrence_warning(draft))
     record = {

@@ -79,7 +79,8 @@ class DeviceLoop(BlockLoop):
         self._own, drafts = own, drafter.cached if isinstance(drafter, ModelDrafter) else None
         sampled = not settings.sampling.greedy
         uniforms = 3 * (settings.gamma + 1 if settings.rule == "block" else 1) if sampled else 0
-        kind = (settings.gamma, settings.rule, settings.sampling, self._keep_probs)
+        # One model may draft in several ways.
+        kind = (type(drafter), settings.gamma, settings.rule, settings.sampling, self._keep_probs)
         known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
         if kind not in known:
             runner_of_blocks = own.memory.another_runner()
@@ -169,7 +170,11 @@ class DeviceLoop(BlockLoop):
         """in_flight: the block before this one was not read, so rows may be longer by as much as it can commit."""
         gamma = self.settings.gamma
         furthest_R = np.minimum(self.lengths_R + (gamma + 1 if in_flight else 0), self.limits_R)
-        stop, shortest = int(furthest_R[self.active_R].max()) + gamma, min(2, int(self.lengths_R[self.active_R].min()))
+        stop, fewest = int(furthest_R[self.active_R].max()) + gamma, 1
+        if isinstance(self.drafter, ModelDrafter):
+            fewest = self.drafter.fewest(gamma)
+            stop = max(stop, fewest + gamma)  # A text shorter than a block reads is read from its first token on.
+        shortest = fewest if int(self.lengths_R[self.active_R].min()) >= fewest else 1
         host, clock, seconds = self._in_stages(stop, shortest) if self._exact_stages else self._at_once(stop, shortest)
         return _Flight(self._seatings_R.copy(), host, clock, seconds)
 

@@ -4,6 +4,7 @@ Shapes: R rows, G drafted tokens (at most gamma), V vocabulary, C columns of the
 (root not counted), N1 = N + 1, K candidates per node.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -181,6 +182,10 @@ class ModelDrafter:
         assert self._cached is not None, "cached before start()"
         return self._cached
 
+    def fewest(self, gamma: int) -> int:
+        """Tokens of the text that a block reads where shapes are static: as many as the block before can have left unread."""
+        return 2  # The last token was never fed, after a fully accepted block nor was the one before.
+
     def propose_on_device(
         self,
         text: DeviceText,
@@ -192,26 +197,12 @@ class ModelDrafter:
     ) -> Proposal:
         """`propose` of a chain as one piece of work that the host has no part in: it can be captured.
 
-        prefix: positions that the calls read. shortest: tokens of the shortest text, 1 when it is not known to be longer.
+        prefix: positions that the calls read. shortest: tokens of the shortest text; 1 when it is not known to be `fewest`.
         """
-        cached, lengths_R = self.cached, text.lengths_R
-        assert isinstance(cached, CachedModel)
-        # The last token was never fed, after a fully accepted block nor was the one before; a text of one token has none.
-        starts_R1 = (lengths_R - 2).clamp_min_(0).unsqueeze(1)
-        positions_R2 = torch.cat((starts_R1, starts_R1 + 1), 1)
-        logits_RKV = cached.feed_static(
-            text.tokens_RC.gather(1, positions_R2), positions_R2, prefix, 1 if shortest > 1 else 2
-        )
-        logits_RV = logits_RKV[:, -1]
-        if shortest == 1:
-            logits_RV = torch.where((lengths_R > 1).unsqueeze(1), logits_RV, logits_RKV[:, 0])
         ids: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         peaks: list[torch.Tensor] = []
-        for step in range(gamma):
-            if step > 0:
-                positions_R1 = (lengths_R + (step - 1)).unsqueeze(1)
-                logits_RV = cached.feed_static(ids[-1].unsqueeze(1), positions_R1, prefix, 1)[:, 0]
+        for step, logits_RV in enumerate(self._logits_on_device(text, gamma, prefix, shortest, ids)):
             id_R, peak_R = most_likely_and_peak(logits_RV)
             peaks.append(peak_R)
             if not sampling.greedy:
@@ -220,6 +211,26 @@ class ModelDrafter:
                 id_R = sample(probs[-1], uniforms_RGK[:, step, 0])
             ids.append(id_R)
         return Proposal(torch.stack(ids, 1), torch.stack(probs, 1) if probs else None, None, torch.stack(peaks, 1))
+
+    def _logits_on_device(
+        self, text: DeviceText, gamma: int, prefix: int, shortest: int, ids: list[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """Logits (R, V) of each step of a block; when the next are asked for, `ids` holds what was drafted so far."""
+        cached, lengths_R = self.cached, text.lengths_R
+        assert isinstance(cached, CachedModel)
+        # A text of one token has none before it.
+        starts_R1 = (lengths_R - 2).clamp_min_(0).unsqueeze(1)
+        positions_R2 = torch.cat((starts_R1, starts_R1 + 1), 1)
+        logits_RKV = cached.feed_static(
+            text.tokens_RC.gather(1, positions_R2), positions_R2, prefix, 1 if shortest > 1 else 2
+        )
+        logits_RV = logits_RKV[:, -1]
+        if shortest == 1:
+            logits_RV = torch.where((lengths_R > 1).unsqueeze(1), logits_RV, logits_RKV[:, 0])
+        yield logits_RV
+        for step in range(1, gamma):
+            positions_R1 = (lengths_R + (step - 1)).unsqueeze(1)
+            yield cached.feed_static(ids[-1].unsqueeze(1), positions_R1, prefix, 1)[:, 0]
 
     def propose(self, ask: Ask) -> Proposal:
         assert self._cached is not None, "propose() before start()"
@@ -231,42 +242,53 @@ class ModelDrafter:
             return self._propose_tree(ask, ask.tree)
         return self._propose_chain(ask)
 
-    def _catch_up(self, ask: Ask) -> torch.Tensor:
-        """Logits (R, V) after the last committed token; feeds whatever of the text was not read yet."""
+    def _catch_up(self, ask: Ask, masks: int = 0, mask_token: int = 0) -> torch.Tensor:
+        """Logits (R, 1 + masks, V) after the last committed token and after each of so many mask tokens behind it.
+
+        Feeds whatever of the text was not read yet.
+        """
         assert self._cached is not None
-        lengths_R, fewest = ask.lengths_R, 2 if self._cached.runner.static else 1
+        lengths_R, fewest = ask.lengths_R, self.fewest(ask.gamma) if self._cached.runner.static else 1
         while True:
             missing = max(fewest, int((lengths_R - self._read_R)[ask.active_R].max(initial=1)))
             width = min(missing, CATCH_UP_TOKENS)
             # Rows that miss less read some tokens again; a row shorter than the width reads scratch behind its end.
-            ends_R = np.minimum(self._read_R + width, lengths_R) if missing > width else lengths_R
+            ends_R, behind = (np.minimum(self._read_R + width, lengths_R), 0) if missing > width else (lengths_R, masks)
             starts_R = np.maximum(ends_R - width, 0)
-            ids_RW = ask.tokens_RC[np.arange(len(starts_R))[:, None], starts_R[:, None] + np.arange(width)]
+            places_RW = starts_R[:, None] + np.arange(width + behind)
+            ids_RW = np.take_along_axis(ask.tokens_RC, places_RW, 1)
+            if behind:
+                ids_RW = np.where(places_RW < lengths_R[:, None], ids_RW, mask_token)
             short = bool((ends_R < width)[ask.active_R].any())
-            logits_RWV = self._cached.feed(
-                upload(ids_RW, self._cached.device), starts_R, width if short else 1, once=width > 2
-            )
+            kept = width + behind if short else 1 + behind
+            logits_RKV = self._cached.feed(upload(ids_RW, self._cached.device), starts_R, kept, once=width > fewest)
             self._read_R = ends_R.copy()
             if missing > width:
                 continue
             if not short:
-                return logits_RWV[:, -1]
-            last_R = upload(lengths_R - 1 - starts_R, logits_RWV.device)
-            return logits_RWV[torch.arange(len(lengths_R), device=logits_RWV.device), last_R]
+                return logits_RKV
+            columns_RK = (lengths_R - 1 - starts_R)[:, None] + np.arange(1 + behind)
+            rows_R1 = torch.arange(len(lengths_R), device=logits_RKV.device).unsqueeze(1)
+            return logits_RKV[rows_R1, upload(columns_RK, logits_RKV.device)]
+
+    def _chain_logits(self, ask: Ask, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Logits (R, V) of each step of a chain; when the next are asked for, `ids` holds what was drafted so far."""
+        assert self._cached is not None
+        yield self._catch_up(ask)[:, 0]
+        for step in range(1, ask.gamma):
+            logits_R1V = self._cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
+            self._read_R = ask.lengths_R + step
+            yield logits_R1V[:, 0]
 
     def _propose_chain(self, ask: Ask) -> Proposal:
         assert self._cached is not None
-        lengths_R, device = ask.lengths_R, self._cached.device
-        logits_RV = self._catch_up(ask)
-        scratch = _RuleText(ask, device) if ask.rules is not None else None
+        scratch = _RuleText(ask, self._cached.device) if ask.rules is not None else None
         ids: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         peaks: list[torch.Tensor] = []
-        counts_R = np.full(len(lengths_R), ask.gamma)
+        counts_R = np.full(len(ask.lengths_R), ask.gamma)
         running_R = ask.active_R.copy()
-        for step in range(ask.gamma):
-            if step > 0:
-                logits_RV = self._cached.feed(ids[-1].unsqueeze(1), lengths_R + (step - 1), 1)[:, 0]
+        for step, logits_RV in enumerate(self._chain_logits(ask, ids)):
             if scratch is not None:
                 logits_RV = scratch.apply(logits_RV, step)
             if ask.sampling.greedy:
@@ -289,7 +311,6 @@ class ModelDrafter:
                 running_R &= ~doubtful_R
                 if not running_R.any():
                     break
-        self._read_R = lengths_R + (len(ids) - 1)
         probs_RGV = torch.stack(probs, 1) if probs else None
         # Softmax makes the whole row NaN when one logit is NaN or infinite: any column tells.
         peaks_RG = torch.stack(peaks, 1) if probs_RGV is None else probs_RGV[..., 0]
@@ -301,7 +322,7 @@ class ModelDrafter:
         assert self._cached is not None
         assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
         assert ask.rules is None, "a tree with logits rules is refused before decoding"
-        root_logits_RV = self._catch_up(ask)
+        root_logits_RV = self._catch_up(ask)[:, 0]
         self._read_R = ask.lengths_R - 1
         ids_RN1 = root_logits_RV.new_zeros((len(ask.lengths_R), tree.size + 1), dtype=torch.int64)
         last_R1 = np.take_along_axis(ask.tokens_RC, ask.lengths_R[:, None] - 1, 1)

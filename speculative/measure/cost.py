@@ -6,7 +6,7 @@ Shapes: none; seconds are per batch, gammas are drafted tokens per block.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.device_loop import open_loop
 from speculative.decoder.responses import DecodeSettings, Timing
-from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.engine.runners import resolve_runner
 from speculative.rules.rule import Rule
@@ -37,7 +38,8 @@ class StepCosts:
 
     target_seconds: one block of plain decoding (a 1-token call). draft_seconds[gamma]: drafting gamma tokens.
     verify_seconds[gamma]: a (gamma + 1)-token target call with its acceptance. spread: relative standard error of what a block
-    costs in target steps, at the gamma where it is largest; 0 where nothing was measured.
+    costs in target steps, at the gamma where it is largest; 0 where nothing was measured. parallel: a block is one draft
+    call, whose time hardly depends on gamma.
     """
 
     target_seconds: float
@@ -46,22 +48,30 @@ class StepCosts:
     batch_size: int
     context: int
     spread: float = 0.0
+    parallel: bool = False
 
     @property
     def draft_step_seconds(self) -> float:
-        return statistics.median(seconds / gamma for gamma, seconds in self.draft_seconds.items())
+        """Seconds of one draft call: of a token, or of a whole block of a parallel draft."""
+        return statistics.median(
+            seconds / (1 if self.parallel else gamma) for gamma, seconds in self.draft_seconds.items()
+        )
 
     @property
     def cost_ratio(self) -> float:
-        """c: one draft step over one target step, the median over the measured gammas: the number to quote."""
+        """c: one draft call over one target step, the median over the measured gammas: the number to quote."""
         return self.draft_step_seconds / self.target_seconds
 
     def cost_ratio_at(self, gamma: int) -> float:
         """c of one token of a block of gamma, interpolated between the measured gammas and constant beyond them.
 
-        The first step of a block also reads what the last one left unread, so short blocks pay more a token.
+        The first step of a block also reads what the last one left unread, so short blocks pay more a token. A parallel
+        draft's block is interpolated as a whole.
         """
         gammas = sorted(self.draft_seconds)
+        if self.parallel:
+            block_seconds = np.interp(gamma, gammas, [self.draft_seconds[measured] for measured in gammas])
+            return float(block_seconds) / max(gamma, 1) / self.target_seconds
         per_token = [self.draft_seconds[measured] / measured for measured in gammas]
         return float(np.interp(gamma, gammas, per_token)) / self.target_seconds
 
@@ -76,18 +86,25 @@ class StepCosts:
 
 
 def given_costs(
-    target_seconds: float, draft_seconds: float, verify_seconds: float | None = None, max_gamma: int = 16
+    target_seconds: float,
+    draft_seconds: float,
+    verify_seconds: float | None = None,
+    max_gamma: int = 16,
+    *,
+    parallel: bool = False,
 ) -> StepCosts:
-    """Costs that were not measured here: one target step, one draft step and a verify call, in seconds.
+    """Costs that were not measured here: one target step, one draft call and a verify call, in seconds.
 
     A verify call is taken to cost the same at every gamma up to `max_gamma`, by default as much as a 1-token call: true
-    where reading the weights takes the time (a large model, few rows), flattering elsewhere. `context` 0: of no text.
+    where reading the weights takes the time (a large model, few rows), flattering elsewhere. parallel: the draft call is a
+    whole block's. `context` 0: of no text.
     """
     verify = target_seconds if verify_seconds is None else verify_seconds
     ends = (1, max_gamma)
     return StepCosts(
-        target_seconds, {g: g * draft_seconds for g in ends}, dict.fromkeys(ends, verify), batch_size=1, context=0
-    )
+        target_seconds, {g: (1 if parallel else g) * draft_seconds for g in ends}, dict.fromkeys(ends, verify),
+        batch_size=1, context=0, parallel=parallel,
+    )  # fmt: skip
 
 
 def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
@@ -175,6 +192,7 @@ def measure_costs(
     repeats: int = 3,
     seconds: float = 2.0,
     seed: int = 0,
+    drafting: Drafting = "autoregressive",
 ) -> StepCosts:
     """Time the stages of the real block loop on random tokens, again and again until what a block costs is known.
 
@@ -204,7 +222,7 @@ def measure_costs(
                 )
                 loop = open_loop(
                     target,
-                    (ModelDrafter(draft) if draft is not None else _FreeProposals()) if gamma > 0 else None,
+                    (model_drafter(draft, drafting) if draft is not None else _FreeProposals()) if gamma > 0 else None,
                     batch_size,
                     context + settings.max_tokens,
                     settings,
@@ -219,6 +237,7 @@ def measure_costs(
             if len(measured) < repeats:
                 continue
             costs = _agreed(np.array(measured), gammas, batch_size, context)
+            costs = replace(costs, parallel=drafting == "parallel")
             if costs.spread <= AGREEMENT or time.perf_counter() - began >= seconds:
                 return costs
 

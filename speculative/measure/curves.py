@@ -11,7 +11,7 @@ import numpy as np
 from speculative.errors import UserError
 from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.replay import expected_blocks_of, survival_of
-from speculative.measure.token_scores import TokenScores
+from speculative.measure.token_scores import TokenScores, scored_gammas
 
 CURVE_GAMMAS = range(33)
 
@@ -28,9 +28,10 @@ def rule_curve(
     """Alpha, tau at every gamma with intervals over prompts, and survival at one gamma, of text this rule may replay.
 
     {"rule", "alpha", "alpha_ci", "tokens", "prompts", "gammas", "tau", "tau_ci", "survival", "survival_gamma"}. All
-    intervals come from the same resampled prompts. Raises UserError where there is no token to replay.
+    intervals come from the same resampled prompts. A parallel draft is asked only about gammas it was scored for. Raises
+    UserError where there is no token to replay.
     """
-    gammas = tuple(gammas)
+    gammas = tuple(scored_gammas(scores, gammas))
     tokens = sum(len(text) for text in scores)
     if not tokens:
         raise UserError("there is no response token to replay: give held-out prompts with non-empty responses")

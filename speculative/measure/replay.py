@@ -11,7 +11,17 @@ distributed as the target. So P(k >= j | text) = draft(x_1..x_j) * w_j / target(
 Rules that judge each token alone: the cost is -log a_t, never negative, so that the law is the product of the a_t;
 a_t = min(1, draft / target) under `sample` (2211.17192, by maximal coupling), 1 or 0 where drafts take their argmax.
 
-Shapes: N responses, T positions (padded), K gammas, J1 = kept tokens of a block, 0..max gamma.
+A parallel draft proposes token j of a block from the text before the block alone: draft_j(x_(i+j) | x_<=i) for a block behind
+x_i. The law stays; only the cost of a token now depends on the block's start and on its offset, so that the sums S run along a row
+of a table (start, offset). Why it stays. `sample`: that the first j - 1 proposals were kept says of proposal j nothing, since it is
+drawn independently of them; so it is a draw from draft_j, and the verifier, which knows draft_j, couples it to the target's
+conditional given the text, whatever draft_j was made from: given the emitted token it was the proposal with min(1, draft_j /
+target). A token that is emitted is distributed as the target's whether proposals were kept or not, so that the coins of a block and
+the text behind it are independent. `block`: algorithm 2 asks for some conditional draft(. | x_1..x_(j-1)) at each place, of which
+one that ignores its condition is a case; the joint ratio is the product of target(x_(i+j) | x_<(i+j)) / draft_j(x_(i+j) | x_<=i).
+Where the draft takes its argmax, the text alone decides as ever.
+
+Shapes: N responses, T positions (padded), K gammas, J offsets of a block, J1 = kept tokens of a block, 0..max gamma.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +44,7 @@ ENTRIES_PER_GROUP = 1 << 22
 class TextCosts(NamedTuple):
     """Cost of each token of a response (T,) under a rule, inf where it is never kept; and where the draft does not decide.
 
+    costs_T, stops_T are tables (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
     stops_T: a block that keeps this token drafts no further, whatever its gamma (a confidence stop); None = nowhere.
     sure_T: how many tokens are kept of a block that starts at this token because somebody who needs no model proposes it
     (`rival_replay`); -1 where the draft does. None = everywhere the draft.
@@ -51,6 +62,7 @@ def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0, sure_T: np
     sure_T: see `TextCosts`.
     """
     takes_argmax = not draft_draws(rule)
+    scores = scores if scores.by_start is None else scores.by_start
     if takes_argmax:
         costs_T = np.where(scores.matches, 0.0, np.inf)
     else:
@@ -77,44 +89,62 @@ def law_of(rule: str, sampling: SamplingSettings) -> str:
 
 
 class _Group(NamedTuple):
-    """Responses padded to one length, with room for the largest gamma behind the last."""
+    """Responses padded to one length, with room for the largest gamma behind the last.
+
+    costs, stops: (T, N), or of a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
+    """
 
     rows: list[int]
-    costs_TN: np.ndarray
-    stops_TN: np.ndarray | None
+    costs: np.ndarray
+    stops: np.ndarray | None
     sure_TN: np.ndarray | None
     lengths_N: np.ndarray
 
 
-def _groups(texts: Sequence[TextCosts], gammas: Sequence[int]) -> Iterator[_Group]:
-    """Responses of similar length together, few enough that a table (T, N, K) stays small."""
-    width = max(gammas)
+def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequence[int] = ()) -> Iterator[_Group]:
+    """Responses of similar length together, few enough that a table (T, N, K) stays small.
+
+    Raises ValueError for a gamma beyond the offsets at which a parallel draft was scored.
+    """
+    width = max((*gammas, *sure_gammas))
+    scored = [text.costs_T.shape[1] for text in texts if text.costs_T.ndim == 2]
+    if scored and max(gammas) > min(scored):
+        raise ValueError(f"gamma {max(gammas)} of a parallel draft that was scored at {min(scored)} offsets")
+    offsets = (width,) if scored else ()
     order = sorted(range(len(texts)), key=lambda row: len(texts[row].costs_T), reverse=True)
     while order:
         longest = len(texts[order[0]].costs_T) + width + 1
         count = max(1, ENTRIES_PER_GROUP // (longest * len(gammas)))
         rows, order = order[:count], order[count:]
-        costs_TN = np.zeros((longest, len(rows)))
-        stops_TN = np.zeros((longest, len(rows))) if any(texts[row].stops_T is not None for row in rows) else None
+        # Offsets that nobody drafts: only who needs no model proposes so many.
+        costs = np.full((longest, len(rows), *offsets), np.inf if scored else 0.0)
+        stops = np.zeros_like(costs) if any(texts[row].stops_T is not None for row in rows) else None
         sure_TN = None
         if any(texts[row].sure_T is not None for row in rows):
             sure_TN = np.full((longest, len(rows)), -1, dtype=np.int64)
         for column, row in enumerate(rows):
             text = texts[row]
-            costs_TN[: len(text.costs_T), column] = text.costs_T
-            if stops_TN is not None and text.stops_T is not None:
-                stops_TN[: len(text.stops_T), column] = np.where(text.stops_T, np.inf, 0.0)
+            own = text.costs_T[..., :width] if scored else text.costs_T
+            costs[: len(own), column][..., : own.shape[-1]] = own
+            if stops is not None and text.stops_T is not None:
+                own = np.where(text.stops_T[..., :width] if scored else text.stops_T, np.inf, 0.0)
+                stops[: len(own), column][..., : own.shape[-1]] = own
             if sure_TN is not None and text.sure_T is not None:
                 sure_TN[: len(text.sure_T), column] = text.sure_T
-        yield _Group(rows, costs_TN, stops_TN, sure_TN, np.array([len(texts[row].costs_T) for row in rows]))
+        yield _Group(rows, costs, stops, sure_TN, np.array([len(texts[row].costs_T) for row in rows]))
+
+
+def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
+    """What a table has of the first `width` tokens of the blocks that start at token `start`."""
+    return table[start : start + width] if table.ndim == 2 else table[start, :, :width].T
 
 
 def _kept_NJ1(group: _Group, start: int, width: int) -> np.ndarray:
     """P(k >= j | text), j = 0..width, of a block that starts at token `start`; the law at the top of this file."""
-    steps_JN = group.costs_TN[start : start + width]
-    if group.stops_TN is not None and width > 1:
+    steps_JN = _steps_JN(group.costs, start, width)
+    if group.stops is not None and width > 1:
         steps_JN = steps_JN.copy()
-        steps_JN[1:] += group.stops_TN[start : start + width - 1]
+        steps_JN[1:] += _steps_JN(group.stops, start, width - 1)
     highest_JN = np.maximum.accumulate(steps_JN.cumsum(0), axis=0)
     kept_J1N = np.ones((width + 1, steps_JN.shape[1]))
     np.exp(-np.maximum(highest_JN, 0.0), out=kept_J1N[1:])
@@ -146,7 +176,7 @@ def _width(gammas: Sequence[int] | np.ndarray, sure_gammas: Sequence[int] | np.n
 def _starts_TNK(group: _Group, gammas: Sequence[int], sure_gammas: Sequence[int]) -> np.ndarray:
     """P(a block starts at token t) for each gamma; 0 behind the end of a response."""
     width, gammas_K, sure_gammas_K = _width(gammas, sure_gammas), np.array(gammas), np.array(sure_gammas)
-    starts_TNK = np.zeros((*group.costs_TN.shape, len(gammas)))
+    starts_TNK = np.zeros((*group.costs.shape[:2], len(gammas)))
     starts_TNK[0] = 1.0
     for start in range(int(group.lengths_N.max(initial=0))):
         starts_TNK[start] *= (start < group.lengths_N)[:, None]
@@ -175,7 +205,7 @@ def blocks_by_proposer(
     gammas = tuple(gammas)
     sure_gammas = gammas if sure_gammas is None else tuple(sure_gammas)
     sure_NK, drafted_NK = (np.zeros((len(texts), len(gammas))) for _ in range(2))
-    for group in _groups(texts, (*gammas, *sure_gammas)):
+    for group in _groups(texts, gammas, sure_gammas):
         starts_TNK = _starts_TNK(group, gammas, sure_gammas)
         if group.sure_TN is not None:
             sure_NK[group.rows] = np.where((group.sure_TN >= 0)[..., None], starts_TNK, 0.0).sum(0)
@@ -205,7 +235,7 @@ def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
     variance_N = np.zeros(len(texts))
     gammas_K = np.array([gamma])
     for group in _groups(texts, (gamma,)):
-        mean_TN, square_TN = np.zeros_like(group.costs_TN), np.zeros_like(group.costs_TN)
+        mean_TN, square_TN = (np.zeros(group.costs.shape[:2]) for _ in range(2))
         for start in reversed(range(int(group.lengths_N.max(initial=0)))):
             exactly_J1N = _exactly_NKJ1(group, start, gammas_K, gammas_K)[:, 0].T
             behind_J1 = slice(start + 1, start + gamma + 2)

@@ -208,11 +208,13 @@ def _tuned_before(
     sizes: Sequence[tuple[int, int]],
 ) -> Tuned:
     found = []
+    # What a parallel draft would propose further on was not scored.
+    scored = min((own.costs_T.shape[1] for own in drafted if own.costs_T.ndim == 2), default=max(gammas))
     for max_ngram, min_ngram in sizes:
         kept = [kept_by_lookup(text, max(gammas), max_ngram, min_ngram) for text in texts]
         together = [own._replace(sure_T=kept_T) for own, kept_T in zip(drafted, kept, strict=True)]
         for gamma in gammas:
-            then_gammas = [other for other in gammas if other <= gamma]
+            then_gammas = [other for other in gammas if other <= min(gamma, scored)]
             same = [gamma] * len(then_gammas)
             blocks = RivalBlocks(*blocks_by_proposer(together, then_gammas, same))
             steps_NK = cascade_steps(blocks, same, costs, then_gammas)

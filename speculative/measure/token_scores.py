@@ -1,17 +1,18 @@
 """What a draft says of stored target responses, token by token: one forward per batch, no target in memory.
 
-Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence.
+Shapes: T tokens of one response, B rows, R tokens of a chunk, V vocabulary, C bins of confidence, J offsets of a block, N masks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.models import evaluating, takes_logits_to_keep
+from speculative.engine.models import evaluating, takes_logits_to_keep, vocab_rows
+from speculative.engine.parallel import mask_token_of, masked_pass
 from speculative.errors import UserError
 from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
@@ -21,6 +22,8 @@ from speculative.rules.verify import draft_settings_for
 LOGITS_PER_FORWARD = 1 << 26
 # Rows turned into float32 probabilities at once: rows x vocabulary.
 PROBS_PER_CHUNK = 1 << 22
+# Masks of one pass at most: its attention takes memory with the square of them and of the text before.
+MASKS_PER_FORWARD = 1024
 # Lower edges of the bins of a draft's confidence, which is a probability: [0, .1), [.1, .2), ... [.9, 1].
 CONFIDENCE_EDGES = np.linspace(0.0, 0.9, 10)
 
@@ -58,6 +61,9 @@ class TokenScores:
     draft's own distribution, temperature 1 and nothing cut: the confidence of a draft that takes its argmax.
     confidence_mass_TC: draft mass in each bin of `CONFIDENCE_EDGES` under the serving settings: how probable it is that a
     sampled draft token has a probability in that bin. None unless asked for, and under greedy settings.
+    by_start: of a parallel draft, the same but the mass as tables (T, J): at [i, j] token i + j of the response, proposed at
+    offset j + 1 of the block that starts with token i, from x_<i and j masks alone. Behind the end of the text: a token that is surely
+    kept. None: every block proposes a token alike (each draft that drafts token by token).
     """
 
     log_draft_probs: np.ndarray
@@ -66,6 +72,7 @@ class TokenScores:
     choice_ids: np.ndarray
     choice_probs: np.ndarray
     confidence_mass_TC: np.ndarray | None = None
+    by_start: "TokenScores | None" = None
 
     def __len__(self) -> int:
         return len(self.log_draft_probs)
@@ -82,14 +89,27 @@ class TokenScores:
         return self.matches.astype(np.float64)
 
 
+def scored_gammas(scores: Sequence[TokenScores], gammas: Iterable[int]) -> list[int]:
+    """Those of the gammas that these scores can tell of: all, or of a parallel draft those up to the offsets scored."""
+    most = min((one.by_start.choice_ids.shape[1] for one in scores if one.by_start is not None), default=None)
+    return [gamma for gamma in gammas if most is None or gamma <= most]
+
+
 def score_tokens(
-    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, *, confidence: bool = False
+    draft: PreTrainedModel,
+    texts: Sequence[StoredText],
+    settings: SamplingSettings,
+    *,
+    confidence: bool = False,
+    offsets: int | None = None,
 ) -> list[TokenScores]:
     """`TokenScores` of every text, in order, from one pass.
 
-    settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time).
+    settings: how the texts were sampled. confidence: fill `confidence_mass_TC` too (a third more time). offsets: of a draft
+    that proposes in parallel, the largest gamma that will be asked about; fills `by_start`, for `offsets` - 1 more tokens fed to the
+    draft a response token.
 
-    Raises UserError when the draft returns NaN or infinite logits.
+    Raises UserError when the draft returns NaN or infinite logits, or is no parallel draft and offsets are asked for.
     """
     own = SamplingSettings() if settings.greedy else settings
     bins = len(CONFIDENCE_EDGES)
@@ -121,7 +141,32 @@ def score_tokens(
                 values_TK[:, 3:] if confidence and not settings.greedy else None,
             )
         )
-    return scores
+    if offsets is None:
+        return scores
+    tables = _values_by_start(draft, texts, lambda logits_RV, ids_R: columns(logits_RV, ids_R)[:, :3], offsets)
+    return [
+        replace(own, by_start=_in_tables(text, own, table_TJK))
+        for text, own, table_TJK in zip(texts, scores, tables, strict=True)
+    ]
+
+
+def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> TokenScores:
+    """`TokenScores.by_start` from log draft probability, choice and its probability of every (start, offset)."""
+    tokens, offsets = len(own), values_TJK.shape[1]
+    # The first offset is the text's own.
+    values_TJK[:, 0] = np.stack((own.log_draft_probs, own.choice_ids, own.choice_probs), 1)
+    places_TJ = np.arange(tokens)[:, None] + np.arange(offsets)
+    inside_TJ = places_TJ < tokens
+    places_TJ = np.minimum(places_TJ, max(tokens - 1, 0))
+    ids_T = np.asarray(text.response_ids, dtype=np.int64)
+    choices_TJ = values_TJK[..., 1].astype(np.int64)
+    return TokenScores(
+        np.where(inside_TJ, values_TJK[..., 0], 0.0),
+        np.where(inside_TJ, own.log_target_probs[places_TJ], 0.0),
+        (choices_TJ == ids_T[places_TJ]) | ~inside_TJ,
+        choices_TJ,
+        np.where(inside_TJ, values_TJK[..., 2], 1.0),
+    )
 
 
 def score_responses(
@@ -149,17 +194,59 @@ def values_by_text(
     """
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
     for batch, chunks in response_logits(model, texts):
-        parts = [
-            values_of(logits_RV, ids_R).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
-            for logits_RV, ids_R in chunks
-        ]
-        flat_RK = torch.cat(parts).cpu().numpy()
-        if np.isnan(flat_RK).any():
-            raise UserError(f"the {who} returned NaN or infinite logits on stored text: check its weights and dtype")
+        flat_RK = _finite_values(values_of, chunks, who)
         lengths = [len(texts[index].response_ids) for index in batch]
         for index, values_TK in zip(batch, np.split(flat_RK, np.cumsum(lengths)[:-1]), strict=True):
             found[index] = values_TK
     return found
+
+
+def _values_by_start(
+    draft: PreTrainedModel,
+    texts: Sequence[StoredText],
+    values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    offsets: int,
+) -> list[np.ndarray]:
+    """What `values_of` makes of each text's tokens at offsets 2.. of the block from every start: (T, J, K = 3), else zeros."""
+    mask_token = mask_token_of(draft.config)
+    if mask_token is None:
+        raise UserError("the draft's config names no mask token (pard_token): it drafts token by token only")
+    most = max(1, min(MASKS_PER_FORWARD, LOGITS_PER_FORWARD // vocab_rows(draft)) // max(1, offsets - 1))
+    tables = [np.zeros((len(text.response_ids), offsets, 3)) for text in texts]
+    for text, table_TJK in zip(texts, tables, strict=True):
+        tokens, first = len(text.response_ids), len(text.prompt_ids) - 1
+        ids_T = torch.tensor([*text.prompt_ids, *text.response_ids], device=draft.device)
+        # The last token has no further offset: no block of it is asked.
+        for begin in range(0, tokens - 1 if offsets > 1 else 0, most):
+            starts_S = torch.arange(begin, min(begin + most, tokens - 1), device=draft.device)
+            depths_1T = ids_T.new_zeros((1, first + int(starts_S[-1]) + 1))
+            depths_1T[0, first + starts_S] = (tokens - starts_S).clamp_max(offsets)
+            asked = masked_pass(draft, ids_T[None, : depths_1T.shape[1]], depths_1T, mask_token)
+            masks = len(asked.columns_N)
+            keep = {"logits_to_keep": masks} if takes_logits_to_keep(draft) else {}
+            with evaluating(draft):
+                logits_NV = draft(**asked.inputs, **keep).logits[0, -masks:]
+            rows = max(1, PROBS_PER_CHUNK // logits_NV.shape[-1])
+            said_N = ids_T[asked.starts_N + asked.offsets_N]
+            chunks = zip(logits_NV.split(rows), said_N.split(rows), strict=True)
+            places_N = (asked.starts_N - first).cpu().numpy(), (asked.offsets_N - 1).cpu().numpy()
+            table_TJK[places_N] = _finite_values(values_of, chunks, "draft")
+    return tables
+
+
+def _finite_values(
+    values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    chunks: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    who: str,
+) -> np.ndarray:
+    parts = [
+        values_of(logits_RV, ids_R).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
+        for logits_RV, ids_R in chunks
+    ]
+    flat_RK = torch.cat(parts).cpu().numpy()
+    if np.isnan(flat_RK).any():
+        raise UserError(f"the {who} returned NaN or infinite logits on stored text: check its weights and dtype")
+    return flat_RK
 
 
 def response_logits(

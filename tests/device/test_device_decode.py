@@ -20,6 +20,7 @@ from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
 from speculative.drafters.jacobi import JacobiPool
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.parallel import ParallelDrafter
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine import pool
 from speculative.engine.cache import POSITION_STEP, RaggedCache
@@ -49,7 +50,15 @@ RULES = {
     "sampled tree": DecodeSettings(WARM, 2, "sample", tree=TREE, **MOST),
     "rules": DecodeSettings(WARM, 2, rules=LogitsRules(1.2, bias=((3, 1.0),), banned_ids=(7,)), min_tokens=4, **MOST),
 }
+
+
+def marked(draft: Any) -> Any:
+    draft.config.pard_token = 49
+    return draft
+
+
 DRAFTERS = {
+    "parallel": lambda target: ParallelDrafter(marked(perturbed(small()).to(target.device))),
     "lookup": lambda target: PromptLookup(),
     "retrieval": lambda target: Retrieval(Datastore.build([list(ids) for _, ids in PROMPTS], 50)),
     "jacobi": lambda target: JacobiPool(),
@@ -79,6 +88,19 @@ def test_every_rule_gives_the_cpus_tokens(rule: str) -> None:
     for runner in ("eager", "graph"):
         found = outcome(on_device(target), ModelDrafter(on_device(draft)), settings, runner=runner)
         assert found[:2] == expected[:2], runner
+
+
+def test_a_parallel_draft_is_recorded_as_a_whole_and_apart_from_the_same_model_token_by_token() -> None:
+    target, draft = on_device(small()), marked(on_device(perturbed(small())))
+    for rule in ("greedy", "sample", "block", "greedy-draft"):
+        for kind in (ModelDrafter, ParallelDrafter, ModelDrafter):
+            expected = outcome(small(), kind(marked(perturbed(small()))), RULES[rule])
+            drafter = kind(draft)
+            assert DeviceLoop.serves(target, drafter, RULES[rule], "graph")
+            assert outcome(target, drafter, RULES[rule], runner="graph")[:2] == expected[:2], (rule, kind)
+            # A policy of another class, or a log, is served block by block: calls recorded one by one.
+            heard = outcome(target, kind(draft), RULES[rule], runner="graph", policy=Hears(3))
+            assert heard[:2] == expected[:2], (rule, kind)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

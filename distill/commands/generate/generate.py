@@ -30,6 +30,7 @@ from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from speculative.drafters.jacobi import JacobiPool
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.parallel import DRAFTINGS, ParallelDrafter, model_drafter
 from speculative.drafters.retrieval import Retrieval
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
@@ -94,12 +95,16 @@ def refuse_contradictions(options: GenerateOptions) -> None:
     kind = options.kind
     if options.drafter not in ("", *DRAFTERS):
         raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
+    if options.drafting not in ("", *DRAFTINGS):
+        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
     if kind in ("draft", "cascade") and not options.draft:
         raise UserError(f"--drafter {kind} needs --draft DIR")
     if kind == "retrieval" and options.datastore is None:
         raise UserError("--drafter retrieval needs --datastore FILE (past outputs: --out FILE.jsonl of an earlier run)")
     for given, used, what in (
         (options.draft, kind in ("draft", "cascade"), f"--draft is not used by --drafter {kind}"),
+        (options.drafting, kind in ("draft", "cascade"), f"--drafting is not used by --drafter {kind}"),
+        (options.tree, options.drafting != "parallel", "--drafting parallel drafts chains: leave --tree out"),
         (options.datastore, kind == "retrieval", f"--datastore is not used by --drafter {kind}"),
         (options.exit_layers, kind == "early-exit", f"--exit-layers is not used by --drafter {kind}"),
         (options.tree, kind in ("draft", "early-exit"), "--tree needs a draft model or early-exit to grow it"),
@@ -141,7 +146,8 @@ def load(options: GenerateOptions) -> Loaded:
     model = target.model
 
     def draft_model() -> ModelDrafter:
-        return ModelDrafter(load_draft(draft, target).to(device=place, dtype=model.dtype))  # type: ignore[call-arg]
+        loaded = load_draft(draft, target).to(device=place, dtype=model.dtype)  # type: ignore[call-arg]
+        return model_drafter(loaded, options.drafting or DRAFTINGS[0])  # type: ignore[arg-type]
 
     makers: dict[str, Any] = {
         "none": lambda: None,
@@ -261,8 +267,10 @@ def summary(
     if isinstance(policy, AdaptiveGamma):
         result["gammas_chosen"] = {str(gamma): count for gamma, count in sorted(policy.chosen.items())}
     plain_law = settings.tree is None and settings.active_rules is None
-    if type(loaded.drafter) is ModelDrafter and isinstance(policy, FixedGamma) and plain_law:
-        scores = score_tokens(loaded.drafter.model, responses, settings.sampling)
+    drafter = loaded.drafter
+    if type(drafter) in (ModelDrafter, ParallelDrafter) and isinstance(policy, FixedGamma) and plain_law:
+        offsets = settings.gamma if type(drafter) is ParallelDrafter else None
+        scores = score_tokens(drafter.model, responses, settings.sampling, offsets=offsets)  # type: ignore[arg-type]
         law, counted = law_of(settings.rule, settings.sampling), [response.blocks for response in responses]
         check = agreement_of(scores, law, counted, settings.gamma, stop_below=policy.stop_below)
         result["replay_check"] = check

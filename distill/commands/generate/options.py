@@ -33,6 +33,12 @@ class GenerateOptions:
             "jacobi, cascade (lookup, then the draft), none (default without)"
         ),
     ] = ""
+    drafting: Annotated[
+        str,
+        typer.Option(
+            help="how --draft drafts: autoregressive (default), or parallel: a block in one call, by its pard_token"
+        ),
+    ] = ""
     exit_layers: Annotated[int, typer.Option(help="layers of early-exit; 0 = a third")] = 0
     datastore: Annotated[Path | None, typer.Option(help="past texts for retrieval: --out file of an earlier run")] = (
         None

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,15 @@ def draft(tiny_run: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def marked(draft: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The draft, told of a mask token."""
+    folder = shutil.copytree(draft, tmp_path_factory.mktemp("marked") / "student")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": config["vocab_size"] - 1}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
 def plain_text(tiny_target: Path) -> str:
     """What the target says alone, by the decoder directly."""
     target, tokenizer = load_model("target", str(tiny_target)), load_tokenizer(str(tiny_target))
@@ -59,13 +69,15 @@ def plain_text(tiny_target: Path) -> str:
         ["--drafter", "early-exit", "--exit-layers", "2"],
         ["--drafter", "jacobi"],
         ["--draft", "DRAFT", "--drafter", "cascade", "--gamma", "auto"],
+        ["--draft", "MARKED", "--drafting", "parallel", "--gamma", "3"],
+        ["--draft", "MARKED", "--drafting", "parallel", "--drafter", "cascade"],
         ["--drafter", "none"],
     ],
 )
 def test_greedy_text_on_standard_output_is_the_targets_whoever_proposes(
-    tiny_target: Path, draft: str, plain_text: str, options: list[str]
+    tiny_target: Path, draft: str, marked: str, plain_text: str, options: list[str]
 ) -> None:
-    given = [draft if option == "DRAFT" else option for option in options]
+    given = [{"DRAFT": draft, "MARKED": marked}.get(option, option) for option in options]
     assert run(str(tiny_target), "--prompt", PROMPT, "--max-tokens", "20", *given) == plain_text + "\n"
 
 
@@ -84,6 +96,13 @@ def test_numbers_go_to_standard_error_with_replays_prediction_beside_live_tau(
     assert numbers["tokens"] == 30
     assert numbers["peak_bytes"] > 0
     assert pq.read_table(tmp_path / "log.parquet").num_rows == 3 * numbers["blocks"]
+
+
+def test_replay_stands_beside_the_live_tau_of_a_parallel_draft_too(tiny_target: Path, marked: str) -> None:
+    arguments = [str(tiny_target), "--prompt", PROMPT, "--draft", marked, "--drafting", "parallel", "--gamma", "3"]
+    result = CliRunner().invoke(cli.app, ["generate", *arguments, "--max-tokens", "30"], catch_exceptions=False)
+    assert "parallel draft, gamma 3: tau" in result.stderr
+    assert ", exact" in result.stderr
 
 
 def test_many_prompts_become_json_lines_in_their_order_and_a_datastore_for_retrieval(
@@ -157,6 +176,10 @@ def test_stop_strings_and_min_tokens_reach_the_decoder(tiny_target: Path, draft:
         (["--exit-layers", "2"], "--exit-layers is not used"),
         (["--system", "be nice"], "add --chat"),
         (["--log", "x.parquet"], "nothing drafts"),
+        (["--drafting", "parallel"], "--drafting is not used by --drafter none"),
+        (["--draft", "D", "--drafting", "fast"], "--drafting fast: one of autoregressive, parallel"),
+        (["--draft", "D", "--drafting", "parallel", "--tree", "2,2"], "drafts chains"),
+        (["--draft", "TARGET", "--drafting", "parallel"], "names no mask token"),
         (["--drafter", "magic"], "--drafter magic: one of draft, lookup"),
         (["--drafter", "cascade"], "--drafter cascade needs --draft DIR"),
         (["--drafter", "retrieval"], "needs --datastore FILE"),
@@ -191,6 +214,7 @@ def test_mistakes_are_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    options = [str(tiny_target) if option == "TARGET" else option for option in options]
     monkeypatch.setattr(sys, "argv", ["understudy", "generate", str(tiny_target), "--prompt", PROMPT, *options])
     with pytest.raises(SystemExit) as stopped:
         cli.main()

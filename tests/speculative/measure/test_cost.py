@@ -62,6 +62,18 @@ def test_verify_ratio_is_interpolated_between_measured_calls():
     assert costs.cost_ratio == pytest.approx(0.125)
 
 
+def test_a_block_of_a_parallel_draft_costs_one_call_at_every_gamma():
+    costs = StepCosts(2.0, {1: 0.4, 5: 0.48}, {1: 2.0, 5: 2.0}, batch_size=1, context=1, parallel=True)
+    assert costs.cost_ratio == pytest.approx(0.22)
+    assert [gamma * costs.cost_ratio_at(gamma) for gamma in (1, 3, 5, 9)] == pytest.approx([0.2, 0.22, 0.24, 0.24])
+    taus = {1: 1.5, 2: 1.9, 3: 2.1, 4: 2.2, 5: 2.25}
+    by_hand = {gamma: tau / (1.0 + 0.2 + 0.01 * (gamma - 1)) for gamma, tau in taus.items()}
+    assert best_gamma(taus, costs) == (5, pytest.approx(max(by_hand.values())))
+    given = given_costs(1.0, 0.25, parallel=True)
+    assert given.cost_ratio == 0.25
+    assert [gamma * given.cost_ratio_at(gamma) for gamma in (1, 4, 16)] == [0.25, 0.25, 0.25]
+
+
 def test_a_best_gamma_is_said_only_as_far_as_it_is_known():
     taus = {gamma: iid_tau(0.8, gamma) for gamma in range(1, 17)}
     exact = StepCosts(1.0, {1: 0.1}, {1: 1.0, 16: 1.0}, batch_size=1, context=1)
@@ -97,6 +109,13 @@ def test_measured_costs_are_positive_and_complete():
     assert costs.target_seconds > 0
     assert costs.draft_seconds[4] > costs.draft_seconds[1] > 0
     assert (costs.batch_size, costs.context) == (2, 16)
+    draft = perturbed(target)
+    draft.config.pard_token = 49
+    block = measure_costs(
+        target, draft, gammas=(1, 8), batch_size=2, context=16, blocks=3, repeats=2, drafting="parallel"
+    )
+    assert block.parallel
+    assert block.draft_seconds[8] < 4 * block.draft_seconds[1], "eight calls would take eight times as long"
 
 
 @pytest.mark.alone

@@ -9,6 +9,7 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from speculative.decode import decode
 from speculative.decoder import decision as loop_module
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.effects import paired_effects
@@ -52,6 +53,16 @@ def test_judge_reports_every_number_overall_and_by_domain():
         assert {"alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "survival"} <= set(numbers)
     assert result["live_tokens"] == 12 * 20, "each prompt is decoded once, however many frozen samples it has"
     json.dumps(result)
+
+
+def test_a_draft_is_judged_either_way_it_drafts():
+    draft = perturbed(TARGET, 0.03)
+    draft.config.pard_token = 49
+    token_wise, blocks = (judge(TARGET, draft, HELDOUT, SETTINGS, drafting=how)[0] for how in DRAFTINGS)
+    assert (token_wise["alpha"], token_wise["replay"][1]) == (blocks["alpha"], pytest.approx(blocks["replay"][1]))
+    assert list(blocks["replay"]) == list(range(9))
+    assert blocks["tau"] < token_wise["tau"], "nobody taught it the mask"
+    assert abs(blocks["replay_check"]["z"]) < 3.5
 
 
 def test_a_better_draft_has_a_positive_paired_gain():

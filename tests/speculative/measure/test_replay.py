@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,19 +20,23 @@ from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
 from speculative.measure import replay as replay_module
 from speculative.measure import token_scores as scores_module
+from speculative.measure.curves import rule_curve
 from speculative.measure.metrics import survival
 from speculative.measure.replay import (
     agreement_of,
     agreement_warning,
     agreement_words,
     block_variance_of,
+    blocks_by_proposer,
     expected_blocks_of,
     replay,
     survival_of,
+    texts_of,
 )
-from speculative.measure.token_scores import TokenScores, score_responses, score_tokens
+from speculative.measure.token_scores import TokenScores, score_responses, score_tokens, scored_gammas
 from speculative.rules.block_verify import verify_block
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.verify import verify
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.03)
@@ -98,9 +103,33 @@ def random_scores(length, seed=0, spread=1.0):
     )
 
 
+def random_blocks(length, offsets, seed=0):
+    """A response scored at random by a parallel draft: offset by offset other numbers of the same tokens."""
+    by_offset = [random_scores(length, seed + offset) for offset in range(offsets)]
+    log_target = random_scores(length, seed).log_target_probs
+
+    def table(values, behind):
+        rows = [
+            [values(by_offset[j])[i + j] if i + j < length else behind for j in range(offsets)] for i in range(length)
+        ]
+        return np.array(rows)
+
+    by_start = TokenScores(
+        table(lambda one: one.log_draft_probs, 0.0),
+        table(lambda one: log_target, 0.0),
+        table(lambda one: one.matches, True),
+        table(lambda one: one.choice_ids, 0),
+        table(lambda one: one.choice_probs, 1.0),
+    )
+    return replace(by_offset[0], by_start=by_start)
+
+
 def kept_at_least(scores, rule, start, count, stop_below=0.0):
     """P(a block from `start` keeps `count` tokens | text), token by token."""
     walk = highest = 0.0
+    if scores.by_start is not None:
+        row = {name: values[start] for name, values in vars(scores.by_start).items() if values is not None}
+        scores, start = TokenScores(**row), 0
     for place in range(start, start + count):
         if rule in ("greedy", "greedy-draft"):
             confidence = scores.choice_probs[place]
@@ -138,8 +167,11 @@ def blocks_by_recursion(scores, rule, gamma, stop_below=0.0):
 
 @pytest.mark.parametrize("stop_below", [0.0, 0.3])
 @pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
-def test_expected_blocks_of_every_rule_equal_the_recursion(rule, stop_below, monkeypatch):
+@pytest.mark.parametrize("parallel", [False, True])
+def test_expected_blocks_of_every_rule_equal_the_recursion(rule, stop_below, parallel, monkeypatch):
     scores, gammas = [random_scores(length, seed=length) for length in (12, 1, 40, 5)], (0, 1, 2, 5, 32)
+    if parallel:
+        scores, gammas = [random_blocks(length, 7, seed=length) for length in (12, 1, 40, 5)], (0, 1, 2, 5, 7)
     blocks_NK = expected_blocks_of(scores, rule, gammas, stop_below=stop_below)
     for row, text in enumerate(scores):
         for column, gamma in enumerate(gammas):
@@ -204,6 +236,137 @@ def test_the_block_law_equals_an_enumeration_of_every_draft_and_outcome(gamma):
         assert probability == pytest.approx(written * law, rel=1e-6, abs=1e-9)
 
 
+def block_outcomes(rule, target_G1V, draft_GV):
+    """{tokens that a block emits: probability} over all drafts and coins, by the rule's own functions. Rows by drafted prefix."""
+    gamma, vocab = len(draft_GV), draft_GV.shape[1]
+    outcomes = collections.defaultdict(float)
+    if rule == "greedy-draft":
+        draft_GV = torch.nn.functional.one_hot(draft_GV.argmax(-1), vocab).double()
+    for drafted in itertools.product(range(vocab), repeat=gamma):
+        left = math.prod(draft_GV[place, token].item() for place, token in enumerate(drafted))
+        if left == 0:
+            continue
+        rows = torch.stack([target_G1V[drafted[:place]] for place in range(gamma + 1)])
+        given = (rows[None], torch.tensor([drafted]), draft_GV[None], torch.zeros(1, gamma), torch.zeros(1, gamma + 1))
+        if rule == "block":
+            passing, order = verify_block(*given).accept_probs_BG[0].tolist(), range(gamma, 0, -1)
+        else:
+            passing, order = verify(*given).accept_probs_BG[0].tolist(), range(1, gamma + 1)
+        weights = [1.0]
+        for place, token in enumerate(drafted):
+            weights.append(min(1.0, weights[-1] * (rows[place, token] / draft_GV[place, token]).item()))
+        ends = {}  # tokens kept -> probability given the draft
+        for count in order:
+            if rule == "block":  # From the back: the longest prefix that passes.
+                ends[count], left = left * passing[count - 1], left * (1.0 - passing[count - 1])
+            else:
+                ends[count - 1], left = left * (1.0 - passing[count - 1]), left * passing[count - 1]
+        ends[0 if rule == "block" else gamma] = left
+        for kept, probability in ends.items():
+            following = rows[kept]
+            if kept < gamma:
+                scale = weights[kept] if rule == "block" else 1.0
+                following = (scale * rows[kept] - draft_GV[kept]).clamp_min(0)
+            for token in range(vocab):
+                if probability > 0 and following[token] > 0:
+                    outcomes[(*drafted[:kept], token)] += probability * (following[token] / following.sum()).item()
+    return outcomes
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_the_laws_of_a_parallel_draft_equal_an_enumeration_of_every_text(rule, gamma):
+    """Each text of four tokens, over all drafts and coins of all its blocks: its probability, blocks and first survivals."""
+    vocab, length = 2, 4
+    contexts = [c for size in range(length + gamma + 1) for c in itertools.product(range(vocab), repeat=size)]
+    target = dict(zip(contexts, distributions(1, len(contexts), vocab), strict=True))
+    draft = dict(zip(contexts, distributions(2, (len(contexts), gamma), vocab), strict=True))
+    # What a block behind a context emits: what it drafts depends on the context and the offset alone.
+    emitted = {
+        start: block_outcomes(
+            rule,
+            {behind: target[start + behind] for behind in contexts if len(behind) <= gamma},
+            draft[start],
+        )
+        for start in contexts
+        if len(start) < length
+    }
+    for text in itertools.product(range(vocab), repeat=length):
+
+        def moments(place, text=text):
+            """(probability of the rest of the text, expected blocks on that event) from a block that starts at `place`."""
+            if place >= length:
+                return 1.0, 0.0
+            written = blocks = 0.0
+            for tokens, probability in emitted[text[:place]].items():
+                if tokens[: length - place] == text[place : place + len(tokens)]:
+                    rest, more = moments(place + len(tokens))
+                    written, blocks = written + probability * rest, blocks + probability * (rest + more)
+            return written, blocks
+
+        written, blocks = moments(0)
+        log_target = np.log([target[text[:place]][token] for place, token in enumerate(text)])
+        assert written == pytest.approx(math.exp(log_target.sum()), rel=1e-12), "the text is the target's"
+        tables = np.zeros((4, length, gamma))
+        tables[2], tables[3] = True, 1.0
+        for start, offset in itertools.product(range(length), range(gamma)):
+            if start + offset < length:
+                row = draft[text[:start]][offset]
+                token = text[start + offset]
+                tables[:, start, offset] = math.log(row[token]), log_target[start + offset], row.argmax() == token, 1.0
+        by_start = TokenScores(tables[0], tables[1], tables[2] > 0, tables[2].astype(int), tables[3])
+        scores = TokenScores(*(part[:, 0] for part in (tables[0], tables[1], tables[2] > 0, tables[2], tables[3])))
+        scores = replace(scores, log_target_probs=log_target, by_start=by_start)
+        expected = expected_blocks_of([scores], rule, (gamma,))[0, 0]
+        assert expected == pytest.approx(blocks / written, rel=1e-12)
+
+
+def test_a_parallel_draft_is_not_asked_beyond_the_offsets_it_was_scored_at():
+    scores = [random_blocks(9, 3)]
+    with pytest.raises(ValueError, match="scored at 3 offsets"):
+        expected_blocks_of(scores, "sample", (1, 4))
+    assert scored_gammas(scores, range(33)) == [0, 1, 2, 3]
+    assert rule_curve(scores, ["one"], "sample", survival_gamma=3)["gammas"] == [0, 1, 2, 3]
+    # Somebody who needs no model may propose more.
+    sure = [np.array([5, -1, -1, -1, -1, 2, -1, -1, -1])]
+    found, drafted = blocks_by_proposer(texts_of(scores, "greedy-draft", sure=sure), (3,), (6,))
+    kept = [kept_at_least(scores[0], "greedy-draft", 6, count) for count in (1, 2, 3)]
+    assert found[0, 0] == 1.0
+    assert drafted[0, 0] == expected_blocks_of([rest_of(scores[0], 6)], "greedy-draft", (3,))[0, 0], kept
+
+
+def rest_of(scores, start):
+    by_start = TokenScores(*(part[start:] for part in list(vars(scores.by_start).values())[:5]))
+    return replace(TokenScores(*(part[start:] for part in list(vars(scores).values())[:5])), by_start=by_start)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_scores_by_start_equal_one_block_at_a_time(kind, monkeypatch):
+    sampling, windows = SamplingSettings(0.9, top_k=30), {"sliding_window": 4} if kind == "gemma3_text" else {}
+    model = tiny_model(kind, **windows)
+    model.config.pard_token = 49
+    texts, _ = decode(model, None, prompts_of([3, 1, 7]), DecodeSettings(sampling, max_tokens=9, eos_ids=(3,)))
+    scores = score_tokens(model, texts, sampling, offsets=4)
+    monkeypatch.setattr(scores_module, "MASKS_PER_FORWARD", 7)
+    for text, own, again in zip(texts, scores, score_tokens(model, texts, sampling, offsets=4), strict=True):
+        said = text.response_ids
+        for start, offset in itertools.product(range(len(said)), range(4)):
+            found = [vars(own.by_start)[name][start, offset] for name in list(vars(own))[:5]]
+            if start + offset >= len(said):
+                assert [found[0], found[1], found[2], found[4]] == [0.0, 0.0, True, 1.0]
+                continue
+            with torch.no_grad():
+                logits = model(torch.tensor([[*text.prompt_ids, *said[:start], *[49] * offset]])).logits[0, -1]
+            token = said[start + offset]
+            expected = logits_to_probs(logits[None], sampling)[0, token].double().log().item()
+            assert found[0] == pytest.approx(expected, abs=1e-4)
+            assert found[1] == text.log_target_probs[start + offset]
+            assert (found[2], found[3]) == (logits.argmax() == token, logits.argmax())
+            assert found[4] == pytest.approx(logits.softmax(-1).max().item(), rel=1e-4)
+        np.testing.assert_allclose(again.by_start.choice_probs, own.by_start.choice_probs, rtol=1e-4)
+        np.testing.assert_array_equal(own.by_start.log_draft_probs[:, 0], own.log_draft_probs)
+
+
 @given(seed=st.integers(0, 10_000), length=st.integers(1, 30), gamma=st.integers(1, 12))
 def test_no_rule_keeps_more_than_block_verification_and_longer_blocks_never_cost_calls(seed, length, gamma):
     text = [random_scores(length, seed)]
@@ -216,8 +379,8 @@ def test_no_rule_keeps_more_than_block_verification_and_longer_blocks_never_cost
 
 
 def test_survival_counts_blocks_that_fit_into_the_text():
-    text = random_scores(25, 4, spread=0.5)
-    for rule in ("sample", "block"):
+    both_kinds = random_scores(25, 4, spread=0.5), random_blocks(25, 4, 4)
+    for rule, text in itertools.product(("sample", "block"), both_kinds):
         # Where blocks start, from the recursion's own law.
         starts = np.zeros(40)
         starts[0] = 1.0
