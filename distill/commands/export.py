@@ -14,7 +14,9 @@ def export_run(options: ExportOptions) -> ExportReport:
     Raises:
         UserError: no such run, or see `export_draft`.
     """
-    facts = vars(read_run(options.run))
+    facts = dict(vars(read_run(options.run)))
+    if options.quantize:
+        facts["quantize"] = None if options.quantize == "none" else options.quantize
     return export_draft(**facts, to=options.to, dtype=options.dtype, overwrite=options.overwrite)
 
 

@@ -54,6 +54,13 @@ class ExportOptions:
         "auto"
     )
     overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False
+    quantize: Annotated[
+        str,
+        typer.Option(
+            help="weights of the linear layers and the head in 8 bits: int8, int8-dynamic (activations too; what vLLM takes on CPUs), fp8; "
+            "none; default export.quantize of the run"
+        ),
+    ] = ""
 
 
 @dataclass(frozen=True)

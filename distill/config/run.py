@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from distill.config.sections import (
     DataConfig,
+    ExportConfig,
     JudgeConfig,
     LossConfig,
     LossName,
@@ -49,6 +50,7 @@ class RunConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
     @model_validator(mode="after")

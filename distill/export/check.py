@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from distill.config.run import RunConfig
+from distill.models.draft import cast_weights
+from distill.models.quantized import as_served
 from distill.run.session import open_pair
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
@@ -49,10 +51,9 @@ def check_with_transformers(
         (tokens per target call), `accepted_per_drafted`, and `per_prompt` rows {tokens, target_calls, drafted, equal}.
 
     """
-    draft = AutoModelForCausalLM.from_pretrained(
-        export_dir, dtype=target_model.dtype, trust_remote_code=trust_remote_code
-    )
-    draft = draft.to(target_model.device).eval()
+    draft = AutoModelForCausalLM.from_pretrained(export_dir, dtype="auto", trust_remote_code=trust_remote_code)
+    draft = as_served(draft.to(target_model.device)).eval()
+    cast_weights(draft, target_model.dtype)
     draft.generation_config.num_assistant_tokens = gamma
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0

@@ -80,7 +80,7 @@ def sglang(facts: EngineFacts) -> Start:
     words += [f"--speculative-algorithm STANDALONE --speculative-draft-model-path {DRAFT}"]
     words += [f"--speculative-num-steps {facts.gamma} --speculative-eagle-topk 1"]
     words += [f"--speculative-num-draft-tokens {facts.gamma + 1}"]
-    if facts.target_quantised:
+    if facts.target_quantised and not facts.draft_quantised:
         words.append("--speculative-draft-model-quantization unquant")
     if facts.draft_context:
         words.append(f"--context-length {facts.draft_context}")

@@ -4,6 +4,7 @@ Everything is written and checked in a temporary sibling directory, which is the
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from distill.config.layout import PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
+from distill.config.sections import Quantization
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.commands import others, sampling_fields
 from distill.export.destination import appearing_directory, check_destination
@@ -20,6 +22,7 @@ from distill.export.engines import EngineVerdict, check_all
 from distill.export.facts import EngineFacts, gather_facts, shorter_context
 from distill.export.load_table import gamma_by_load
 from distill.export.merge import base_of_adapter, load_merged_student
+from distill.export.quantize import quantize_draft
 from distill.models.draft import cast_weights
 from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
@@ -34,6 +37,11 @@ GAMMA_WITHOUT_VERDICT = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
 CHECK_TOKENS = 16
+QUANTISED = (
+    "8-bit weights in compressed-tensors, read by vLLM and transformers; other engines were not tried, and those with formats of their own "
+    "(GGUF, MLX, ExLlama) quantise an export with --quantize none"
+)
+GPUS_ALONE = ". vLLM 0.32 has kernels for int8 on GPUs alone: for a CPU export int8-dynamic"
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ def export_draft(
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantize: Quantization | None = None,
+    texts: Iterable[list[int]] = (),
 ) -> ExportReport:
     """Export `student_dir` as the draft of `target`.
 
@@ -80,6 +90,7 @@ def export_draft(
         sampling: how the run serves, for the generation config and the commands.
         overwrite: replace an earlier export at `to`.
         revision: hub revision of the target.
+        quantize: weights in 8 bits, see `distill.export.quantize.quantize_draft`; `texts`: what that is calibrated on.
 
     Raises:
         UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
@@ -93,30 +104,22 @@ def export_draft(
     gamma, gamma_source, gain = serving_gamma(verdict)
     take_over_ids(student.model, target_side, gamma, sampling)
     cast_weights(student.model, export_dtype)
-    warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain)
+    warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, quantize)
+    draft_record = _draft_record(path, student.model, export_dtype, quantize)
+    packed = quantize_draft(student.model, quantize, texts) if quantize else None
     try:
         with appearing_directory(path) as working:
-            student.model.save_pretrained(working)
+            _save(student.model, packed, working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
             gathered = _facts(working, path, target_side, gamma, verdict, trust_remote_code)
             facts = replace(gathered, sampling=sampling, taus=curves.taus_at(gamma) if curves else {})
             engines = check_all(facts)
-            draft_record = _draft_record(path, student.model, export_dtype)
             serving = {
-                "format": SERVING_FORMAT,
-                "version": SERVING_VERSION,
-                "target": _target_record(target_side),
-                "draft": draft_record,
-                "vocabulary": asdict(student.agreement),
-                "gamma": gamma,
-                "gamma_source": gamma_source,
-                "gain": gain,
-                "measured": _measured(verdict),
-                **_engines_record(facts, engines),
-                "warnings": warnings,
-                "checks": checks,
-            }
+                "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": _target_record(target_side), "draft": draft_record,
+                "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
+                "measured": _measured(verdict), **_engines_record(facts, engines), "warnings": warnings, "checks": checks,
+            }  # fmt: skip
             files = _write_pages(working, serving, verdict, provenance)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
@@ -184,7 +187,13 @@ def _export_dtype(dtype: str, target_config: Any) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | None) -> list[str]:
+def _save(model: Any, packed: Any, working: Path) -> None:
+    model.save_pretrained(working)
+    if packed is not None:
+        packed.update_config(working)
+
+
+def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | None, quantize: str | None) -> list[str]:
     warnings = []
     if gain is False:
         warnings.append(NO_GAIN.format(gamma=gamma))
@@ -196,6 +205,8 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
             f"the draft takes {context} tokens and the target more: the commands cap the server there (beyond it vLLM's model runner V1 "
             "drafts dummy tokens; V2 lowers its own cap from 0.33)"
         )
+    if quantize is not None:
+        warnings.append(QUANTISED + (GPUS_ALONE if quantize == "int8" else ""))
     return warnings
 
 
@@ -235,12 +246,13 @@ def _target_record(target_side: TargetSide) -> dict[str, Any]:
     }
 
 
-def _draft_record(path: Path, model: Any, dtype: torch.dtype) -> dict[str, Any]:
+def _draft_record(path: Path, model: Any, dtype: torch.dtype, quantize: str | None) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
         "path": str(path),
         "rows": vocabulary_rows(model.config),
         "dtype": _dtype_name(dtype),
+        "quantised": quantize,
         "parameters": parameters,
     }
 

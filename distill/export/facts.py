@@ -6,6 +6,7 @@ from typing import Any
 
 from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import LoadRange
+from distill.models.quantized import quantization_of
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from speculative.engine.models import max_positions
 from speculative.measure.load import MOST_LOAD
@@ -36,6 +37,7 @@ class EngineFacts:
     added_ends_equal: bool  # what the tokenizers put around a text (bos, eos), which most do not
     tokenizer_kind_equal: bool
     target_quantised: bool
+    draft_quantised: bool = False
     pre_tokenizer: str | None = None  # llama.cpp's name for how the target's tokenizer cuts text
     rerouted_type: str | None = None  # the draft's model type where vLLM takes it for another method
     draft_context: int | None = None  # tokens, where it is shorter than the target's
@@ -87,7 +89,8 @@ def gather_facts(
         added_tokens_equal=target_tokenizer.get_added_vocab() == draft_tokenizer.get_added_vocab(),
         added_ends_equal=target_tokenizer("")["input_ids"] == draft_tokenizer("")["input_ids"],
         tokenizer_kind_equal=type(target_tokenizer) is type(draft_tokenizer),
-        target_quantised=getattr(target_config, "quantization_config", None) is not None,
+        target_quantised=quantization_of(target_config) is not None,
+        draft_quantised=quantization_of(draft_config) is not None,
         pre_tokenizer=pre_tokenizer_name(target_tokenizer),
         rerouted_type=rerouted_type(draft_config),
         draft_context=shorter_context(draft_config, target_config),

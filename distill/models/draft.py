@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from distill.config.layout import find_student
 from distill.models.load import load_model, load_tokenizer
+from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
     VocabularyAgreement,
@@ -38,7 +39,7 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
         UserError: not there.
     """
     name, rows = find_student(path), target.facts.vocab_rows
-    draft = load_model("draft", name)
+    draft = as_served(load_model("draft", name))
     agreement = compare_vocabularies(target.tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
     if agreement.verdict == "repair":
         repair_rows(draft, rows, agreement.token_rows)
@@ -74,6 +75,8 @@ def cast_weights(model: Any, dtype: torch.dtype) -> None:
 
     """
     for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
         parameter.data = parameter.data.to(dtype)
         if not torch.isfinite(parameter.data).all():
             raise UserError(f"weight {name} is not finite in {str(dtype).removeprefix('torch.')}; choose bfloat16")

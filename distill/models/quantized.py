@@ -1,10 +1,15 @@
-"""Targets whose weights are saved quantised: loaded as saved, because that is what is served, and read in full where a draft is made of them."""
+"""Models whose weights are saved quantised: loaded as saved, because that is what is served, and read in full where a draft is made of them."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# Up to so many rows the 8-bit product is used: it is made for few, and dequantising a weight is worth it for many.
+FEW_ROWS = 16
+# Torch's reads such steps of K and does not look whether they end where a row does: with other widths it adds up what is not there.
+KERNEL_STEP = 64
 
 
 def quantization_of(config: Any) -> Any:
@@ -46,3 +51,52 @@ def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     for part in tensor.__tensor_flatten__()[0]:
         yield from stored_parts(f"{name}.{part}", getattr(tensor, part))
+
+
+class Int8Linear(nn.Module):
+    """A linear layer that reads 8-bit weights, with activations in bfloat16: what a step costs on a CPU is the bytes it reads.
+
+    Shapes: N outputs, K inputs. No cast to another dtype touches its weights or their scales.
+    """
+
+    scale: Tensor
+
+    def __init__(self, values_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values_NK, requires_grad=False)
+        self.register_buffer("scale", scale_N.bfloat16())
+        self.bias = None if bias_N is None else nn.Parameter(bias_N.detach(), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., K) -> (..., N), in the dtype of the inputs."""
+        rows = inputs.reshape(-1, inputs.shape[-1]).bfloat16()
+        if len(rows) <= FEW_ROWS and rows.shape[1] % KERNEL_STEP == 0:
+            outputs = torch.ops.aten._weight_int8pack_mm(rows, self.values, self.scale)
+        else:
+            outputs = nn.functional.linear(rows, self.values.bfloat16()) * self.scale
+        outputs = outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def as_served(model: Any) -> Any:
+    """A model in the compressed-tensors format as it would compute where it is served: 8-bit weights stay so on a CPU, in place.
+
+    Elsewhere, and where activations are rounded too, the library computes with the values that they stand for. Any other model
+    is given back as it is.
+    """
+    layers = [(name, one) for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
+    if not layers:
+        return model
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.compressors.base import decompress_module
+
+    for name, one in layers:
+        decompress_module(one)
+        scheme = one.quantization_scheme
+        weight_only = scheme.input_activations is None and (scheme.weights.type, scheme.weights.num_bits) == ("int", 8)
+        if weight_only and one.weight_scale.shape[1:] == (1,) and one.weight.device.type == "cpu":
+            values = (one.weight.float() / one.weight_scale.float()).round().to(torch.int8)
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, Int8Linear(values, one.weight_scale[:, 0], one.bias))
+    ModelCompressor().remove_decompression_hook(model)  # else the first call would do it again
+    return model

@@ -185,9 +185,15 @@ def untie_for_adapters(model: Any, adapted: Sequence[str] | str) -> bool:
     if not config.tie_word_embeddings or not any(name.endswith(f".{one}") for name in names for one in wanted):
         return False
     refuse_tied(config, wanted)
-    tables[1].weight = nn.Parameter(tables[1].weight.detach().clone())
-    config.tie_word_embeddings = model.config.tie_word_embeddings = False
+    give_own_head(model)
     return True
+
+
+def give_own_head(model: Any) -> None:
+    """Unties a tied head, in place: the same weights, its own."""
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def refuse_tied(text_config: Any, adapted: Sequence[str]) -> None:

@@ -56,9 +56,10 @@ def verdict_table(verdict: Verdict) -> Table:
             style="bold" if key == (verdict.run or "best") else "",
         )
     for rival in verdict.rivals:
+        change = rival.alpha_change
         table.add_row(
             rival.name,
-            "",
+            f"{change.gain:+.3f}\n{interval(change.ci, 3)}" if change else "",
             f"{number(rival.tau, 2)}\n(replay)",
             "",
             f"{rival.tokens_per_second:.0f}",

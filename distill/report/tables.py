@@ -221,6 +221,8 @@ def contest_table(result: Result) -> Table | None:
     for rival in verdict.rivals:
         sizes = f"n-grams of {rival.ngrams[1]} to {rival.ngrams[0]}" if rival.ngrams else ""
         sizes += f", then a draft of {rival.then_gamma}" if rival.then_gamma else ""
+        if rival.alpha_change:
+            sizes = f"alpha {rival.alpha_change.gain:+.3f} {interval(rival.alpha_change.ci)}"
         fast, chosen = (rival.speed_up, rival.speed_up_ci or TOO_FEW_TIMED), verdict.run == rival.name
         row = _contest_row(rival.name, sizes, chosen, rival.gamma, rival.tau, rival.tokens_per_second, fast)
         row[1][-1] = Cell(times(rival.draft_over_it), interval(rival.draft_over_it_ci, 2))

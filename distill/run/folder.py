@@ -1,28 +1,32 @@
 """A run's folder: who may go on in it, and what an export needs to know of it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.files import MANIFEST, write_bytes
+from data.responses.store import Store
 from distill.config.layout import (
     BEST_LINK,
     CHECKPOINTS,
     CONFIG,
     PROMPTS,
     PROVENANCE,
+    RESPONSES,
     RESULT,
     SELF_CHECKS,
     STUDENT,
     STUDENT_NOTES,
+    TRAINING,
     VERDICT,
     run_of,
     step_folder,
 )
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
-from distill.config.sections import SPIKE_FACTOR
+from distill.config.sections import SPIKE_FACTOR, Quantization
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import Verdict, read_json
 from speculative.errors import UserError
@@ -33,7 +37,7 @@ MAY_DIFFER = (
     "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
     "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "target.endpoint.readers", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
     "serving.batch_size", "judge.batch_size", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
-    "tracking.project",
+    "tracking.project", "export.quantize",
 )  # fmt: skip
 
 
@@ -104,6 +108,8 @@ class RunFacts:
     sampling: SamplingSettings
     revision: str | None
     trust_remote_code: bool
+    quantize: Quantization | None
+    texts: Iterable[list[int]]  # the target's answers to the training prompts, prompts before them
 
 
 def read_run(path: Path) -> RunFacts:
@@ -129,8 +135,16 @@ def read_run(path: Path) -> RunFacts:
     serving, where = config.serving, config.target
     sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
     return RunFacts(
-        folder / STUDENT, where.path, verdict, curves, provenance, sampling, where.revision, where.trust_remote_code
-    )
+        folder / STUDENT, where.path, verdict, curves, provenance, sampling, where.revision, where.trust_remote_code,
+        config.export.quantize, training_texts(run),
+    )  # fmt: skip
+
+
+def training_texts(run: Path) -> Iterable[list[int]]:
+    """Token ids of the training prompts with their responses, read as they are asked for; none where the run has none here."""
+    store = Store(run / RESPONSES / TRAINING)
+    rows = store.rows() if (store.folder / MANIFEST).exists() else ()
+    return ([*row.prompt_ids, *row.response_ids] for row in rows)
 
 
 def load_verdict(run: Path) -> Verdict:

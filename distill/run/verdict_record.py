@@ -146,10 +146,19 @@ class BestDraft(JudgedDraft):
     live: bool | None = Field(None, description="false: by replay, nothing was decoded")
 
 
-class Rival(Record):
-    """What needs no training of its own, on the same prompts at batch 1: lookup, past responses, lookup before the draft."""
+class Gain(Record):
+    """A difference and its interval."""
 
-    name: str = Field(description="prompt lookup, past responses or lookup + draft")
+    gain: float = Field(description="the difference")
+    ci: Interval = Field(description="its interval")
+
+
+class Rival(Record):
+    """What needs no training of its own, on the same prompts at batch 1: lookup, past responses, lookup before the draft, the
+    draft in fewer bytes.
+    """
+
+    name: str = Field(description="prompt lookup, past responses, lookup + draft, or best in int8 (export.quantize)")
     gamma: int = Field(description="looked-up or drafted tokens per block, the best for it")
     tau: float | None = Field(None, description="tokens per target call, by replay")
     tokens_per_second: float = Field(description="of all held-out prompts together")
@@ -161,13 +170,9 @@ class Rival(Record):
     then_gamma: int | None = Field(None, description="gamma of the draft behind the lookup")
     tuned_on: str = Field(description="text that its gamma and sizes were chosen on")
     timed_prompts: int | None = Field(None, description="prompts that its blocks were timed on")
-
-
-class Gain(Record):
-    """A difference and its interval."""
-
-    gain: float = Field(description="the difference")
-    ci: Interval = Field(description="its interval")
+    alpha_change: Gain | None = Field(
+        None, description="of the draft in fewer bytes: its alpha minus that of the draft as it is, paired by prompt"
+    )
 
 
 class Detectable(Record):

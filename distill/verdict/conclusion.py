@@ -9,11 +9,13 @@ from data.files import write_json
 from distill.config.layout import PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, step_folder
 from distill.config.load import dump_config
 from distill.config.run import RunConfig
+from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, load_draft
 from distill.models.load import load_model
 from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.checkpoint import load_judgements
+from distill.run.folder import training_texts
 from distill.run.responses import decode_settings, past_responses
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
@@ -63,7 +65,7 @@ def conclude_run(
         log = run / PROPOSALS
         evidence = gather(
             config.judge, settings, target, contestants, heldout, context=context, known=known, log=log,
-            history=past_responses(config, target, config.judge_rule),
+            history=past_responses(config, target, config.judge_rule), lighter=_lighter(config, target, contestants[-1]),
         )  # fmt: skip
     else:
         evidence = gather_by_replay(config.judge, settings, contestants, heldout, {BASELINE: records[0], BEST: best})
@@ -131,6 +133,15 @@ def _contestants(run: Path, served: str | None, target: Target, first: Judgement
         draft = as_exported(load_draft(served, target), target)
         found.insert(1, Contestant(SERVED, "served today", served, None, draft))
     return found
+
+
+def _lighter(config: RunConfig, target: Target, best: Contestant) -> Contestant | None:
+    """The distilled draft as export.quantize has it written; None where it is not asked for."""
+    how = config.export.quantize
+    if how is None:
+        return None
+    draft = lighter_draft(load_model(BEST, best.path), how, training_texts(config.folder), target)
+    return Contestant(f"{BEST} in {how}", f"distilled, {how}", best.path, best.step, draft)
 
 
 def _provenance(folder: Path) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from distill.config.sections import JudgeConfig
 from distill.models.target import Target
 from distill.run.verdict_record import Judgement
-from distill.verdict.contest import Contest, entrants_of, hold
+from distill.verdict.contest import Contest, draft_entrant, entrants_of, hold
 from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.engine.models import max_positions
 from speculative.evaluate import HeldoutResponse, judge
 from speculative.measure.cost import StepCosts, measure_costs
+from speculative.measure.replay import law_of
 from speculative.measure.token_scores import StoredText, TokenScores, score_tokens
 from speculative.rules.rule import Rule
 
@@ -46,7 +47,7 @@ class Evidence:
     texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then.
     judged: by contestant, live or by replay alone.
     responses: of the live run of the last contestant. contest: speeds at batch 1; costs: by contestant. None where the
-    target's weights are not here.
+    target's weights are not here. lighter, lighter_scores: the last contestant in fewer bytes (export.quantize), by the run's own rule.
     """
 
     judge: JudgeConfig
@@ -58,6 +59,8 @@ class Evidence:
     responses: list[Response] | None = None
     contest: Contest | None = None
     costs: Mapping[str, StepCosts] | None = None
+    lighter: Contestant | None = None
+    lighter_scores: Sequence[TokenScores] = ()
 
     @property
     def rule(self) -> Rule:
@@ -86,7 +89,8 @@ class Evidence:
 
     def own_scores(self, name: str) -> list[TokenScores]:
         """A contestant's scores on the text of the run's own rule."""
-        return list(self.scores[self.rule][name])
+        lighter = self.lighter is not None and name == self.lighter.name
+        return list(self.lighter_scores if lighter else self.scores[self.rule][name])
 
 
 def score_all(
@@ -116,6 +120,7 @@ def gather(
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]] | None = None,
     history: Sequence[StoredText] = (),
     log: Path | None = None,
+    lighter: Contestant | None = None,
 ) -> Evidence:
     """Judges live, scores and times.
 
@@ -123,6 +128,7 @@ def gather(
     known: live records of contestants that need not be decoded again; the last one always is, so that its numbers, its
     responses and the proposals in ``log`` are of one and the same run. scores: `score_all`, where it was called already.
     history: what the target answered to other prompts under this rule, for rivals to be tuned on and to look things up in.
+    lighter: the last contestant in fewer bytes: scored and timed like a rival.
     """
     frozen, scores = texts[settings.rule], scores or score_all(settings, contestants, texts)
     judged = dict(known or {})
@@ -137,13 +143,20 @@ def gather(
                 scores=scores[settings.rule][one.name],
             )  # fmt: skip
         judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
-    costs = costs_of(judging, settings, target.model, contestants, context, typical_length(frozen))
+    timed = contestants if lighter is None else [lighter, *contestants]
+    costs = costs_of(judging, settings, target.model, timed, context, typical_length(frozen))
     drafts = {one.name: (one.label, one.draft) for one in contestants}
     own = scores[settings.rule]
     entrants = entrants_of(settings, target.model, drafts, frozen, own, costs, history)
+    light: list[TokenScores] = []
+    if lighter is not None:
+        light, law = score_tokens(lighter.draft, frozen, settings.sampling), law_of(settings.rule, settings.sampling)
+        entrants.append(draft_entrant(lighter.name, lighter.label, lighter.draft, light, law, costs[lighter.name]))
     with cpu_threads(judging.speed_threads):
         contest = hold(judging, settings, target.model, entrants, contestants[-1].name, frozen)
-    return Evidence(judging, settings, tuple(contestants), texts, scores, judged, responses, contest, costs)
+    return Evidence(
+        judging, settings, tuple(contestants), texts, scores, judged, responses, contest, costs, lighter, light
+    )
 
 
 def gather_by_replay(

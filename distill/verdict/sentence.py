@@ -86,7 +86,8 @@ def _to_run(evidence: Evidence, pays: bool | None) -> str:
     contest = evidence.contest
     free = [name for name in (LOOKUP, PAST) if name in contest and contest.beats(name, ALONE)]
     # The draft in question first: of equals it is the one.
-    drafts = [one.name for one in reversed(evidence.contestants) if contest.beats(one.name, ALONE)]
+    known = [*([evidence.lighter] if evidence.lighter else []), *evidence.contestants]
+    drafts = [one.name for one in reversed(known) if contest.beats(one.name, ALONE)]
     return max([*drafts, *free], key=lambda name: contest.speed(name).speed_up, default=ALONE)
 
 

@@ -112,14 +112,15 @@ def looks_of(checkpoints: Sequence[Judgement]) -> int:
     return max(1, sum(2 if record.score_ema is not None else 1 for record in checkpoints[1:]))
 
 
-def _effects(evidence: Evidence, against: str, looks: int) -> Effects:
+def _effects(evidence: Evidence, against: str, looks: int, of: str | None = None) -> Effects:
+    of = of or evidence.best.name
     effects = paired_effects(
-        evidence.own_scores(evidence.best.name),
+        evidence.own_scores(of),
         evidence.own_scores(against),
         evidence.keys,
         rule=evidence.rule,
         gamma=evidence.gamma,
-        costs=_costs_at(evidence, evidence.best.name),
+        costs=_costs_at(evidence, of),
         baseline_costs=_costs_at(evidence, against),
         looks=looks,
     )
@@ -157,7 +158,8 @@ def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Riva
         return []
     rows = []
     tokens = sum(len(text.response_ids) for text in evidence.frozen)
-    for name in (LOOKUP, PAST, TOGETHER):
+    light = evidence.lighter
+    for name in (LOOKUP, PAST, TOGETHER, *([light.name] if light else [])):
         if name not in evidence.contest:
             continue
         one, speed = evidence.contest[name], speeds[name]
@@ -176,6 +178,9 @@ def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Riva
                 then_gamma=one.then_gamma,
                 tuned_on=one.tuned_on,
                 timed_prompts=speed.timed,
+                alpha_change=_effects(evidence, evidence.best.name, 1, name).alpha
+                if light and name == light.name
+                else None,
             )
         )
     return rows

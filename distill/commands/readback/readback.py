@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
@@ -20,13 +21,23 @@ from distill.commands.readback.causes import acceptance_causes, end_note, few_no
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, speeds, tau_interval
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.screen import print_served
-from distill.config.layout import ANSWERS, GREEDY_ANSWERS, HELDOUT_GREEDY, PLAIN_ANSWERS, READBACK, RESPONSES, VERDICT
+from distill.config.layout import (
+    ANSWERS,
+    EXPORT,
+    GREEDY_ANSWERS,
+    HELDOUT_GREEDY,
+    PLAIN_ANSWERS,
+    READBACK,
+    RESPONSES,
+    VERDICT,
+)
 from distill.export.export import serving_gamma
 from distill.export.load_table import gamma_by_load
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import ServedRecord
+from distill.run.verdict_record import read_json
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -95,6 +106,13 @@ def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]
     return frozen, frozen_responses_of(Store(store).read())[: options.prompts] if store.is_dir() else []
 
 
+def _served(run: Path) -> str:
+    """What `understudy serve` serves of a run: its export, where that is not the very draft but one in fewer bytes."""
+    config = run / EXPORT / "config.json"
+    quantised = config.is_file() and "quantization_config" in read_json(config)
+    return str(run / EXPORT if quantised else run)
+
+
 def _gammas(options: ReadbackOptions, frozen: FrozenText) -> tuple[int, ...]:
     """The gammas at which the server may be: as asked; else as exported, or as judged."""
     if options.gamma is not None:
@@ -152,7 +170,7 @@ def _record(
         counted = count(main, gammas[0])
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
-    replayer = Replayer(frozen.draft(str(options.run)), main, law)
+    replayer = Replayer(frozen.draft(_served(options.run)), main, law)
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     found = _rule(options, counted, replayer, wanted, sampled)
     causes = text_causes(law, main, frozen.target) if law is not None and not law.same else []

@@ -1,0 +1,164 @@
+"""A draft with 8-bit weights: the numbers that are written, what reads them, and the row of the verdict that judges it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_training import TOKENS, tiny_tokenizer, write_target
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from distill.commands.compare.compare import compare_command
+from distill.commands.compare.options import CompareOptions
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions
+from distill.config.load import load_config
+from distill.export.check import outside_check
+from distill.export.export import export_draft
+from distill.export.quantize import CLIPS, lighter_draft, row_scales
+from distill.models.draft import load_draft
+from distill.models.load import load_model
+from distill.models.quantized import FEW_ROWS, Int8Linear, as_served
+from distill.models.target import Target
+from distill.run.frozen_text import load_frozen_text
+from distill.run.responses import decode_settings
+from distill.verdict.evidence import BEST, Contestant, gather
+from distill.verdict.verdict import verdict_of
+from speculative.errors import UserError
+from speculative.measure.token_scores import score_tokens
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+def exported(folder: Path, how: Any, **model: Any) -> Path:
+    write_target(folder / "target")
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    student = tiny_model(num_hidden_layers=1, vocab_size=TOKENS, **ids, **model)
+    student.save_pretrained(folder / "student")
+    tiny_tokenizer().save_pretrained(folder / "student")
+    texts = [torch.randint(3, TOKENS, (20,), generator=torch.Generator().manual_seed(1)).tolist()]
+    report = export_draft(
+        student_dir=folder / "student", target=str(folder / "target"), to=folder / "out", dtype="float32", quantize=how,
+        texts=texts,
+    )  # fmt: skip
+    return report.path
+
+
+@pytest.fixture
+def _library() -> None:
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+
+
+@pytest.mark.parametrize("width", [40, 128])
+def test_int8_linear_is_the_product_with_the_values_that_it_stands_for(width: int) -> None:
+    """Torch's own product is wrong, or ends the process, for a width of 40."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, (24, width), dtype=torch.int8, generator=generator)
+    scale, bias = torch.rand(24, generator=generator).bfloat16(), torch.randn(24, generator=generator)
+    layer = Int8Linear(values, scale, bias)
+    for rows in (1, FEW_ROWS, FEW_ROWS + 1):
+        inputs = torch.randn(rows, 1, width, generator=generator)
+        expected = inputs.bfloat16().double() @ (values.double() * scale.double()[:, None]).T + bias
+        found = layer(inputs)
+        assert (found.shape, found.dtype) == ((rows, 1, 24), torch.float32)
+        # bfloat16 keeps 8 bits of what is multiplied and of the sum
+        assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_row_is_clipped_where_its_inputs_say_so() -> None:
+    """Against a search without the library; one large weight whose input is always 0 shall cost nothing."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+    weight[2, 5] = 1.25 * weight[2].abs().max()
+    square = torch.rand(32, generator=torch.Generator().manual_seed(4))
+    square[5] = 0.0
+    found = row_scales(weight, square, QuantizationArgs.model_validate(INT8))
+    for row, scale in zip(weight, found[:, 0], strict=True):
+        tried = []
+        for clip in CLIPS:
+            step = (clip * row.abs().max() / 127.5).bfloat16().float()
+            error = ((row / step).round().clamp(-128, 127) * step - row).square() * square
+            tried.append((float(error.sum()), float(step)))
+        assert float(scale) == min(tried)[1]
+    assert float(found[2, 0]) < 0.95 * float(weight[2].abs().max()) / 127.5
+    plain = row_scales(weight, None, QuantizationArgs.model_validate(INT8))
+    torch.testing.assert_close(plain[:, 0], weight.abs().amax(1) / 127.5, rtol=2**-8, atol=0)
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize("how", ["int8", "int8-dynamic", "fp8"])
+def test_what_is_written_is_read_by_transformers_and_served(tmp_path: Path, how: str) -> None:
+    path = exported(tmp_path, how, tie_word_embeddings=True)
+    config = json.loads((path / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert (group["weights"]["num_bits"], group["weights"]["strategy"]) == (8, "channel")
+    assert (group["input_activations"] is None) == (how == "int8")
+    assert not config["tie_word_embeddings"], "the head is read whole at every step, the embedding is not"
+    serving = json.loads((path / "serving.json").read_text())
+    assert serving["draft"]["quantised"] == how
+    assert all(engine["ok"] for name, engine in serving["engines"].items() if name in ("vLLM", "transformers"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
+    loaded = load_model("draft", str(path))
+    served = as_served(loaded)
+    kinds = {type(one) for name, one in served.named_modules() if name.endswith("_proj") or name == "lm_head"}
+    assert kinds == ({Int8Linear} if how == "int8" else {nn.Linear})
+    ids = torch.arange(3, 33)[None]
+    with torch.no_grad():
+        lost = (served(input_ids=ids).logits.softmax(-1) - plain(input_ids=ids).logits.softmax(-1)).abs().sum(-1) / 2
+    assert 0 < lost.mean() < (0.1 if how == "fp8" else 0.05)
+
+
+def test_a_missing_library_and_an_unknown_name_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--quantize int4: choose int8, int8-dynamic, fp8 or none"):
+        exported(tmp_path / "a", "int4")
+    monkeypatch.setitem(__import__("sys").modules, "compressed_tensors.compressors", None)
+    with pytest.raises(UserError, match=r"--quantize int8 needs compressed-tensors; `pip install"):
+        exported(tmp_path / "b", "int8")
+    assert not (tmp_path / "b" / "out").exists()
+
+
+@pytest.mark.usefixtures("_library")
+def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: Path) -> None:
+    """Scored on the same text as the draft itself, timed beside it; the same numbers as of its export, beside which compare puts it."""
+    config = load_config(tiny_config)
+    target = Target(config.target, torch.device("cpu"))
+    texts = [[5 + index, 9, 11 + index, 40, 41] for index in range(4)]
+    best = Contestant(BEST, "distilled", str(tiny_run), 12, load_draft(str(tiny_run), target))
+    lighter = Contestant(
+        "best in int8", "", "", 12, lighter_draft(load_draft(str(tiny_run), target), "int8", texts, target)
+    )
+    frozen = load_frozen_text(tiny_run).responses[:3]
+    settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
+    evidence = gather(config.judge, settings, target, [best], {"sample": frozen}, context=40, lighter=lighter)
+    verdict = verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
+    row = next(row for row in verdict.rivals if row.name == "best in int8")
+    alphas = [
+        sum(own.accept_probs("sample").sum() for own in score_tokens(draft, frozen, settings.sampling))
+        / sum(len(text.response_ids) for text in frozen)
+        for draft in (lighter.draft, best.draft)
+    ]
+    assert row.alpha_change is not None
+    assert row.alpha_change.gain == pytest.approx(alphas[0] - alphas[1], abs=1e-9)
+    assert row.alpha_change.gain != 0
+    assert row.timed_prompts
+    assert (row.draft_over_it or 0) > 0
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_quantised_export_is_a_draft_like_any_other(tiny_config: Path, tiny_run: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    export_run(ExportOptions(tiny_run, plain))
+    export_run(ExportOptions(tiny_run, out, quantize="int8"))
+    config = load_config(tiny_config, [f"output={tmp_path}"])
+    checked = outside_check(config, out, prompts=3, gamma=2)
+    assert checked["equal"] == 3
+    found, status = compare_command(CompareOptions(drafts=[str(plain), str(out)], on=tiny_run, timing=False))
+    assert status == 0
+    lost = found.differences[0].alpha.gain
+    assert 0 < abs(lost) < 0.02
