@@ -431,7 +431,6 @@ class JudgeConfig(Section):
     )
 
 
-# int8 and fp8: what vLLM reads on GPUs. int8-dynamic: activations in 8 bits too, which it takes on CPUs as well.
 Quantization = Literal["int8", "int8-dynamic", "fp8"]
 
 
@@ -439,9 +438,7 @@ class ExportConfig(Section):
     """What `understudy export` writes, and the verdict judges beside the draft as it is."""
 
     quantize: Quantization | None = Field(
-        None,
-        description="weights in 8 bits (compressed-tensors): int8, int8-dynamic (activations too; what vLLM takes on CPUs) or fp8; judged "
-        "beside the draft as it is",
+        None, description="weights in 8 bits: int8, int8-dynamic (activations too; vLLM on CPUs) or fp8; judged beside the draft as it is"
     )
 
 
