@@ -90,6 +90,7 @@ class Recipe:
     warm_ratio: float = 0.0
     temperature: float = 1.0
     eta: float = 3.0
+    gamma: int = 5  # of accepted_length
     optimizer: str = "muon"  # adamw, muon, adamw8bit
     lr: float = 1e-2
     weight_decay: float = 0.1
@@ -135,7 +136,7 @@ class Recipe:
         names = self.warm_objective if share < self.warm_ratio else self.objective
         weights = dict.fromkeys(names.split("+"), 1.0)
         return Objective(
-            weights, self.temperature, eta=self.eta, chunk_tokens=self.chunk or None, compile=self.compile
+            weights, self.temperature, eta=self.eta, gamma=self.gamma, chunk_tokens=self.chunk or None, compile=self.compile
         )  # fmt: skip
 
     def lr_at(self, share: float) -> float:

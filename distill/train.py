@@ -111,7 +111,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     with progress.timed("respond"):
         stores = RunStores(config, accelerator, target)
         wanted = config.data.mix.target or measured
-        train, counts = with_synthetic(config, dated, sets.train, stores, context, accelerator)
+        train, told = with_synthetic(config, dated, sets.train, stores, context, accelerator)
         rows = stores.training(train) if wanted else None  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
     if student is None:
@@ -119,7 +119,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     provenance = describe_run(config.seed) | {
         "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
-    } | ({"synthetic_prompts": counts} if counts else {})  # fmt: skip
+    } | ({"synthetic_prompts": told} if told else {})  # fmt: skip
     judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
     loop = _loop(config, accelerator, target, student, train, rows, judge, progress, provenance, context)
     loop.fit()

@@ -84,6 +84,7 @@ class RunConfig(Section):
             raise ValueError("serving.samples_per_prompt above 1 at serving.temperature 0 repeats one greedy response")
         self._possible_parallel()
         self._possible_signal()
+        self._possible_length()
         return self
 
     def _possible_parallel(self) -> None:
@@ -104,6 +105,30 @@ class RunConfig(Section):
         if mix.student or mix.speculative:
             raise ValueError(
                 "data.mix.student and .speculative are drafted token by token, which is not how student.parallel is served; set them to 0"
+            )
+
+    def _possible_length(self) -> None:
+        """Raises ValueError for what does not go with blocks along the target's own text."""
+        loss, mix = self.loss, self.data.mix
+        if loss.warmup is not None and loss.warmup.name == "accepted_length":
+            raise ValueError(
+                "loss.warmup.name: accepted_length has no gradient on a cold start; set another, e.g. forward_kl"
+            )
+        if loss.mix is not None and "accepted_length" in loss.mix:
+            raise ValueError("loss.mix: accepted_length weighs rows itself; give it as loss.name, alone")
+        if "accepted_length" not in self.objective_names():
+            return
+        if mix.student or mix.speculative or mix.text or self.data.responses == "reference":
+            raise ValueError(
+                "loss.name: accepted_length holds on the target's own text; set data.mix to target alone, data.responses: target"
+            )
+        if self.student.parallel is not None:
+            raise ValueError(
+                "loss.name: accepted_length is of blocks drafted token by token; student.parallel: another objective"
+            )
+        if loss.prompt_weight or loss.weighting.name != "none":
+            raise ValueError(
+                "loss.name: accepted_length weighs rows itself; set loss.prompt_weight: 0 and loss.weighting.name: none"
             )
 
     def _possible_signal(self) -> None:

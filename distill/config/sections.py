@@ -10,7 +10,7 @@ from data.responses.endpoint_keys import Endpoint
 from speculative.rules.rule import Rule
 
 SPIKE_FACTOR = 10.0  # what optim.spike_factor null means, but under DeepSpeed
-LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce"]
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce", "accepted_length"]
 
 
 class Section(BaseModel):
@@ -273,7 +273,7 @@ class LossConfig(Section):
 
     name: LossName | None = Field(
         None,
-        description="objective, see distill/loss/definitions.py; null = by serving.rule (lk_hybrid for each; docs/training.md)",
+        description="objective, see distill/loss/definitions.py (accepted_length: of blocks of judge.gamma, distill/loss/accepted.py); null = by serving.rule (lk_hybrid for each; docs/training.md)",
     )
     warmup: WarmupConfig | None = Field(
         None, description="another objective first, e.g. {name: forward_kl, ratio: 0.2}"

@@ -16,6 +16,7 @@ from speculative.rules.rule import Rule, draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, most_likely
 from speculative.rules.verify import accept_probability
 
+ACCEPTED_LENGTH = "accepted_length"  # of blocks, not of rows by themselves: distill/loss/accepted.py
 UNTOUCHED = SamplingSettings()  # the model's own distribution
 
 
@@ -25,7 +26,7 @@ class Objective:
 
     The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient shrinks as
     the temperature grows. `serving` and `rule`: how a server samples and accepts; nothing learns from them, see `acceptance`.
-    `chunk_tokens` rows have logits at once (None: as many as suit the device).
+    `gamma`: drafted tokens of a block, for `accepted_length`. `chunk_tokens` rows have logits at once (None: as many as suit the device).
     """
 
     weights: Mapping[str, float]
@@ -38,6 +39,7 @@ class Objective:
     weighting: Literal["none", "entropy", "selected"] = "none"
     keep: float = 0.4
     compile: bool = False
+    gamma: int = 5
 
     def weight(self, name: str) -> float:
         """The weight of a named loss, 0 where it is not minimised."""

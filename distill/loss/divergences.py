@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distill.loss.definitions import Objective
+from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 
 # Stands for the logarithm of zero, so that 0 x log 0 is 0: its product with a probability above 1e-8 counts as infinite.
 LOWEST = -1e30
@@ -129,7 +129,10 @@ PARTS: dict[str, Callable[[_Pair], _Part]] = {
     "tv": _tv,
 }
 # Name -> the weights (N, 1), held fixed, of the parts that the objective is made of.
-MIXTURES: dict[str, Callable[[Objective, float, Tensor], dict[str, Tensor]]] = {"lk_hybrid": _lk_hybrid}
+MIXTURES: dict[str, Callable[[Objective, float, Tensor], dict[str, Tensor]]] = {
+    "lk_hybrid": _lk_hybrid,
+    ACCEPTED_LENGTH: lambda _, __, alpha_N1: {"tv": torch.ones_like(alpha_N1)},  # its rows' weights are given
+}
 
 
 def divergences(
@@ -139,8 +142,11 @@ def divergences(
     mass_N1: Tensor,
     wants_gradient: bool,
     scratch: Buffers,
+    ce_N1: Tensor | float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, alpha, gradient) of everything but ce's label; the gradient has ce's `student` term. Uses up what it is given."""
+    """(loss, alpha, gradient) of everything but ce's label; the gradient has ce's `student` term, of weight `ce_N1`. Uses up what
+    it is given.
+    """
     for one in (target, student):
         one.log_probs_NE.clamp_(min=LOWEST)
     smaller_NE = torch.minimum(target.probs_NE, student.probs_NE, out=scratch("product", target.probs_NE))
@@ -152,8 +158,7 @@ def divergences(
     loss_N1 = loss_N1.masked_fill(loss_N1 > INFINITE, torch.inf)
     if not wants_gradient:
         return loss_N1, alpha_N1, None
-    ce_N1 = torch.full_like(alpha_N1, objective.weight("ce"))
-    factor_NE = sum((weight * part.pull_N1 for part, weight in parts), start=ce_N1)
+    factor_NE = sum((weight * part.pull_N1 for part, weight in parts), start=torch.zeros_like(alpha_N1) + ce_N1)
     for part, weight in parts:
         if part.inner_NE is not None:
             factor_NE = _sum(factor_NE, part.inner_NE, weight, out=part.inner_NE)

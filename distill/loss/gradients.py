@@ -69,11 +69,11 @@ def dense_rows(
     log_label_C1 = student.log_probs_NE.gather(-1, labels_C.unsqueeze(-1))
     token_weights_C1 = _token_weights(objective, weights_C, target)
     loss_C1, alpha_C1, gradient_CV = divergences(
-        objective, target, student, torch.ones_like(log_label_C1), wants_gradient, scratch
+        objective, target, student, torch.ones_like(log_label_C1), wants_gradient, scratch, _ce(objective, weights_C)
     )
     overlap_C = alpha_C1.squeeze(-1)
     rows = Rows(loss_C1, overlap_C, torch.zeros_like(overlap_C), gradient_CV)
-    return _finished(objective, rows, labels_C, log_label_C1, token_weights_C1)
+    return _finished(objective, rows, labels_C, log_label_C1, token_weights_C1, _ce(objective, weights_C))
 
 
 def topk_rows(
@@ -105,7 +105,9 @@ def topk_rows(
     smaller_CE = torch.minimum(target.probs_NE, student.probs_NE)
     # A store's probabilities are rounded and do not add up to one.
     mass_C1 = target.probs_NE.sum(-1, keepdim=True)
-    loss_C1, _, gradient_CE = divergences(objective, target, student, mass_C1, wants_gradient, fresh)
+    loss_C1, _, gradient_CE = divergences(
+        objective, target, student, mass_C1, wants_gradient, fresh, _ce(objective, weights_C)
+    )
     gradient_CV = None
     if gradient_CE is not None:
         gradient_CV = share_CV.mul_(gradient_CE[:, -1:])
@@ -114,7 +116,7 @@ def topk_rows(
         at_ids_CK = torch.where(valid_CK, gradient_CE[:, :-1], gradient_CE.gather(-1, first_C1))
         gradient_CV.scatter_(-1, ids_CK, torch.where(any_valid_C1, at_ids_CK, gradient_CV.gather(-1, ids_CK)))
     rows = Rows(loss_C1, smaller_CE[:, :-1].sum(-1), smaller_CE[:, -1], gradient_CV)
-    return _finished(objective, rows, labels_C, label_C1 - normaliser_C1, token_weights_C1)
+    return _finished(objective, rows, labels_C, label_C1 - normaliser_C1, token_weights_C1, _ce(objective, weights_C))
 
 
 def sampled_rows(
@@ -148,7 +150,7 @@ def sampled_rows(
             gradient_CV.scatter_add_(-1, ids_CS, -kl * weights_CS)
     rows = Rows(loss_C1, overlap_C, torch.zeros_like(overlap_C), gradient_CV)
     token_weights_C1 = _product(weights_C, entropy_C1 if objective.weighting == "entropy" else None, scores_CV.dtype)
-    return _finished(objective, rows, labels_C, log_label_C1, token_weights_C1)
+    return _finished(objective, rows, labels_C, log_label_C1, token_weights_C1, objective.weight("ce"))
 
 
 def part_of(rows: Any, chosen: slice | Tensor) -> Any:
@@ -221,16 +223,21 @@ def compiled(function: Callable[..., Rows]) -> Callable[..., Rows]:
 
 
 def _finished(
-    objective: Objective, rows: Rows, labels_C: Tensor, log_label_C1: Tensor, weights_C1: Tensor | None
+    objective: Objective,
+    rows: Rows,
+    labels_C: Tensor,
+    log_label_C1: Tensor,
+    weights_C1: Tensor | None,
+    ce_C1: Tensor | float,
 ) -> Rows:
     """The rows with ce's label and the tokens' weights; the gradient from scaled logits to logits. The loss comes as (C, 1)."""
     loss_C1, overlap_C, slack_C, gradient_CV = rows
-    ce = objective.weight("ce")
-    if ce:
-        loss_C1 = loss_C1 - ce * log_label_C1
+    if isinstance(ce_C1, Tensor) or ce_C1:
+        loss_C1 = loss_C1 - ce_C1 * log_label_C1
         if gradient_CV is not None:
-            ids_C1 = labels_C.unsqueeze(-1)
-            gradient_CV.scatter_add_(-1, ids_C1, torch.full_like(ids_C1, -ce, dtype=gradient_CV.dtype))
+            gradient_CV.scatter_add_(
+                -1, labels_C.unsqueeze(-1), (torch.zeros_like(log_label_C1) - ce_C1).to(gradient_CV.dtype)
+            )
     if weights_C1 is not None:
         loss_C1 = loss_C1 * weights_C1
     if gradient_CV is not None:
@@ -239,6 +246,11 @@ def _finished(
         elif objective.temperature != 1.0:
             gradient_CV.mul_(1.0 / objective.temperature)
     return Rows(loss_C1.squeeze(-1), overlap_C, slack_C, gradient_CV)
+
+
+def _ce(objective: Objective, weights_C: Tensor | None) -> Tensor | float:
+    """The weight of ce, (C, 1) where the rows' weights have a second column: it is their first that multiplies it."""
+    return objective.weight("ce") if weights_C is None or weights_C.dim() == 1 else weights_C[:, 1:]
 
 
 def _token_weights(objective: Objective, weights_C: Tensor | None, target: Distribution) -> Tensor | None:
@@ -250,7 +262,7 @@ def _token_weights(objective: Objective, weights_C: Tensor | None, target: Distr
 
 def _product(weights_C: Tensor | None, entropy_C1: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The caller's weights times the entropy's, (C, 1), or None where all are 1."""
-    weights_C1 = None if weights_C is None else weights_C.to(dtype).unsqueeze(-1)
+    weights_C1 = None if weights_C is None else weights_C.to(dtype).reshape(len(weights_C), -1)[:, :1]
     if entropy_C1 is None:
         return weights_C1
     by_entropy_C1 = losses.entropy_weight(entropy_C1)

@@ -7,30 +7,27 @@ peak is O(C x V), and a step costs four products with a head: target forward, st
 three with a stored signal. Inside a chunk the row mathematics goes block by block, each small enough to stay in the cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
+from distill.loss import accepted
 from distill.loss import definitions as losses
-from distill.loss.definitions import Objective
+from distill.loss.chunk_heads import UNKNOWN_VOCABULARY, Head, frozen_head_of, head_of, slices
+from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.gradients import Rows, Scratch, part_of, rows_of
 from distill.models.heads import OutputHead
 
-# A head that does not say how many tokens it knows is taken to know this many, when its chunk is chosen.
-UNKNOWN_VOCABULARY = 1 << 17
 # Bytes of a chunk's logits. On a CPU the head's weights are read once a chunk, so a chunk has CPU_ROWS rows at least.
 CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
 # Bytes of a block: five or so of them share a core's cache; on a GPU they only bound the scratch memory.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
 # Rows of a micro-batch that the server's acceptance is estimated from, and the logits that they may have.
 MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
-# Bytes of a half-precision product on its way into a float32 sum.
-PRODUCT_SLICE = 32 << 20
 
 
 @dataclass
@@ -57,6 +54,7 @@ def chunked_loss(
     *,
     reference: DenseSignal | None = None,
     answers_R: Tensor | None = None,
+    rows_R: Tensor | None = None,
 ) -> Sums:
     """Summed loss of R tokens, chunk by chunk; its backward hands out the gradients taken on the way, once.
 
@@ -74,11 +72,17 @@ def chunked_loss(
         student_hidden_RD, labels_R = student_hidden_RD[kept_I], labels_R[kept_I]
         signal, weights_R = part_of(signal, kept_I), part_of(weights_R, kept_I)
     parameters = student_head.parameters()
+    length = None
+    if ACCEPTED_LENGTH in objective.weights:
+        assert rows_R is not None
+        length, weights_R = _length_weights(objective, student_hidden_RD, student_head, signal, labels_R, rows_R)
     # Inside the function's forward gradients are off, so whether the caller wants them is asked here.
     wants_gradient = torch.is_grad_enabled() and (student_hidden_RD.requires_grad or bool(parameters))
     sweep = _Sweep(objective, signal, labels_R, weights_R, wants_gradient)
     seen: list[Rows] = []
     loss = _ChunkedLoss.apply(sweep, student_head, seen, student_hidden_RD, *parameters)
+    if length is not None:
+        loss = loss + (length.to(loss.dtype) - loss.detach())  # its gradient is the weights'; its value is told
     rows = measured if measured is not None else seen[0]
     chosen = slice(None) if answers_R is None else answers_R
     overlap_R, slack_R = rows.overlap_C[chosen], rows.slack_C[chosen]
@@ -119,7 +123,7 @@ def kept_probs(
     """Probability that the server keeps the target's own token, were it drafted at its row: `definitions.kept`. (R,)"""
     vocabulary = getattr(student_head.projection, "out_features", UNKNOWN_VOCABULARY)
     found = [torch.zeros(0, device=labels_R.device)]
-    for chosen in _slices(len(labels_R), max(1, MEASURED_LOGITS // vocabulary)):
+    for chosen in slices(len(labels_R), max(1, MEASURED_LOGITS // vocabulary)):
         both = _both_logits(objective, student_hidden_RD[chosen], student_head, part_of(signal, chosen))
         found.append(losses.kept(*both, labels_R[chosen], objective.serving, objective.rule).float())
     return torch.cat(found)
@@ -129,9 +133,9 @@ def _both_logits(
     objective: Objective, student_ND: Tensor, student_head: OutputHead, signal: Signal | None
 ) -> tuple[Tensor | None, Tensor]:
     """(target, student) logits of a few rows, without gradient; no target's without a signal, or of samples."""
-    student_NV = _head_of(student_head, student_ND, False).logits(slice(None))
+    student_NV = head_of(student_head, student_ND, False).logits(slice(None))
     if isinstance(signal, DenseSignal):
-        return _frozen_head_of(signal).logits(slice(None)), student_NV
+        return frozen_head_of(signal).logits(slice(None)), student_NV
     if not isinstance(signal, TopKSignal):
         return None, student_NV
     target_NV = torch.full_like(student_NV, -torch.inf, dtype=signal.log_probs_RK.dtype)
@@ -142,7 +146,11 @@ def _both_logits(
 def refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:
     """Raises ValueError for an objective that the signal cannot serve, a weighting without a signal or reference."""
     names = set(objective.weights)
-    if names - set(losses.NAMES):
+    if ACCEPTED_LENGTH in names and (len(names) > 1 or objective.weighting != "none"):
+        raise ValueError(
+            f"objective {ACCEPTED_LENGTH} weighs rows itself: it goes with no other objective or weighting"
+        )
+    if names - {*losses.NAMES, ACCEPTED_LENGTH}:
         raise ValueError(f"no objective is called {', '.join(sorted(names - set(losses.NAMES)))}")
     if signal is None and names != {"ce"}:
         raise ValueError(f"objective {', '.join(sorted(names - {'ce'}))} compares with a target, and there is none")
@@ -154,6 +162,38 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
         raise ValueError(f"weighting {objective.weighting} looks at the target, and there is none")
     if objective.weighting == "selected" and reference is None:
         raise ValueError("weighting selected compares with a reference, and there is none")
+
+
+def _length_weights(
+    objective: Objective,
+    student_hidden_RD: Tensor,
+    student_head: OutputHead,
+    signal: Signal | None,
+    labels_R: Tensor,
+    rows_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(summed share of gamma that blocks do not keep, weights (R, 2) of TV and of ce) for `accepted_length`; no gradient.
+
+    The token's target probability is read from the signal; one that a top-k does not hold counts as its row's overlap.
+    """
+    with torch.no_grad():
+        ce = replace(objective, weights={"ce": 1.0})
+        seen = _Sweep(ce, signal, labels_R, None, False).run(head_of(student_head, student_hidden_RD, False))
+        if isinstance(signal, DenseSignal):
+            log_target_R = -_Sweep(ce, None, labels_R, None, False).run(frozen_head_of(signal)).loss_C
+        else:
+            assert isinstance(signal, TopKSignal)
+            held_RK = signal.ids_RK == labels_R.unsqueeze(-1)
+            log_target_R = signal.log_probs_RK.where(held_RK, -torch.inf).amax(-1)
+        known_R, alpha_R = log_target_R > -torch.inf, seen.overlap_C.clamp(max=1.0)
+        accept_R = (-seen.loss_C - log_target_R).clamp(max=0.0).exp().where(known_R, alpha_R)
+        follows_R, gamma = accepted.rows_follow(rows_R), objective.gamma
+        dense_R, gain_R = accepted.credits(accept_R, alpha_R, follows_R, gamma)
+        # d a = a d log draft where the draft is below the target, so a ce of this weight; where it is above, a stays 1.
+        token_R = ((gain_R - dense_R) * accept_R).where(known_R & (accept_R < 1.0), 0.0)
+        share_R = 1.0 - accepted.accepted_lengths(accept_R, follows_R, gamma) / gamma
+        scale = objective.weight(ACCEPTED_LENGTH)
+        return scale * share_R.double().sum(), torch.stack([scale * dense_R / gamma, token_R / dense_R], -1)
 
 
 def _selected(
@@ -169,9 +209,9 @@ def _selected(
     compare = replace(objective, weights={"forward_kl": 1.0}, weighting="none")
     with torch.no_grad():
         sweep = _Sweep(compare, signal, labels_R, None, False)
-        student = _head_of(student_head, student_hidden_RD, False)
+        student = head_of(student_head, student_hidden_RD, False)
         ours = sweep.run(student)
-        theirs = sweep.run(_frozen_head_of(reference))
+        theirs = sweep.run(frozen_head_of(reference))
         return losses.selected_rows(ours.loss_C, theirs.loss_C, objective.keep), ours
 
 
@@ -186,7 +226,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, sweep: "_Sweep", head: OutputHead, seen: list[Rows], hidden_RD: Tensor, *parameters: Tensor
     ) -> Tensor:
-        student = _head_of(head, hidden_RD, sweep.wants_gradient)
+        student = head_of(head, hidden_RD, sweep.wants_gradient)
         rows = sweep.run(student)
         seen.append(rows)
         ctx.gradients = student.gradients(parameters) if sweep.wants_gradient else None
@@ -203,175 +243,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return (None, None, None, *(None if one is None else one.mul_(scale) for one in gradients))
 
 
-class _Head:
-    """Logits of some rows, without gradient; any function of hidden states will do."""
-
-    # Whether the gradient may take the place of the logits: not where a graph has kept them.
-    in_place = False
-    vocabulary = UNKNOWN_VOCABULARY
-
-    def __init__(self, logits_of: Callable[[Tensor], Tensor], hidden_RD: Tensor, autocast: bool = True) -> None:
-        self.logits_of, self.hidden_RD, self.autocast = logits_of, hidden_RD.detach(), autocast
-        self.dtype = hidden_RD.dtype
-
-    def logits(self, chosen: slice) -> Tensor:
-        """(C, V) logits of some rows."""
-        # Autocast keeps casts of weights, and one made without gradient would be found by the pass that needs one.
-        device = self.hidden_RD.device.type
-        dtype, enabled = torch.get_autocast_dtype(device), self.autocast and torch.is_autocast_enabled(device)
-        with torch.no_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
-            return self.logits_of(self.hidden_RD[chosen])
-
-    def before_cap(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
-        """The gradient with respect to the logits before the soft cap, where the head takes that one."""
-        return gradient_CV
-
-    def take(self, chosen: slice, gradient_CV: Tensor) -> None:
-        """From the gradient of a chunk's logits to those of hidden states and weights."""
-        raise NotImplementedError
-
-
-class _GraphHead(_Head):
-    """Any trainable head: autograd's graph of one chunk's logits at a time, entered with the closed-form gradient."""
-
-    def __init__(self, head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> None:
-        super().__init__(head, hidden_RD)
-        self.vocabulary = getattr(head.projection, "out_features", UNKNOWN_VOCABULARY)
-        self.wants_gradient, self.parameters = wants_gradient, head.parameters()
-        self.hidden_gradient_RD = torch.zeros_like(self.hidden_RD) if hidden_RD.requires_grad else None
-        self.collected: list[Tensor | None] = [None] * len(self.parameters)
-
-    def logits(self, chosen: slice) -> Tensor:
-        if not self.wants_gradient:
-            return super().logits(chosen)
-        with torch.enable_grad():
-            self.hidden_CD = self.hidden_RD[chosen].requires_grad_(self.hidden_gradient_RD is not None)
-            self.graph_CV = self.logits_of(self.hidden_CD)
-        return self.graph_CV.detach()
-
-    def take(self, chosen: slice, gradient_CV: Tensor) -> None:
-        inputs = ([] if self.hidden_gradient_RD is None else [self.hidden_CD]) + self.parameters
-        found = list(torch.autograd.grad(self.graph_CV, inputs, gradient_CV, allow_unused=True))
-        del self.graph_CV
-        if self.hidden_gradient_RD is not None and (hidden_CD := found.pop(0)) is not None:
-            self.hidden_gradient_RD[chosen] = hidden_CD
-        for index, gradient in enumerate(found):
-            earlier = self.collected[index]
-            self.collected[index] = gradient if earlier is None or gradient is None else earlier.add_(gradient)
-
-    def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the hidden states and of the parameters, in this order; None for what does not learn."""
-        # Without rows there was no chunk; every rank must still have a gradient to reduce.
-        empty = not len(self.hidden_RD)
-        pairs = zip(self.collected, parameters, strict=True)
-        return [self.hidden_gradient_RD, *(torch.zeros_like(one) if empty else found for found, one in pairs)]
-
-
-class _LinearHead(_Head):
-    """A plain linear head by hand: one product forward, two backward, one buffer for logits and their gradient.
-
-    Under autocast the products run in its dtype, as torch's own would; the weight's gradient is summed in float32.
-    """
-
-    in_place = True
-
-    def __init__(self, head: OutputHead, hidden_RD: Tensor, wants_gradient: bool, autocast: bool = True) -> None:
-        layer, device = head.projection, hidden_RD.device.type
-        assert isinstance(layer, nn.Linear)
-        self.scale, self.softcap, self.wants_gradient = head.scale, head.softcap, wants_gradient
-        self.dtype, self.vocabulary = layer.weight.dtype, layer.weight.shape[0]
-        # Autocast leaves float64 alone.
-        if autocast and torch.is_autocast_enabled(device) and torch.float64 not in (self.dtype, hidden_RD.dtype):
-            self.dtype = torch.get_autocast_dtype(device)
-        self.hidden_RD, self.weight_VD = hidden_RD.detach().to(self.dtype), layer.weight.detach().to(self.dtype)
-        self.bias_V = None if layer.bias is None else layer.bias.detach().to(self.dtype)
-        self.buffer_CV = self.weight_VD.new_empty(0, self.vocabulary)
-        precise = torch.promote_types(layer.weight.dtype, torch.float32)
-        self.hidden_gradient_RD = self.weight_gradient_VD = self.bias_gradient_V = None
-        if wants_gradient and hidden_RD.requires_grad:
-            self.hidden_gradient_RD = torch.empty_like(hidden_RD, memory_format=torch.contiguous_format)
-        if wants_gradient and layer.weight.requires_grad:
-            # Written by the first chunk, so not cleared where there is one.
-            make = torch.empty_like if len(hidden_RD) else torch.zeros_like
-            self.weight_gradient_VD = make(layer.weight, dtype=precise, memory_format=torch.contiguous_format)
-        if wants_gradient and layer.bias is not None and layer.bias.requires_grad:
-            self.bias_gradient_V = torch.zeros_like(layer.bias, dtype=precise)
-
-    def logits(self, chosen: slice) -> Tensor:
-        hidden_CD = self.hidden_RD[chosen]
-        if len(self.buffer_CV) < len(hidden_CD):
-            self.buffer_CV = hidden_CD.new_empty(len(hidden_CD), self.vocabulary)
-        logits_CV = self.buffer_CV[: len(hidden_CD)]
-        if self.bias_V is not None:
-            torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), beta=self.scale, alpha=self.scale, out=logits_CV)
-        else:
-            torch.mm(hidden_CD, self.weight_VD.t(), out=logits_CV)
-            if self.scale != 1.0:
-                logits_CV.mul_(self.scale)
-        return logits_CV if self.softcap is None else logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
-
-    def before_cap(self, gradient_CV: Tensor, logits_CV: Tensor) -> Tensor:
-        if self.softcap is None:
-            return gradient_CV
-        return gradient_CV.mul_(1.0 - (logits_CV / self.softcap).square())
-
-    def take(self, chosen: slice, gradient_CV: Tensor) -> None:
-        hidden_CD = self.hidden_RD[chosen]
-        if self.hidden_gradient_RD is not None:
-            into_CD = self.hidden_gradient_RD[chosen]
-            if into_CD.dtype == self.dtype:
-                into_CD.addmm_(gradient_CV, self.weight_VD, beta=0.0, alpha=self.scale)
-            else:
-                into_CD.copy_(gradient_CV @ self.weight_VD).mul_(self.scale)
-        if self.weight_gradient_VD is not None:
-            _add_product(self.weight_gradient_VD, gradient_CV.t(), hidden_CD, self.scale, fresh=chosen.start == 0)
-        if self.bias_gradient_V is not None:
-            self.bias_gradient_V.add_(gradient_CV.sum(0, dtype=self.bias_gradient_V.dtype), alpha=self.scale)
-
-    def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        own = [one for one in (self.weight_gradient_VD, self.bias_gradient_V) if one is not None]
-        return [self.hidden_gradient_RD, *(found.to(one.dtype) for found, one in zip(own, parameters, strict=True))]
-
-
-def _head_of(head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> "_GraphHead | _LinearHead":
-    """The student's head, by hand where that is possible."""
-    return (_LinearHead if _is_linear(head) else _GraphHead)(head, hidden_RD, wants_gradient)
-
-
-def _frozen_head_of(signal: DenseSignal) -> _Head:
-    """The target's head. Modules and `OutputHead`s run outside the student's autocast, plain ones into one buffer."""
-    head = OutputHead(signal.head) if isinstance(signal.head, nn.Module) else signal.head
-    if isinstance(head, OutputHead) and _is_linear(head):
-        return _LinearHead(head, signal.hidden_RD, wants_gradient=False, autocast=False)
-    return _Head(head, signal.hidden_RD, autocast=not isinstance(head, OutputHead))
-
-
-def _is_linear(head: OutputHead) -> bool:
-    """Whether the head is nothing but a linear layer: no adapter, quantisation, shard or hook."""
-    layer = head.projection
-    return (
-        type(head) is OutputHead
-        and type(layer) is nn.Linear
-        and type(layer.weight) in (Tensor, nn.Parameter)
-        and "forward" not in vars(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-    )
-
-
-def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor, scale: float, *, fresh: bool) -> None:
-    """total += scale left @ right in place (total = ... when `fresh`), summed in the total's dtype."""
-    if total_VD.dtype == left_VC.dtype:
-        total_VD.addmm_(left_VC, right_CD, beta=0.0 if fresh else 1.0, alpha=scale)
-        return
-    # A half-precision product added into a float32 total, a slice at a time: no second matrix of that size.
-    for part in _slices(len(total_VD), max(1, PRODUCT_SLICE // (right_CD.shape[-1] * left_VC.dtype.itemsize))):
-        product = left_VC[part] @ right_CD
-        if fresh:
-            total_VD[part].copy_(product).mul_(scale)
-        else:
-            total_VD[part].add_(product, alpha=scale)
-
-
 @dataclass
 class _Sweep:
     """One pass over all rows: logits, row mathematics and gradients, chunk by chunk."""
@@ -383,15 +254,15 @@ class _Sweep:
     wants_gradient: bool
     scratch: Scratch = field(default_factory=Scratch)
 
-    def run(self, head: "_Head") -> Rows:
+    def run(self, head: Head) -> Rows:
         """Loss, overlap and slack of every row; the head collects the gradients."""
         objective, device = self.objective, self.labels_R.device
         chunk = objective.chunk_tokens or chunk_rows(head.vocabulary, head.dtype, device)
         block = min(chunk, _block_rows(head.vocabulary, device))
-        target = _frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
+        target = frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
         nothing = torch.zeros(0, dtype=torch.promote_types(head.dtype, torch.float32), device=device)
         found = [Rows(nothing, nothing, nothing, None)]
-        for chosen in _slices(self.labels_R.numel(), chunk):
+        for chosen in slices(self.labels_R.numel(), chunk):
             logits_CV = head.logits(chosen)
             against = part_of(self.signal, chosen) if target is None else target.logits(chosen)
             if target is not None and against.shape != logits_CV.shape:
@@ -400,7 +271,7 @@ class _Sweep:
             gradient_CV = None
             if self.wants_gradient:
                 gradient_CV = logits_CV if head.in_place else torch.empty_like(logits_CV)
-            for part in _slices(len(logits_CV), block):
+            for part in slices(len(logits_CV), block):
                 rows = rows_of(
                     objective, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
                     self.wants_gradient, self.scratch, block if objective.compile else None,
@@ -414,10 +285,6 @@ class _Sweep:
             del logits_CV, gradient_CV, against
         loss_R, overlap_R, slack_R = (torch.cat(parts) for parts in list(zip(*found, strict=True))[:3])
         return Rows(loss_R, overlap_R, slack_R, None)
-
-
-def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _block_rows(vocabulary: int, device: torch.device) -> int:

@@ -23,8 +23,8 @@ def with_synthetic(
     stores: RunStores,
     context: int,
     accelerator: Accelerator,
-) -> tuple[Sequence[RenderedPrompt], dict[str, int]]:
-    """The training prompts and the synthetic ones behind them; how many were made, kept, left out and why. All ranks call it.
+) -> tuple[Sequence[RenderedPrompt], str]:
+    """The training prompts and the synthetic ones behind them; one line of how many were made, kept, left out and why. All ranks call it.
 
     What the target writes is kept in the run's folder, and all else follows from it, so a killed run makes the same prompts.
 
@@ -38,7 +38,7 @@ def with_synthetic(
     """
     asked = config.data.synthetic
     if asked is None:
-        return own, {}
+        return own, ""
     template, folder = config.data.template, config.folder / PROMPTS
     rows = [row_of(prompt) for prompt in own]
     heldout = [row_of(prompt) for prompt in StoredPrompts(folder / HELDOUT_FILE)]
@@ -66,7 +66,7 @@ def with_synthetic(
             folder / f"{SYNTHETIC}.json", asked.model_dump(mode="json") | {"prompts": fingerprint, "counts": counts}
         )
         accelerator.print(synthetic_line(asked.method, counts))
-    return [*own, *prompts], counts
+    return [*own, *prompts], synthetic_line(asked.method, counts)
 
 
 def synthetic_line(method: str, counts: dict[str, int]) -> str:

@@ -285,7 +285,7 @@ def make_objective(config: RunConfig) -> Objective:
     )
     return Objective(
         config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving, config.judge_rule,
-        weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
+        gamma=config.judge.gamma, weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
     )  # fmt: skip
 
 

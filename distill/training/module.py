@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.signals.signal import DenseSignal, Signal
-from distill.loss.definitions import Objective
+from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.gradients import part_of
 from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
 from distill.loss.offsets import Survival, survival_sums
@@ -66,9 +66,11 @@ class DraftModule(nn.Module):
             answers_R = offsets_R == 1 if answers_R is None else (offsets_R == 1) & answers_R[sources_R]
         if self.clock is not None:
             self.clock.mark("student")
+        ordered_R = rows_R if ACCEPTED_LENGTH in self.objective.weights else None
         sums = chunked_loss(
-            self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference, answers_R=answers_R
-        )
+            self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference, answers_R=answers_R,
+            rows_R=ordered_R,
+        )  # fmt: skip
         accepted = None
         if signal is not None and not self.objective.overlap_is_acceptance:
             chosen = slice(None) if answers_R is None else answers_R

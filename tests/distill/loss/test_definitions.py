@@ -204,4 +204,4 @@ def test_every_configured_objective_exists() -> None:
 
     from distill.config.sections import LossName
 
-    assert set(get_args(LossName)) == set(losses.NAMES)
+    assert set(get_args(LossName)) == {*losses.NAMES, losses.ACCEPTED_LENGTH}

@@ -21,12 +21,12 @@ from distill.config.run import RunConfig
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
-from distill.run.synthetic import with_synthetic
+from distill.run.synthetic import synthetic_line, with_synthetic
 from speculative.errors import UserError
 
 
-def made(config: RunConfig) -> tuple[Any, Any, dict[str, int]]:
-    """(own prompts, with the synthetic ones behind them, counts); every fourth token ends a turn, for a random target says no end."""
+def made(config: RunConfig) -> tuple[Any, Any, str]:
+    """(own prompts, with the synthetic ones behind them, what is told); every fourth token ends a turn, for a random target says no end."""
     target = Target(config.target, torch.device("cpu"))
     accelerator = fresh_accelerator(config.folder)
     sets = load_prompts(config.data, target.tokenizer, 128, 16, 10, run=config.folder)
@@ -50,18 +50,18 @@ def test_a_run_has_more_prompts_and_makes_the_same_ones_again(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(*asked)
-    own, prompts, counts = made(config)
-    assert counts["kept"] == 6
+    own, prompts, told = made(config)
+    assert told.startswith("6 synthetic training prompts (magpie)")
     assert [prompt.prompt_id for prompt in prompts[: len(own)]] == [prompt.prompt_id for prompt in own]
     heldout = {normalised_hash(row_of(prompt)) for prompt in StoredPrompts(config.folder / "prompts" / "heldout.arrow")}
     new = [normalised_hash(row_of(prompt)) for prompt in prompts[len(own) :]]
     assert not heldout & set(new)
     assert len({*new, *(normalised_hash(row_of(prompt)) for prompt in own)}) == len(own) + 6
     record = json.loads((config.folder / "prompts" / "synthetic.json").read_text())
-    assert record["counts"] == counts
+    assert synthetic_line("magpie", record["counts"]) == told
     assert (record["method"], record["count"]) == ("magpie", 6)
     assert StoredPrompts(config.folder / "prompts" / "synthetic.arrow")[:] == list(prompts[len(own) :])
-    assert "6 synthetic training prompts (magpie)" in capsys.readouterr().out
+    assert told in capsys.readouterr().out
     # What the target wrote is there: a second start asks it nothing.
     monkeypatch.setattr(respond_module, "decode", lambda *_, **__: pytest.fail("decoded again"))
     assert made(config)[1][:] == list(prompts)
@@ -74,8 +74,8 @@ def test_a_run_has_more_prompts_and_makes_the_same_ones_again(
 def test_a_mix_asks_the_target_nothing(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(asked[0], [*asked[1], "data.synthetic={count: 5, method: mix}"])
     monkeypatch.setattr(respond_module, "decode", lambda *_, **__: pytest.fail("decoded"))
-    own, prompts, counts = made(config)
-    assert len(prompts) - len(own) == counts["kept"] == 5
+    own, prompts, _ = made(config)
+    assert len(prompts) - len(own) == 5
 
 
 def test_show_tells_the_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

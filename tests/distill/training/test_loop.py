@@ -186,6 +186,15 @@ def test_prompts_add_their_weighted_loss_and_nothing_to_alpha(tmp_path: Path) ->
             torch.testing.assert_close(share["gradients"][name], weight.grad, rtol=1e-4, atol=1e-6)  # order of sums
 
 
+def test_blocks_are_credited_alike_however_the_batch_is_shared(tmp_path: Path) -> None:
+    whole, shared = (
+        one_step(step_config(tmp_path / str(size), size, loss={"name": "accepted_length"})) for size in (8, 2)
+    )
+    assert shared["result"]["loss"] == pytest.approx(whole["result"]["loss"], rel=1e-5)
+    for name, gradient in whole["gradients"].items():
+        torch.testing.assert_close(shared["gradients"][name], gradient, rtol=1e-4, atol=1e-6)  # order of sums
+
+
 def test_gradient_is_clipped_to_the_norm(tmp_path: Path) -> None:
     config = run_config(tmp_path, optim={"lr": 1e-2, "max_grad_norm": 1e-3})
     loop = make_loop(config)

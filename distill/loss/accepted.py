@@ -1,0 +1,59 @@
+"""The expected accepted length of a block, along the target's own text; pure laws, and what they weigh in a gradient.
+
+A block that starts at row t of a text and drafts gamma tokens keeps the first j of them with probability E prod_{i<j} a_(t+i) over text of
+the target, a = min(1, draft / target) of the text's token (arXiv 2211.17192: sum_v draft min(1, target / draft) = sum_v target min(1, draft
+/ target), token after token). So
+
+    L_t = sum_{j=1..gamma} a_t a_(t+1) .. a_(t+j-1)        (cut where the text ends)
+
+is an unbiased accepted length of text that is fixed while the draft learns: its gradient is a derivative, not REINFORCE's. What is taken
+from policy gradients (TVD++, arXiv 2403.00858, there on the draft's samples) is credit and baseline. With reach_k = a_(s-k) .. a_(s-1), the
+probability that a block from k rows before asks row s, and value_m = 1 + a_(s+1) value_(m-1)(s + 1) with value_0 = 1, what is still to be won
+there,
+
+    d (sum_t L_t) / d a_s = G_s = sum_{k<gamma} reach_k value_(gamma-1-k).
+
+Only the text's token says what its value is. A baseline b_m that knows the text before s alone, here sum_{i<=m} alpha_s^i with the row's own
+overlap alpha_s = E a_s, takes the place of value for all tokens: with D_s = sum_k reach_k b_(gamma-1-k)
+
+    gradient of sum_s  D_s alpha_s + (G_s - D_s) a_s        (D and G held fixed)
+
+has the same expectation and is dense in the vocabulary but for the correction. At gamma 1 it is that of 1 - TV.
+
+Legend: R rows (response tokens), one text behind the other.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rows_follow(rows_R: Tensor) -> Tensor:
+    """(R,) bool: the row before is the position before in the same text. `rows_R`: see `data.batches.collate.Batch`."""
+    return torch.cat([rows_R.new_zeros(1), rows_R.diff() == 1])[: len(rows_R)].bool()
+
+
+def accepted_lengths(accept_R: Tensor, follows_R: Tensor, gamma: int) -> Tensor:
+    """L_t of a block that starts at each row, 0..gamma. (R,)"""
+    return accept_R * _values(accept_R, follows_R, gamma)[-1]
+
+
+def credits(accept_R: Tensor, alpha_R: Tensor, follows_R: Tensor, gamma: int) -> tuple[Tensor, Tensor]:
+    """(D, G) of each row: weights of its overlap, and of its text's token when the baseline is not taken off. (R,) each."""
+    values, reach_R = _values(accept_R, follows_R, gamma), torch.ones_like(accept_R)
+    baselines = [torch.ones_like(alpha_R)]
+    for _ in range(gamma - 1):
+        baselines.append(1.0 + alpha_R * baselines[-1])
+    dense_R, gain_R = torch.zeros_like(accept_R), torch.zeros_like(accept_R)
+    for slots in reversed(range(gamma)):
+        dense_R, gain_R = dense_R + reach_R * baselines[slots], gain_R + reach_R * values[slots]
+        reach_R = (reach_R * accept_R).roll(1).where(follows_R, 0.0)
+    return dense_R, gain_R
+
+
+def _values(accept_R: Tensor, follows_R: Tensor, gamma: int) -> list[Tensor]:
+    """value_0 .. value_(gamma-1) of each row."""
+    goes_on_R = torch.cat([follows_R[1:], follows_R.new_zeros(1)])[: len(follows_R)]
+    values = [torch.ones_like(accept_R)]
+    for _ in range(gamma - 1):
+        values.append(1.0 + (accept_R * values[-1]).roll(-1).where(goes_on_R, 0.0))
+    return values
