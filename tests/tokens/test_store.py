@@ -276,7 +276,7 @@ def test_rows_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monkey
         np.testing.assert_array_equal(example.input_ids, twin.input_ids)
         np.testing.assert_array_equal(example.loss_mask, twin.loss_mask)
         assert examples.lengths_N[number] == len(twin.input_ids)
-        assert examples.response_tokens_N[number] == twin.response_tokens
+        assert examples.predicted_N[number] == twin.response_tokens
     del example
     assert len(set(examples.keys_N.tolist())) == 12
     mapped = {one.path for one in psutil.Process().memory_maps() if one.path.startswith(str(store.folder))}
