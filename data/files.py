@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,15 @@ from speculative.errors import UserError
 
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # the manifest's key for the checksum of its other keys
+
+
+@contextlib.contextmanager
+def writing(place: str | Path, left: str = "") -> Iterator[None]:
+    """A disk that refuses is a UserError that names the place, and what is left of it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror or error}){left}") from error
 
 
 def write_bytes(path: Path, content: bytes) -> None:

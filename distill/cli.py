@@ -9,20 +9,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from distill.commands.compare.options import CompareOptions
-from distill.commands.drift.options import DriftOptions
-from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.generate.options import GenerateOptions
 from distill.commands.options import (
     CheckExportOptions,
+    CompareOptions,
     DemoOptions,
+    DriftOptions,
+    EvaluateOptions,
     ExportOptions,
+    ProbeOptions,
+    ReadbackOptions,
     ReportOptions,
     ServeOptions,
     SweepOptions,
 )
-from distill.commands.probe.options import ProbeOptions
-from distill.commands.readback.options import ReadbackOptions
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status

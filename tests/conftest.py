@@ -179,6 +179,16 @@ def without_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_conclude", lambda *_: None)
 
 
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with a verdict, but draw nothing."""
+    from distill import train
+    from distill.verdict import conclusion
+
+    monkeypatch.setattr(train, "plot_run", lambda run: None)
+    monkeypatch.setattr(conclusion, "report_command", lambda run: None)
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     """The finished run of `tiny_config`."""

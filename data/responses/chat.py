@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from data.files import write_bytes
+from data.files import write_bytes, writing
 from data.responses.endpoint import EndpointTarget, SignalSink, request_seed
 from data.responses.prompt_logprobs import TopK, topk_table
 from data.responses.rendered import RenderedPrompt
@@ -150,11 +150,9 @@ class ChatTarget(EndpointTarget):
         stream, folder = pa.BufferOutputStream(), store.folder / TOPS
         pq.write_table(table, stream, compression="zstd")
         name = hashlib.sha256("\n".join(keys).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        try:
+        with writing(folder):
             folder.mkdir(exist_ok=True)
             write_bytes(folder / f"{name}.parquet", stream.getvalue().to_pybytes())
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from error
 
     def keep_signal(
         self, store: SignalSink, answers: Path, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data.files import writing
 from speculative.errors import UserError
 
 WRITTEN_AT_ONCE = 4096  # prompts held while a file is written
@@ -114,13 +115,12 @@ def write_prompts(path: Path, prompts: Iterable[RenderedPrompt]) -> str:
 def _write(path: Path, tables: Iterable[pa.Table]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            for table in tables:
-                writer.write_table(table)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+                for table in tables:
+                    writer.write_table(table)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -31,6 +31,7 @@ from data.files import (
     require_manifest,
     write_bytes,
     write_manifest,
+    writing,
 )
 from speculative.errors import UserError
 
@@ -157,11 +158,9 @@ class Store:
         """
         if (self.folder / MANIFEST).exists():
             return self._require(manifest)
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_manifest(self.folder, manifest)
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
 
     def _require(self, manifest: Mapping[str, Any]) -> None:
         remedy = "give the run another name, or delete that folder to make its responses again"
@@ -247,10 +246,8 @@ class Store:
         with pa.ipc.new_stream(stream, LISTED) as writer:
             writer.write_table(listed)
         content = stream.getvalue().to_pybytes()
-        try:
+        with writing(self.folder / INDEX):
             write_bytes(self.folder / INDEX, content + hashlib.sha256(content).digest())
-        except OSError as error:
-            raise UserError(f"{self.folder / INDEX}: cannot be written ({error.strerror or error})") from error
 
     def rows(self) -> StoredRows:
         """The selected rows, or, where none were, all rows in the order of the shards' names; shards are not checked.

@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from data.files import MANIFEST, require_manifest, write_manifest
+from data.files import MANIFEST, require_manifest, write_manifest, writing
 from data.signals import codec
 from data.signals.signal import SampledSignal, TopKSignal
 from speculative.errors import UserError
@@ -160,13 +160,11 @@ class SignalStore:
         return f"run `understudy respond {self.folder.parent / 'config.yaml'} --signal {self.kind}` again"
 
     def _create(self, manifest: Mapping[str, Any]) -> None:
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             # The manifest comes last: where it is, the index is too. Two ranks may do this at the same time.
             os.close(os.open(self.folder / INDEX, os.O_RDWR | os.O_CREAT, 0o644))
             write_manifest(self.folder, manifest)
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
 
     def close(self) -> None:
         """Gives the files back. What was written is there already."""
@@ -225,7 +223,7 @@ class SignalStore:
         else:
             record = codec.encode_sampled(signal, self._entries, self._vocab_rows)
             figures = (signal.weights_RS > 0).sum(-1).double()
-        try:
+        with writing(self.folder, "; what was there before is whole"):
             file, shard = self._file()
             key = int(self._keys[index])
             offset = os.lseek(file, 0, os.SEEK_END)
@@ -236,10 +234,6 @@ class SignalStore:
             entry["figure_sum"], entry["figure_max"] = float(figures.sum()), float(max(figures.tolist(), default=0.0))
             entry["entry_crc"] = self._crc(entry.tobytes()[:-4], key)
             os.pwrite(self._index, entry.tobytes(), int(self._slots[index]) * ENTRY.itemsize)
-        except OSError as error:
-            raise UserError(
-                f"{self.folder}: cannot be written ({error.strerror or error}); what was there before is whole"
-            ) from error
 
     def read(self, indices: Sequence[int]) -> StoredSignal:
         """Rows of these examples behind each other, in this order, on the CPU. Every record's checksum is checked.

@@ -1,30 +1,19 @@
 """Where a command may write, and what it says of a disk that refuses."""
 
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json
+from data.files import write_json, writing
 from speculative.errors import UserError
 
 PICTURES = (".svg", ".png")
 
 
-@contextmanager
-def writing(option: str, path: Path) -> Iterator[None]:
-    """A disk that refuses a file is a UserError that names the option and the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror or error})") from error
-
-
 def write_asked(option: str, path: Path | None, value: Any) -> None:
     """Writes a value as JSON where an option asks for it. Raises UserError naming the option and the file."""
     if path is not None:
-        with writing(option, path):
+        with writing(f"{option} {path}"):
             write_json(path, value)
 
 
@@ -35,7 +24,7 @@ def check_writable(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    with writing(option, path):
+    with writing(f"{option} {path}"):
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{option} {path}: is there and is not an ordinary file; give a file name")
         path.parent.mkdir(parents=True, exist_ok=True)

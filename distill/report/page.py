@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from data.files import write_bytes
+from data.files import write_bytes, writing
 from distill.config.layout import REPORT, RESULT
 from distill.report import markdown as report_text
 from distill.report import tables as report_tables
@@ -76,13 +76,11 @@ def report_command(
         raise UserError(f"--to {html}: {files.summary.name} would overwrite the result itself; take another name")
     chosen = given or measured_times(result)
     page, text = render_page(result, chosen, prices), report_text.markdown(result, chosen, prices)
-    try:
+    with writing(html):
         html.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(files.html, page.encode("utf-8", "replace"))
         write_bytes(files.markdown, text.encode("utf-8", "replace"))
         write_bytes(files.summary, (json.dumps(summary_of(result, files, prices), indent=2) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"{html}: cannot be written ({error.strerror or error})") from error
     return files
 
 

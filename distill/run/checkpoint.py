@@ -28,7 +28,7 @@ from distill.config.layout import (
     list_steps,
     step_folder,
 )
-from distill.run.verdict_record import Judgement, read_json
+from distill.run.verdict_record import Judgement
 from speculative.errors import UserError
 
 
@@ -156,11 +156,7 @@ def load_judgements(run: Path) -> list[Judgement]:
     for step in list_steps(run):
         path = step_folder(run, step) / JUDGEMENT
         if path.exists():
-            try:
-                tree = read_json(path)
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path}: cannot be read ({error}); {remedy}") from error
-            records.append(Judgement.of(path, tree, remedy))
+            records.append(Judgement.read(path, remedy))
     if records and records[0].step != 0:
         raise UserError(
             f"{step_folder(run, 0) / JUDGEMENT}: not there, so nothing tells of the draft before training; {remedy}"

@@ -28,7 +28,7 @@ from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.config.sections import SPIKE_FACTOR, Quantization
 from distill.run.result import Curves, load_result
-from distill.run.verdict_record import Verdict, read_json
+from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
@@ -153,10 +153,5 @@ def load_verdict(run: Path) -> Verdict:
     Raises:
         UserError: not there or damaged, or a key is missing or holds something else (it is named).
     """
-    try:
-        tree = read_json(run / VERDICT)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{run / VERDICT}: not there or damaged; the run is not finished, start its command again"
-        ) from error
-    return Verdict.of(run / VERDICT, tree, "another version wrote it: delete it, and start the run's command again")
+    unfinished = "not there; the run is not finished, start its command again"
+    return Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from distill.config.layout import RESULT
 from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import (
     Certain,
@@ -18,9 +17,7 @@ from distill.run.verdict_record import (
     Record,
     Text,
     Verdict,
-    read_json,
 )
-from speculative.errors import UserError
 
 RESULT_FORMAT: Literal[1] = 1
 Writer = Literal["draft", "target", "bonus"]
@@ -367,23 +364,7 @@ def load_result(path: Path) -> Result:
     """A result.json.
 
     Raises:
-        UserError: missing, damaged, of another format, or a key is missing or holds something else (it is named).
+        UserError: as `Record.read`; a file of another format has another value in its key `format`.
     """
-    try:
-        tree = read_json(path)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path}: not there; finish the run (start its command again), or make one with "
-            "`understudy evaluate DRAFT --config CONFIG --out result.json`"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: damaged ({' '.join(str(error).split())}); make it again") from error
-    if not isinstance(tree, dict) or "format" not in tree:
-        raise UserError(f"{path}: no result of a run (it has no key `format`); give a run's folder or its {RESULT}")
-    if tree["format"] != RESULT_FORMAT:
-        raise UserError(
-            f"{path}: format {tree['format']!r}, this version reads {RESULT_FORMAT}; make it again with this version"
-        )
-    return Result.of(path, tree, "make it again with `understudy evaluate` or by ending the run")
+    absent = "not there; finish the run (start its command again), or make one with `understudy evaluate DRAFT --config CONFIG --out result.json`"
+    return Result.read(path, "make it again with `understudy evaluate` or by ending the run", absent)

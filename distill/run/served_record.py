@@ -6,8 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from distill.config.layout import READBACK
-from distill.run.verdict_record import Interval, Record, Text, read_json
-from speculative.errors import UserError
+from distill.run.verdict_record import Interval, Record, Text
 
 
 class ServedNumbers(Record):
@@ -102,12 +101,4 @@ def load_served(run: Path) -> ServedRecord | None:
         UserError: damaged, or a key is missing or holds something else.
     """
     path = run / READBACK
-    if not path.is_file():
-        return None
-    try:
-        tree = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({' '.join(str(error).split())}); make it again with `understudy readback`"
-        ) from error
-    return ServedRecord.of(path, tree, "make it again with `understudy readback`")
+    return ServedRecord.read(path, "make it again with `understudy readback`") if path.is_file() else None

@@ -25,34 +25,30 @@ class Record(BaseModel):
         return self.model_dump(exclude_unset=True)
 
     @classmethod
-    def of(cls, path: Path, tree: Any, remedy: str) -> Self:
-        """The record that a file holds.
+    def read(cls, path: Path, remedy: str, absent: str = "not there") -> Self:
+        """The record that a JSON file holds.
 
         Raises:
-            UserError: a key is missing or holds something else; file, key and `remedy` are named.
+            UserError: not there, not readable, damaged (NaN is no number of JSON), or a key is missing or holds something else.
         """
         try:
+            tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
             return cls.model_validate(tree)
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: {absent}") from error
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            absent = first["type"] in ("missing", "too_short")
-            fault = "is missing" if absent else f"holds something else ({first['msg']})"
+            fault = (
+                "is missing" if first["type"] in ("missing", "too_short") else f"holds something else ({first['msg']})"
+            )
             what = f"key {_dotted(first['loc'])}" if first["loc"] else "the file"
             raise UserError(f"{path}: {what} {fault}; {remedy}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); {remedy}") from error
 
 
 def _dotted(place: tuple[int | str, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged; NaN is no number of JSON.
-    """
-    return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special
 
 from speculative.measure.intervals import Interval
 
@@ -333,7 +333,7 @@ def rate_with_interval(
     The spread is the requests' own, the pool's where they are fewer than FEWEST_REQUESTS.
     """
     rate, error = _ratio(pool, np.asarray(accepted_N, dtype=np.float64), np.asarray(drafted_N, dtype=np.float64))
-    half = float(stats.norm.ppf((1 + confidence) / 2)) * error
+    half = float(special.ndtri((1 + confidence) / 2)) * error
     return rate, (max(0.0, rate - half), min(1.0, rate + half))
 
 
@@ -346,7 +346,7 @@ def change_with_interval(
     """
     rate, error = _ratio(pool, np.asarray(accepted_N, dtype=np.float64), np.asarray(drafted_N, dtype=np.float64))
     before, before_error = _ratio(pool, pool.accepted_P, pool.drafted_P)
-    half = float(stats.norm.ppf((1 + confidence) / 2)) * math.hypot(error, before_error)
+    half = float(special.ndtri((1 + confidence) / 2)) * math.hypot(error, before_error)
     return rate - before, (rate - before - half, rate - before + half)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy import special
 from transformers import PreTrainedModel
 
 from speculative.explain.losslessness import LEVEL, uniformity
@@ -77,7 +77,7 @@ def text_law(
     said_T = np.maximum(log_prob_T, IMPOSSIBLE)
     spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))
     z = float((said_T - mean_T).sum()) / max(spread, 1e-9)
-    p_log_prob = float(2 * stats.norm.sf(abs(z))) if spread > 1e-6 or abs(z) > 1 else 1.0
+    p_log_prob = float(2 * special.ndtr(-abs(z))) if spread > 1e-6 or abs(z) > 1 else 1.0
     return TextLaw(
         min(1.0, 2 * min(places["p_value"], p_log_prob)),
         float(said_T.mean()),

@@ -3,11 +3,11 @@
 Shapes: N responses, P prompts (the resampling unit).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.replay import expected_blocks_of
@@ -73,35 +73,9 @@ def effects_of_sums(
     minimal_detectable: the smallest true difference that such an interval tells from 0 with 80 % power, None where
     prompts show no spread or are too few to be certain of anything; half of it needs `prompts_for_half`.
     """
-    if looks < 1:
-        raise ValueError(f"looks = {looks}: at least 1")
-    columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
-    sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
-    sums_PC = sums_PC[sums_PC[:, 0] > 0]
-    if not len(sums_PC):
-        raise ValueError("no response has a token to compare on")
-    corrected = 1.0 - (1.0 - confidence) / looks
     prices = None if costs is None else tuple(gamma * c + v for c, v in (costs, baseline_costs or costs))
-
-    def gains_of(sums_C: np.ndarray) -> np.ndarray:
-        return _gains(sums_C, prices)
-
-    gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
-    alpha, tau, *speed_up = ({"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True))
-    enough = len(sums_PC) >= fewest_prompts(corrected)
-    return {
-        "alpha": alpha,
-        "tau": tau,
-        "speed_up": speed_up[0] if speed_up else None,
-        **_basis(sums_PC, confidence, looks),
-        "minimal_detectable": {
-            name: _detectable(error, corrected) if enough else None
-            for name, error in zip(("alpha", "tau"), standard_errors(sums_PC), strict=True)
-        },
-        "prompts_for_half": 4 * len(sums_PC),
-        "certain": _certain(alpha["ci"]) if enough else "none",
-        "certain_tau": _certain(tau["ci"]) if enough else "none",
-    }
+    columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
+    return _effects(prompt_keys, columns, lambda sums_C: _gains(sums_C, prices), ("alpha", "tau"), looks, confidence)
 
 
 def effects_of_calls(
@@ -119,47 +93,58 @@ def effects_of_calls(
     None where nothing was timed. "alpha" and "certain" are None.
     """
     timed = ours[1] is not None and baseline[1] is not None
-    columns = [tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ())]
+    columns = (tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ()))
+    found = _effects(prompt_keys, columns, _call_gains, ("tau",), looks, confidence)
+    found["minimal_detectable"]["alpha"] = None
+    return found | {"alpha": None, "certain": None}
+
+
+def _call_gains(sums_C: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = sums_C[..., :1] / sums_C[..., 1:]
+    return rates[..., ::2] - rates[..., 1::2]
+
+
+def _effects(
+    prompt_keys: Sequence[Hashable],
+    columns: Sequence[np.ndarray | None],
+    gains_of: Callable[[np.ndarray], np.ndarray],
+    names: tuple[str, ...],
+    looks: int,
+    confidence: float,
+) -> dict[str, Any]:
+    """The gains by name, in speed-up behind them where it is made, each with its interval, and what they rest on.
+
+    columns: tokens first; then, for two names, accepted and blocks of both, else calls of both.
+    """
+    if looks < 1:
+        raise ValueError(f"looks = {looks}: at least 1")
     sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
     sums_PC = sums_PC[sums_PC[:, 0] > 0]
     if not len(sums_PC):
         raise ValueError("no response has a token to compare on")
     corrected = 1.0 - (1.0 - confidence) / looks
-
-    def gains_of(sums_C: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rates = sums_C[..., :1] / sums_C[..., 1:]
-        return rates[..., ::2] - rates[..., 1::2]
-
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
-    tau, *speed_up = ({"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True))
-    enough = len(sums_PC) >= fewest_prompts(corrected)
+    found = [{"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True)]
+    fewest = fewest_prompts(corrected)
+    enough = len(sums_PC) >= fewest
+    errors = standard_errors(sums_PC) if len(names) > 1 else (_tau_error(*sums_PC.T[:3]),)
+    certain = [_certain(one["ci"]) if enough else "none" for one in found]
     return {
-        "alpha": None,
-        "tau": tau,
-        "speed_up": speed_up[0] if speed_up else None,
-        **_basis(sums_PC, confidence, looks),
-        "minimal_detectable": {
-            "alpha": None,
-            "tau": _detectable(_tau_error(*sums_PC.T[:3]), corrected) if enough else None,
-        },
-        "prompts_for_half": 4 * len(sums_PC),
-        "certain": None,
-        "certain_tau": _certain(tau["ci"]) if enough else "none",
-    }
-
-
-def _basis(sums_PC: np.ndarray, confidence: float, looks: int) -> dict[str, Any]:
-    """How the intervals were made, and from how much: tokens are the first column."""
-    corrected = 1.0 - (1.0 - confidence) / looks
-    return {
+        **dict(zip(names, found, strict=False)),
+        "speed_up": found[len(names)] if len(found) > len(names) else None,
         "confidence": confidence,
         "looks": looks,
         "corrected_confidence": corrected,
         "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
         "prompts": len(sums_PC),
         "tokens": int(sums_PC[:, 0].sum()),
-        "fewest_prompts": fewest_prompts(corrected),
+        "fewest_prompts": fewest,
+        "minimal_detectable": {
+            name: _detectable(error, corrected) if enough else None for name, error in zip(names, errors, strict=True)
+        },
+        "prompts_for_half": 4 * len(sums_PC),
+        **dict(zip(("certain", "certain_tau")[-len(names) :], certain, strict=False)),
     }
 
 
@@ -187,7 +172,7 @@ def too_few(prompts: int, confidence: float = 0.95) -> str | None:
 
 def _detectable(error: float, confidence: float) -> float | None:
     """The true difference that an interval of this standard error excludes 0 for in 80 of 100 cases."""
-    factor = float(stats.norm.ppf(0.5 + confidence / 2.0) + stats.norm.ppf(POWER))
+    factor = float(special.ndtri(0.5 + confidence / 2.0) + special.ndtri(POWER))
     return factor * error if error > NO_SPREAD else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special
 
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.effects import fewest_prompts
@@ -148,7 +148,7 @@ def loaded_speed(
     interval = None
     if len(tokens_P) >= fewest_prompts(0.95) and len(log_rho_T) > 1:
         low, high = ratio_interval(tokens_P, blocks_P)
-        half = float(stats.t.ppf(0.975, len(log_rho_T) - 1) * log_rho_T.std(ddof=1) / math.sqrt(len(log_rho_T)))
+        half = float(special.stdtrit(len(log_rho_T) - 1, 0.975) * log_rho_T.std(ddof=1) / math.sqrt(len(log_rho_T)))
         down, up = math.hypot(math.log(tau / low), half), math.hypot(math.log(high / tau), half)
         interval = (speed_up * math.exp(-down), speed_up * math.exp(up))
     return LoadedSpeed(speed_up, interval, plain, speed_up * plain)

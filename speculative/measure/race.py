@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import stats
+from scipy import special
 from transformers import PreTrainedModel
 
 from speculative.decode import decode
@@ -186,7 +186,7 @@ class Standings:
         if total == 0.0:
             return ratio, (ratio, ratio)
         freedom = total**2 / (texts**2 / (len(self._tokens_P) - 1) + timed**2 / (len(both) - 1))
-        reach = float(stats.t.ppf(0.5 + confidence / 2.0, freedom)) * math.sqrt(total)
+        reach = float(special.stdtrit(freedom, 0.5 + confidence / 2.0)) * math.sqrt(total)
         return ratio, (ratio * math.exp(-reach), ratio * math.exp(reach))
 
     def known(self, name: str, within: float) -> bool:

@@ -32,7 +32,7 @@ def test_the_decoder_bench_writes_a_cell_for_everything(
         chat=False,
         gammas="1,2",
         count=1,
-        max_tokens=8,
+        max_tokens=4,
         longest=60,
         batch=2,
         drafters=True,

@@ -135,30 +135,27 @@ class Hears(FixedGamma):
 def test_the_next_call_records_nothing(policy: FixedGamma | None) -> None:
     """Nor does one with a shorter text or with other prompts; weights that changed in place are read as they are."""
     target, draft = on_device(small()), on_device(perturbed(small()))
-    longer = replace(RULES["sample"], max_tokens=14, eos_ids=())
+    longer = replace(RULES["sample"], max_tokens=9, eos_ids=())
 
-    def recorded(settings: DecodeSettings) -> int:
-        drafter = ModelDrafter(draft)
-        return decode(target, drafter, PROMPTS, settings, batch_size=2, runner="graph", policy=policy)[
-            1
-        ].recording_calls
+    def decoded(settings: DecodeSettings, runner: str = "graph") -> tuple[int, Any, int]:
+        """What was recorded, the texts, and how many drafted tokens were accepted."""
+        found, timing = decode(
+            target, ModelDrafter(draft), PROMPTS, settings, batch_size=2, runner=runner, policy=policy
+        )
+        return timing.recording_calls, texts(found), sum(response.accepted for response in found)
 
-    def accepted(runner: str) -> tuple[Any, int]:
-        found = decode(target, ModelDrafter(draft), PROMPTS, longer, batch_size=2, runner=runner, policy=policy)[0]
-        return texts(found), sum(response.accepted for response in found)
-
-    assert recorded(longer) > 0
-    assert recorded(longer) == 0
-    assert recorded(replace(longer, seed=1, max_tokens=9)) == 0
-    before = accepted("graph")
+    assert decoded(longer)[0] > 0
+    recorded, _, before = decoded(longer)
+    assert recorded == 0
+    assert decoded(replace(longer, seed=1, max_tokens=6))[0] == 0
     with torch.no_grad():
         draft.get_output_embeddings().weight.mul_(-1.0)
-    assert recorded(longer) == 0
-    after = accepted("graph")
-    assert after == accepted("eager")
-    assert after[1] < before[1]
+    recorded, *after = decoded(longer)
+    assert recorded == 0
+    assert after == list(decoded(longer, "eager")[1:])
+    assert after[1] < before
     draft.lm_head.weight = torch.nn.Parameter(draft.lm_head.weight.detach().clone())
-    assert recorded(longer) > 0
+    assert decoded(replace(longer, max_tokens=4))[0] > 0
 
 
 def test_a_capture_is_on_a_stream_of_its_own_and_leaves_other_threads_alone() -> None:

@@ -28,10 +28,8 @@ from tiny_training import tiny_tokenizer
 from data.responses.engine_client import EngineClient
 from distill import train
 from distill.commands.drift.drift import drift_command
-from distill.commands.drift.options import DriftOptions
 from distill.commands.export import export_run
-from distill.commands.options import ExportOptions
-from distill.commands.readback.options import ReadbackOptions
+from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.config.layout import ANSWERS, EXPORT, HELDOUT_GREEDY, RESPONSES
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer

@@ -146,6 +146,7 @@ def test_what_the_law_does_not_allow_is_refused(tmp_path: Path) -> None:
         parse_config({**warm, "target": {}}, "test")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     MODEL.config.save_pretrained(tmp_path / "target")

@@ -423,6 +423,7 @@ def test_a_missing_package_is_one_line(server: Any, monkeypatch: pytest.MonkeyPa
     assert "pip install openai" in refusal(lambda: target_at(server[0]).client)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_whole_run_with_a_target_that_only_a_server_has(
     server: tuple[str, Behaviour], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

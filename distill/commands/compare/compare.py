@@ -17,12 +17,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from data.files import read_manifest
+from data.files import read_manifest, writing
 from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
 from distill.commands.compare.contestants import Entry, draft_of, is_rival, with_lookup
-from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import plot_comparison
-from distill.commands.output import check_plot, check_writable, write_asked, writing
+from distill.commands.options import CompareOptions
+from distill.commands.output import check_plot, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
@@ -66,7 +66,7 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     result = result.model_copy(update={"gates": judged, "failures": failures})
     write_asked("--out", options.out, result.record())
     if plot is not None:
-        with writing("--plot", plot):
+        with writing(f"--plot {plot}"):
             plot_comparison(result, plot)
         result = result.model_copy(update={"plot": str(plot)})
     return result, 1 if failures else 0

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from data.files import writing
 from data.prompts.split import content_hash
 from data.prompts.template import check_lengths, render_prompt
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord, read_acceptance_log
@@ -30,8 +31,8 @@ from distill.commands.drift.baseline import (
     slices_of,
 )
 from distill.commands.drift.counters import Scraped, replayed_survival, scrape
-from distill.commands.drift.options import DriftOptions
-from distill.commands.output import check_plot, check_writable, write_asked, writing
+from distill.commands.options import DriftOptions
+from distill.commands.output import check_plot, check_writable, write_asked
 from distill.config.layout import RESULT
 from distill.report.plot import write_figure
 from distill.report.screen_table import screen_table
@@ -102,7 +103,7 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     _print(console, result)
     write_asked("--out", options.out, result)
     if options.plot is not None:
-        with writing("--plot", options.plot):
+        with writing(f"--plot {options.plot}"):
             plot_drift(options.plot, result, slices, monitored)
     return result
 

@@ -7,10 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from distill.commands.evaluate.evaluate import evaluate, parse_gammas
-from distill.commands.evaluate.losslessness import lossless_lines, losslessness
-from distill.commands.evaluate.options import EvaluateOptions
-from distill.commands.evaluate.proofs import add_proofs, result_of_draft
+from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
 from distill.commands.evaluate.scores import score_lines, task_scores
+from distill.commands.options import EvaluateOptions
 from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
 from distill.config.run import RunConfig

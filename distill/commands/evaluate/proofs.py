@@ -1,19 +1,63 @@
-"""Losslessness and task scores of a draft, added to the result that judges it: the report shows them beside its verdict."""
+"""Losslessness of a draft; it and task scores are added to the result that judges the draft: the report shows them beside its verdict."""
 
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from data.files import write_json
-from distill.commands.output import writing
+from data.files import write_json, writing
 from distill.config.layout import REPORT, find_student
 from distill.config.run import RunConfig
 from distill.models.load import load_model, model_fingerprint
 from distill.report.page import report_command
 from distill.report.tables import judged
 from distill.run.result import Losslessness, Result, TaskScores, load_result
+from distill.run.session import open_pair
 from speculative.errors import UserError
+from speculative.explain import losslessness as tests
+from speculative.rules.rule import Rule
+
+
+def losslessness(
+    config: RunConfig, draft: str, *, rule: Rule, gamma: int, prompts: int = 32, samples: int = 16, control: bool = True
+) -> dict[str, Any]:
+    """Result of `speculative.explain.losslessness.losslessness` at the serving settings; `passed` False means exit status 1.
+
+    control: decode once more at 1.1 times the temperature, to show that the tests would have seen that.
+
+    Raises:
+        UserError: see `open_pair`; fewer than two samples.
+    """
+    pair = open_pair(config, draft, prompts, rule)
+    found = tests.losslessness(
+        pair.target.model, pair.draft, pair.keyed, pair.settings.under(rule, gamma), samples=samples,
+        batch_size=config.judge.batch_size, control=control,
+    )  # fmt: skip
+    return {"draft": draft, "dtype": str(pair.target.dtype).removeprefix("torch."), **found}
+
+
+def lossless_lines(result: dict[str, Any]) -> list[str]:
+    """What a person reads: every test with its numbers, then the answer."""
+    greedy, sampled = result["greedy"], result["sampled"]
+    lines = [
+        f"greedy text       {greedy['equal']} of {greedy['prompts']} prompts equal ({greedy['tokens']:,} tokens), "
+        f"{len(greedy['near_ties'])} part at a near-tie ({result['dtype']}), {len(greedy['differences'])} differ",
+        *(f"  {line}" for line in greedy["differences"][:5]),
+    ]
+    if sampled is not None:
+        parts = ", ".join(f"{name} {p_value:.2g}" for name, p_value in sampled["parts"].items())
+        lines += [
+            f"with and without  p = {sampled['p_value_permutation']:.2g} ({sampled['prompts']} prompts x {sampled['samples']}, "
+            f"{sampled['permutations']:,} relabellings; alone: {parts})",
+            *(
+                f"{name:<17} p = {test['p_value']:.2g} (chi-square of {test['tokens']:,} against the target's probabilities"
+                + (f", {test['impossible']} of probability 0" if test["impossible"] else "")
+                + (")" if test["judged"] else f"; not judged: {result['dtype']} rounds at the edge of top-p and top-k)")
+                for name, test in (("first tokens", result["first_token"]), ("every token", result["every_token"]))
+            ),
+            f"a decoder without fault fails this check at most about once in {round(1 / result['level']):,} uses",
+        ]
+    return [*lines, result["sentence"]]
 
 
 def result_of_draft(out: Path, config: RunConfig, draft: str) -> tuple[Result | None, str]:
@@ -49,7 +93,7 @@ def add_proofs(out: Path, result: Result, results: dict[str, dict[str, Any]]) ->
     if "scores" in results:
         own = TaskScores.model_validate(results["scores"])
         update["scores"] = [*(one for one in result.scores if one.scorer != own.scorer), own]
-    with writing("--out", out):
+    with writing(f"--out {out}"):
         write_json(out, result.model_copy(update=update).record())
     report = out.parent / REPORT
     if result.kind == "run" and report.is_file():

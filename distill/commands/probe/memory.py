@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from distill.commands.probe.options import ProbeOptions
+from distill.commands.options import ProbeOptions
 from speculative.engine.footprint import USABLE_SHARE, capacity, footprint
 from speculative.errors import UserError
 

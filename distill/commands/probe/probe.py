@@ -13,9 +13,9 @@ from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from distill.commands.generate.generate import place_of
+from distill.commands.options import STDLIB, ProbeOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.memory import Device, device_of, memory_record
-from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.rivals import repetition_of, rival_rows
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
 from distill.config.sections import TargetConfig

@@ -15,11 +15,11 @@ from rich.console import Console
 from data.files import write_json
 from data.responses.engine_client import EngineClient
 from data.responses.store import Store
+from distill.commands.options import ReadbackOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import acceptance_causes, end_note, few_note, text_causes
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, speeds, tau_interval
-from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.screen import print_served
 from distill.config.layout import (
     ANSWERS,
@@ -37,7 +37,6 @@ from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import ServedRecord
-from distill.run.verdict_record import read_json
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -109,7 +108,7 @@ def _frozen(options: ReadbackOptions) -> tuple[FrozenText, list[HeldoutResponse]
 def _served(run: Path) -> str:
     """What `understudy serve` serves of a run: its export, where that is not the very draft but one in fewer bytes."""
     config = run / EXPORT / "config.json"
-    quantised = config.is_file() and "quantization_config" in read_json(config)
+    quantised = config.is_file() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
     return str(run / EXPORT if quantised else run)
 
 

@@ -23,8 +23,8 @@ from distill.commands.compare.compare import (
     read_drafts,
 )
 from distill.commands.compare.comparison import Comparison, Difference, comparison
-from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
+from distill.commands.options import CompareOptions
 from distill.models.target import Target
 from distill.run.verdict_record import Gain
 from speculative.errors import UserError

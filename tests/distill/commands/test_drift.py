@@ -27,7 +27,7 @@ from distill.commands.drift.baseline import (
     slices_of,
 )
 from distill.commands.drift.drift import drift_command
-from distill.commands.drift.options import DriftOptions
+from distill.commands.options import DriftOptions
 from distill.run.result import LivePrompt, Result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -250,7 +250,7 @@ def test_runs_without_a_baseline_say_what_is_missing(run: Path, tmp_path: Path) 
     with pytest.raises(UserError, match=r"7 held-out prompts and 8 are the fewest.*judge\.prompts"):
         drifted(few, log)
     (few / "result.json").write_text("{")
-    with pytest.raises(UserError, match=r"result\.json: damaged"):
+    with pytest.raises(UserError, match=r"result\.json: cannot be read"):
         drifted(few, log)
     row = {"key": "k", "domain": "a", "drafted": 4, "accepted": 5, "blocks": 1}
     with pytest.raises(UserError, match=r"x/result\.json: live_prompts: more tokens accepted than drafted"):

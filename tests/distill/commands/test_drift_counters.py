@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from distill.commands.drift.drift import drift_command
-from distill.commands.drift.options import DriftOptions
+from distill.commands.options import DriftOptions
 from distill.run.frozen_text import load_frozen_text
 from speculative.errors import UserError
 from speculative.explain import cusum

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from tiny_training import tiny_tokenizer
 
+from distill.commands.options import ProbeOptions
 from distill.commands.probe import probe as program
-from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.probe import probe, read_plan
 from distill.commands.probe.screen import Stages, busy_machine, draft_sentence, print_probe, probe_lines
 from distill.models.carving import carve

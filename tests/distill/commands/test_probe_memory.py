@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from distill.commands.options import ProbeOptions
 from distill.commands.probe.memory import Device, device_of, memory_lines, memory_record, parse_bytes, parse_tokens
-from distill.commands.probe.options import ProbeOptions
 from speculative.errors import UserError
 
 ASKED = ProbeOptions("embedded", device_memory="80GB", concurrency=64, context="8k")

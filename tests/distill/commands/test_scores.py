@@ -15,7 +15,7 @@ from tiny_training import TOKENS, forget_accelerators, tiny_tokenizer, write_tar
 
 from data.responses.rendered import RenderedPrompt
 from distill.commands.evaluate import scores as room
-from distill.commands.evaluate.losslessness import lossless_lines, losslessness
+from distill.commands.evaluate.proofs import lossless_lines, losslessness
 from distill.commands.evaluate.scores import (
     exact_match,
     exact_match_number,

@@ -12,9 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.commands.compare.compare import compare_command
-from distill.commands.compare.options import CompareOptions
 from distill.commands.export import export_run
-from distill.commands.options import ExportOptions
+from distill.commands.options import CompareOptions, ExportOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
 from distill.export.export import export_draft

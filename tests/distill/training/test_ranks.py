@@ -57,7 +57,7 @@ class BrokenTracker:
 
 def _fails_with_trackers(rank: int, folder: Path) -> None:
     fresh_accelerator(folder)
-    faults.TRACKER_SECONDS = 0.3
+    faults.TRACKER_SECONDS = 3.0
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "not there" / "error.json")
     faults.exit_status(UserError("mend it"), [Tracker(), Tracker(stuck=True)])
 

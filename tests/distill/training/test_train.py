@@ -175,11 +175,13 @@ def assert_trained(run: Path, layers: int) -> None:
     assert AutoModelForCausalLM.from_pretrained(run / "best" / "student").config.num_hidden_layers == layers
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_adapter_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None:
     adapter = "student.lora={rank: 4, target_modules: [q_proj, v_proj]}"
     assert_trained(train_other(tiny_config, tmp_path, "loss.name=lk_hybrid", adapter), layers=2)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_student_from_a_config_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None:
     student = [
         "student.init=config", "student.layers=[0]",
@@ -189,6 +191,7 @@ def test_a_student_from_a_config_runs_to_a_verdict(tiny_config: Path, tmp_path: 
     assert_trained(train_other(tiny_config, tmp_path, "loss.name=ce", "judge.live=never", *student), layers=1)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_config: Path, tmp_path: Path) -> None:
     recipe = ["loss.name=neg_log_alpha", "student.gradient_checkpointing=true", "optim.name=muon", "judge.live=never"]
     run = train_other(tiny_config, tmp_path, *recipe)
@@ -219,6 +222,7 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest(tiny_target: Path, ti
     assert len(of_muon) == 3 * 7
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_reference_answers_train_and_the_target_is_not_asked_of_them(
     tiny_target: Path, tiny_config: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from distill.models.target import Target
 from distill.run import checkpoint
 from distill.run.folder import load_verdict
 from distill.training.loop import MOST_SKIPS, Loop, NotFinite
+from distill.verdict import conclusion
 
 
 class Stop(Exception):
@@ -62,6 +63,7 @@ class TestStoredSignals:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Target, "__init__", noting)
             patched.setattr(Loop, "step", watching)
+            patched.setattr(conclusion, "report_command", lambda run: None)
             assert train.main([str(tiny_config), *overrides]) == 0
         assert in_memory == [False] * 6
         return load_config(tiny_config, overrides).folder
@@ -103,6 +105,7 @@ class TestStoredSignals:
         assert "Traceback" not in said
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_averaged_weights_are_judged_beside_the_raw_ones(tiny_config: Path) -> None:
     overrides = [
         "name=averaged",

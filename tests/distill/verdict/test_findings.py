@@ -225,6 +225,7 @@ def test_the_dial_is_read_between_checkpoints(other_run: Path) -> None:
     assert dialled[1]["dial/alpha"] != first["judge/alpha"]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_pair_without_headroom_ends_in_no_measurable_gain(tiny_config: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load(tiny_config.read_text(encoding="utf-8"))
     tree |= {"name": "same", "output": str(tmp_path)}

@@ -57,9 +57,9 @@ def test_a_tree_decodes_greedily_what_transformers_generates(batch_size):
 def test_every_end_token_and_budget_cuts_a_block_where_it_stands(way):
     """Whatever a block holds, the text is a prefix of the text without that end token or budget."""
     prompts = prompts_of(RAGGED[:4])
-    settings = dataclasses.replace(WAYS[way], max_tokens=10)
+    settings = dataclasses.replace(WAYS[way], max_tokens=7)
     full, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings)
-    for length in range(1, 10):
+    for length in range(1, 7):
         cut, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, dataclasses.replace(settings, max_tokens=length))
         assert texts(cut) == [text[:length] for text in texts(full)]
         assert {response.finish_reason for response in cut} == {"length"}
@@ -76,7 +76,7 @@ def test_every_end_token_and_budget_cuts_a_block_where_it_stands(way):
 @pytest.mark.parametrize("way", [way for way in WAYS if "greedy" not in way.replace("greedy-draft", "")])
 def test_the_same_seed_and_prompt_give_the_same_tokens_at_every_batch_size(way):
     prompts = prompts_of(RAGGED)
-    settings = dataclasses.replace(WAYS[way], max_tokens=20, eos_ids=(3, 17), seed=5)
+    settings = dataclasses.replace(WAYS[way], max_tokens=12, eos_ids=(3, 17), seed=5)
     together, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=8)
     for batch_size in (1, 3):
         apart, _ = decode(TARGET, ModelDrafter(DRAFT), prompts[::-1], settings, batch_size=batch_size)

@@ -42,7 +42,7 @@ class Tape:
     replaying = False
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self._calls: list[tuple[Callable[..., Any], Any, Any, list[torch.Tensor]]] = []
         self.kernels = 0
         self._born: dict[int, torch.Tensor] = {}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -57,13 +57,14 @@ class Tape:
                 whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 self._before[memory_of(tensor)] = (whole, whole.clone())
         out = function(*args, **kwargs)
-        self._born |= {memory_of(tensor): tensor for tensor in tensors_of(out) if memory_of(tensor) not in given}
-        self._calls.append((function, args, kwargs, None if written else out))
+        made = tensors_of(out)
+        self._born |= {memory_of(tensor): tensor for tensor in made if memory_of(tensor) not in given}
+        self._calls.append((function, args, kwargs, [] if written else made))
         return out
 
     def add(self, function: Callable[..., Any], *args: Any) -> None:
         """A call that is made by replays only and is no kernel."""
-        self._calls.append((function, args, {}, None))
+        self._calls.append((function, args, {}, []))
 
     def finish(self) -> None:
         """As if nothing had run."""
@@ -85,9 +86,9 @@ class Tape:
         LEDGER.replayed_kernels += self.kernels
 
     def _run(self) -> None:
-        for function, args, kwargs, out in self._calls:
+        for function, args, kwargs, made in self._calls:
             new = function(*args, **kwargs)
-            for old_tensor, new_tensor in zip(tensors_of(out), tensors_of(new), strict=False):
+            for old_tensor, new_tensor in zip(made, tensors_of(new) if made else (), strict=True):
                 if old_tensor.data_ptr() != new_tensor.data_ptr():
                     old_tensor.copy_(new_tensor)
 

@@ -13,7 +13,7 @@ from pretend_cuda.ledger import LEDGER, READ, site
 from pretend_cuda.timeline import TIMELINE, is_pinned, pin
 
 aten = torch.ops.aten
-CUDA = torch.device("cuda:0")
+CUDA, ANY_CUDA = torch.device("cuda:0"), torch.device("cuda")
 CPU = torch.device("cpu")
 
 # The result's size, or the result itself, is on the host.
@@ -151,18 +151,22 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {name: mapped(function, part) for name, part in tree.items()}
+        return {name: mapped(function, part) for name, part in tree.items()} if tree else tree
     if not isinstance(tree, list | tuple):
         return tree
-    parts = [mapped(function, part) for part in tree]
+    # Written out for leaves: this is called twice a kernel.
+    parts = [
+        function(part) if isinstance(part, torch.Tensor)
+        else mapped(function, part) if isinstance(part, list | tuple | dict) else part
+        for part in tree
+    ]  # fmt: skip
     if type(tree) in (list, tuple):
         return type(tree)(parts)
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
 
 def _with_index(value: Any) -> Any:
-    named = isinstance(value, str) and value == "cuda"
-    return CUDA if named or (isinstance(value, torch.device) and value == torch.device("cuda")) else value
+    return CUDA if value.__class__ in (str, torch.device) and value in ("cuda", ANY_CUDA) else value
 
 
 def _is_cuda(device: Any) -> bool:
@@ -302,23 +306,33 @@ def _is_view(func: Any) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
-def _written_is_given(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """What a call writes in place it returns as the object it got."""
-    returns = func._schema.returns
-    if not func._schema.is_mutable:
-        return out
+@functools.cache
+def _returned(func: Any) -> tuple[tuple[int, str] | None, ...]:
+    """For each result the argument (place, name) that it is, written in place; () for a call that writes nothing."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return ()
 
-    def given(result: Any, value: Any) -> Any:
+    def given(result: Any) -> tuple[int, str] | None:
         if result.alias_info is None or not result.alias_info.is_write:
-            return value
-        for number, argument in enumerate(func._schema.arguments):
+            return None
+        for number, argument in enumerate(schema.arguments):
             own = argument.alias_info
             if own is not None and own.is_write and own.before_set & result.alias_info.before_set:
-                return kwargs[argument.name] if argument.name in kwargs else args[number]
-        return value
+                return number, argument.name
+        return None
 
-    if len(returns) == 0:
+    return tuple(given(result) for result in schema.returns)
+
+
+def _written_is_given(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """What a call writes in place it returns as the object it got."""
+    returned = _returned(func)
+    if not returned:
         return out
-    if len(returns) == 1:
-        return given(returns[0], out)
-    return type(out)(given(result, value) for result, value in zip(returns, out, strict=True))
+    values = [out] if len(returned) == 1 else out
+    found = [
+        value if given is None else kwargs[given[1]] if given[1] in kwargs else args[given[0]]
+        for given, value in zip(returned, values, strict=True)
+    ]
+    return found[0] if len(returned) == 1 else type(out)(found)
