@@ -46,6 +46,7 @@ from distill.training.teacher import Teacher
 from distill.training.tracking import start_trackers
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
 from distill.verdict.judge import DraftJudge
+from speculative.drafters.parallel import Drafting
 from speculative.engine.parallel import mask_token_of
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
@@ -120,7 +121,8 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
     } | ({"synthetic_prompts": told} if told else {})  # fmt: skip
-    judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout)
+    drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
+    judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout, drafting)
     loop = _loop(config, accelerator, target, student, train, rows, judge, progress, provenance, context)
     loop.fit()
     if config.target.shard:

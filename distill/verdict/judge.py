@@ -12,6 +12,7 @@ from distill.models.draft import as_exported
 from distill.models.target import Target
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.parallel import Drafting
 from speculative.engine.pool import release
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
@@ -24,9 +25,10 @@ def judge_by_replay(
     heldout: list[HeldoutResponse],
     settings: DecodeSettings,
     scores: Sequence[TokenScores] | None = None,
+    drafting: Drafting = "autoregressive",
 ) -> dict[str, Any]:
     """The numbers of a draft that need no target in memory: alpha and tau from frozen text, or from its scores."""
-    result = judge_frozen(draft, heldout, settings, scores=scores)
+    result = judge_frozen(draft, heldout, settings, scores=scores, drafting=drafting)
     return {**result, "tau": result["replay"][settings.gamma], "gamma": settings.gamma, "live": False, "warnings": []}
 
 
@@ -40,9 +42,13 @@ class DraftJudge:
         accelerator: Accelerator,
         target: Target,
         heldout: dict[Rule, list[HeldoutResponse]],
+        drafting: Drafting = "autoregressive",
     ) -> None:
-        """``settings``: with the rule and gamma to judge under. ``heldout``: frozen target responses by rule, that one first."""
-        self.judging, self.settings = judging, settings
+        """``settings``: with the rule and gamma to judge under. ``heldout``: frozen target responses by rule, that one first.
+
+        ``drafting``: how the draft will be served.
+        """
+        self.judging, self.settings, self.drafting = judging, settings, drafting
         self.accelerator, self.target, self.heldout = accelerator, target, heldout
 
     def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
@@ -66,7 +72,8 @@ class DraftJudge:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
         rule, gamma = self.settings.rule, self.settings.gamma
         draft = as_exported(module.exported(), self.target)
-        scores = score_tokens(draft, self.heldout[rule], self.settings.sampling)
+        offsets = gamma if self.drafting == "parallel" else None
+        scores = score_tokens(draft, self.heldout[rule], self.settings.sampling, offsets=offsets)
         tokens = sum(map(len, scores))
         alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
         return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
@@ -75,12 +82,15 @@ class DraftJudge:
         """All numbers of a draft under one rule."""
         if self.judging.live == "checkpoint":
             return self.judge_live(draft, rule)
-        return judge_by_replay(draft, self.heldout[rule], self.settings.under(rule, self.settings.gamma))
+        settings = self.settings.under(rule, self.settings.gamma)
+        return judge_by_replay(draft, self.heldout[rule], settings, drafting=self.drafting)
 
     def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
         """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
         settings = self.settings.under(rule, self.settings.gamma)
-        result, _ = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.judging.batch_size)
+        result, _ = judge(
+            self.target.model, draft, self.heldout[rule], settings, batch_size=self.judging.batch_size, drafting=self.drafting
+        )
         return {**result, "live": True}
 
     def headline(self, record: dict[str, Any]) -> str:
