@@ -89,7 +89,12 @@ class DraftJudge:
         """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
         settings = self.settings.under(rule, self.settings.gamma)
         result, _ = judge(
-            self.target.model, draft, self.heldout[rule], settings, batch_size=self.judging.batch_size, drafting=self.drafting
+            self.target.model,
+            draft,
+            self.heldout[rule],
+            settings,
+            batch_size=self.judging.batch_size,
+            drafting=self.drafting,
         )
         return {**result, "live": True}
 
