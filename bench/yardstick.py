@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +57,7 @@ from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig, SignalConfig
 from distill.loss import definitions as losses
 from distill.loss.definitions import Objective
+from distill.loss.offsets import Survival, drawn_depths
 from distill.models.carving import carve
 from distill.models.heads import SplitModel
 from distill.models.layers import layer_list
@@ -107,6 +108,8 @@ class Recipe:
     prompt_weight: float = 0.0  # of a prompt's token; a response's has 1
     synthetic: int = 0  # prompts made by us, answered before the clock starts
     synthetic_method: str = "magpie"  # or mix
+    parallel: int = 0  # tokens of a block that are learnt in one pass; the student's config names its mask token
+    retain: float = 0.7  # of the conditional drop there
     ema: float = 0.0
     chunk: int = 0  # response tokens whose logits exist at once; 0 = ours to choose
     compile: bool = False
@@ -340,12 +343,21 @@ def train_plain(
     return {"seconds": clock.ends[-1], "steps": len(clock.ends) - 1, "tokens_trained": tokens}
 
 
-def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch]:
+def batches(
+    examples: Sequence[Example], size: int, seed: int, parallel: int = 0, retain: float = 1.0
+) -> Iterator[Batch]:
     """The product's batches, epoch after epoch."""
+
+    def asked(number: int) -> Example:
+        example, generator = examples[number], np.random.default_rng((seed, epoch, number))
+        return example if not parallel else replace(
+            example, depths=drawn_depths(generator, np.asarray(example.loss_mask), parallel, retain)
+        )  # fmt: skip
+
     lengths = np.array([len(example.input_ids) for example in examples])
     for epoch in range(1 << 30):
         for numbers in plan_epoch(lengths, size, seed, epoch):
-            yield collate([examples[number] for number in numbers], 0, numbers.tolist())
+            yield collate([asked(number) for number in numbers], 0, numbers.tolist())
 
 
 def captured(target: Any, examples: Sequence[Example], k: int, temperature: float, folder: str) -> CapturingTeacher:
@@ -376,7 +388,8 @@ def train_ours(
         clock = Clock(seconds, now)
         online = recipe.signal == "online"
         source: Any = Teacher(target) if online else captured(target, examples, recipe.k, recipe.temperature, folder)
-        module = DraftModule(student, recipe.objective_at(0.0))
+        survival = Survival(recipe.parallel, recipe.retain) if recipe.parallel else None
+        module = DraftModule(student, recipe.objective_at(0.0), survival)
         if recipe.compile:
             for layer in layer_list(student)[1]:
                 layer.compile()
@@ -386,7 +399,7 @@ def train_ours(
         optimizers = make_optimizers(module, optim)
         average = weight_average(student, recipe.ema) if recipe.ema else None
         tokens = 0
-        for done, batch in enumerate(batches(examples, recipe.batch, seed)):
+        for done, batch in enumerate(batches(examples, recipe.batch, seed, recipe.parallel, recipe.retain)):
             share = clock.share() if steps is None else done / steps
             one_step(module, source, batch, optimizers, recipe, share)
             if average is not None:
@@ -414,7 +427,9 @@ def one_step(
     module.objective = recipe.objective_at(share)
     with torch.autocast("cpu", torch.bfloat16) if recipe.autocast else contextlib.nullcontext():
         signal = source.signal(batch)
-        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R)
+        loss, *_ = module(
+            batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, depths_BT=batch.depths_BT
+        )
     (loss / batch.response_tokens).backward()
     torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.clip)
     for optimizer in optimizers:
@@ -422,6 +437,8 @@ def one_step(
             group["lr"] = recipe.lr_at(share)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    if module.survival is not None:
+        module.survival.settle()
 
 
 def make_draft(target: Any, draft: str | None, student: str, layers: str) -> Callable[[], Any]:

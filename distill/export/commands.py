@@ -48,6 +48,11 @@ def vllm(facts: EngineFacts) -> Start:
     notes = [
         "`draft_model` needs vLLM 0.15 or later, `draft_sample_method` a build of May 2026 or later; leave draft_tensor_parallel_size out."
     ]
+    if facts.one_pass is not None:
+        speculative["parallel_drafting"] = True
+        notes.append(
+            "`parallel_drafting`: one forward of the draft a block, by the `pard_token` of its config.json; vLLM takes model runner V1 for it."
+        )
     if facts.sampled_drafts_win:
         speculative["draft_sample_method"] = "probabilistic"
         notes.insert(
@@ -62,11 +67,12 @@ def vllm(facts: EngineFacts) -> Start:
         notes.append(
             "gamma follows the batch size: vLLM tests that with EAGLE heads, and turns it off under data parallelism."
         )
-    notes.append(
-        "On model runner V2 draft steps are eager, so c is higher there: compare with VLLM_USE_V2_MODEL_RUNNER=0. "
-        f"`rejection_sample_method`: `block` works on V2 alone{_block(facts)}; V1 ignores it and drafts the argmax; `fly` and "
-        "`synthetic` change the text."
-    )
+    if facts.one_pass is None:
+        notes.append(
+            "On model runner V2 draft steps are eager, so c is higher there: compare with VLLM_USE_V2_MODEL_RUNNER=0. "
+            f"`rejection_sample_method`: `block` works on V2 alone{_block(facts)}; V1 ignores it and drafts the argmax; `fly` and "
+            "`synthetic` change the text."
+        )
     words = [f"vllm serve {TARGET} --speculative-config {_json_word(speculative)}"]
     if facts.draft_context:
         words.append(f"--max-model-len {facts.draft_context}")
@@ -165,10 +171,12 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))"""
 def tensorrt_llm(facts: EngineFacts) -> Start:
     lines = [
         "speculative_config:",
-        "  decoding_type: Draft_Target",
+        f"  decoding_type: {'PARD' if facts.one_pass else 'Draft_Target'}",
         f"  max_draft_len: {facts.gamma}",
         f"  speculative_model: {DRAFT}",
     ]
+    if facts.one_pass:
+        lines.append(f"  mask_token_id: {facts.one_pass.mask_token}")
     if facts.most_load:
         lines.append(f"  max_concurrency: {facts.most_load}")
     text = "\n".join([*lines, "disable_overlap_scheduler: true"])

@@ -5,7 +5,7 @@ with min(1, target/draft); `greedy-draft` = the draft proposes its argmax and th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill.export import commands
@@ -45,6 +45,7 @@ class Engine:
     row_slack: int = 0
     equal_strings: bool = False  # the engine, not only we, compares token strings
     language: str = "bash"
+    one_pass: bool = False  # it serves drafts that propose a block in one forward
 
 
 def check(engine: str, facts: EngineFacts) -> EngineVerdict:
@@ -58,6 +59,11 @@ def check(engine: str, facts: EngineFacts) -> EngineVerdict:
         raise UserError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
     assert facts.gamma >= 1
     asked = ENGINES[engine]
+    if facts.one_pass is not None:
+        if asked.one_pass:
+            facts = replace(facts, gamma=facts.one_pass.gamma, taus=facts.one_pass.taus)
+        else:
+            facts = replace(facts, one_pass=None, gamma_by_load=())
     reasons = _vocabulary_reasons(asked, facts) + (_vllm_reasons(facts) if engine == "vLLM" else [])
     start = asked.start(facts)
     rule = "greedy" if facts.sampling is not None and facts.sampling.greedy else start.rule
@@ -158,10 +164,10 @@ def _rule_note(rule: str, facts: EngineFacts) -> str:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vLLM", "0.32", commands.vllm),
+        Engine("vLLM", "0.32", commands.vllm, one_pass=True),
         Engine("SGLang", "0.5", commands.sglang, equal_strings=True),
         Engine("llama.cpp", "v0.5.0", commands.llama_cpp, LLAMA_CPP_ROW_SLACK, equal_strings=True),
         Engine("transformers", "5", commands.transformers, language="python"),
-        Engine("TensorRT-LLM", "1.3", commands.tensorrt_llm),
+        Engine("TensorRT-LLM", "1.3", commands.tensorrt_llm, one_pass=True),
     )
 }

@@ -4,8 +4,8 @@ Everything is written and checked in a temporary sibling directory, which is the
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.commands import others, sampling_fields
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all
-from distill.export.facts import EngineFacts, gather_facts, shorter_context
+from distill.export.facts import EngineFacts, OnePass, gather_facts, shorter_context, ways_to_serve
 from distill.export.load_table import gamma_by_load
 from distill.export.merge import base_of_adapter, load_merged_student
 from distill.export.quantize import quantize_draft
@@ -112,8 +112,8 @@ def export_draft(
             _save(student.model, packed, working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
-            gathered = _facts(working, path, target_side, gamma, verdict, trust_remote_code)
-            facts = replace(gathered, sampling=sampling, taus=curves.taus_at(gamma) if curves else {})
+            ways = ways_to_serve(verdict, curves, gamma, student.model.config)
+            facts = _facts(working, path, target_side, ways, verdict, sampling, trust_remote_code)
             engines = check_all(facts)
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": _target_record(target_side), "draft": draft_record,
@@ -211,9 +211,16 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
 
 
 def _facts(
-    working: Path, path: Path, target_side: TargetSide, gamma: int, verdict: Verdict | None, trust: bool
+    working: Path,
+    path: Path,
+    target_side: TargetSide,
+    ways: tuple[int, Mapping[str, float], OnePass | None],
+    verdict: Verdict | None,
+    sampling: SamplingSettings | None,
+    trust: bool,
 ) -> EngineFacts:
     """Of the written directory itself, with the path it will have."""
+    gamma, taus, one_pass = ways
     return gather_facts(
         target=target_side.name,
         draft=str(path),
@@ -223,7 +230,10 @@ def _facts(
         draft_config=AutoConfig.from_pretrained(working, trust_remote_code=trust),
         draft_tokenizer=AutoTokenizer.from_pretrained(working, trust_remote_code=trust),
         measured_rule=verdict.rule if verdict else None,
+        sampling=sampling,
+        taus=taus,
         gamma_by_load=gamma_by_load(verdict),
+        one_pass=one_pass,
     )
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import LoadRange
 from distill.models.quantized import quantization_of
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
+from distill.run.result import Curves
+from distill.run.verdict_record import WAYS, Verdict
 from speculative.engine.models import max_positions
+from speculative.engine.parallel import mask_token_of
 from speculative.measure.load import MOST_LOAD
 from speculative.rules.sampling import SamplingSettings
 
@@ -22,9 +25,20 @@ REROUTED_TYPES = (
 )  # fmt: skip
 
 
+class OnePass(NamedTuple):
+    """A draft that proposes a whole block in one forward, where that is the faster way: the mask token, gamma and taus then."""
+
+    mask_token: int
+    gamma: int
+    taus: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class EngineFacts:
-    """The pair, how it was measured and how it is to be served. `taus`: tokens per target call at `gamma` by rule, by replay."""
+    """The pair, how it was measured and how it is to be served. `taus`: tokens per target call at `gamma` by rule, by replay.
+
+    `gamma` and `taus` are of a draft that proposes token by token, where `one_pass` stands beside them.
+    """
 
     target: str  # hub id or directory, as the server is given it
     draft: str  # absolute path of the exported directory
@@ -45,6 +59,7 @@ class EngineFacts:
     sampling: SamplingSettings | None = None  # of the run; None: not known
     taus: Mapping[str, float] = field(default_factory=dict)
     gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
+    one_pass: OnePass | None = None
 
     @property
     def sampled(self) -> bool:
@@ -62,6 +77,25 @@ class EngineFacts:
         return paying[-1] if paying and paying[-1] < MOST_LOAD else None
 
 
+def ways_to_serve(
+    verdict: Verdict | None, curves: Curves | None, gamma: int, draft_config: Any
+) -> tuple[int, Mapping[str, float], OnePass | None]:
+    """(gamma and taus of drafting token by token, the same of one pass a block where that is what should be run).
+
+    gamma: of the verdict's own way of drafting.
+    """
+    way = verdict.drafting if verdict else "autoregressive"
+    known = {way: (gamma, curves.taus_at(gamma) if curves else {})}
+    for rival in verdict.rivals if verdict else ():
+        for other in (other for other, name in WAYS.items() if name == rival.name):
+            known[other] = (rival.gamma, curves.taus_at(rival.gamma, rival.name) if curves else {})
+            way = other if verdict and verdict.run == rival.name else way
+    mask_token, single = mask_token_of(draft_config), known.get("autoregressive", (gamma, {}))
+    if way != "parallel" or mask_token is None:
+        return *single, None
+    return *single, OnePass(mask_token, *known["parallel"])
+
+
 def gather_facts(
     *,
     target: str,
@@ -75,6 +109,7 @@ def gather_facts(
     sampling: SamplingSettings | None = None,
     taus: Mapping[str, float] | None = None,
     gamma_by_load: Sequence[LoadRange] = (),
+    one_pass: OnePass | None = None,
 ) -> EngineFacts:
     """The facts of a pair from its loaded configs and tokenizers."""
     target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
@@ -98,6 +133,7 @@ def gather_facts(
         sampling=sampling,
         taus=taus or {},
         gamma_by_load=tuple(gamma_by_load),
+        one_pass=one_pass,
     )
 
 

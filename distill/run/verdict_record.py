@@ -12,6 +12,9 @@ from speculative.errors import UserError
 Text = InstanceOf[str]
 Interval = tuple[float, float]
 Certain = Literal["gain", "loss", "none"]
+Drafting = Literal["autoregressive", "parallel"]
+# What a draft that can draft both ways is called among the rivals, drafting the way that is not the best's.
+WAYS: dict[Drafting, str] = {"autoregressive": "token by token", "parallel": "one pass a block"}
 Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
 
 
@@ -150,11 +153,14 @@ class Gain(Record):
 
 
 class Rival(Record):
-    """What needs no training of its own, on the same prompts at batch 1: lookup, past responses, lookup before the draft, the
-    draft in fewer bytes.
+    """What else could be run, on the same prompts at batch 1: lookup, past responses, lookup before the draft; the draft drafting the other way,
+    or in fewer bytes.
     """
 
-    name: str = Field(description="prompt lookup, past responses, lookup + draft, or best in int8 (export.quantize)")
+    name: str = Field(
+        description="prompt lookup, past responses, lookup + draft; `token by token` or `one pass a block`, how the best does not draft; "
+        "`best in int8` (export.quantize)"
+    )
     gamma: int = Field(description="looked-up or drafted tokens per block, the best for it")
     tau: float | None = Field(None, description="tokens per target call, by replay")
     tokens_per_second: float = Field(description="of all held-out prompts together")
@@ -320,6 +326,10 @@ class Verdict(Record):
     )
     predicted_speed_up: float | None = Field(None, description="there; 1 where none pays")
     costs: Costs | None = Field(None, description="of the best and the target")
+    drafting: Drafting = Field(
+        "autoregressive",
+        description="how the best drafts: token by token, or a block in one pass; the other way, where it can, is one of `rivals`",
+    )
     load: list[LoadRow] = Field([], description="by number of concurrent requests (judge.load)")
     plain_wins_from: int | None = Field(
         None, description="concurrent requests from which plain decoding is faster; null: not up to 4096, or no `load`"

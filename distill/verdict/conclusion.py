@@ -19,7 +19,7 @@ from distill.run.folder import training_texts
 from distill.run.responses import decode_settings, past_responses
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
-from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay
+from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay, line_up
 from distill.verdict.findings import findings_of, serve_commands
 from distill.verdict.load import under_load
 from distill.verdict.temperatures import temperature_rows
@@ -62,10 +62,11 @@ def conclude_run(
     if live:
         # Replay records are of the dial; a verdict of what was decoded.
         known = {BASELINE: records[0]} if records[0].live else {}
-        log = run / PROPOSALS
+        lighter = _lighter(config, target, contestants[-1])
+        field = line_up(config.judge, settings, target.model, contestants, heldout, context, lighter)
         evidence = gather(
-            config.judge, settings, target, contestants, heldout, context=context, known=known, log=log,
-            history=past_responses(config, target, config.judge_rule), lighter=_lighter(config, target, contestants[-1]),
+            config.judge, settings, target, field, heldout, known=known, log=run / PROPOSALS,
+            history=past_responses(config, target, config.judge_rule),
         )  # fmt: skip
     else:
         evidence = gather_by_replay(config.judge, settings, contestants, heldout, {BASELINE: records[0], BEST: best})
@@ -76,9 +77,7 @@ def conclude_run(
         provenance=_provenance(step_folder(run, best.step or 0)), config=dump_config(config),
         files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, target) if live else {}),
     )  # fmt: skip
-    serve = serve_commands(
-        run, target, verdict.best_gamma or config.judge.gamma, settings.rule, serving.sampling, result.curves
-    )
+    serve = serve_commands(run, target, verdict, serving.sampling, result.curves)
     spent = {stage: round(value, 2) for stage, value in seconds().items()}
     return result.model_copy(update={"serve": serve, "verdict": verdict.model_copy(update={"seconds": spent})})
 

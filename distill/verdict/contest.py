@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from distill.config.sections import JudgeConfig
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
-from speculative.drafters.drafter import Drafter, ModelDrafter
+from speculative.drafters.drafter import Drafter
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.models import vocab_rows
@@ -33,7 +33,7 @@ from speculative.measure.rival_replay import (
     tuned_cascade,
     tuned_lookup,
 )
-from speculative.measure.token_scores import StoredText, TokenScores
+from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 
 LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
 # Past responses that things are looked up in, at most: about as many as an engine keeps.
@@ -91,19 +91,19 @@ class Contest:
 
 
 def draft_entrant(
-    name: str, label: str, draft: PreTrainedModel, scores: Sequence[TokenScores], rule: str, costs: StepCosts
+    name: str, label: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], rule: str, costs: StepCosts
 ) -> Entrant:
     """A draft at the gamma of the highest predicted speed-up, 1 or more."""
-    gammas = _gammas(costs)
+    gammas = scored_gammas(scores, _gammas(costs))
     blocks_NK = expected_blocks_of(scores, rule, gammas)
     prices_K = np.array([gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma) for gamma in gammas])
     best = int((blocks_NK.sum(0) * prices_K).argmin())
-    return Entrant(name, label, gammas[best], blocks_NK[:, best], lambda: ModelDrafter(draft))
+    return Entrant(name, label, gammas[best], blocks_NK[:, best], drafter)
 
 
 def rivals_of(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    drafter: Callable[[], Drafter],
     frozen: Sequence[HeldoutResponse],
     scores: Sequence[TokenScores],
     rule: str,
@@ -140,7 +140,7 @@ def rivals_of(
     found.append(
         Entrant(
             TOGETHER, "prompt lookup, then the draft", both.gamma, blocks_N,
-            lambda: Cascade(PromptLookup(*pair), ModelDrafter(draft), then_gamma=then), pair, then_gamma=then,
+            lambda: Cascade(PromptLookup(*pair), drafter(), then_gamma=then), pair, then_gamma=then,
         )
     )  # fmt: skip
     return found
@@ -203,19 +203,20 @@ def steps_by_response(contest: Contest) -> dict[str, np.ndarray]:
 def entrants_of(
     settings: DecodeSettings,
     target: PreTrainedModel,
-    drafts: Mapping[str, tuple[str, PreTrainedModel]],
+    drafts: Mapping[str, tuple[str, Callable[[], Drafter]]],
     frozen: Sequence[HeldoutResponse],
     scores: Mapping[str, Sequence[TokenScores]],
     costs: Mapping[str, StepCosts],
     history: Sequence[StoredText],
 ) -> list[Entrant]:
-    """The drafts, {name: (label, model)}, the one in question last, and then everybody's rivals."""
+    """The drafts, {name: (label, how its drafter is made)}, the one in question last, and then everybody's rivals."""
     rule = law_of(settings.rule, settings.sampling)
     found = [
-        draft_entrant(name, label, draft, scores[name], rule, costs[name]) for name, (label, draft) in drafts.items()
+        draft_entrant(name, label, drafter, scores[name], rule, costs[name])
+        for name, (label, drafter) in drafts.items()
     ]
-    last, (_, draft) = list(drafts.items())[-1]
-    return [*found, *rivals_of(target, draft, frozen, scores[last], rule, costs[last], history)]
+    last, (_, drafter) = list(drafts.items())[-1]
+    return [*found, *rivals_of(target, drafter, frozen, scores[last], rule, costs[last], history)]
 
 
 def _gammas(costs: StepCosts) -> range:

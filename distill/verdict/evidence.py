@@ -1,8 +1,9 @@
 """What a verdict rests on: drafts judged, scored on the same frozen text, and timed on the same prompts of one target."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from transformers import PreTrainedModel
 
 from distill.config.sections import JudgeConfig
 from distill.models.target import Target
-from distill.run.verdict_record import Judgement
-from distill.verdict.contest import Contest, draft_entrant, entrants_of, hold
+from distill.run.verdict_record import WAYS, Judgement
+from distill.verdict.contest import Contest, entrants_of, hold
 from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.parallel import Drafting, draftings_of, model_drafter
 from speculative.engine.models import max_positions
-from speculative.evaluate import HeldoutResponse, judge
-from speculative.measure.cost import StepCosts, measure_costs
-from speculative.measure.replay import law_of
-from speculative.measure.token_scores import StoredText, TokenScores, score_tokens
+from speculative.evaluate import PARALLEL_OFFSETS, HeldoutResponse, judge
+from speculative.measure.cost import StepCosts, best_gamma, measure_costs
+from speculative.measure.replay import expected_blocks_of, law_of
+from speculative.measure.token_scores import StoredText, TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule
 
 BASELINE, SERVED, BEST = "baseline", "served", "best"
@@ -38,16 +40,32 @@ class Contestant:
     path: str
     step: int | None
     draft: PreTrainedModel
+    drafting: Drafting = "autoregressive"
+
+
+@dataclass(frozen=True)
+class Field:
+    """Who is judged, scored and with step times. The last contestant is the one in question.
+
+    others: the draft in question otherwise, scored and timed too: drafting the other way, under a name of `WAYS`, where it can (by replay
+    and step times the slower one), and in fewer bytes. scores, costs: as in `Evidence`.
+    """
+
+    contestants: tuple[Contestant, ...]
+    others: tuple[Contestant, ...]
+    scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
+    costs: Mapping[str, StepCosts]
 
 
 @dataclass(frozen=True)
 class Evidence:
     """The last contestant is the one in question.
 
-    texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then.
+    texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then. Scores and costs
+    have `others` too: see `Field`.
     judged: by contestant, live or by replay alone.
     responses: of the live run of the last contestant. contest: speeds at batch 1; costs: by contestant. None where the
-    target's weights are not here. lighter, lighter_scores: the last contestant in fewer bytes (export.quantize), by the run's own rule.
+    target's weights are not here.
     """
 
     judge: JudgeConfig
@@ -59,8 +77,7 @@ class Evidence:
     responses: list[Response] | None = None
     contest: Contest | None = None
     costs: Mapping[str, StepCosts] | None = None
-    lighter: Contestant | None = None
-    lighter_scores: Sequence[TokenScores] = ()
+    others: tuple[Contestant, ...] = ()
 
     @property
     def rule(self) -> Rule:
@@ -89,8 +106,7 @@ class Evidence:
 
     def own_scores(self, name: str) -> list[TokenScores]:
         """A contestant's scores on the text of the run's own rule."""
-        lighter = self.lighter is not None and name == self.lighter.name
-        return list(self.lighter_scores if lighter else self.scores[self.rule][name])
+        return list(self.scores[self.rule][name])
 
 
 def score_all(
@@ -98,39 +114,78 @@ def score_all(
     contestants: Sequence[Contestant],
     texts: Mapping[Rule, list[HeldoutResponse]],
 ) -> dict[Rule, dict[str, list[TokenScores]]]:
-    """One pass of every draft over every text; the last contestant's with its confidence."""
+    """One pass of every draft over every text; that of the last contestant with its confidence."""
     return {
         rule: {
-            one.name: score_tokens(one.draft, text, settings.under(rule, 0).sampling, confidence=one is contestants[-1])
+            one.name: score_tokens(
+                one.draft, text, settings.under(rule, 0).sampling, confidence=one.draft is contestants[-1].draft,
+                offsets=max(settings.gamma, PARALLEL_OFFSETS) if one.drafting == "parallel" else None,
+            )
             for one in contestants
         }
         for rule, text in texts.items()
-    }
+    }  # fmt: skip
+
+
+def line_up(
+    judging: JudgeConfig,
+    settings: DecodeSettings,
+    target: PreTrainedModel,
+    contestants: Sequence[Contestant],
+    texts: Mapping[Rule, list[HeldoutResponse]],
+    context: int,
+    lighter: Contestant | None = None,
+) -> Field:
+    """Scores everybody and times their steps; a last contestant that can draft both ways goes on with the faster.
+
+    context: tokens of prompt and response that the pair takes. lighter: the last contestant in fewer bytes; it drafts the same way.
+    """
+    best, typical = contestants[-1], typical_length(texts[settings.rule])
+    ways = [replace(best, name=WAYS[way], drafting=way) for way in draftings_of(best.draft)]
+    everybody = [*contestants[:-1], *ways]
+    scores = score_all(settings, everybody, texts)
+    costs = costs_of(judging, settings, target, everybody, context, typical)
+    law = law_of(settings.rule, settings.sampling)
+    ways.sort(key=lambda way: _predicted(scores[settings.rule][way.name], law, costs[way.name]))
+    chosen, others = ways.pop(), ways
+    if lighter is not None:
+        others.append(replace(lighter, drafting=chosen.drafting))
+        costs |= costs_of(judging, settings, target, others[-1:], context, typical)
+        for rule, found in score_all(settings, others[-1:], texts).items():
+            scores[rule] |= found
+    costs[best.name] = costs.pop(chosen.name)
+    for of_rule in scores.values():
+        of_rule[best.name] = of_rule.pop(chosen.name)
+    return Field((*contestants[:-1], replace(chosen, name=best.name)), tuple(others), scores, costs)
+
+
+def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> float:
+    """The highest predicted speed-up of a draft at any timed gamma."""
+    gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
+    tokens = sum(map(len, scores))
+    taus = tokens / expected_blocks_of(scores, law, gammas).sum(0)
+    return best_gamma(dict(zip(gammas, taus.tolist(), strict=True)), costs)[1]
 
 
 def gather(
     judging: JudgeConfig,
     settings: DecodeSettings,
     target: Target,
-    contestants: Sequence[Contestant],
+    field: Field,
     texts: Mapping[Rule, list[HeldoutResponse]],
     *,
-    context: int,
     known: Mapping[str, Judgement] | None = None,
-    scores: Mapping[Rule, Mapping[str, list[TokenScores]]] | None = None,
     history: Sequence[StoredText] = (),
     log: Path | None = None,
-    lighter: Contestant | None = None,
 ) -> Evidence:
-    """Judges live, scores and times.
+    """Judges live and times everybody of a `line_up`.
 
-    settings: with the rule and gamma to judge under. context: tokens of prompt and response that the pair takes.
+    settings: with the rule and gamma to judge under.
     known: live records of contestants that need not be decoded again; the last one always is, so that its numbers, its
-    responses and the proposals in ``log`` are of one and the same run. scores: `score_all`, where it was called already.
+    responses and the proposals in ``log`` are of one and the same run.
     history: what the target answered to other prompts under this rule, for rivals to be tuned on and to look things up in.
-    lighter: the last contestant in fewer bytes: scored and timed like a rival.
     """
-    frozen, scores = texts[settings.rule], scores or score_all(settings, contestants, texts)
+    frozen, own, contestants = texts[settings.rule], field.scores[settings.rule], field.contestants
     judged = dict(known or {})
     responses: list[Response] = []
     for one in contestants:
@@ -139,23 +194,19 @@ def gather(
         writes = ProposalLog(log) if log is not None and one is contestants[-1] else contextlib.nullcontext()
         with writes as opened:
             record, responses = judge(
-                target.model, one.draft, frozen, settings, batch_size=judging.batch_size, log=opened,
-                scores=scores[settings.rule][one.name],
+                target.model, one.draft, frozen, settings, batch_size=judging.batch_size, log=opened, scores=own[one.name],
+                drafting=one.drafting,
             )  # fmt: skip
         judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
-    timed = contestants if lighter is None else [lighter, *contestants]
-    costs = costs_of(judging, settings, target.model, timed, context, typical_length(frozen))
-    drafts = {one.name: (one.label, one.draft) for one in contestants}
-    own = scores[settings.rule]
-    entrants = entrants_of(settings, target.model, drafts, frozen, own, costs, history)
-    light: list[TokenScores] = []
-    if lighter is not None:
-        light, law = score_tokens(lighter.draft, frozen, settings.sampling), law_of(settings.rule, settings.sampling)
-        entrants.append(draft_entrant(lighter.name, lighter.label, lighter.draft, light, law, costs[lighter.name]))
+    drafts = {
+        one.name: (one.label, functools.partial(model_drafter, one.draft, one.drafting))
+        for one in (*field.others, *contestants)
+    }
+    entrants = entrants_of(settings, target.model, drafts, frozen, own, field.costs, history)
     with cpu_threads(judging.speed_threads):
         contest = hold(judging, settings, target.model, entrants, contestants[-1].name, frozen)
     return Evidence(
-        judging, settings, tuple(contestants), texts, scores, judged, responses, contest, costs, lighter, light
+        judging, settings, contestants, texts, field.scores, judged, responses, contest, field.costs, field.others
     )
 
 
@@ -188,10 +239,10 @@ def costs_of(
     by_shape: dict[Any, StepCosts] = {}
     costs = {}
     for one in reversed(contestants):
-        shape = tuple((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters())
+        shape = (one.drafting, *((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters()))
         if shape not in by_shape:
             room = min(context, max_positions(one.draft.config) or context)
-            by_shape[shape] = step_costs(judging, settings, target, one.draft, room, typical)
+            by_shape[shape] = step_costs(judging, settings, target, one.draft, room, typical, one.drafting)
         costs[one.name] = by_shape[shape]
     return costs
 
@@ -203,6 +254,7 @@ def step_costs(
     draft: PreTrainedModel,
     context_limit: int,
     typical: int = 128,
+    drafting: Drafting = "autoregressive",
 ) -> StepCosts:
     """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
 
@@ -217,7 +269,7 @@ def step_costs(
     with cpu_threads(judging.speed_threads):
         return measure_costs(
             target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, context=context, blocks=blocks,
-            seconds=COSTS_SHARE * judging.speed_seconds,
+            seconds=COSTS_SHARE * judging.speed_seconds, drafting=drafting,
         )  # fmt: skip
 
 

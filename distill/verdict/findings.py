@@ -11,7 +11,7 @@ import torch
 from distill.config.layout import EXPORT, best_student
 from distill.export.commands import with_places
 from distill.export.engines import check_all
-from distill.export.facts import gather_facts
+from distill.export.facts import gather_facts, ways_to_serve
 from distill.models.target import Target, load_target_side
 from distill.run.result import (
     RESULT_FORMAT,
@@ -74,7 +74,7 @@ def findings_of(
     trained_on: domains of the training prompts; None when nobody trained.
     """
     pieces = [token_pieces(tokenizer, response.response_ids) for response in evidence.frozen]
-    contestants = evidence.scores[evidence.rule]
+    contestants = {one.name: evidence.own_scores(one.name) for one in evidence.contestants}
     baseline = BASELINE if BASELINE in contestants else None
     slices = slice_tables(
         evidence.frozen, contestants, rule=evidence.rule, pieces=pieces, entropies=entropies, baseline=baseline,
@@ -279,15 +279,16 @@ def _timed(evidence: Evidence) -> list[TimedPrompt] | None:
 
 
 def serve_commands(
-    run: Path, target: Target, gamma: int, rule: str, sampling: SamplingSettings, curves: Curves | None
+    run: Path, target: Target, verdict: Verdict, sampling: SamplingSettings, curves: Curves | None
 ) -> list[ServeCommand]:
     """What starts each engine with this run's draft once it is exported to RUN/export."""
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
+    gamma, taus, one_pass = ways_to_serve(verdict, curves, verdict.best_gamma or verdict.gamma, student.config)
     facts = gather_facts(
         target=target.side.name, draft=draft, gamma=gamma, target_config=target.side.config,
         target_tokenizer=target.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer,
-        measured_rule=rule, sampling=sampling, taus=curves.taus_at(gamma) if curves else None,
+        measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass,
     )  # fmt: skip
     return [
         ServeCommand(

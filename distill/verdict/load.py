@@ -9,7 +9,7 @@ from distill.models.target import Target
 from distill.run.verdict_record import LoadRow, Roofline, Verdict
 from distill.verdict.evidence import Evidence, cpu_threads, typical_length
 from speculative.decode import context_of
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import model_drafter
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, measure_costs
@@ -17,6 +17,7 @@ from speculative.measure.full_batch import TIMED_BLOCKS, full_batch_seconds
 from speculative.measure.intervals import sum_by_prompt
 from speculative.measure.load import LoadCurve, fit_roofline, loaded_speed
 from speculative.measure.replay import expected_blocks_of, law_of
+from speculative.measure.token_scores import scored_gammas
 
 MOST_GAMMA = 16
 # Of the calls that the roofline is fitted to. At a large load wide calls take long and say nothing new, so beyond the first
@@ -36,7 +37,8 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
     judging, settings, draft = evidence.judge, evidence.settings, evidence.best.draft
     if not judging.load:
         return verdict
-    context, _ = context_of(target.model, ModelDrafter(draft))
+    drafting = evidence.best.drafting
+    context, _ = context_of(target.model, model_drafter(draft, drafting))
     texts = [(text.prompt_ids, text.response_ids) for text in evidence.frozen]
     with cpu_threads(judging.speed_threads):
         costs, warnings = _costs_at_loads(target.model, draft, evidence, context)
@@ -48,7 +50,8 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
         for load in (one.batch_size for one in costs):
             gamma = curve.best_gamma(load)
             try:
-                seconds = full_batch_seconds(target.model, draft, texts, settings.under(settings.rule, gamma), load)
+                at_gamma = settings.under(settings.rule, gamma)
+                seconds = full_batch_seconds(target.model, draft, texts, at_gamma, load, drafting=drafting)
             except UserError as error:
                 warnings.append(_left_out(load, error))
                 continue
@@ -83,7 +86,7 @@ def _costs_at_loads(
         costs.append(
             measure_costs(
                 target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, batch_size=load,
-                context=typical, blocks=BLOCKS, repeats=REPEATS,
+                context=typical, blocks=BLOCKS, repeats=REPEATS, drafting=evidence.best.drafting,
             )
         )  # fmt: skip
     return costs, warnings
@@ -99,9 +102,10 @@ def _sums(evidence: Evidence, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _most_gamma(evidence: Evidence, context: int | None) -> int:
-    """The largest gamma asked about: its timed blocks take no more than half of the context."""
+    """The largest gamma asked about: its timed blocks take no more than half of the context, and replay knows its tau."""
     room = MOST_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
-    return max(evidence.gamma, min(MOST_GAMMA, room))
+    known = scored_gammas(evidence.own_scores(evidence.best.name), range(MOST_GAMMA + 1))[-1]
+    return max(evidence.gamma, min(MOST_GAMMA, room, known))
 
 
 def _left_out(load: int, error: UserError) -> str:

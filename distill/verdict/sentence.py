@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from distill.run.verdict_record import Effects, Outcome
+from distill.run.verdict_record import WAYS, Effects, Outcome
 from distill.verdict.contest import LOOKUP, PAST, TOGETHER, Contest
 from distill.verdict.evidence import BASELINE, Evidence
 from speculative.explain.ceilings import advice
@@ -24,6 +24,8 @@ def conclude(
     target alone; None where nothing was timed.
     """
     who = "the distilled draft" if effects else evidence.best.label
+    if evidence.contest is not None and any(name in evidence.contest for name in WAYS.values()):
+        who += f", drafting {WAYS[evidence.best.drafting]},"
     learned = _learned(effects) if effects else None
     pays, fast = _fast(evidence, speeds)
     end = f"{_against(against_served)}{'' if pays else _hopeless(evidence)}."
@@ -86,8 +88,8 @@ def _to_run(evidence: Evidence, pays: bool | None) -> str:
     contest = evidence.contest
     free = [name for name in (LOOKUP, PAST) if name in contest and contest.beats(name, ALONE)]
     # The draft in question first: of equals it is the one.
-    known = [*([evidence.lighter] if evidence.lighter else []), *evidence.contestants]
-    drafts = [one.name for one in reversed(known) if contest.beats(one.name, ALONE)]
+    ours = [*(one.name for one in reversed(evidence.contestants)), *(one.name for one in evidence.others)]
+    drafts = [name for name in ours if contest.beats(name, ALONE)]
     return max([*drafts, *free], key=lambda name: contest.speed(name).speed_up, default=ALONE)
 
 
@@ -104,8 +106,11 @@ def _beside(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> str:
     draft, speed = evidence.best.name, speeds[LOOKUP]
     ends = f" [{speed.interval[0]:.2f}, {speed.interval[1]:.2f}]" if speed.interval else ""
     words = f"; prompt lookup, which needs no training, gives {speed.speed_up:.2f}x{ends}"
-    told = evidence.contest.beats(draft, LOOKUP) or evidence.contest.beats(LOOKUP, draft)
-    return words if told else f"{words}: the two cannot be told apart"
+    if not (evidence.contest.beats(draft, LOOKUP) or evidence.contest.beats(LOOKUP, draft)):
+        words += ": the two cannot be told apart"
+    for name in (way for way in WAYS.values() if way in evidence.contest):
+        words += f"; {name} the draft gives {speeds[name].speed_up:.2f}x"
+    return words
 
 
 def _learned(effects: Effects) -> str:

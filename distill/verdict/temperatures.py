@@ -7,7 +7,7 @@ import numpy as np
 from distill.models.target import Target
 from distill.run.result import TemperatureRow
 from distill.verdict.evidence import Evidence
-from speculative.evaluate import frozen_responses
+from speculative.evaluate import PARALLEL_OFFSETS, frozen_responses
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import best_gamma
 from speculative.measure.curves import rule_curve
@@ -37,8 +37,9 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
             target.model, [(one.key, one.prompt_ids) for one in chosen], replace(settings, sampling=sampling, rule=rule),
             "held-out", batch_size=evidence.judge.batch_size,
         )  # fmt: skip
-        scores, keys = score_tokens(draft, texts, sampling), [text.prompt for text in texts]
         gammas = range(1, max(MOST_GAMMA, evidence.gamma) + 1)
+        offsets = max(evidence.gamma, PARALLEL_OFFSETS) if evidence.best.drafting == "parallel" else None
+        scores, keys = score_tokens(draft, texts, sampling, offsets=offsets), [text.prompt for text in texts]
         curve = rule_curve(scores, keys, rule, gammas, survival_gamma=evidence.gamma)
         taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
         best: tuple[int | None, float | None] = (None, None)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distill.run.verdict_record import (
+    WAYS,
     BestDraft,
     Costs,
     Effects,
@@ -95,6 +96,7 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
         best_gamma_range=near_best_gammas(taus, costs) if costs else None,
         predicted_speed_up=predicted,
         costs=describe_costs(costs, gamma) if costs is not None else None,
+        drafting=evidence.best.drafting,
         checkpoints=[record.without_sums() for record in checkpoints],
         self_checks=self_checks,
         domains=best.domains,
@@ -140,7 +142,7 @@ def speeds_of(evidence: Evidence, looks: int) -> dict[str, Speed] | None:
     contest = evidence.contest
     if contest is None:
         return None
-    picked = (evidence.best.name, TOGETHER)
+    picked = (evidence.best.name, TOGETHER, *WAYS.values())
     return {
         name: contest.speed(name, confidence_of(looks) if name in picked else confidence_of(1))
         for name in (ALONE, *(one.name for one in contest.entrants))
@@ -153,13 +155,13 @@ def confidence_of(looks: int) -> float:
 
 
 def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Rival]:
-    """What needs no training, and the draft with it."""
+    """What needs no training, the draft with it, and the draft drafting the other way."""
     if evidence.contest is None or speeds is None:
         return []
     rows = []
     tokens = sum(len(text.response_ids) for text in evidence.frozen)
-    light = evidence.lighter
-    for name in (LOOKUP, PAST, TOGETHER, *([light.name] if light else [])):
+    others = [one.name for one in evidence.others]
+    for name in (LOOKUP, PAST, TOGETHER, *others):
         if name not in evidence.contest:
             continue
         one, speed = evidence.contest[name], speeds[name]
@@ -179,7 +181,7 @@ def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Riva
                 tuned_on=one.tuned_on,
                 timed_prompts=speed.timed,
                 alpha_change=_effects(evidence, evidence.best.name, 1, name).alpha
-                if light and name == light.name
+                if name in others and name not in WAYS.values()
                 else None,
             )
         )

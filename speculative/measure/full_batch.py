@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from speculative.decode import Event, context_of, generate
 from speculative.decoder.responses import DecodeSettings, Prompt
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.drafter import Drafter
+from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.errors import UserError
 
 Stream = Generator[Event, None, None]
@@ -36,6 +37,7 @@ def full_batch_seconds(
     *,
     turns: int = TURNS,
     seed: int = 0,
+    drafting: Drafting = "autoregressive",
 ) -> tuple[list[float], list[float]]:
     """(seconds of a plain step, seconds of a block at `settings.gamma`), each (T,), with `load` rows taken throughout.
 
@@ -50,7 +52,7 @@ def full_batch_seconds(
     endless = replace(settings, eos_ids=(), stop=(), min_tokens=0, fit_context=False)
     plain = replace(endless, gamma=0, max_tokens=TIMED_BLOCKS)
     drafted = replace(endless, max_tokens=TIMED_BLOCKS * (settings.gamma + 1))
-    context, name = context_of(target, ModelDrafter(draft))
+    context, name = context_of(target, model_drafter(draft, drafting))
     room = None if context is None else context - drafted.max_tokens
     if room is not None and room < 1:
         raise UserError(
@@ -59,7 +61,8 @@ def full_batch_seconds(
     rng, seconds = np.random.default_rng(seed), (list[float](), list[float]())
     for _ in range(turns):
         prompts = places_in(texts, load, room, rng)
-        streams = (_stream(target, None, prompts, plain), _stream(target, draft, prompts, drafted))
+        drafter = model_drafter(draft, drafting)
+        streams = (_stream(target, None, prompts, plain), _stream(target, drafter, prompts, drafted))
         with contextlib.closing(streams[0]), contextlib.closing(streams[1]):
             for own, blocks in zip(seconds, _in_turn(streams, load), strict=True):
                 own.append(statistics.median(blocks))
@@ -99,7 +102,6 @@ def places_in(texts: Sequence[Text], count: int, room: int | None, rng: np.rando
 
 
 def _stream(
-    target: PreTrainedModel, draft: PreTrainedModel | None, prompts: Sequence[Prompt], settings: DecodeSettings
+    target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], settings: DecodeSettings
 ) -> Stream:
-    drafter = ModelDrafter(draft) if draft is not None else None
     return cast(Stream, generate(target, drafter, prompts, settings, batch_size=len(prompts)))

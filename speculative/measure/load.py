@@ -42,15 +42,20 @@ class StepLine:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Both models' calls; a block at load n is gamma draft calls on n tokens and a target call on n * (gamma + 1)."""
+    """Both models' calls; a block at load n is gamma draft calls on n tokens and a target call on n * (gamma + 1).
+
+    parallel: one draft call on n * (gamma + 1) tokens in place of the gamma calls.
+    """
 
     target: StepLine
     draft: StepLine
+    parallel: bool = False
 
     def speed_up(self, load: int, gamma: int, tau: float) -> float:
         """Predicted tokens per second with the draft over plain decoding at this load."""
         plain = self.target.seconds(load)
-        c, v = self.draft.seconds(load) / plain, self.target.seconds(load * (gamma + 1)) / plain
+        drafted = self.draft.seconds(load * (gamma + 1)) / gamma if self.parallel else self.draft.seconds(load)
+        c, v = drafted / plain, self.target.seconds(load * (gamma + 1)) / plain
         return predicted_speed_up(tau, gamma, c, v)
 
 
@@ -66,9 +71,14 @@ def fit_roofline(costs: Sequence[StepCosts]) -> Roofline:
     """The lines through all measured steps, at one batch size or at several."""
     target = [(one.batch_size, one.target_seconds) for one in costs]
     target += [(one.batch_size * (g + 1), seconds) for one in costs for g, seconds in one.verify_seconds.items()]
-    draft = [(one.batch_size, seconds / g) for one in costs for g, seconds in one.draft_seconds.items()]
+    parallel = any(one.parallel for one in costs)
+    draft = [
+        (one.batch_size * (g + 1), seconds) if parallel else (one.batch_size, seconds / g)
+        for one in costs
+        for g, seconds in one.draft_seconds.items()
+    ]
     of_target, of_draft = (fit_line(*zip(*calls, strict=True)) for calls in (target, draft))
-    return Roofline(of_target, of_draft)
+    return Roofline(of_target, of_draft, parallel)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from distill.run.result import Result
 from distill.run.session import CHECKED_PROMPTS, new_accelerator, open_pair
 from distill.run.verdict_record import Judgement
 from distill.verdict.conclusion import seen_by_both
-from distill.verdict.evidence import BEST, Contestant, gather, score_all, step_costs, typical_length
+from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.findings import findings_of
 from distill.verdict.load import under_load
 from distill.verdict.verdict import best_timed_gamma, verdict_of
@@ -52,25 +52,22 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
     frozen = RunStores(config, new_accelerator(), target).heldout(pair.prompts, rule)
     contestant = Contestant(BEST, path, path, None, pair.draft)
-    scores = score_all(pair.settings, [contestant], {rule: frozen})
+    widest = pair.settings.under(rule, max(gammas))
+    field = line_up(config.judge, widest, target.model, [contestant], {rule: frozen}, pair.context)
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
             record, _ = judge(
                 target.model, pair.draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
-                scores=scores[rule][BEST],
+                scores=field.scores[rule][BEST], drafting=field.contestants[-1].drafting,
             )  # fmt: skip
             by_gamma[gamma] = Judgement.model_validate(record)
-        costs = step_costs(
-            config.judge, pair.settings.under(rule, max(gammas)), target.model, pair.draft, pair.context,
-            typical_length(frozen),
-        )  # fmt: skip
-        best, _ = best_timed_gamma(by_gamma[chosen].replay, costs)
+        best, _ = best_timed_gamma(by_gamma[chosen].replay, field.costs[BEST])
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
     evidence = gather(
-        config.judge, pair.settings.under(rule, chosen), target, [contestant], {rule: frozen}, context=pair.context,
-        scores=scores, log=log, history=past_responses(config, target, rule),
+        config.judge, pair.settings.under(rule, chosen), target, field, {rule: frozen}, log=log,
+        history=past_responses(config, target, rule),
     )  # fmt: skip
     by_gamma[chosen] = evidence.judged[BEST]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)

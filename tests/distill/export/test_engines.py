@@ -11,7 +11,7 @@ import yaml
 
 from distill.export.commands import others, places, with_places
 from distill.export.engines import ENGINES, check, check_all, check_directory_name, rerouted_word
-from distill.export.facts import EngineFacts, gather_facts, rerouted_type
+from distill.export.facts import EngineFacts, OnePass, gather_facts, rerouted_type
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
@@ -374,3 +374,16 @@ def test_facts_of_different_tokenizers():
     assert not facts.added_tokens_equal
     assert not facts.added_ends_equal
     assert facts.target_quantised
+
+
+def test_a_draft_of_one_pass_where_the_engine_has_it_and_token_by_token_elsewhere():
+    facts = replace(GOOD, one_pass=OnePass(4095, 7, {"sample": 3.9, "greedy-draft": 3.1}), gamma_by_load=((1, 8, 5),))
+    found = {verdict.engine: verdict for verdict in check_all(facts)}
+    spoken = speculative_config(facts)
+    assert (spoken["parallel_drafting"], spoken["num_speculative_tokens"]) == (True, 7)
+    assert "replay predicts tau 3.90 at gamma 7" in found["vLLM"].rule_note
+    written = yaml.safe_load(found["TensorRT-LLM"].command.split("EOF\n")[1])["speculative_config"]
+    assert (written["decoding_type"], written["mask_token_id"], written["max_draft_len"]) == ("PARD", 4095, 7)
+    for name in ("SGLang", "llama.cpp"):
+        assert found[name].command == check(name, replace(GOOD, gamma_by_load=())).command
+    assert "parallel_drafting" not in check("vLLM", GOOD).command

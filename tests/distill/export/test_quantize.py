@@ -24,7 +24,7 @@ from distill.models.quantized import FEW_ROWS, Int8Linear, as_served
 from distill.models.target import Target
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
-from distill.verdict.evidence import BEST, Contestant, gather
+from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.verdict import verdict_of
 from speculative.errors import UserError
 from speculative.measure.token_scores import score_tokens
@@ -134,7 +134,8 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     )
     frozen = load_frozen_text(tiny_run).responses[:3]
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    evidence = gather(config.judge, settings, target, [best], {"sample": frozen}, context=40, lighter=lighter)
+    field = line_up(config.judge, settings, target.model, [best], {"sample": frozen}, 40, lighter)
+    evidence = gather(config.judge, settings, target, field, {"sample": frozen})
     verdict = verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
     row = next(row for row in verdict.rivals if row.name == "best in int8")
     alphas = [

@@ -8,6 +8,7 @@ from distill.config.sections import JudgeConfig
 from distill.verdict.contest import LOOKUP, PAST, TOGETHER, entrants_of, hold, steps_by_response, worth_timing
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.drafter import ModelDrafter
 from speculative.evaluate import frozen_responses
 from speculative.measure.cost import StepCosts
 from speculative.measure.race import ALONE, Lap, Standings
@@ -31,7 +32,7 @@ def pair():
 
 def entrants(pair, history=True):
     frozen, scores, past = pair
-    drafts = {"best": ("distilled", DRAFT)}
+    drafts = {"best": ("distilled", lambda: ModelDrafter(DRAFT))}
     return entrants_of(SETTINGS, TARGET, drafts, frozen, {"best": scores}, {"best": COSTS}, past if history else [])
 
 

@@ -10,12 +10,16 @@ from transformers import LlamaForCausalLM
 
 from distill.commands.evaluate.evaluate import evaluate
 from distill.config.load import load_config
+from distill.export.facts import ways_to_serve
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.verdict.evidence import BASELINE, BEST, Contestant, Evidence, gather, gather_by_replay
+from distill.verdict.evidence import BASELINE, BEST, Contestant, Evidence, gather, gather_by_replay, line_up
+from distill.verdict.findings import curves_of
+from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.evaluate import HeldoutResponse
+from speculative.measure.cost import given_costs
 from speculative.measure.token_scores import score_tokens
 
 
@@ -72,7 +76,8 @@ def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyP
     config, target, contestants, frozen = pair
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    evidence = gather(config.judge, settings, target, contestants, {"sample": frozen}, context=100)
+    field = line_up(config.judge, settings, target.model, contestants, {"sample": frozen}, 100)
+    evidence = gather(config.judge, settings, target, field, {"sample": frozen})
     assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
     records_are_of_the_scores(evidence)
 
@@ -105,3 +110,38 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
     assert {record.alpha for record in result.gammas.values()} == {result.contestants[-1].alpha}
     (frozen,) = read
     assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"
+
+
+def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
+    config, target, contestants, frozen = pair
+    contestants[-1].draft.config.pard_token = 0
+    settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
+    texts = {"sample": frozen}
+    # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
+    for seconds, chosen, other in ((1.0, "parallel", "token by token"), (1e-6, "autoregressive", "one pass a block")):
+        monkeypatch.setattr(
+            "distill.verdict.evidence.step_costs",
+            lambda *rest, seconds=seconds: given_costs(1.0, seconds, max_gamma=8, parallel=rest[-1] == "parallel"),
+        )
+        field = line_up(config.judge, settings, target.model, contestants, texts, 100)
+        assert (field.contestants[-1].drafting, field.contestants[0].drafting) == (chosen, "autoregressive")
+        assert [one.name for one in field.others] == [other]
+        assert field.costs[BEST].parallel == (chosen == "parallel")
+        evidence = gather(config.judge, settings, target, field, texts)
+        records_are_of_the_scores(evidence)
+        assert (evidence.own_scores(BEST)[0].by_start is not None) == (chosen == "parallel")
+        check = evidence.judged[BEST].replay_check
+        assert check is not None
+        assert check.agrees
+        verdict = verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
+        assert verdict.drafting == chosen
+        (row,) = [rival for rival in verdict.rivals if rival.name == other]
+        assert row.tokens_per_second > 0
+        curves = curves_of(evidence)
+        single, taus, one_pass = ways_to_serve(verdict, curves, 2, contestants[-1].draft.config)
+        assert (one_pass is not None) == (chosen == "parallel" if verdict.run != other else other == "one pass a block")
+        assert single == (row.gamma if chosen == "parallel" else 2)
+        name = other if chosen == "parallel" else BEST
+        assert taus == {"sample": pytest.approx(curves.taus_at(single, name)["sample"])} | taus
+    plain = line_up(config.judge, settings, target.model, contestants[:1], texts, 100)
+    assert (plain.others, plain.contestants[-1].drafting) == ((), "autoregressive")

@@ -11,7 +11,7 @@ from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.verdict import load
-from distill.verdict.evidence import BEST, Contestant, gather
+from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.load import under_load
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
@@ -31,7 +31,9 @@ def judged(tiny_config: Path):
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
     best = Contestant(BEST, BEST, BEST, 0, carve(target.model, (0, -1)))
-    evidence = gather(config.judge, settings.under("sample", 2), target, [best], {"sample": frozen}, context=100)
+    settings = settings.under("sample", 2)
+    field = line_up(config.judge, settings, target.model, [best], {"sample": frozen}, 100)
+    evidence = gather(config.judge, settings, target, field, {"sample": frozen})
     return target, evidence, verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
 
 
