@@ -192,6 +192,12 @@ class EvaluateOptions:
     references: Annotated[
         Path | None, typer.Option(help='answers for --scorer: JSON lines with "prompt" and "reference"')
     ] = None
+    drafting: Annotated[
+        str,
+        typer.Option(
+            help="--losslessness, --scorer: the draft proposes autoregressive (default) or parallel; a judgement takes the faster"
+        ),
+    ] = ""
     prompts: Annotated[int, typer.Option(help="held-out prompts for --losslessness and --scorer", min=1)] = 32
     samples: Annotated[
         int, typer.Option(help="responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)

@@ -14,6 +14,7 @@ from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.report.screen import judgement_table
+from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.rules.rule import RULES, Rule
 
@@ -35,6 +36,8 @@ def evaluate_command(options: EvaluateOptions) -> int:
         return _prove(config, options, rule, gammas[0])
     if options.references is not None:
         raise UserError("--references goes with --scorer")
+    if options.drafting:
+        raise UserError("--drafting goes with --losslessness and --scorer: a judgement takes the faster way by itself")
     _judge(config, options, rule, gammas)
     return 0
 
@@ -73,18 +76,21 @@ def _is_of_a_run(path: Path) -> bool:
 
 def _prove(config: RunConfig, options: EvaluateOptions, rule: Rule, gamma: int) -> int:
     """The tests for a doubter, added to the result at --out where that judges this draft; 1 when one fails."""
+    drafting: Any = options.drafting or DRAFTINGS[0]
+    if drafting not in DRAFTINGS:
+        raise UserError(f"--drafting {drafting}: one of {', '.join(DRAFTINGS)}")
     results: dict[str, Any] = {}
     lines: list[str] = []
     if options.losslessness:
         results["losslessness"] = losslessness(
             config, options.draft, rule=rule, gamma=gamma, prompts=options.prompts, samples=options.samples or 16,
-            control=options.control,
+            control=options.control, drafting=drafting,
         )  # fmt: skip
         lines += lossless_lines(results["losslessness"])
     if options.scorer:
         results["scores"] = task_scores(
             config, options.draft, options.scorer, rule=rule, gamma=gamma, prompts=options.prompts,
-            samples=options.samples or 1, references=options.references,
+            samples=options.samples or 1, references=options.references, drafting=drafting,
         )  # fmt: skip
         lines += score_lines(results["scores"])
     known, why = result_of_draft(options.out, config, options.draft)

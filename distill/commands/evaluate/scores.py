@@ -41,6 +41,7 @@ from distill.config.run import RunConfig
 from distill.run.session import Pair, open_pair
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.measure.effects import too_few
@@ -222,6 +223,7 @@ def task_scores(
     prompts: int = 64,
     samples: int = 1,
     references: Path | None = None,
+    drafting: Drafting = "autoregressive",
 ) -> dict[str, Any]:
     """Scores of held-out prompts answered with the draft and by the target alone; `passed` False means exit status 1.
 
@@ -241,12 +243,13 @@ def task_scores(
     settings = pair.settings.under(rule, gamma)
     if samples > 1 and settings.sampling.greedy:
         raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
+    proposing = model_drafter(pair.draft, drafting)
     texts = [
         sampled_texts(
             pair.target.model, drafter, pair.keyed, replace(settings, seed=settings.seed + number), samples,
             batch_size=config.judge.batch_size,
         )
-        for number, drafter in ((1, ModelDrafter(pair.draft)), (2, None))
+        for number, drafter in ((1, proposing), (2, None))
     ]  # fmt: skip
     speculative_PS, alone_PS = (
         score_texts(scorer, function, pair.target.tokenizer, pair.prompts, side, known) for side in texts
@@ -266,16 +269,18 @@ def task_scores(
     }  # fmt: skip
     if not settings.sampling.greedy:
         return result | _sampled_answer(result, summarise(speculative_PS, alone_PS, 1 - LEVEL)["difference"]["ci"])
-    return result | _greedy_answer(result, pair, settings, config.judge.batch_size)
+    return result | _greedy_answer(result, pair, proposing, settings, config.judge.batch_size)
 
 
-def _greedy_answer(result: dict[str, Any], pair: Pair, settings: DecodeSettings, batch_size: int) -> dict[str, Any]:
+def _greedy_answer(
+    result: dict[str, Any], pair: Pair, drafter: ModelDrafter, settings: DecodeSettings, batch_size: int
+) -> dict[str, Any]:
     score, same, count = result["alone"]["score"], result["same_texts"], result["prompts"]
     if same == count:
         words = f"The same score, {score:.3f}, because all {count} texts are the same, token by token."
         # No estimate: the texts of other prompts would be the same too.
         return {"difference": {"value": 0.0, "ci": [0.0, 0.0]}, "passed": True, "sentence": words}
-    greedy = greedy_equality(pair.target.model, ModelDrafter(pair.draft), pair.keyed, settings, batch_size=batch_size)
+    greedy = greedy_equality(pair.target.model, drafter, pair.keyed, settings, batch_size=batch_size)
     if not greedy["passed"]:
         return {"passed": False, "sentence": f"NOT the same text: {greedy['differences'][0]}"}
     words = (

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -323,6 +324,21 @@ def test_the_losslessness_of_a_config_is_checked_and_read_aloud(pair):
     assert greedy["passed"]
     assert len(lossless_lines(greedy)) == 2
     json.dumps([found, greedy], allow_nan=False)
+
+
+def test_either_proof_is_of_the_way_of_drafting_that_was_asked_for(pair, tmp_path):
+    config, asked = replace_temperature(config_of(pair)), {"rule": "greedy", "gamma": 3, "drafting": "parallel"}
+    for prove in (losslessness, lambda *given, **how: task_scores(*given, "exact-match", **how)):
+        with pytest.raises(UserError, match="names no mask token"):
+            prove(config, str(pair / "draft"), **asked)
+    marked = shutil.copytree(pair / "draft", tmp_path / "marked")
+    own = json.loads((marked / "config.json").read_text())
+    (marked / "config.json").write_text(json.dumps(own | {"pard_token": TOKENS - 1}))
+    assert losslessness(config, str(marked), prompts=6, **asked)["passed"]
+    forget_accelerators()
+    found = task_scores(config, str(marked), f"{__file__}:mean_of_characters", prompts=6, **asked)
+    assert found["passed"]
+    assert found["same_texts"] == 6
 
 
 def replace_temperature(config):
