@@ -202,7 +202,8 @@ def measure_costs(
 
     A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
     its own from the caches. The context must leave room for `blocks` blocks in both models. Without a draft, proposals
-    come for nothing: the target's own times, for whoever proposes without a model.
+    come for nothing: the target's own times, for whoever proposes without a model. A parallel draft reads what was accepted in
+    the same call; of random tokens that is little, so where shapes are not static its live blocks are wider by tau - 1 tokens.
     """
     ids = np.random.default_rng(seed).integers(0, vocab_rows(target), size=(batch_size, context))
     prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
