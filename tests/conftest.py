@@ -25,6 +25,7 @@ from function_heads import write_heads
 
 # torch, and what imports it, is imported where it is used: workers start when the process that hands out tests has read this.
 _device = contextlib.ExitStack()
+APART = ("alone", "device", "engine")  # marks of tests that `make test` runs by themselves, or not at all
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,11 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # Importing all tests takes longer than running these.
-    mark = config.getoption("markexpr")
-    if mark not in ("alone", "device", "engine") or not collection_path.match("test_*.py"):
+    # Importing all tests takes longer than running some of them.
+    asked = config.getoption("markexpr")
+    if not any(mark in asked for mark in APART) or not collection_path.match("test_*.py"):
         return None
-    return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
+    text = collection_path.read_text(encoding="utf-8")
+    if asked in APART:
+        return f"mark.{asked}" not in text or None
+    return any(f"not {mark}" in asked and f"\npytestmark = pytest.mark.{mark}\n" in text for mark in APART) or None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
