@@ -309,6 +309,10 @@ def _rebuilt(module: DraftModule, state: dict[str, Any]) -> DraftModule:
             fresh = get_peft_model(fresh, student.peft_config[student.active_adapter])
     fresh.load_state_dict({name.removeprefix("student."): value for name, value in state.items()}, assign=True)
     (fresh.get_base_model() if hasattr(fresh, "get_base_model") else fresh).tie_weights()
+    for layer in fresh.modules():
+        for name, rows in getattr(layer, "token_indices", {}).items():
+            # What peft keeps of rows that train by themselves (a mask token's) was copied before there were weights.
+            layer.trainable_tokens_original[name] = layer.get_base_layer().weight.data[rows].clone()
     return DraftModule(fresh, module.objective)
 
 

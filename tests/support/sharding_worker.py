@@ -30,16 +30,18 @@ from tiny_training import (
 from data.batches.collate import Example, collate
 from distill import train
 from distill.config.run import RunConfig
-from distill.config.sections import TargetConfig
+from distill.config.sections import ParallelConfig, TargetConfig
 from distill.loss.definitions import Objective
+from distill.models.mask_token import give_mask_token
 from distill.models.student import add_lora
 from distill.models.target import Target
 from distill.run.checkpoint import resume_point
 from distill.training import sharding
-from distill.training.batches import BatchSource
+from distill.training.batches import BatchSource, make_survival
 from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
+from speculative.engine.parallel import mask_token_of
 
 # Response tokens per sequence: unequal between sequences, micro-batches and ranks.
 RESPONSE_TOKENS = (1, 14, 3, 9, 2, 2, 11, 5, 4, 4, 13, 1, 6, 2, 8, 3)
@@ -78,9 +80,11 @@ def tiny_student(variant: str) -> Any:
     model.train()
     if "recomputed" in variant:
         model.gradient_checkpointing_enable()
+    if "blocks" in variant:
+        give_mask_token(model, 0, tiny_tokenizer(), ())
     if "lora" in variant:
         torch.manual_seed(3)
-        return add_lora(model, 4, 8, "all-linear").to(dtype)
+        return add_lora(model, 4, 8, "all-linear", mask_token_of(model.config)).to(dtype)
     return model
 
 
@@ -107,9 +111,12 @@ def new_accelerator(config: RunConfig, engine: str = "") -> Accelerator:
 def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
     """A loop of the float64 student against a float64 target, resumed where its run stands."""
     config.folder.mkdir(parents=True, exist_ok=True)
+    if "blocks" in variant:
+        parallel = ParallelConfig(tokens=5, retain=0.6)
+        config = config.model_copy(update={"student": config.student.model_copy(update={"parallel": parallel})})
     accelerator = new_accelerator(config, engine)
     target = tiny_model(vocab_size=TOKENS, dtype=torch.float32 if "float32" in variant else torch.float64)
-    module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5))
+    module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config))
     progress, _ = resume_point(config.folder)
     batches = BatchSource(config, uneven_examples(), 0, accelerator.process_index, accelerator.num_processes)
     return Loop(
@@ -187,6 +194,7 @@ def cases(folder: Path) -> None:
     results: dict[str, Any] = {}
     for name, variant, engine in (
         ("ddp", "", ""), ("fsdp", "", "FSDP"), ("fsdp tied recomputed", "tied recomputed", "FSDP"), ("fsdp lora", "lora", "FSDP"),
+        ("fsdp lora blocks", "lora blocks", "FSDP"),
     ):  # fmt: skip
         results[name] = trained(steps_config(folder / name.replace(" ", "-"), 2), variant, engine)
     for name, engine in (("ddp-stopped", ""), ("fsdp-stopped", "FSDP"), ("fsdp-killed", "FSDP")):

@@ -97,6 +97,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "": trained(steps_config(folder / "plain", 8)),
         "tied": trained(steps_config(folder / "tied", 8), "tied"),
         "lora": trained(steps_config(folder / "lora", 8), "lora"),
+        "lora blocks": trained(steps_config(folder / "lora-blocks", 8), "lora blocks"),
     }
 
 
@@ -107,7 +108,13 @@ def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, tor
         torch.testing.assert_close(actual[name], value, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
-ARRANGEMENTS = [("ddp", ""), ("fsdp", ""), ("fsdp tied recomputed", "tied"), ("fsdp lora", "lora")]
+ARRANGEMENTS = [
+    ("ddp", ""),
+    ("fsdp", ""),
+    ("fsdp tied recomputed", "tied"),
+    ("fsdp lora", "lora"),
+    ("fsdp lora blocks", "lora blocks"),
+]
 
 
 @pytest.mark.alone
