@@ -7,7 +7,7 @@ The embedded target, a draft carved from it, function heads of the standard libr
 before any clock, and shared; each contestant has so many minutes of wall clock for everything else. Then alpha on held-out
 responses: `sampled` is 1 - TV at temperature 1, `greedy` the share of greedy tokens that are the draft's argmax.
 
-ours         the product's default recipe (yardstick.py's `Recipe`, or `key=value` given here)
+ours         yardstick.py's `Recipe`, changed by `key=value` given here
 forward_kl   the plain loop: AdamW 1e-3, batches of 32, online teacher, no schedule
 trl_gkd      TRL's GKDTrainer at its defaults: learning rate 2e-5, batches of 8, JSD, half of the steps on its own samples
 trl_gkd_lr   the same, with forward_kl's learning rate and batch: what a user has who tunes only these

@@ -15,6 +15,7 @@ from data.responses import respond as respond_module
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from data.responses.synthetic import row_of
+from distill import respond
 from distill.commands import show
 from distill.config.load import load_config
 from distill.config.run import RunConfig
@@ -76,6 +77,16 @@ def test_a_mix_asks_the_target_nothing(asked: list[Any], monkeypatch: pytest.Mon
     monkeypatch.setattr(respond_module, "decode", lambda *_, **__: pytest.fail("decoded"))
     own, prompts, _ = made(config)
     assert len(prompts) - len(own) == 5
+
+
+def test_the_target_answers_them_like_the_others(asked: list[Any]) -> None:
+    overrides = [*asked[1], "data.synthetic={count: 5, method: mix}", "serving.max_tokens=4"]
+    config = load_config(asked[0], overrides)
+    respond.run(asked[0], overrides)
+    own, made = (StoredPrompts(config.folder / "prompts" / f"{name}.arrow") for name in ("train", "synthetic"))
+    answered = {row.prompt_id for row in Store(config.folder / "responses" / "train").read()}
+    assert answered == {prompt.prompt_id for prompt in (*own, *made)}
+    assert len(made) == 5
 
 
 def test_show_tells_the_counts(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
