@@ -92,7 +92,7 @@ def test_every_rule_gives_the_cpus_tokens(rule: str) -> None:
 
 def test_a_parallel_draft_is_recorded_as_a_whole_and_apart_from_the_same_model_token_by_token() -> None:
     target, draft = on_device(small()), marked(on_device(perturbed(small())))
-    for rule in ("greedy", "sample", "block", "greedy-draft"):
+    for rule in ("sample", "block"):
         for kind in (ModelDrafter, ParallelDrafter, ModelDrafter):
             expected = outcome(small(), kind(marked(perturbed(small()))), RULES[rule])
             drafter = kind(draft)
