@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from data.files import write_bytes
 from distill.commands.sweep.effects import holm, seed_effect
+from distill.commands.sweep.study_file import next_lr, read_study
 from distill.report.plot import write_figure
 
 RESULTS, PAGE = Path("bench/results"), Path("docs/objectives.md")
@@ -31,7 +32,6 @@ def collected(path: Path) -> Row:
     """What is finished of a study, read from its folder."""
     from distill.commands.sweep.plan import read_tree
     from distill.commands.sweep.study import Books
-    from distill.commands.sweep.study_file import read_study
 
     return Books(read_study(path, read_tree(path))).report()
 
@@ -154,11 +154,11 @@ def _planned(result: Row) -> int:
 
 def _method(result: Row, seeds: Sequence[int]) -> list[str]:
     said = " or ".join(map(str, seeds)) or "no"
-    lr = ", ".join(f"{lr:g}" for lr in result["lr"])
+    lr = " and ".join(f"{lr:g}" for lr in result["lr"])
     return [
         f"Each draft is trained for {result['steps']} steps of {result['batch_size']} responses: within a pair, temperature and seed every "
         "objective sees the same sequences in the same order. Its learning rate is the best of "
-        f"{lr} by tau on {result['tune_prompts']} held-out prompts that judge nothing, at T {result['tune_at']:g} with the first seed. "
+        f"{lr} and of further ones, until the best lies between others, by tau on {result['tune_prompts']} held-out prompts that judge nothing, at T {result['tune_at']:g} with the first seed. "
         f"Replay judges it on {result['prompts']} other held-out prompts at gamma {result['gamma']}. The target's distributions are its own, "
         "not a store's. The seed is the order of the data.",
         "",
@@ -220,14 +220,14 @@ def _levels(result: Row) -> list[str]:
 
 def _tuning(result: Row) -> list[str]:
     lines = ["Tau on the tuning prompts by learning rate; the chosen one is bold.", ""]
-    rates = result["lr"]
+    rates = sorted({row["lr"] for row in result["tuning"]})
     lines += [f"| pair | objective | {' | '.join(f'{lr:g}' for lr in rates)} |", "|---|---|" + "---|" * len(rates)]
-    tables: dict[tuple[str, str], dict[float, float | None]] = {}
+    tables: dict[tuple[str, str], dict[float, float]] = {}
     for row in result["tuning"]:
         tables.setdefault((row["pair"], row["objective"]), {})[row["lr"]] = row["tau"]
     for (pair, objective), taus in tables.items():
-        best = max(taus.values(), key=lambda tau: tau or 0.0) if len(taus) == len(rates) else None
-        shown = ["" if lr not in taus else "diverged" if taus[lr] is None else f"{taus[lr]:.3f}" for lr in rates]
+        best = max(taus.values()) if next_lr(result["lr"], taus) is None else None
+        shown = ["" if lr not in taus else f"{taus[lr]:.3f}" if taus[lr] else "diverged" for lr in rates]
         marked = [f"**{text}**" if text and taus[lr] == best else text for lr, text in zip(rates, shown, strict=True)]
         lines.append(f"| {pair} | {objective} | {' | '.join(marked)} |")
     return lines

@@ -7,6 +7,7 @@ output/NAME/trainings/     one file of numbers a training; no weights are kept
 All trainings run in this process, one after the other. A killed study goes on with the training it was at.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from data.files import write_json
-from distill.commands.sweep.study_file import Study, Training, texts_key, trainings, tunings
+from distill.commands.sweep.study_file import Study, Training, next_lr, texts_key, trainings, tuning
 from distill.commands.sweep.texts import Texts, alpha_tau, result_of
 from distill.faults import Interrupted
 from distill.run.provenance import describe_run
@@ -38,8 +39,9 @@ def run_study(study: Study, console: Console, dry_run: bool = False) -> dict[str
     shared: dict[str, Texts] = {}
     books.folder.mkdir(parents=True, exist_ok=True)
     try:
-        for training in tunings(study):
-            _ensure(books, training, shared, console)
+        for pair, contestant in itertools.product(study.pairs, study.contestants):
+            while (lr := books.next_lr(pair, contestant)) is not None:
+                _ensure(books, tuning(study, pair, contestant, lr), shared, console)
         for training in trainings(study, books.chosen()):
             _ensure(books, training, shared, console)
     except KeyboardInterrupt:
@@ -84,23 +86,25 @@ class Books:
             self._found[path] = json.loads(path.read_text(encoding="utf-8"))
         return self._found.get(path)
 
-    def tuned(self) -> list[dict[str, Any]]:
-        """One entry for each finished training that a learning rate is chosen by: its numbers on the tuning prompts."""
-        rows = []
-        for training in tunings(self.study):
-            result = self.result(training)
-            if result is not None:
-                kept = result.get("tuning", {"alpha": None, "tau": None})
-                rows.append({"pair": training.pair, "objective": training.contestant, "lr": training.lr, **kept})
-        return rows
+    def tuned(self, pair: str, contestant: str) -> dict[float, dict[str, float]]:
+        """{alpha, tau} on the tuning prompts by learning rate, in the order in which they are tried; tau 0 where it diverged."""
+        found: dict[float, dict[str, float]] = {}
+        while (lr := next_lr(self.study.lr, {key: value["tau"] for key, value in found.items()})) is not None:
+            result = self.result(tuning(self.study, pair, contestant, lr))
+            if result is None:
+                break
+            found[lr] = result.get("tuning", {"alpha": 0.0, "tau": 0.0})
+        return found
+
+    def next_lr(self, pair: str, contestant: str) -> float | None:
+        """The learning rate to try next, None where it is settled."""
+        return next_lr(self.study.lr, {lr: told["tau"] for lr, told in self.tuned(pair, contestant).items()})
 
     def chosen(self) -> dict[tuple[str, str], float]:
-        """The learning rate of the best tau on the tuning prompts, by (pair, contestant), where all were tried."""
-        by: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in self.tuned():
-            by.setdefault((row["pair"], row["objective"]), []).append(row)
-        whole = {key: rows for key, rows in by.items() if len(rows) == len(self.study.lr)}
-        return {key: max(rows, key=lambda row: row["tau"] or 0.0)["lr"] for key, rows in whole.items()}
+        """The learning rate of the best tau on the tuning prompts, by (pair, contestant), where it is settled."""
+        places = itertools.product(self.study.pairs, self.study.contestants) if self.study.lr else ()
+        by = {place: self.tuned(*place) for place in places if self.next_lr(*place) is None}
+        return {place: max(told, key=lambda lr: told[lr]["tau"]) for place, told in by.items()}
 
     def judged(self) -> list[tuple[Training, dict[str, Any]]]:
         """The finished trainings whose learning rate is settled, with their numbers."""
@@ -117,32 +121,38 @@ class Books:
             key: value for key, value in describe_run(0).items() if key not in ("argv", "uncommitted_changes", "seed")
         }
         config = next(trainings(study, {})).config
+        tuned = [
+            {"pair": pair, "objective": contestant, "lr": lr, **told}
+            for pair, contestant in itertools.product(study.pairs, study.contestants)
+            for lr, told in self.tuned(pair, contestant).items()
+        ]
         return {
             "study": study.name, "about": study.about, "reference": study.reference, "contestants": study.contestants, "pairs": list(study.pairs),
             "seeds": list(study.seeds), "served": [served.model_dump(mode="json") for served in study.served], "lr": list(study.lr),
             "prompts": config.judge.prompts, "tune_prompts": study.tune_prompts, "tune_at": study.tune_at,
             "gamma": config.judge.gamma, "steps": config.train.steps, "batch_size": config.train.batch_size, "machine": facts,
-            "tuning": self.tuned(), "cells": [cell for one in judged for cell in _cells(*one)], "paired": _paired(judged, study.reference),
+            "tuning": tuned, "cells": [cell for one in judged for cell in _cells(*one)], "paired": _paired(judged, study.reference),
         }  # fmt: skip
 
     def plan(self) -> str:
         """What is finished, and what the rest takes at the pace so far."""
-        tried, judged = list(tunings(self.study)), list(trainings(self.study, self.chosen()))
-        every = {one.result: one for one in (*tried, *judged)}
-        done = [result for one in every.values() if (result := self.result(one)) is not None]
-        paces = [sum(result["seconds"].values()) for result in done if "seconds" in result]
-        # Of each contestant on each pair one tuning is a judged training too.
-        both = len(self.study.pairs) * len(self.study.contestants) if tried else 0
-        left = len(tried) + len(judged) - both - len(done)
+        study, judged = self.study, [one.result for one in trainings(self.study, self.chosen())]
+        places = list(itertools.product(study.pairs, study.contestants)) if study.lr else []
+        tried = [tuning(study, *place, lr).result for place in places for lr in self.tuned(*place)]
+        known = {path: json.loads(path.read_text(encoding="utf-8")) for path in (*tried, *judged) if path.exists()}
+        paces = [sum(result["seconds"].values()) for result in known.values() if "seconds" in result]
+        # Three learning rates settle a contestant at best; of a pair's contestant one of them is a judged training too.
+        open_places = [place for place in places if self.next_lr(*place) is not None]
+        to_try = sum(max(3 - len(self.tuned(*place)), 1) for place in open_places)
+        left = to_try + sum(not path.exists() for path in judged) - len(open_places)
         time_left = (
             f", {left * sum(paces) / len(paces) / 60:.0f} CPU minutes"
             if paces
             else "; what they take is known after the first"
         )
-        study = self.study
         return (
             f"study {study.name}: {len(study.contestants)} contestants x {len(study.pairs)} pairs x {len(study.served)} temperatures x "
-            f"{len(study.seeds)} seeds, {len(study.lr)} learning rates: {len(done)} trainings finished, {left} to do{time_left}"
+            f"{len(study.seeds)} seeds, {len(known)} trainings finished, at least {left} to do{time_left}"
         )
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from distill.models.load import find_model
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
 
+MOST_BEYOND = 3  # learning rates tried beyond those given
 Overrides = dict[str, Any]  # dotted config keys -> values
 
 
@@ -38,8 +39,8 @@ class Study(Section):
     """What a sweep file with `contestants` says. The first contestant is the one that the others are compared with.
 
     Every contestant trains on every pair, at every temperature and with every seed, on the same number of sequences. Its learning
-    rate is the one of `lr` that has the best tau on `tune_prompts` held-out prompts that judge nothing, at `tune_at`, with the first seed;
-    `lr: []` leaves it to the config.
+    rate is the one that has the best tau on `tune_prompts` held-out prompts that judge nothing, at `tune_at`, with the first seed: of `lr`,
+    and of further ones as long as the best is the lowest or highest that was tried. `lr: []` leaves it to the config.
     """
 
     base: str
@@ -145,11 +146,25 @@ def _refuse_more_than_responses(config: RunConfig) -> None:
         raise UserError(f"`{named}` is not for a study, which trains on the target's shared responses; use a grid")
 
 
-def tunings(study: Study) -> Iterator[Training]:
-    """What decides the learning rates: every contestant on every pair at every one, with the first seed."""
-    served = next((one for one in study.served if one.temperature == study.tune_at), study.served[0])
-    for pair, lr, contestant in itertools.product(study.pairs, study.lr, study.contestants):
-        yield training(study, pair, contestant, served, study.seeds[0], lr)
+def tuning(study: Study, pair: str, contestant: str, lr: float) -> Training:
+    """A training that decides a learning rate: with the first seed, at `tune_at`."""
+    served = next(one for one in study.served if one.temperature == study.tune_at)
+    return training(study, pair, contestant, served, study.seeds[0], lr)
+
+
+def next_lr(lr: Sequence[float], taus: Mapping[float, float]) -> float | None:
+    """The learning rate to try next: what is left of `lr`, then beyond the best as long as that is at an end; None = settled.
+
+    taus: by learning rate tried. Beyond an end by the ratio of the first two of `lr`, at most `MOST_BEYOND` times.
+    """
+    left = [one for one in lr if one not in taus]
+    if left or len(lr) < 2 or len(taus) >= len(lr) + MOST_BEYOND:
+        return left[0] if left else None
+    tried, best = sorted(taus), max(taus, key=taus.__getitem__)
+    ratio = max(lr[:2]) / min(lr[:2])
+    if best not in (tried[0], tried[-1]):
+        return None
+    return float(f"{tried[0] / ratio if best == tried[0] else tried[-1] * ratio:.2g}")
 
 
 def trainings(study: Study, chosen: Mapping[tuple[str, str], float]) -> Iterator[Training]:

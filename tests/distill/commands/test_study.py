@@ -25,7 +25,7 @@ from distill.commands.sweep import texts as texts_module
 from distill.commands.sweep.effects import holm, seed_effect
 from distill.commands.sweep.plan import read_tree
 from distill.commands.sweep.study import Books
-from distill.commands.sweep.study_file import Study, Training, read_study, texts_key, trainings, tunings
+from distill.commands.sweep.study_file import Study, Training, next_lr, read_study, texts_key, trainings, tuning
 from distill.commands.sweep.sweep import run_sweep
 from distill.commands.sweep.texts import result_of
 from distill.faults import Interrupted
@@ -51,7 +51,7 @@ def study_of(tmp_path: Path, tiny_config: Path, **sections: Any) -> tuple[Path, 
         "contestants": {"kl": {"loss.name": "forward_kl"}, "tv": {"loss.name": "tv"}},
         "served": [{"temperature": 1.0, "rules": ["sample", "greedy-draft"]}, {"temperature": 0.0, "rules": ["greedy"]}],
         "seeds": [0, 1],
-        "lr": [1e-3, 1e-2],
+        "lr": [1e-3],
         "tune_prompts": 2,
         "overrides": {
             "output": str(tmp_path / "runs"), "serving.max_tokens": 6, "judge": {"prompts": 3, "live": "never"},
@@ -90,26 +90,25 @@ def test_a_study_from_file_to_cells_and_on_after_a_kill(
         return result_of(study, training, texts)
 
     monkeypatch.setattr(study_module, "result_of", one_more)
-    stop_after = 3
+    stop_after = 1
     with pytest.raises(Interrupted, match="goes on"):
         run_sweep(path, console=quiet())
     stop_after = 99
     result = run_sweep(path, console=quiet())
-    # Four tunings, two of which are the first seed's judged trainings too.
-    assert len(done) == len(set(done)) == 4 + 4 - 2
+    # Tunings of one learning rate are the first seed's judged trainings too.
+    assert len(done) == len(set(done)) == 4
     assert result == json.loads((tmp_path / "runs" / "race" / "study.json").read_text())
     cells = {(c["rule"], c["temperature"], c["objective"], c["seed"]): c for c in result["cells"]}
     rules = [("sample", 1.0), ("greedy-draft", 1.0)]
     assert set(cells) == {(*rule, name, seed) for rule in rules for name in ("kl", "tv") for seed in (0, 1)}
-    chosen = {row["objective"]: row["lr"] for row in sorted(result["tuning"], key=lambda row: row["tau"])}
-    assert {cell["objective"]: cell["lr"] for cell in result["cells"]} == chosen
+    assert {(row["objective"], row["lr"]) for row in result["tuning"]} == {("kl", 1e-3), ("tv", 1e-3)}
     assert [(one["rule"], one["objective"], one["seeds"], one["prompts"]) for one in result["paired"]] == [
         ("sample", "tv", [0, 1], 3), ("greedy-draft", "tv", [0, 1], 3)
     ]  # fmt: skip
     assert all(one["alpha_error"] >= 0 for one in result["paired"])
     console = quiet()
     assert run_sweep(path, dry_run=True, console=console) == result
-    assert "6 trainings finished, 0 to do" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "4 trainings finished, at least 0 to do" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def scores_of(accepted: list[float]) -> TokenScores:
@@ -129,21 +128,45 @@ def test_prompts_that_tune_do_not_judge_and_prompts_that_judge_do_not_tune(
     assert result["judged"]["sample"]["accepted"] == [1.8, 1.6, 1.4]
 
 
-def test_the_learning_rate_is_chosen_by_the_tuning_prompts_and_one_that_diverged_is_not(
-    tmp_path: Path, tiny_config: Path
-) -> None:
-    _, study = study_of(tmp_path, tiny_config, lr=[1e-3, 1e-2, 1.0])
-    for training in tunings(study):
-        sums = {"tokens": [10], "accepted": [9.0 if training.lr == 1e-3 else 5.0], "blocks": [5.0]}
-        kept = {"alpha": 0.5, "tau": {1e-3: 2.0, 1e-2: 2.1}.get(training.lr or 0.0)}
-        seconds = {"train": 60.0, "judge": 0.0}
-        result = {"judged": {"sample": sums, "greedy-draft": sums}, "tuning": kept, "seconds": seconds}
+def test_the_learning_rate_is_chosen_by_the_tuning_prompts_between_others(tmp_path: Path, tiny_config: Path) -> None:
+    _, study = study_of(tmp_path, tiny_config, lr=[1e-3, 3e-3])
+    books, tried = Books(study), []
+    taus = {1e-3: 2.0, 3e-3: 2.1, 9e-3: 2.2, 0.027: 0.0}
+    while (lr := books.next_lr("tiny", "kl")) is not None:
+        tried.append(lr)
+        training = tuning(study, "tiny", "kl", lr)
+        sums = {"tokens": [10], "accepted": [9.0 if lr == 1e-3 else 5.0], "blocks": [5.0]}
+        result = {"judged": {"sample": sums, "greedy-draft": sums}, "tuning": {"alpha": 0.5, "tau": taus[lr]}}
+        result |= {"seconds": {"train": 60.0, "judge": 0.0}}
         training.result.parent.mkdir(parents=True, exist_ok=True)
-        training.result.write_text(json.dumps({"error": "nan"} if training.lr == 1.0 else result))
-    books = Books(study)
-    assert books.chosen() == {("tiny", "kl"): 1e-2, ("tiny", "tv"): 1e-2}
-    assert [cell["alpha"] for cell in books.report()["cells"]] == [0.5] * 4, "the seed and temperature of the tuning"
-    assert books.plan().endswith("6 trainings finished, 6 to do, 6 CPU minutes")
+        training.result.write_text(json.dumps(result if taus[lr] else {"error": "nan"}))
+        books = Books(study)
+    assert tried == list(taus)
+    assert books.chosen() == {("tiny", "kl"): 9e-3}
+    cells = books.report()["cells"]
+    assert [(cell["alpha"], cell["lr"]) for cell in cells] == [(0.5, 9e-3)] * 2, (
+        "the seed and temperature of the tuning"
+    )
+    # Of tv three tunings and three more trainings, of kl three trainings.
+    assert books.plan().endswith("4 trainings finished, at least 9 to do, 9 CPU minutes")
+
+
+@pytest.mark.parametrize(
+    ("taus", "wanted"),
+    [
+        ({}, 1e-3),
+        ({1e-3: 1.0}, 3e-3),
+        ({1e-3: 2.0, 3e-3: 1.0}, 3.3e-4),
+        ({1e-3: 1.0, 3e-3: 2.0}, 9e-3),
+        ({1e-3: 2.0, 3e-3: 1.0, 3.3e-4: 1.5}, None),
+        ({1e-3: 2.0, 3e-3: 1.0, 3.3e-4: 2.5}, 1.1e-4),
+        ({1e-3: 2.0, 3e-3: 1.0, 3.3e-4: 2.5, 1.1e-4: 2.6, 3.7e-5: 2.7}, None),  # enough
+    ],
+)
+def test_learning_rates_go_on_until_the_best_lies_between_others(
+    taus: dict[float, float], wanted: float | None
+) -> None:
+    assert next_lr([1e-3, 3e-3], taus) == (None if wanted is None else pytest.approx(wanted))
 
 
 def test_seeds_are_outermost_and_every_contestant_sees_the_same(tmp_path: Path, tiny_config: Path) -> None:
@@ -236,9 +259,8 @@ def test_the_shipped_studies_can_be_planned(name: str) -> None:
     assert len(own) == 1
     assert len({training.result for training in trainings(study, {})}) == len(list(trainings(study, {}))) > 0
     if name == "objectives":
-        names = [(one.config.objective_names().pop(), one.config.loss.eta) for one in tunings(study)][
-            : len(study.contestants)
-        ]
+        configs = [training.config for training in trainings(study, {})][: len(study.contestants)]
+        names = [(config.objective_names().pop(), config.loss.eta) for config in configs]
         assert names[0] == ("lk_hybrid", 3.0), "what the others are compared with is the default"
         assert {name for name, _ in names} == {*DIVERGENCES}
         assert {eta for name, eta in names if name == "lk_hybrid"} == {1.0, 3.0, 10.0}
