@@ -22,7 +22,7 @@ from distill.commands.sweep.study_file import next_lr, read_study
 from distill.report.plot import write_figure
 
 RESULTS, PAGE = Path("bench/results"), Path("docs/objectives.md")
-MAIN, SMALLER = "objectives", ("optimizers", "layers", "saturation", "signals")
+MAIN, SMALLER = "objectives", ("longer", "optimizers", "layers", "saturation", "signals")
 MEASURES = ("alpha", "tau")
 LEVEL = 0.05
 Row = dict[str, Any]
@@ -154,13 +154,15 @@ def _planned(result: Row) -> int:
 
 def _method(result: Row, seeds: Sequence[int]) -> list[str]:
     said = " or ".join(map(str, seeds)) or "no"
+    least, most = result["trained_tokens"]
     lr = " and ".join(f"{lr:g}" for lr in result["lr"])
     return [
         f"Each draft is trained for {result['steps']} steps of {result['batch_size']} responses: within a pair, temperature and seed every "
         "objective sees the same sequences in the same order. Its learning rate is the best of "
         f"{lr} and of further ones, until the best lies between others, by tau on {result['tune_prompts']} held-out prompts that judge nothing, at T {result['tune_at']:g} with the first seed. "
         f"Replay judges it on {result['prompts']} other held-out prompts at gamma {result['gamma']}. The target's distributions are its own, "
-        "not a store's. The seed is the order of the data.",
+        "not a store's. The seed is the order of the data. These are short trainings: "
+        f"{least:,} to {most:,} response tokens, and the order after longer ones is another question.",
         "",
         f"An interval knows two sources of chance: prompts (paired, delta method) and seeds (the spread of the gains of {said} seed"
         f"{'' if said == '1' else 's'}, divided by their number); degrees of freedom after Welch and Satterthwaite."

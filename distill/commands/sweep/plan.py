@@ -52,7 +52,8 @@ class Trial:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The `key: value` lines of a sweep file; `like` names a file beside it that says what this one leaves out.
+    """The `key: value` lines of a sweep file; `like` names a file beside it that says what this one leaves out,
+    and to whose `overrides` its own are added.
 
     Raises:
         UserError: unreadable.
@@ -65,8 +66,10 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines with {', '.join(KEYS)}")
-    like = tree.pop("like", None)
-    return tree if like is None else read_tree(path.parent / str(like)) | tree
+    if (like := tree.pop("like", None)) is None:
+        return tree
+    other = read_tree(path.parent / str(like))
+    return other | tree | {"overrides": (other.get("overrides") or {}) | (tree.get("overrides") or {})}
 
 
 def load_sweep(path: Path) -> SweepFile:

@@ -120,7 +120,7 @@ class Books:
         facts = {
             key: value for key, value in describe_run(0).items() if key not in ("argv", "uncommitted_changes", "seed")
         }
-        config = next(trainings(study, {})).config
+        config, tokens = next(trainings(study, {})).config, [result["trained_tokens"] for _, result in judged]
         tuned = [
             {"pair": pair, "objective": contestant, "lr": lr, **told}
             for pair, contestant in itertools.product(study.pairs, study.contestants)
@@ -130,7 +130,8 @@ class Books:
             "study": study.name, "about": study.about, "reference": study.reference, "contestants": study.contestants, "pairs": list(study.pairs),
             "seeds": list(study.seeds), "served": [served.model_dump(mode="json") for served in study.served], "lr": list(study.lr),
             "prompts": config.judge.prompts, "tune_prompts": study.tune_prompts, "tune_at": study.tune_at,
-            "gamma": config.judge.gamma, "steps": config.train.steps, "batch_size": config.train.batch_size, "machine": facts,
+            "gamma": config.judge.gamma, "steps": config.train.steps, "batch_size": config.train.batch_size,
+            "trained_tokens": [min(tokens, default=0), max(tokens, default=0)], "machine": facts,
             "tuning": tuned, "cells": [cell for one in judged for cell in _cells(*one)], "paired": _paired(judged, study.reference),
         }  # fmt: skip
 

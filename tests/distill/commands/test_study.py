@@ -137,7 +137,7 @@ def test_the_learning_rate_is_chosen_by_the_tuning_prompts_between_others(tmp_pa
         training = tuning(study, "tiny", "kl", lr)
         sums = {"tokens": [10], "accepted": [9.0 if lr == 1e-3 else 5.0], "blocks": [5.0]}
         result = {"judged": {"sample": sums, "greedy-draft": sums}, "tuning": {"alpha": 0.5, "tau": taus[lr]}}
-        result |= {"seconds": {"train": 60.0, "judge": 0.0}}
+        result |= {"seconds": {"train": 60.0, "judge": 0.0}, "trained_tokens": 7}
         training.result.parent.mkdir(parents=True, exist_ok=True)
         training.result.write_text(json.dumps(result if taus[lr] else {"error": "nan"}))
         books = Books(study)
@@ -249,7 +249,7 @@ def test_what_is_remembered_of_the_target_is_what_it_says() -> None:
     assert not torch.allclose(remembering.signal(one).hidden_RD, asked.signal(one).hidden_RD), "nobody was asked again"
 
 
-@pytest.mark.parametrize("name", ["objectives", "optimizers", "layers", "saturation", "signals"])
+@pytest.mark.parametrize("name", ["objectives", "longer", "optimizers", "layers", "saturation", "signals"])
 def test_the_shipped_studies_can_be_planned(name: str) -> None:
     path = ROOT / "configs" / "sweeps" / f"{name}.yaml"
     tree = read_tree(path)
