@@ -438,8 +438,7 @@ class ExportConfig(Section):
     """What `understudy export` writes, and the verdict judges beside the draft as it is."""
 
     quantize: Quantization | None = Field(
-        None,
-        description="weights in 8 bits: int8, int8-dynamic (activations too; vLLM on CPUs) or fp8; judged beside the draft as it is",
+        None, description="weights in 8 bits: int8, int8-dynamic or fp8 (docs/serving.md), judged beside the draft"
     )
 
 

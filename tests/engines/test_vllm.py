@@ -135,6 +135,16 @@ def sampled_only(pair: Path) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def light(pair: Path) -> Path:
+    """The same run, exported with 8-bit weights and activations."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    run = pair.parent / "light"
+    shutil.copytree(pair, run, symlinks=True)
+    export_run(ExportOptions(run, run / EXPORT, overwrite=True, quantize="int8-dynamic"))
+    return run
+
+
 def read_back(server: Server, run: Path, **options: Any) -> ServedRecord:
     return readback_command(ReadbackOptions(url=server.url, run=run, **options))
 
@@ -218,3 +228,11 @@ def test_sampled_drafts(sampling: Server, sampled_only: Path) -> None:
     check_agreement(found, "sample")
     assert found.text_law is not None
     assert found.text_law.same
+
+
+def test_a_draft_in_8_bits_is_accepted_as_replay_of_it_says(light: Path) -> None:
+    """By another start of the engine; what is replayed is the export, not the draft that it was made of."""
+    with served(light) as server:
+        found = read_back(server, light, rule="greedy")
+    check_agreement(found, "greedy")
+    assert found.texts_equal
