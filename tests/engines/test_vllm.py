@@ -145,6 +145,12 @@ def light(pair: Path) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def eight_bits(light: Path) -> Iterator[Server]:
+    with served(light) as server:
+        yield server
+
+
 def read_back(server: Server, run: Path, **options: Any) -> ServedRecord:
     return readback_command(ReadbackOptions(url=server.url, run=run, **options))
 
@@ -230,9 +236,13 @@ def test_sampled_drafts(sampling: Server, sampled_only: Path) -> None:
     assert found.text_law.same
 
 
-def test_a_draft_in_8_bits_is_accepted_as_replay_of_it_says(light: Path) -> None:
-    """By another start of the engine; what is replayed is the export, not the draft that it was made of."""
-    with served(light) as server:
-        found = read_back(server, light, rule="greedy")
+def test_the_engine_starts_with_a_draft_in_8_bits(eight_bits: Server) -> None:
+    with urllib.request.urlopen(f"{eight_bits.url}/health", timeout=5) as answer:
+        assert answer.status == 200
+
+
+def test_a_draft_in_8_bits_is_accepted_as_replay_of_it_says(eight_bits: Server, light: Path) -> None:
+    """What is replayed is the export, not the draft that it was made of."""
+    found = read_back(eight_bits, light, rule="greedy", prompts=12)
     check_agreement(found, "greedy")
     assert found.texts_equal
