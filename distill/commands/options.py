@@ -58,6 +58,12 @@ class ExportOptions:
         "auto"
     )
     overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter", help="keep the adapter of a student.lora apart too: DIR/adapter, for peft and our decoder"
+        ),
+    ] = False
     quantize: Annotated[
         str,
         typer.Option(

@@ -9,7 +9,7 @@ runs/NAME/config.yaml             the resolved config
          responses/, signal/      token stores, day.txt where the chat template writes the date, served.json of a
                                   target behind a server; what the teacher said
          rollouts/                sequences made while training
-         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), state/ (optimizer, scheduler, RNG), progress.json,
+         checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
                                   judgement.json, provenance.json (commit, versions, machine, command)
          self_checks.json         what was checked before anything was measured
          best                     link to the best checkpoint
@@ -32,6 +32,7 @@ PROMPTS = "prompts"
 DAY, SERVED = "day.txt", "served.json"  # beside the stores of responses, to be copied with them
 SIGNAL, ROLLOUTS = "signal", "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
+ADAPTER = "adapter"  # of a student.lora: what `student` has merged, a peft directory; beside an export too
 STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"  # the last two while it is not known which is better
 STATE, PROGRESS, JUDGEMENT, PROVENANCE = "state", "progress.json", "judgement.json", "provenance.json"
 SELF_CHECKS = "self_checks.json"

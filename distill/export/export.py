@@ -4,6 +4,7 @@ Everything is written and checked in a temporary sibling directory, which is the
 """
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from distill.config.layout import PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
+from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
 from distill.config.sections import Quantization
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.commands import others, sampling_fields
@@ -21,9 +22,9 @@ from distill.export.destination import appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all
 from distill.export.facts import EngineFacts, OnePass, gather_facts, shorter_context, ways_to_serve
 from distill.export.load_table import gamma_by_load
-from distill.export.merge import base_of_adapter, load_merged_student
+from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
-from distill.models.draft import cast_weights
+from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
 from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
@@ -76,6 +77,7 @@ def export_draft(
     trust_remote_code: bool = False,
     quantize: Quantization | None = None,
     texts: Iterable[list[int]] = (),
+    adapter: Path | None = None,
 ) -> ExportReport:
     """Export `student_dir` as the draft of `target`.
 
@@ -91,6 +93,7 @@ def export_draft(
         overwrite: replace an earlier export at `to`.
         revision: hub revision of the target.
         quantize: weights in 8 bits, see `distill.export.quantize.quantize_draft`; `texts`: what that is calibrated on.
+        adapter: a peft directory that is merged in the student, to be kept apart too.
 
     Raises:
         UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
@@ -109,7 +112,7 @@ def export_draft(
     packed = quantize_draft(student.model, quantize, texts) if quantize else None
     try:
         with appearing_directory(path) as working:
-            _save(student.model, packed, working)
+            _save(student.model, packed, adapter, working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
             ways = ways_to_serve(verdict, curves, gamma, student.model.config)
@@ -187,10 +190,15 @@ def _export_dtype(dtype: str, target_config: Any) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _save(model: Any, packed: Any, working: Path) -> None:
+def _save(model: Any, packed: Any, adapter: Path | None, working: Path) -> None:
     model.save_pretrained(working)
     if packed is not None:
         packed.update_config(working)
+    if adapter is not None:
+        shutil.copytree(adapter, working / ADAPTER)
+        config = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = str(Path(base_of_adapter(adapter) or "").resolve())
+        (working / ADAPTER / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | None, quantize: str | None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill.models.draft import ADAPTER_FILE, base_of_adapter
 from distill.models.vocabulary import (
     VocabularyAgreement,
     compare_vocabularies,
@@ -17,7 +18,6 @@ from distill.models.vocabulary import (
 )
 from speculative.errors import UserError
 
-ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 MERGE_TOLERANCE = 1e-3  # of the largest logit: in float32, merging only re-orders sums
 
@@ -30,24 +30,6 @@ class MergedStudent:
     agreement: VocabularyAgreement
     merge_error: float | None  # largest change of a logit by merging, in float32; None without an adapter
     notes: list[str]
-
-
-def base_of_adapter(student_dir: Path) -> str | None:
-    """The base model that an adapter directory names; None when `student_dir` is no adapter.
-
-    Raises:
-        UserError: when the adapter names no base.
-
-    """
-    adapter_file = student_dir / ADAPTER_FILE
-    if not adapter_file.is_file():
-        return None
-    base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
-    # A run that was moved keeps its base at the same place relative to the adapter.
-    beside = student_dir / base
-    return str(beside) if not Path(base).is_dir() and beside.is_dir() else str(base)
 
 
 def load_merged_student(

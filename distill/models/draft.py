@@ -1,14 +1,16 @@
 """A draft from wherever it lies, checked against the target's vocabulary and rounded as it would be served."""
 
 import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from distill.config.layout import find_student
-from distill.models.load import load_model, load_tokenizer
+from distill.models.load import load_model, load_tokenizer, reason_of
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (
@@ -20,9 +22,29 @@ from distill.models.vocabulary import (
 )
 from speculative.errors import UserError
 
+ADAPTER_FILE = "adapter_config.json"
+
+
+def base_of_adapter(student_dir: Path) -> str | None:
+    """The base model that an adapter directory names; None when `student_dir` is no adapter.
+
+    Raises:
+        UserError: when the adapter names no base.
+
+    """
+    adapter_file = student_dir / ADAPTER_FILE
+    if not adapter_file.is_file():
+        return None
+    base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
+    # A run that was moved keeps its base at the same place relative to the adapter.
+    beside = student_dir / base
+    return str(beside) if not Path(base).is_dir() and beside.is_dir() else str(base)
+
 
 def load_draft(path: str, target: Target) -> PreTrainedModel:
-    """A draft from a run, checkpoint, directory or hub id, its vocabulary checked against the target's.
+    """A draft from a run, checkpoint, directory (also a peft one beside its base) or hub id, its vocabulary checked against the target's.
 
     Raises:
         UserError: not there, or another vocabulary.
@@ -39,11 +61,22 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
         UserError: not there.
     """
     name, rows = find_student(path), target.facts.vocab_rows
-    draft = as_served(load_model("draft", name))
-    agreement = compare_vocabularies(target.tokenizer, rows, load_tokenizer(name), vocabulary_rows(draft.config))
+    base = base_of_adapter(Path(name))
+    draft = as_served(load_model("draft", name)) if base is None else _adapted(name, base)
+    own = load_tokenizer(base or name)
+    agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config))
     if agreement.verdict == "repair":
         repair_rows(draft, rows, agreement.token_rows)
     return draft, agreement
+
+
+def _adapted(name: str, base: str) -> PreTrainedModel:
+    from peft import PeftModel  # costs a second to import and is needed for adapters only
+
+    try:
+        return PeftModel.from_pretrained(load_model("base of the adapter", base), name).merge_and_unload()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"draft {name!r}: the adapter does not fit its base {base}: {reason_of(error)}") from error
 
 
 def as_exported(model: PreTrainedModel, target: Target) -> PreTrainedModel:

@@ -20,7 +20,16 @@ from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Batch
 from data.files import write_json
-from distill.config.layout import AVERAGED, JUDGEMENT, PROGRESS, STATE, STUDENT, list_steps, step_folder
+from distill.config.layout import (
+    ADAPTER,
+    AVERAGED,
+    JUDGEMENT,
+    PROGRESS,
+    STATE,
+    STUDENT,
+    list_steps,
+    step_folder,
+)
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.run import checkpoint
@@ -411,6 +420,8 @@ class Loop:
         if full is not None:
             # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
             students[STUDENT] = full.exported()
+            if self.progress.step and (adapter := full.adapter()) is not None:
+                students[ADAPTER] = adapter
             if self.average is not None:
                 students[AVERAGED] = self._averaged().exported()
         checkpoint.save_checkpoint(self.run, self.accelerator, students, self.tokenizer, self.progress, self.provenance)

@@ -1,6 +1,8 @@
 """The module that trains: a student and its objective, wrapped so that every gradient passes Accelerate's hooks."""
 
 import copy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.signals.signal import DenseSignal, Signal
+from distill.config.layout import STUDENT, step_folder
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.gradients import part_of
 from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
@@ -15,6 +18,20 @@ from distill.loss.offsets import Survival, survival_sums
 from distill.models.heads import SplitModel
 from speculative.decoder.stage_clock import StageClock
 from speculative.engine.parallel import mask_token_of, masked_pass
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapters that are written as a peft directory, beside a checkpoint's merged student. Their base is the run's first student."""
+
+    student: Any
+
+    def save_pretrained(self, folder: str) -> None:
+        """Names the base by its place in the run, so that a run may be moved."""
+        config = self.student.peft_config[self.student.active_adapter]
+        config.base_model_name_or_path = f"../../{step_folder(Path(), 0).name}/{STUDENT}"
+        # Else the library looks at the hub for whether the vocabulary grew; the base has the rows that the adapter was trained on.
+        self.student.save_pretrained(folder, save_embedding_layers=False)
 
 
 class DraftModule(nn.Module):
@@ -117,6 +134,10 @@ class DraftModule(nn.Module):
         kept_BJ = torch.zeros(rows_BJ.shape, device=starts_B.device)
         kept_BJ[asked_BJ] = kept_probs(self.objective, hidden_RD[rows_N], self._split[0].head, own, labels_R[rows_N])
         self.survival.note(survival_sums(kept_BJ, depths_B))
+
+    def adapter(self) -> Adapter | None:
+        """The adapters alone, of a peft student."""
+        return Adapter(self.student) if hasattr(self.student, "peft_config") else None
 
     def exported(self) -> PreTrainedModel:
         """A float32 causal LM of the current weights: adapters merged into a copy, otherwise the student itself."""

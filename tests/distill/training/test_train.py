@@ -11,13 +11,18 @@ from transformers import AutoModelForCausalLM
 
 from data.responses.store import Store
 from distill import train
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions
 from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.carving import carve
+from distill.models.draft import load_draft
 from distill.models.load import load_model
+from distill.models.target import Target
 from distill.run.verdict_record import BestDraft, JudgedDraft, Verdict
 from distill.training.loop import STAGES
 from distill.training.optim import make_optimizers
+from speculative.errors import UserError
 from speculative.measure.replay import replay
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
@@ -178,7 +183,19 @@ def assert_trained(run: Path, layers: int) -> None:
 @pytest.mark.usefixtures("without_figures")
 def test_an_adapter_runs_to_a_verdict(tiny_config: Path, tmp_path: Path) -> None:
     adapter = "student.lora={rank: 4, target_modules: [q_proj, v_proj]}"
-    assert_trained(train_other(tiny_config, tmp_path, "loss.name=lk_hybrid", adapter), layers=2)
+    run = train_other(tiny_config, tmp_path, "loss.name=lk_hybrid", adapter)
+    assert_trained(run, layers=2)
+    # Kept apart, it is the same draft.
+    export_run(ExportOptions(step_folder(run, 2), tmp_path / "out", dtype="float32", adapter=True))
+    target = Target(load_config(tiny_config).target, torch.device("cpu"))
+    ids_BT, paths = torch.arange(20, 40)[None], (tmp_path / "out", tmp_path / "out" / "adapter")
+    with torch.no_grad():
+        merged, apart = (load_draft(str(path), target)(input_ids=ids_BT).logits for path in paths)
+        first = load_draft(str(step_folder(run, 0)), target)(input_ids=ids_BT).logits
+    torch.testing.assert_close(apart, merged, rtol=1e-4, atol=1e-4)  # W + BA in another order
+    assert (merged - first).abs().max() > 1e-2
+    with pytest.raises(UserError, match="--adapter: it has none"):
+        export_run(ExportOptions(step_folder(run, 0), tmp_path / "none", adapter=True))
 
 
 @pytest.mark.usefixtures("without_figures")
