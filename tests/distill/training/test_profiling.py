@@ -124,6 +124,8 @@ def test_flops_count_matrices_by_what_is_done_with_them(tied: bool) -> None:
     teacher = tiny_model(num_hidden_layers=4, tie_word_embeddings=tied)
     taught = sum(p.numel() for p in teacher.model.layers.parameters() if p.dim() == 2) + teacher.lm_head.weight.numel()
     assert training_flops(student, teacher).of(1, 1) == 6 * (body + head) + 2 * taught
+    masks = 5 * (6 * (body + head) + 2 * teacher.lm_head.weight.numel())  # the target's layers run over the text alone
+    assert training_flops(student, teacher).of(1, 1, 5) == 6 * (body + head) + 2 * taught + masks
     student.model.layers[0].requires_grad_(False)
     frozen = sum(p.numel() for p in student.model.layers[0].parameters() if p.dim() == 2)
     assert training_flops(student).of(1, 1) == 6 * (body - frozen + head) + 4 * frozen
