@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of the running mean of survival: half of what a step added is forgotten 34 steps later.
-DECAY = 0.98
+# Of the running mean of survival: half of what a step added is forgotten 7 steps later.
+DECAY = 0.9
 
 
 def drawn_depths(generator: np.random.Generator, loss_mask: np.ndarray, tokens: int, retain: float) -> np.ndarray:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tiny_models import tiny_model
 from tiny_training import TOKENS, run_config, tiny_tokenizer
 
@@ -70,7 +71,9 @@ def test_adapters_train_the_mask_row_and_no_other(tmp_path: Path, tied: bool) ->
     target = tiny_model(vocab_size=TOKENS, tie_word_embeddings=tied)
     student = make_student(config.student, target, tiny_tokenizer())
     module = DraftModule(student, Objective({"ce": 1.0}))
-    before = module.exported().get_input_embeddings().weight.clone()
+    first = module.exported()
+    first.save_pretrained(tmp_path / "base")
+    before = first.get_input_embeddings().weight.clone()
     optimizer = torch.optim.SGD([weight for weight in module.parameters() if weight.requires_grad], lr=1.0)
     loss, _, _ = module(torch.tensor([[1, 5, 1, 9]]), torch.arange(4), torch.tensor([5, 1, 9, 4]))
     loss.backward()
@@ -84,4 +87,14 @@ def test_adapters_train_the_mask_row_and_no_other(tmp_path: Path, tied: bool) ->
     assert change_V[torch.arange(TOKENS) != 1].max() == 0.0
     ids = torch.tensor([[3, 1, 8]])
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, module.student.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+        expected = module.student.eval()(ids).logits
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    # The adapters kept apart hold the row too, and their base names the token.
+    apart = module.adapter()
+    assert apart is not None
+    apart.save_pretrained(str(tmp_path / "adapter"))
+    base = load_model("base", str(tmp_path / "base"))
+    joined = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
+    assert mask_token_of(joined.config) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(joined(ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -185,7 +185,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
     make_loop(stopped).fit()
     assert metrics_of(stopped) == metrics_of(whole)
     lines = [line for line in metrics_of(whole) if "loss" in line]
-    assert lines[0]["survival/4"] > lines[-1]["survival/4"] > 0.9, "it starts at 1 and forgets slowly"
+    assert lines[0]["survival/4"] > lines[-1]["survival/4"] >= 0.9**4 / 1.001, "it starts at 1"
     assert all(line["masks"] for line in lines)
     expected = final_weights(whole)
     for name, weight in final_weights(stopped).items():
