@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from data.files import write_bytes
 from distill.commands.sweep.effects import holm, seed_effect
-from distill.commands.sweep.study_file import next_lr, read_study
+from distill.commands.sweep.study_file import UNTRAINED, next_lr, read_study
 from distill.report.plot import write_figure
 
 RESULTS, PAGE = Path("bench/results"), Path("docs/objectives.md")
@@ -205,10 +205,10 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _levels(result: Row) -> list[str]:
-    names = list(result["contestants"])
+    names = [UNTRAINED, *result["contestants"]]
     lines = [f"| pair | rule | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     places: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
-    for cell in result["cells"]:
+    for cell in (*result["untrained"], *result["cells"]):
         places.setdefault(_place(cell), {}).setdefault(cell["objective"], []).append(cell)
     for (pair, rule, temperature), own in places.items():
         means = [

@@ -30,7 +30,7 @@ def result_of(gains: dict[str, list[float]], seeds: int = 3, error: float = 0.00
     return {
         "study": "objectives", "about": "", "reference": "lk", "contestants": {name: {} for name in names}, "pairs": pairs,
         "seeds": list(range(seeds)), "served": [{"temperature": 1.0, "rules": ["sample"]}], "lr": [1e-3, 3e-3], "prompts": 400,
-        "tune_prompts": 100, "tune_at": 1.0, "gamma": 3, "steps": 9, "batch_size": 8, "trained_tokens": [70, 90], "tuning": tuning, "cells": cells, "paired": paired,
+        "tune_prompts": 100, "tune_at": 1.0, "gamma": 3, "steps": 9, "batch_size": 8, "trained_tokens": [70, 90], "tuning": tuning, "untrained": [], "cells": cells, "paired": paired,
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from data.files import write_json
-from distill.commands.sweep.study_file import Study, Training, next_lr, texts_key, trainings, tuning
+from distill.commands.sweep.study_file import UNTRAINED, Study, Training, next_lr, texts_key, trainings, tuning
 from distill.commands.sweep.texts import Texts, alpha_tau, result_of
 from distill.faults import Interrupted
 from distill.run.provenance import describe_run
@@ -110,7 +110,8 @@ class Books:
         """The finished trainings whose learning rate is settled, with their numbers."""
         chosen = self.chosen()
         planned = trainings(self.study, chosen)
-        settled = (one for one in planned if not self.study.lr or (one.pair, one.contestant) in chosen)
+        fixed = (*chosen, *((pair, UNTRAINED) for pair in self.study.pairs))
+        settled = (one for one in planned if not self.study.lr or (one.pair, one.contestant) in fixed)
         found = ((training, self.result(training)) for training in settled)
         return [(training, result) for training, result in found if result is not None and "error" not in result]
 
@@ -120,7 +121,11 @@ class Books:
         facts = {
             key: value for key, value in describe_run(0).items() if key not in ("argv", "uncommitted_changes", "seed")
         }
-        config, tokens = next(trainings(study, {})).config, [result["trained_tokens"] for _, result in judged]
+        config, tokens = (
+            next(trainings(study, {})).config,
+            [found["trained_tokens"] for _, found in judged if found["trained_tokens"]],
+        )
+        cells = [cell for one in judged for cell in _cells(*one)]
         tuned = [
             {"pair": pair, "objective": contestant, "lr": lr, **told}
             for pair, contestant in itertools.product(study.pairs, study.contestants)
@@ -132,7 +137,8 @@ class Books:
             "prompts": config.judge.prompts, "tune_prompts": study.tune_prompts, "tune_at": study.tune_at,
             "gamma": config.judge.gamma, "steps": config.train.steps, "batch_size": config.train.batch_size,
             "trained_tokens": [min(tokens, default=0), max(tokens, default=0)], "machine": facts,
-            "tuning": tuned, "cells": [cell for one in judged for cell in _cells(*one)], "paired": _paired(judged, study.reference),
+            "tuning": tuned, "untrained": [cell for cell in cells if cell["objective"] == UNTRAINED],
+            "cells": [cell for cell in cells if cell["objective"] != UNTRAINED], "paired": _paired(judged, study.reference),
         }  # fmt: skip
 
     def plan(self) -> str:
@@ -178,7 +184,7 @@ def _paired(judged: Iterable[tuple[Training, dict[str, Any]]], reference: str) -
         base = contestants.get(reference, {})
         for name, ours in contestants.items():
             seeds = sorted(ours.keys() & base.keys())
-            if name == reference or not seeds:
+            if name in (reference, UNTRAINED) or not seeds:
                 continue
             columns = [(ours, "tokens"), (ours, "accepted"), (base, "accepted"), (ours, "blocks"), (base, "blocks")]
             sums_PC = np.stack([np.sum([side[seed][key] for seed in seeds], 0) for side, key in columns], 1)

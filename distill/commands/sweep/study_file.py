@@ -18,6 +18,7 @@ from distill.models.load import find_model
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
 
+UNTRAINED = "untrained"  # in the place of a contestant: the draft before its first step
 MOST_BEYOND = 3  # learning rates tried beyond those given
 Overrides = dict[str, Any]  # dotted config keys -> values
 
@@ -120,7 +121,7 @@ def training(study: Study, pair: str, contestant: str, served: ServedAt, seed: i
     if key in study._made:
         return study._made[key]
     name = f"{pair}-t{served.temperature:g}-{contestant}"
-    values: Overrides = study.overrides | study.pairs[pair] | study.contestants[contestant]
+    values: Overrides = study.overrides | study.pairs[pair] | study.contestants.get(contestant, {})
     values = values | {"serving.temperature": served.temperature, "seed": seed}
     values |= {"name": name} | ({} if lr is None else {"optim.lr": lr})
     try:
@@ -168,12 +169,15 @@ def next_lr(lr: Sequence[float], taus: Mapping[float, float]) -> float | None:
 
 
 def trainings(study: Study, chosen: Mapping[tuple[str, str], float]) -> Iterator[Training]:
-    """What is judged: seeds outermost, then temperatures, so that what is finished early is a smaller study.
+    """What is judged: seeds outermost, then temperatures, so that what is finished early is a smaller study; the untrained drafts too.
 
     chosen: learning rate by (pair, contestant); where it lacks one, the config's own.
     """
-    for seed, served, pair, contestant in itertools.product(study.seeds, study.served, study.pairs, study.contestants):
-        yield training(study, pair, contestant, served, seed, chosen.get((pair, contestant)))
+    for seed, served, pair in itertools.product(study.seeds, study.served, study.pairs):
+        if seed == study.seeds[0]:
+            yield training(study, pair, UNTRAINED, served, seed, None)
+        for contestant in study.contestants:
+            yield training(study, pair, contestant, served, seed, chosen.get((pair, contestant)))
 
 
 def texts_key(study: Study, config: RunConfig) -> str:

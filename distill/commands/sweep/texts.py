@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
-from distill.commands.sweep.study_file import Study, Training, texts_key
+from distill.commands.sweep.study_file import UNTRAINED, Study, Training, texts_key
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported
 from distill.models.student import first_student, refuse_impossible, run_context
@@ -87,7 +87,7 @@ def train(training: Training, texts: Texts) -> tuple[PreTrainedModel, int]:
     progress = Progress()
     nobody: Any = None  # judges: the loop takes its steps one by one
     loop = Loop(config, accelerator, module, teacher, batches, target.tokenizer, nobody, progress, {})
-    for step in range(config.train.steps):
+    for step in range(0 if training.contestant == UNTRAINED else config.train.steps):
         progress.step = step
         progress.tokens_seen += loop.step(loop.micro_batches(step)).tokens
     trained = module.exported() if loop.average is None else loop.average.module

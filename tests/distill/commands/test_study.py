@@ -95,12 +95,16 @@ def test_a_study_from_file_to_cells_and_on_after_a_kill(
         run_sweep(path, console=quiet())
     stop_after = 99
     result = run_sweep(path, console=quiet())
-    # Tunings of one learning rate are the first seed's judged trainings too.
-    assert len(done) == len(set(done)) == 4
+    # Tunings of one learning rate are the first seed's judged trainings too; once, nothing is trained.
+    assert len(done) == len(set(done)) == 4 + 1
     assert result == json.loads((tmp_path / "runs" / "race" / "study.json").read_text())
     cells = {(c["rule"], c["temperature"], c["objective"], c["seed"]): c for c in result["cells"]}
     rules = [("sample", 1.0), ("greedy-draft", 1.0)]
-    assert set(cells) == {(*rule, name, seed) for rule in rules for name in ("kl", "tv") for seed in (0, 1)}
+    places = {(*rule, name, seed) for rule in rules for name in ("kl", "tv") for seed in (0, 1)}
+    assert set(cells) == places
+    assert [cell["rule"] for cell in result["untrained"]] == ["sample", "greedy-draft"]
+    assert result["untrained"][0]["alpha"] != cells[("sample", 1.0, "kl", 0)]["alpha"]
+    assert result["trained_tokens"][0] > 0
     assert {(row["objective"], row["lr"]) for row in result["tuning"]} == {("kl", 1e-3), ("tv", 1e-3)}
     assert [(one["rule"], one["objective"], one["seeds"], one["prompts"]) for one in result["paired"]] == [
         ("sample", "tv", [0, 1], 3), ("greedy-draft", "tv", [0, 1], 3)
@@ -108,7 +112,7 @@ def test_a_study_from_file_to_cells_and_on_after_a_kill(
     assert all(one["alpha_error"] >= 0 for one in result["paired"])
     console = quiet()
     assert run_sweep(path, dry_run=True, console=console) == result
-    assert "4 trainings finished, at least 0 to do" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "5 trainings finished, at least 0 to do" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def scores_of(accepted: list[float]) -> TokenScores:
@@ -147,8 +151,8 @@ def test_the_learning_rate_is_chosen_by_the_tuning_prompts_between_others(tmp_pa
     assert [(cell["alpha"], cell["lr"]) for cell in cells] == [(0.5, 9e-3)] * 2, (
         "the seed and temperature of the tuning"
     )
-    # Of tv three tunings and three more trainings, of kl three trainings.
-    assert books.plan().endswith("4 trainings finished, at least 9 to do, 9 CPU minutes")
+    # Of tv three tunings and three more trainings, of kl three trainings, two untrained drafts.
+    assert books.plan().endswith("4 trainings finished, at least 11 to do, 11 CPU minutes")
 
 
 @pytest.mark.parametrize(
@@ -173,9 +177,9 @@ def test_seeds_are_outermost_and_every_contestant_sees_the_same(tmp_path: Path, 
     _, study = study_of(tmp_path, tiny_config)
     planned = list(trainings(study, {("tiny", "tv"): 0.5}))
     assert [(one.seed, one.served.temperature, one.contestant, one.lr) for one in planned[:4]] == [
-        (0, 1.0, "kl", 3e-3), (0, 1.0, "tv", 0.5), (0, 0.0, "kl", 3e-3), (0, 0.0, "tv", 0.5)
+        (0, 1.0, "untrained", 3e-3), (0, 1.0, "kl", 3e-3), (0, 1.0, "tv", 0.5), (0, 0.0, "untrained", 3e-3)
     ]  # fmt: skip
-    assert len({one.result for one in planned}) == len(planned) == 8
+    assert len({one.result for one in planned}) == len(planned) == 2 + 8
     assert len({texts_key(study, one.config) for one in planned}) == 2
 
 
@@ -259,7 +263,7 @@ def test_the_shipped_studies_can_be_planned(name: str) -> None:
     assert len(own) == 1
     assert len({training.result for training in trainings(study, {})}) == len(list(trainings(study, {}))) > 0
     if name == "objectives":
-        configs = [training.config for training in trainings(study, {})][: len(study.contestants)]
+        configs = [training.config for training in trainings(study, {})][1 : 1 + len(study.contestants)]
         names = [(config.objective_names().pop(), config.loss.eta) for config in configs]
         assert names[0] == ("lk_hybrid", 3.0), "what the others are compared with is the default"
         assert {name for name, _ in names} == {*DIVERGENCES}
