@@ -83,10 +83,10 @@ def chosen(result: Row, rows: Sequence[Row]) -> dict[tuple[str, float], Row]:
         own = [row for row in rows if (row["rule"], row["temperature"]) == law]
         winners: dict[str, float] = {}
         for objective in dict.fromkeys(row["objective"] for row in own):
-            taus = [row["tau"] for row in own if row["objective"] == objective]
-            says = [tau["says"] for tau in taus]
-            if says.count("gain") >= 2 and "loss" not in says and min(row["seeds"] for row in own) > 1:
-                winners[objective] = float(np.mean([tau["gain"] for tau in taus]))
+            of_it = [row for row in own if row["objective"] == objective]
+            says = [row["tau"]["says"] for row in of_it]
+            if says.count("gain") >= 2 and "loss" not in says and min(row["seeds"] for row in of_it) > 1:
+                winners[objective] = float(np.mean([row["tau"]["gain"] for row in of_it]))
         best = max(winners, key=winners.__getitem__, default=result["reference"])
         told[law] = {"objective": best, "pairs": len({row["pair"] for row in own})}
     return told
@@ -171,20 +171,24 @@ def _method(result: Row, seeds: Sequence[int]) -> list[str]:
 
 
 def _defaults(result: Row, rows: Sequence[Row]) -> list[str]:
-    lines = ["| engine rule | objective | why |", "|---|---|---|"]
+    lines = ["| engine rule | objective | seeds | gains and losses in tau on so many pairs |", "|---|---|---|---|"]
     for (rule, temperature), told in chosen(result, rows).items():
         own = [row for row in rows if (row["rule"], row["temperature"]) == (rule, temperature)]
-        if told["objective"] == result["reference"]:
-            losses = [name for name in dict.fromkeys(row["objective"] for row in own) if _says(own, name).count("loss")]
-            why = "none is certainly better on two pairs"
-            why += (
-                f"; certainly worse somewhere: {', '.join(losses)}" if losses else "; no difference from any is certain"
-            )
-        else:
-            gains = [row["tau"]["gain"] for row in own if row["objective"] == told["objective"]]
-            why = f"tau {min(gains):+.3f} to {max(gains):+.3f}, certain on {_says(own, told['objective']).count('gain')} of {told['pairs']} pairs"
-        lines.append(f"| {_law_words(rule, temperature)} | {told['objective']} | {why} |")
-    rule = "A contestant takes the reference's place where its gain in tau is certain on at least two pairs and its loss on none, with several seeds."
+        counts = {name: _says(own, name) for name in dict.fromkeys(row["objective"] for row in own)}
+        parts = [
+            f"{word} for {', '.join(f'{name} {says.count(word)} of {len(says)}' for name, says in named.items())}"
+            for word in ("gain", "loss")
+            if (named := {name: says for name, says in counts.items() if word in says})
+        ]
+        seeds = sorted({row["seeds"] for row in own})
+        told_seeds = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        lines.append(
+            f"| {_law_words(rule, temperature)} | {told['objective']} | {told_seeds} | {'; '.join(parts) or 'no difference'} |"
+        )
+    rule = (
+        f"`{result['reference']}` is the default. A contestant takes its place where the gain in tau is certain on at least two pairs and the "
+        "loss on none, with several seeds; one seed decides nothing."
+    )
     return [*lines, "", rule] if rows else ["Nothing is finished yet."]
 
 
