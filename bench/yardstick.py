@@ -484,7 +484,7 @@ def with_earlier(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
         if found.get(key) != result[key]:
             raise UserError(f"{out}: made with another {key}; delete it, or give another --out")
     for name, recipe in result["recipes"].items():
-        if found["recipes"].get(name, recipe) != recipe:
+        if asdict(Recipe(**found["recipes"].get(name, recipe))) != recipe:  # a key that came later has its default
             raise UserError(f"{out}: {name} had another recipe; delete it, or give another --out")
     return result | {"recipes": found["recipes"] | result["recipes"], "runs": found["runs"]}
 
