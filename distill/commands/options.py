@@ -28,7 +28,9 @@ class ReportOptions:
     t_target: Annotated[
         str, typer.Option(help="target step of other hardware, e.g. 25ms: a second speed-up curve (with --t-draft)")
     ] = ""
-    t_draft: Annotated[str, typer.Option(help="draft step of other hardware, e.g. 3ms")] = ""
+    t_draft: Annotated[
+        str, typer.Option(help="draft call of other hardware (a token, or a block drafted in one pass), e.g. 3ms")
+    ] = ""
     price_per_hour: Annotated[
         str,
         typer.Option(
@@ -105,7 +107,10 @@ class CompareOptions:
 
     drafts: Annotated[
         list[str],
-        typer.Argument(help="two or more: runs, checkpoints, model directories, hub ids; `lookup`, `lookup+DRAFT`"),
+        typer.Argument(
+            help="two or more: runs, checkpoints, model directories, hub ids; `lookup`, `lookup+DRAFT`; `parallel+DRAFT`, `lookup+parallel+DRAFT`: "
+            "a block in one pass"
+        ),
     ]
     on: Annotated[
         Path | None, typer.Option(help="run whose held-out text judges all; default: the first run named")
@@ -243,7 +248,12 @@ class ProbeOptions:
     t_target: Annotated[
         str, typer.Option(help="given instead of measured: one target step, e.g. 25ms (with --t-draft)")
     ] = ""
-    t_draft: Annotated[str, typer.Option(help="given instead of measured: one draft step, e.g. 3ms")] = ""
+    t_draft: Annotated[
+        str,
+        typer.Option(
+            help="given instead of measured: one draft call (a token, or a block drafted in one pass), e.g. 3ms"
+        ),
+    ] = ""
     t_verify: Annotated[
         str, typer.Option(help="given: one verify call of a block; default: as long as a target step")
     ] = ""

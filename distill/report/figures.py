@@ -3,7 +3,6 @@
 matplotlib knows nothing of light and dark, so it draws in stand-in colours that are then replaced by `var(--...)`. Text stays text.
 """
 
-import functools
 import io
 import warnings
 import xml.etree.ElementTree as ElementTree
@@ -13,7 +12,16 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from distill.report.tables import GivenTimes, in_order, judged, labels_of, main_curves, number, timed_speed_ups
+from distill.report.tables import (
+    GivenTimes,
+    in_one_pass,
+    in_order,
+    judged,
+    labels_of,
+    main_curves,
+    number,
+    timed_speed_ups,
+)
 from distill.run.result import Calibration, Curve, Result, RuleCurves
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone
@@ -213,11 +221,11 @@ def _speed_axis(axis: Any) -> None:
 
 
 def _speed_lines(
-    axis: Any, result: Result, curves: RuleCurves, speed_ups: Callable[[Curve], Mapping[int, float]]
+    axis: Any, result: Result, curves: RuleCurves, speed_ups: Callable[[str, Curve], Mapping[int, float]]
 ) -> None:
     """A line a draft; the judged one's peak is named."""
     for name, curve in in_order(result, curves):
-        fast = {gamma: value for gamma, value in speed_ups(curve).items() if gamma <= LAST_GAMMA}
+        fast = {gamma: value for gamma, value in speed_ups(name, curve).items() if gamma <= LAST_GAMMA}
         if not fast:
             continue
         axis.plot(list(fast), list(fast.values()), **{**_style(result, name), "markersize": 3})
@@ -235,7 +243,7 @@ def _speed_lines(
 
 def _speeds(axis: Any, result: Result, curves: RuleCurves) -> None:
     main, gamma = judged(result), result.verdict.gamma
-    _speed_lines(axis, result, curves, functools.partial(timed_speed_ups, result))
+    _speed_lines(axis, result, curves, lambda _, curve: timed_speed_ups(result, curve))
     if main.speed_up is not None and curves.rule == result.verdict.rule:
         ends = main.speed_up_ci
         error = [[abs(main.speed_up - end)] for end in ends] if ends else None
@@ -254,7 +262,7 @@ def _speeds(axis: Any, result: Result, curves: RuleCurves) -> None:
 
 
 def _given_speeds(axis: Any, result: Result, curves: RuleCurves, given: GivenTimes) -> None:
-    _speed_lines(axis, result, curves, given.speed_ups)
+    _speed_lines(axis, result, curves, lambda name, curve: given.speed_ups(curve, in_one_pass(result, name)))
     _speed_axis(axis)
 
 

@@ -16,6 +16,7 @@ from distill.report.tables import (
     GivenTimes,
     Table,
     contest_table,
+    cost_words,
     count,
     disagreement_table,
     forgetting_table,
@@ -51,9 +52,10 @@ GLOSSARY = {
     "tau, block efficiency": "Tokens written per call of the target: from 1 (every proposal is wrong) to gamma + 1.",
     "survival": "How often the first j tokens of a block are all accepted.",
     "correction, bonus": "The target's own token: in place of the first rejected one, or behind a block that was accepted whole.",
-    "c, cost ratio": "Seconds of one step of the draft over seconds of one step of the target.",
+    "c, cost ratio": "Seconds of one draft call over seconds of one step of the target. A call drafts a token, or the whole block where the draft "
+    "drafts it in one pass.",
     "v": "Seconds of the target call that verifies a block over seconds of a call for one token.",
-    "speed-up": "Tokens per second over the same target alone: tau / (gamma c + v).",
+    "speed-up": "Tokens per second over the same target alone: tau / (gamma c + v), or tau / (c + v) in one pass a block.",
     "replay": "tau computed from the two models' probabilities along stored text of the target, for every gamma at once.",
     "rule": "How the server accepts. sample: the draft samples; greedy-draft: the draft takes its most probable token; greedy: both do "
     "(temperature 0); block: accepts whole blocks jointly.",
@@ -61,13 +63,13 @@ GLOSSARY = {
 }
 
 
-def times_words(given: GivenTimes) -> str:
+def times_words(given: GivenTimes, verdict: Verdict) -> str:
     """At which step times a speed-up is computed, and where they come from."""
     source = {"given": "given", "measured": "measured here", "example": "an example, nothing was measured here"}[
         given.source
     ]
     return (
-        f"target {1e3 * given.target_seconds:.4g} ms a step, draft {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}), each drafted "
+        f"target {1e3 * given.target_seconds:.4g} ms a step, draft {1e3 * given.draft_seconds:.4g} ms ({cost_words(verdict, given.cost_ratio, 3)}), each drafted "
         f"token lengthens the target's call by {percent(given.verify_extra, 1)} ({source})"
     )
 
@@ -95,10 +97,10 @@ def speed_line(result: Result) -> str:
     if costs is None or verdict.best_gamma is None:
         return ""
     if verdict.best_gamma == 0:
-        return f"No gamma pays on this machine (c = {costs.cost_ratio:.2f})."
+        return f"No gamma pays on this machine ({cost_words(verdict, costs.cost_ratio)})."
     return (
         f"Best gamma on this machine: {best_gamma_words(verdict)}, predicted speed-up {times(verdict.predicted_speed_up)} "
-        f"(c = {costs.cost_ratio:.2f}, batch {costs.batch_size})."
+        f"({cost_words(verdict, costs.cost_ratio)}, batch {costs.batch_size})."
     )
 
 
@@ -263,7 +265,7 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
         ("timed at", f"batch {costs.batch_size}, context {costs.context} tokens" if costs else ""),
         (
             "step times",
-            f"target {1e3 * costs.target_step_seconds:.2f} ms, draft {1e3 * costs.draft_step_seconds:.2f} ms, c = {costs.cost_ratio:.3f}"
+            f"target {1e3 * costs.target_step_seconds:.2f} ms, draft {1e3 * costs.draft_step_seconds:.2f} ms, {cost_words(verdict, costs.cost_ratio, 3)}"
             if costs
             else "",
         ),
@@ -384,7 +386,7 @@ def _speed_parts(result: Result, given: GivenTimes, missing: Mapping[str, str]) 
         f"Rule {escaped(row.rule)} is left out: {escaped(row.why)}."
         for row in (result.curves.refused if result.curves else [])
     ]
-    parts += [f"Speed-up at these times: {escaped(times_words(given))}.", markdown_table(at_times)]
+    parts += [f"Speed-up at these times: {escaped(times_words(given, result.verdict))}.", markdown_table(at_times)]
     return [part for part in parts if part]
 
 

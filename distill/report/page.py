@@ -149,7 +149,7 @@ def render_page(result: Result, given: GivenTimes | None = None, prices: Prices 
         missing=report_text.missing_lines(result),
         figures={name: Markup(svg) for name, svg in figures_of(result, given).items()},
         given=given,
-        given_words=report_text.times_words(given),
+        given_words=report_text.times_words(given, result.verdict),
         curve_data=_curve_data(result),
         token_data=_token_data(result),
         tables=report_tables,
@@ -180,6 +180,7 @@ def _curve_data(result: Result) -> dict[str, Any]:
                         "colour": colours[name],
                         "gammas": curve.gammas,
                         "tau": curve.tau,
+                        "parallel": report_tables.in_one_pass(result, name),
                     }
                     for name, curve in in_order(result, curves)
                 ],

@@ -14,7 +14,7 @@ from distill.export.export import ExportReport
 from distill.report.markdown import best_gamma_words
 from distill.report.money import Prices, money_section
 from distill.report.screen_table import screen_table
-from distill.report.tables import interval, number
+from distill.report.tables import cost_words, interval, number, way_of
 from distill.run.result import Result
 from distill.run.verdict_record import Costs, Interval, Judgement, OnText, Verdict
 from speculative.decoder.responses import Response
@@ -35,7 +35,7 @@ def verdict_table(verdict: Verdict) -> Table:
         padding=(0, 1, 0, 0),
         caption="alpha: acceptance rate; tau: tokens per target call; [95 % interval]; g: gamma that the speed is of",
     )
-    alone = verdict.target_tokens_per_second
+    alone, way = verdict.target_tokens_per_second, way_of(verdict)
     if alone is not None:
         table.add_row(
             "target alone", "", "1.00", "", f"{alone:.0f}", "1.00x", style="bold" if verdict.run == "target" else ""
@@ -45,7 +45,9 @@ def verdict_table(verdict: Verdict) -> Table:
         if row is None:
             continue
         table.add_row(
-            name if row.step is None else f"{name}\n  (step {row.step})",
+            name
+            + ("" if row.step is None else f"\n  (step {row.step})")
+            + (f"\n  {way}" if key == "best" and way else ""),
             f"{row.alpha:.3f}\n{interval(row.alpha_ci, 2)}",
             f"{row.tau:.2f}" + (f"\n{interval(row.tau_ci, 2)}" if row.tau_ci else "\n(replay)"),
             f"{row.accepted_per_drafted:.3f}" if row.accepted_per_drafted is not None else "",
@@ -155,8 +157,9 @@ def _cost_line(verdict: Verdict, costs: Costs) -> str:
         else "no gamma pays on this machine"
     )
     break_even = costs.break_even_alpha
-    return f"{best}; cost ratio c = {costs.cost_ratio:.2f}, break-even alpha at gamma {verdict.gamma} = " + (
-        "none" if break_even is None else f"{break_even:.2f}"
+    return (
+        f"{best}; cost ratio {cost_words(verdict, costs.cost_ratio)}, break-even alpha at gamma {verdict.gamma} = "
+        + ("none" if break_even is None else f"{break_even:.2f}")
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distill.run.result import Contestant, Curve, ResponseSeen, Result, RuleCurves, SliceRow
-from distill.run.verdict_record import Outcome
+from distill.run.verdict_record import WAYS, Outcome, Verdict
 from speculative.measure.cost import predicted_speed_up
 
 NOTHING = "\N{EN DASH}"
@@ -56,7 +56,9 @@ class Table:
 
 @dataclass(frozen=True)
 class GivenTimes:
-    """Step times in seconds at which a speed-up is computed; `verify_extra`: how much each drafted token lengthens the target's call.
+    """Times in seconds of a target step and a draft call at which a speed-up is computed.
+
+    verify_extra: how much each drafted token lengthens the target's call.
 
     source: "given", "measured" or "example".
     """
@@ -70,13 +72,14 @@ class GivenTimes:
     def cost_ratio(self) -> float:
         return self.draft_seconds / self.target_seconds
 
-    def speed_up(self, gamma: int, tau: float) -> float:
-        """tau / (gamma c + v) with v = 1 + gamma * verify_extra."""
-        return predicted_speed_up(tau, gamma, self.cost_ratio, 1 + gamma * self.verify_extra)
+    def speed_up(self, gamma: int, tau: float, parallel: bool = False) -> float:
+        """tau / (gamma c + v) with v = 1 + gamma * verify_extra; parallel: a block is one draft call."""
+        c = self.cost_ratio / (max(gamma, 1) if parallel else 1)
+        return predicted_speed_up(tau, gamma, c, 1 + gamma * self.verify_extra)
 
-    def speed_ups(self, curve: Curve) -> dict[int, float]:
+    def speed_ups(self, curve: Curve, parallel: bool = False) -> dict[int, float]:
         """{gamma: speed-up} along a curve."""
-        return {gamma: self.speed_up(gamma, tau) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
+        return {gamma: self.speed_up(gamma, tau, parallel) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -147,6 +150,22 @@ def measured_times(result: Result) -> GivenTimes:
     return GivenTimes(costs.target_step_seconds, costs.draft_step_seconds, extra, "measured")
 
 
+def way_of(verdict: Verdict) -> str:
+    """How the best drafts, in words; empty where it can only draft token by token."""
+    both = verdict.drafting == "parallel" or any(rival.name in WAYS.values() for rival in verdict.rivals)
+    return WAYS[verdict.drafting] if both else ""
+
+
+def cost_words(verdict: Verdict, ratio: float, digits: int = 2) -> str:
+    """`c = 0.25`, of a block where the best drafts it in one pass."""
+    return f"c = {ratio:.{digits}f}{' of a block' if verdict.drafting == 'parallel' else ''}"
+
+
+def in_one_pass(result: Result, name: str) -> bool:
+    """Whether a contestant, or the draft in question otherwise, drafts a block in one pass."""
+    return name == WAYS["parallel"] or (name == judged(result).name and result.verdict.drafting == "parallel")
+
+
 def timed_speed_ups(result: Result, curve: Curve) -> dict[int, float]:
     """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""
     last = max(result.costs.verify_ratio, default=None) if result.costs else None
@@ -175,6 +194,7 @@ def headline_table(result: Result) -> Table:
     known = {"gain, same text": verdict.effects, "against the served draft": verdict.against_served}
     compared = {name: effects for name, effects in known.items() if effects}
     heads = [f"{row.label or row.name}" + (f" (step {row.step})" if row.step is not None else "") for row in rows]
+    heads[0] += f", {way}" if (way := way_of(verdict)) else ""
 
     def line(name: str, key: str, digits: int, how: Any = number) -> list[Cell]:
         cells = [Cell(name)]
@@ -216,7 +236,15 @@ def contest_table(result: Result) -> Table | None:
             fast = ((verdict.speed_up or {})[name], (verdict.speed_up_ci or {}).get(name) or TOO_FEW_TIMED)
             chosen, rate = verdict.run == name, draft.tokens_per_second
             found.append(
-                _contest_row(labels.get(name, name), "", chosen, draft.speed_gamma, draft.speed_tau, rate, fast)
+                _contest_row(
+                    labels.get(name, name),
+                    way_of(verdict) if name == "best" else "",
+                    chosen,
+                    draft.speed_gamma,
+                    draft.speed_tau,
+                    rate,
+                    fast,
+                )
             )
     for rival in verdict.rivals:
         sizes = f"n-grams of {rival.ngrams[1]} to {rival.ngrams[0]}" if rival.ngrams else ""
@@ -281,7 +309,8 @@ def given_table(result: Result, given: GivenTimes) -> Table | None:
     curves = main_curves(result)
     if curves is None:
         return None
-    labels, columns = labels_of(result), {name: given.speed_ups(curve) for name, curve in in_order(result, curves)}
+    labels = labels_of(result)
+    columns = {name: given.speed_ups(curve, in_one_pass(result, name)) for name, curve in in_order(result, curves)}
     gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns.values())]
     best = {name: max(gammas, key=column.__getitem__, default=0) for name, column in columns.items()}
     rows = [

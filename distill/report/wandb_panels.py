@@ -13,6 +13,7 @@ from distill.report.tables import (
     disagreement_table,
     forgetting_table,
     headline_table,
+    in_one_pass,
     judged,
     labels_of,
     main_curves,
@@ -116,7 +117,10 @@ def _charts(wandb: Any, result: Result, given: GivenTimes) -> dict[str, Any]:
         timed = {name: fast for name, curve in known.items() if (fast := timed_speed_ups(result, curve))}
         chart("tau", "tau over gamma", "gamma", {name: (curve.gammas, curve.tau) for name, curve in known.items()})
         over_gamma("speed-up", "speed-up here", timed)
-        at_times = {name: given.speed_ups(curve) for name, curve in known.items()}
+        at_times = {
+            labels.get(name, name): given.speed_ups(curve, in_one_pass(result, name))
+            for name, curve in curves.contestants.items()
+        }
         over_gamma("speed-up at given times", "speed-up at given times", at_times)
     if result.calibration:
         bins = result.calibration.bins

@@ -219,8 +219,8 @@ class Costs(Record):
     """Measured seconds at batch 1, c and v."""
 
     target_step_seconds: float = Field(description="one step of the target")
-    draft_step_seconds: float = Field(description="one step of the draft")
-    cost_ratio: float = Field(description="c: draft step over target step")
+    draft_step_seconds: float = Field(description="one draft call: a token, or a whole block drafted in one pass")
+    cost_ratio: float = Field(description="c: draft call over target step")
     cost_ratio_at: dict[int, float] = Field({}, description="c by gamma")
     verify_ratio: dict[int, float] = Field(description="v by gamma: verifying call over target step")
     break_even_alpha: float | None = Field(

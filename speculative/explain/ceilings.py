@@ -27,11 +27,12 @@ from speculative.measure.rival_replay import (
     tuned_cascade_at,
     tuned_lookup,
 )
-from speculative.measure.token_scores import StoredText, TokenScores
+from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 from speculative.rules.sampling import SamplingSettings
 
 # A draft step of more than .6 target steps: the break-even alpha at gamma 5 is .83 even where verifying is free of
 # charge (v = 1), as much as the best distilled drafts reach, and a perfect draft stays under 1 / c = 1.67x at any gamma.
+# Of a draft that takes one call a block no such thing holds.
 HOPELESS_COST_RATIO = 0.6
 # Of what a perfect draft would gain, real ones (alpha .7-.85) gain a third: under 1.5x that is nothing.
 PERFECT_WORTH = 1.5
@@ -103,7 +104,7 @@ def closed_share(alpha: float, ceiling_alpha: float = 1.0) -> float:
 
 
 def partly_closed(accept_probs: Sequence[np.ndarray], ceilings: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
-    """Acceptance (T,) per text of a draft that is the ceiling's at a share of the positions and itself at the others.
+    """Acceptance, (T,) or by start and offset (T, J), of a draft that is the ceiling's at a share of the places, else itself.
 
     So alpha closes that share of its gap, and hard places stay as unevenly spread as they are: replaying it does not
     assume that acceptance is independent from token to token.
@@ -120,7 +121,7 @@ def partly_closed_tau(tau: float, gamma: int, other_tau: float, other_closed_tau
 def hopeless_because(costs: StepCosts) -> HopelessReason | None:
     """Why no draft of this price can pay enough, whatever it learns; None when one can."""
     gammas = ceiling_gammas(costs)
-    if costs.cost_ratio > HOPELESS_COST_RATIO:
+    if not costs.parallel and costs.cost_ratio > HOPELESS_COST_RATIO:
         return "cost_ratio"
     if best_gamma(perfect_taus(gammas), costs)[1] < PERFECT_WORTH:
         return "perfect_draft"
@@ -147,7 +148,7 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
     taus = perfect_taus(gammas) if perfect else {gamma: iid_tau(REALISTIC_ALPHA, gamma) for gamma in gammas}
     gamma, speed_up = best_gamma(taus, costs)
     shown = gamma or max(costs.verify_seconds, default=1)
-    price = f"c = {costs.cost_ratio:.2f}"
+    price = f"c = {costs.cost_ratio:.2f}" + (" of a block" if costs.parallel else "")
     if culprit != "draft":
         price += f" and v({shown}) = {costs.verify_ratio(shown):.2f}"
     whose = "always accepted" if perfect else f"accepted at alpha {REALISTIC_ALPHA}"
@@ -259,20 +260,22 @@ def draft_outlook(
     `speed_up_ci` takes the costs as exact. The ceiling is alpha 1, but that of `greedy_ceiling` where the draft takes its
     argmax and the target samples. rival: speed-up of what costs no training. texts: what was scored; then there is also
     "together": {"now", "reachable"}, prompt lookup before the draft, for a rule that judges each token alone.
+
+    Of a parallel draft, at the gammas it was scored for, `reachable` closes that share at every offset of a block.
     """
-    gammas = range(1, max(costs.verify_seconds) + 1)
-    curve = rule_curve(scores, prompt_keys, rule, range(gammas.stop), survival_gamma=gammas.stop - 1)
+    gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
+    curve = rule_curve(scores, prompt_keys, rule, (0, *gammas), survival_gamma=gammas[-1])
     taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
     del taus[0]
-    own = [text.accept_probs(rule) for text in scores]
+    own = [(text.by_start or text).accept_probs(rule) for text in scores]
     if rule == "greedy-draft":
-        best = [text.matches.astype(np.float64) for text in peaks]
+        best = [_by_start(text.matches.astype(np.float64), probs) for text, probs in zip(peaks, own, strict=True)]
         ceiling_alpha, ceiling_taus = (
             alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0],
             replay(best, gammas),
         )
     else:
-        best = [np.ones(len(text)) for text in scores]
+        best = [np.ones_like(probs) for probs in own]
         ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
     share = closed_share(curve["alpha"], ceiling_alpha)
     closed = partly_closed(own, best, share)
@@ -310,6 +313,14 @@ def draft_outlook(
             (together["now"]["speed_up"], together["reachable"]["speed_up"]) if together else (1.0, 1.0),
         ),
     }
+
+
+def _by_start(probs_T: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Probabilities of tokens, as a table (T, J) by start and offset where `like` is one; 1 behind the end."""
+    if like.ndim == 1:
+        return probs_T
+    padded = np.concatenate((probs_T, np.ones(like.shape[1] - 1)))
+    return np.lib.stride_tricks.sliding_window_view(padded, like.shape[1])
 
 
 def _together(

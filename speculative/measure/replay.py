@@ -278,7 +278,7 @@ def survival_sums(
 def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:
     """{gamma: tau}: tokens of all responses over expected target calls, by rules that judge each token alone.
 
-    accept_probs: a_t (T,) of each response.
+    accept_probs: a_t (T,) of each response; of a parallel draft tables (T, J) by start and offset.
     """
     gammas = tuple(gammas)
     tokens = sum(len(probs) for probs in accept_probs)

@@ -195,7 +195,7 @@ def tuned_cascade_at(
     gammas: Sequence[int] = GAMMAS,
     sizes: Sequence[tuple[int, int]] = NGRAM_SIZES,
 ) -> Tuned:
-    """`tuned_cascade` of a draft whose tokens are kept with these probabilities (T,), each by itself (as `replay.replay`)."""
+    """`tuned_cascade` of a draft whose tokens are kept with these probabilities, each by itself (as `replay.replay`)."""
     with np.errstate(divide="ignore"):
         return _tuned_before(texts, [TextCosts(-np.log(probs)) for probs in accept_probs], costs, gammas, sizes)
 

@@ -1,7 +1,8 @@
 """`understudy compare A B ...`: drafts side by side on one frozen held-out text, paired prompt by prompt; a gate for CI.
 
 `lookup` and `lookup+DRAFT` are contestants too: prompt lookup alone and before a draft, at the n-gram sizes that replay of
-the text finds best at the gamma compared at; they have no alpha.
+the text finds best at the gamma compared at; they have no alpha. `parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one
+pass, which takes a draft trained for it (student.parallel).
 Alpha and tau come from replay, so the target's weights are needed only to time the drafts, and drafts that were never
 trained here are judged like any other. Differences are against the first draft, their intervals widened for the number
 of drafts (Bonferroni); those by domain also for the number of domains.
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from data.files import read_manifest, writing
 from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
-from distill.commands.compare.contestants import Entry, draft_of, is_rival, with_lookup
+from distill.commands.compare.contestants import Entry, draft_of, drafting_of, is_rival, with_lookup
 from distill.commands.compare.screen import plot_comparison
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_plot, check_writable, write_asked
@@ -28,8 +29,10 @@ from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.verdict.evidence import step_costs, typical_length
+from speculative.drafters.parallel import Drafting, ParallelDrafter
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
+from speculative.evaluate import PARALLEL_OFFSETS
 from speculative.measure.cost import StepCosts
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
@@ -154,26 +157,31 @@ def load_text(options: CompareOptions) -> FrozenText:
 def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Entry]:
     """Every contestant: its draft scored on the text and, if asked, timed beside the target; one in memory at a time.
 
-    Drafts of one shape share one measurement, because their steps cost the same; all share the target's own times, so
-    that two drafts differ by their own steps alone.
+    Drafts of one shape that draft alike share one measurement, because their steps cost the same; all share the target's own
+    times, so that two drafts differ by their own steps alone.
 
     Raises:
-        UserError: naming the draft that is not there, has another vocabulary, or cannot read so long a text.
+        UserError: naming the draft that is not there, has another vocabulary, cannot read so long a text, or cannot draft so.
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
-    known: dict[str, tuple[Entry, Any]] = {}
+    known: dict[tuple[str, Drafting], tuple[Entry, Any]] = {}
     by_shape: dict[Any, StepCosts] = {}
     entry: Entry | None
     shape: Any
-    for path in dict.fromkeys(path for name in names if (path := draft_of(name)) is not None):
-        model = find_student(path)
+    for path, drafting in dict.fromkeys(
+        (path, drafting_of(name)) for name in names if (path := draft_of(name)) is not None
+    ):
+        model = find_student(path), drafting
         if model not in known:
-            draft = _load(text, path)
-            scores = score_tokens(draft, text.responses, text.sampling)
-            shape = tuple((key, tuple(weight.shape)) for key, weight in draft.named_parameters())
+            draft, offsets = _load(text, path), None
+            if drafting == "parallel":
+                ParallelDrafter(draft, path)
+                offsets = max(gamma, PARALLEL_OFFSETS)
+            scores = score_tokens(draft, text.responses, text.sampling, offsets=offsets)
+            shape = (drafting, *((key, tuple(weight.shape)) for key, weight in draft.named_parameters()))
             if timing and shape not in by_shape:
-                by_shape[shape] = _timed(text, draft, gamma)
+                by_shape[shape] = _timed(text, draft, gamma, drafting)
             parameters = sum(weight.numel() for weight in draft.parameters())
             known[model] = Entry(path, path, parameters, scores, None), shape
     costs = _shared_target(by_shape)
@@ -181,7 +189,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     for number, name in enumerate(names):
         entry, shape = None, next(iter(costs), None)
         if (path := draft_of(name)) is not None:
-            entry, shape = known[find_student(path)]
+            entry, shape = known[find_student(path), drafting_of(name)]
         own = costs.get(shape)
         if is_rival(name):
             entry = with_lookup(entry, text.responses, text.rule, gamma, own)
@@ -208,12 +216,12 @@ def _load(text: FrozenText, path: str) -> PreTrainedModel:
     return draft
 
 
-def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int) -> StepCosts:
+def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int, drafting: Drafting) -> StepCosts:
     target = text.target.model
     config = text.config
     context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
-    return step_costs(config.judge, settings, target, draft, context, typical_length(text.responses))
+    return step_costs(config.judge, settings, target, draft, context, typical_length(text.responses), drafting)
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:

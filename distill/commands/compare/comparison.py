@@ -12,12 +12,14 @@ from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Rec
 from distill.verdict.verdict import describe_costs
 from speculative.measure.curves import CURVE_GAMMAS, calls_curve, rule_curve
 from speculative.measure.effects import effects_of_calls, paired_effects
+from speculative.measure.token_scores import scored_gammas
 
 
 class ComparedDraft(Record):
     """A contestant's row: tau at the gamma compared at, `taus` at every gamma; speeds are predicted, null without timing.
 
-    Of `lookup` and `lookup+DRAFT` alpha and survival are null, and the n-gram sizes are told.
+    Of `lookup` and `lookup+DRAFT` alpha and survival are null, and the n-gram sizes are told. Of `parallel+DRAFT` the draft step and
+    `cost_ratio` are those of a block, which is one draft call; `cost_ratio_at` is of a token of it.
     """
 
     name: str
@@ -157,7 +159,7 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedDr
     if entry.costs is None:
         return row
     # Gammas beyond the measured ones would be guesses.
-    gammas = list(range(1, max(entry.costs.verify_seconds) + 1))
+    gammas = scored_gammas(entry.scores or [], range(1, max(entry.costs.verify_seconds) + 1))
     steps_NK = entry.steps(rule, gammas)
     assert steps_NK is not None
     speeds = dict(zip(gammas, (curve["tokens"] / steps_NK.sum(0)).tolist(), strict=True))
@@ -186,7 +188,7 @@ def _tokens(entry: Entry) -> np.ndarray:
 
 def _curve(entry: Entry, keys: Sequence[Any], rule: str, gammas: Iterable[int], survival_gamma: int) -> dict[str, Any]:
     """`rule_curve`; of a rival without alpha and survival."""
-    gammas = list(gammas)
+    gammas = scored_gammas(entry.scores or [], gammas)
     if entry.kept is None:
         assert entry.scores is not None
         return rule_curve(entry.scores, keys, rule, gammas, survival_gamma=survival_gamma)

@@ -1,4 +1,4 @@
-"""Who is compared: drafts, and the rivals that cost no training, `lookup` and `lookup+DRAFT`. What replay says of each.
+"""Who is compared: drafts, token by token or `parallel+DRAFT`, and lookup alone or before one. What replay says of each.
 
 Shapes: N responses, K gammas.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from speculative.drafters.parallel import Drafting
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts, given_costs
 from speculative.measure.curves import CURVE_GAMMAS
@@ -25,7 +26,7 @@ from speculative.measure.rival_replay import (
 from speculative.measure.token_scores import TokenScores
 
 LOOKUP = "lookup"
-BEFORE = f"{LOOKUP}+"
+BEFORE, PARALLEL = f"{LOOKUP}+", "parallel+"
 # Where nothing was timed the fewest target calls are best.
 UNTIMED = given_costs(1.0, 0.0)
 
@@ -74,7 +75,12 @@ class Entry:
 
 def draft_of(contestant: str) -> str | None:
     """The draft in a contestant's name, None for lookup alone. A folder of that name is `./lookup`."""
-    return None if contestant == LOOKUP else contestant.removeprefix(BEFORE)
+    return None if contestant == LOOKUP else contestant.removeprefix(BEFORE).removeprefix(PARALLEL)
+
+
+def drafting_of(contestant: str) -> Drafting:
+    """How its draft drafts: a block in one pass in `parallel+DRAFT` and `lookup+parallel+DRAFT`."""
+    return "parallel" if contestant.removeprefix(BEFORE).startswith(PARALLEL) else "autoregressive"
 
 
 def is_rival(contestant: str) -> bool:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.commands.compare.comparison import Comparison
+from distill.commands.compare.contestants import drafting_of
 from distill.report.plot import write_figure
 from distill.report.screen_table import screen_table
 from distill.report.tables import NOTHING, interval
@@ -37,9 +38,11 @@ def compare_table(result: Comparison) -> Table:
         ]
         if row.speed_up is not None:
             best = f"{row.best_gamma}: {row.best_speed_up:.2f}x" if row.best_gamma else "none pays"
-            seconds = row.draft_step_seconds
+            seconds, of_block = row.draft_step_seconds, " a block" if drafting_of(row.path) == "parallel" else ""
             cells += [
-                NOTHING if seconds is None else f"{1e3 * seconds:.2f} ms\n(c = {row.cost_ratio:.2f})",
+                NOTHING
+                if seconds is None
+                else f"{1e3 * seconds:.2f} ms{of_block}\n(c = {row.cost_ratio:.2f}{of_block})",
                 f"{row.speed_up:.2f}x\n{interval(row.speed_up_ci, 2)}",
                 best,
             ]

@@ -16,22 +16,31 @@ from distill.commands.generate.generate import place_of
 from distill.commands.options import STDLIB, ProbeOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.memory import Device, device_of, memory_record
+from distill.commands.probe.plan import MOST_GAMMA, TIMED_CONTEXT, Plan, read_plan
 from distill.commands.probe.rivals import repetition_of, rival_rows
-from distill.commands.probe.screen import Stages, assumptions, busy_machine, draft_sentence, overall_sentence
+from distill.commands.probe.screen import (
+    Stages,
+    assumptions,
+    busy_machine,
+    draft_sentence,
+    overall_sentence,
+    ways_sentence,
+)
 from distill.config.sections import TargetConfig
 from distill.models.draft import as_exported, read_draft
 from distill.models.load import model_fingerprint, resolve, saved_dtype
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
-from distill.report.durations import parse_seconds
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.session import context_limit
+from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.drafters.parallel import Drafting, draftings_of
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, frozen_responses
 from speculative.explain import ceilings
-from speculative.measure.cost import StepCosts, best_gamma, given_costs, measure_costs
+from speculative.measure.cost import StepCosts, best_gamma, measure_costs
 from speculative.measure.effects import rough_detectable
 from speculative.measure.replay import law_of
 from speculative.measure.self_checks import self_checks
@@ -39,30 +48,16 @@ from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
-MOST_GAMMA = 16
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
-TIMED_BLOCKS, TIMED_CONTEXT = 8, 128
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The options, read. `lead`: temperature and rule that costs, decision and sentences are about."""
-
-    temperatures: list[float]
-    gammas: list[int]
-    batch_sizes: list[int]
-    given: StepCosts | None
-    context: int = TIMED_CONTEXT
-
-    @property
-    def lead(self) -> tuple[float, Rule]:
-        sampled = [value for value in self.temperatures if value > 0]
-        return (sampled[0], "sample") if sampled else (0.0, "greedy")
+TIMED_BLOCKS = 8
 
 
 @dataclass
 class _Candidate:
-    """A draft that was asked about; `model` is None and `record["refused"]` says why when it cannot be used."""
+    """A draft that was asked about; `model` is None and `record["refused"]` says why when it cannot be used.
+
+    One that can draft both ways is two, of one model: see `_ways`.
+    """
 
     record: dict[str, Any]
     model: PreTrainedModel | None
@@ -92,8 +87,9 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
 
     Stages are named on `console`. Keys: target, settings, checks, texts, costs (of the target alone), lookup and
     rivals, repetition and
-    greedy_ceilings by temperature, drafts (each: refused, vocabulary, costs by rule and batch size, cells by temperature
-    and rule, lead, decision, go, sentence), notes, seconds by stage, and of the best draft decision, go, best, sentence.
+    greedy_ceilings by temperature, drafts (each: refused, drafting, vocabulary, costs by rule and batch size, cells by temperature
+    and rule, lead, decision, go, sentence), notes, seconds by stage, and of the best draft decision, go, best, drafting, sentence.
+    A draft that can draft both ways has two rows there, and is the faster of them in the decision.
     `decision` is one of `ceilings.DecisionWord`, or `no_draft`. Decisions and speed-ups are for the first batch size.
 
     Raises:
@@ -109,7 +105,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, An
         target = opened.model
         prompts, notes = _prompts(options, opened.tokenizer, opened.facts.context_length)
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        candidates = [_candidate(path, opened, longest) for path in options.drafts or ()]
+        candidates = [way for path in options.drafts or () for way in _ways(_candidate(path, opened, longest))]
     _require_one(candidates)
     settings = _decode_settings(options, target, plan.lead[0])
     with stages("self-check"):
@@ -169,50 +165,8 @@ def _memory(
     if device is None:
         return None
     served = saved_dtype(target.config) if dtype == "auto" else target.dtype
-    drafts = [(one.record["name"], one.model) for one in candidates if one.model is not None]
-    return memory_record(device, served, target, drafts)
-
-
-def read_plan(options: ProbeOptions) -> _Plan:
-    """Temperatures, gammas, batch sizes and given costs. Raises UserError naming the option that cannot be."""
-    temperatures = _numbers(options.temperatures, "--temperatures", float, 0.0, 100.0)
-    gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
-    batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)
-    for value, option in ((options.count, "--count"), (options.max_tokens, "--max-tokens")):
-        if value < 1:
-            raise UserError(f"{option} {value}: give at least 1")
-    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
-    if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
-        raise UserError("--prompt-column and --messages-column: stdlib has no columns; name a source with --prompts")
-    if bool(options.t_target) != bool(options.t_draft):
-        raise UserError(
-            "--t-target and --t-draft go together: c is one over the other; give both, or neither to measure"
-        )
-    if options.t_verify and not options.t_target:
-        raise UserError("--t-verify needs --t-target and --t-draft: times are all given or all measured")
-    given = None
-    if options.t_target:
-        verify = parse_seconds(options.t_verify, "--t-verify") if options.t_verify else None
-        target, draft = parse_seconds(options.t_target, "--t-target"), parse_seconds(options.t_draft, "--t-draft")
-        if verify is not None and verify < target:
-            raise UserError(
-                f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call of several tokens "
-                "takes no less than one of a single token"
-            )
-        given, batch_sizes = given_costs(target, draft, verify, MOST_GAMMA), [1]
-    return _Plan(temperatures, gammas, batch_sizes, given)
-
-
-def _numbers(text: str, option: str, kind: Any, low: float, high: float) -> list[Any]:
-    """Distinct numbers of a list such as `1,4,16`, in the order given."""
-    try:
-        values = list(dict.fromkeys(kind(part) for part in text.split(",")))
-    except ValueError:
-        values = []
-    if not values or not all(low <= value <= high for value in values):
-        raise UserError(f"{option} {text}: give numbers from {low:g} to {high:g} with commas between them, e.g. 1,4")
-    return values
+    drafts = {id(one.model): (one.record["name"], one.model) for one in reversed(candidates) if one.model is not None}
+    return memory_record(device, served, target, list(drafts.values())[::-1])
 
 
 def _prompts(
@@ -257,7 +211,8 @@ def _candidate(path: str, target: Target, longest: int) -> _Candidate:
     """
     model, agreement = read_draft(resolve(path), target)
     vocabulary = {"verdict": agreement.verdict, "detail": agreement.detail}
-    record: dict[str, Any] = {**_described(path, model), "refused": None, "notes": [], "vocabulary": vocabulary}
+    facts = _described(path, model) | {"drafting": "autoregressive"}
+    record: dict[str, Any] = {**facts, "refused": None, "notes": [], "vocabulary": vocabulary}
     context: int | None = record["context"]
     if agreement.verdict == "refuse":
         record["refused"] = (
@@ -279,6 +234,15 @@ def _candidate(path: str, target: Target, longest: int) -> _Candidate:
     if model_fingerprint(served) == target.facts.fingerprint:
         record["notes"].append("it is the target itself: it accepts everything and saves nothing")
     return _Candidate(record, served)
+
+
+def _ways(candidate: _Candidate) -> list[_Candidate]:
+    """The candidate drafting token by token, and as another one in one pass a block where its config names a mask token."""
+    if candidate.model is None or "parallel" not in draftings_of(candidate.model):
+        return [candidate]
+    own = {"name": f"{candidate.record['name']}, {WAYS['parallel']}", "drafting": "parallel"}
+    notes = ["what distilling would bring it is told from drafts that draft token by token, at every offset alike"]
+    return [candidate, _Candidate({**candidate.record, **own, "notes": notes}, candidate.model)]
 
 
 def _require_one(candidates: Sequence[_Candidate]) -> None:
@@ -316,7 +280,7 @@ def _text(
         )
 
 
-def _with_room(plan: _Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> _Plan:
+def _with_room(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> Plan:
     """The plan with the gammas and the context that the shortest model can be timed at."""
     limit = context_limit(*(max_positions(model.config) for model in models))
     gammas = [gamma for gamma in plan.gammas if (TIMED_BLOCKS + 3) * (gamma + 1) < limit - 32] or [1]
@@ -328,30 +292,32 @@ def _with_room(plan: _Plan, models: Sequence[PreTrainedModel], notes: list[str])
     return replace(plan, gammas=gammas, context=context)
 
 
-def _lead_seconds(plan: _Plan, candidates: Sequence[_Candidate], alone: StepCosts) -> list[float]:
+def _lead_seconds(plan: Plan, candidates: Sequence[_Candidate], alone: StepCosts) -> list[float]:
     """What one target step took at the first batch size, each time it was measured."""
     measured = [alone, *(costs for candidate in candidates for costs in candidate.costs)]
     return [costs.target_seconds for costs in measured if costs.batch_size == plan.batch_sizes[0]]
 
 
 def _measured(
-    plan: _Plan,
+    plan: Plan,
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     rules: Sequence[Rule],
     name: str,
     stages: Stages,
+    drafting: Drafting = "autoregressive",
 ) -> dict[tuple[str, int], StepCosts]:
     """Costs by rule at the first batch size, and of the leading rule at the others."""
     first = plan.batch_sizes[0]
     asked = [(rule, first) for rule in rules] + [(plan.lead[1], size) for size in plan.batch_sizes[1:]]
-    if plan.given is not None:
-        return dict.fromkeys(asked[: len(rules)], plan.given)
+    given = plan.costs_of(drafting)
+    if given is not None:
+        return dict.fromkeys(asked[: len(rules)], given)
     with stages(f"timing {name}"):
         return {
             (rule, size): measure_costs(
                 target, draft, gammas=plan.gammas, rule=rule, batch_size=size, context=plan.context, blocks=TIMED_BLOCKS,
-                sampling=SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0),
+                sampling=SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0), drafting=drafting,
             )
             for rule, size in asked
         }  # fmt: skip
@@ -359,7 +325,7 @@ def _measured(
 
 def _judge(
     candidate: _Candidate,
-    plan: _Plan,
+    plan: Plan,
     target: PreTrainedModel,
     texts: Sequence[_Text],
     lookup: dict[float, dict[str, Any]],
@@ -368,13 +334,14 @@ def _judge(
     """Fill a draft's record: one pass per temperature for every rule, its times, and what follows from both."""
     if candidate.model is None:
         return
-    record, name = candidate.record, candidate.record["name"]
+    record, name, drafting = candidate.record, candidate.record["name"], candidate.record["drafting"]
+    offsets = None if drafting == "autoregressive" else MOST_GAMMA if plan.given else max(plan.gammas)
     rules = list(dict.fromkeys([plan.lead[1], *(rule for text in texts for rule in text.rules)]))
     cells = []
     try:
         with stages(f"{name} reads the answers"):
-            scores = [score_tokens(candidate.model, text.responses, text.sampling) for text in texts]
-        costs = _measured(plan, target, candidate.model, rules, name, stages)
+            scores = [score_tokens(candidate.model, text.responses, text.sampling, offsets=offsets) for text in texts]
+        costs = _measured(plan, target, candidate.model, rules, name, stages, drafting)
     except UserError as error:
         record["refused"], candidate.model = str(error), None
         return
@@ -402,7 +369,7 @@ def _judge(
     record["sentence"] = draft_sentence(record, lookup[plan.lead[0]]["speed_up"])
 
 
-def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], place: torch.device) -> dict[str, Any]:
+def _settings_record(options: ProbeOptions, plan: Plan, prompts: list[Prompt], place: torch.device) -> dict[str, Any]:
     return {
         "prompts_from": options.prompts,
         "prompts": len(prompts),
@@ -421,14 +388,28 @@ def _settings_record(options: ProbeOptions, plan: _Plan, prompts: list[Prompt], 
 def _overall(
     records: Sequence[dict[str, Any]], lookup: float, given: StepCosts | None, warning: str | None
 ) -> dict[str, Any]:
-    """{decision, go, best, sentence}: those of the draft with the best prospect; without a draft, of the given costs."""
-    usable = [record for record in records if record["refused"] is None]
+    """{decision, go, best, drafting, sentence}: of the draft with the best prospect; without a draft, of the given costs."""
+    drafts: list[list[dict[str, Any]]] = []
+    for record in records:
+        # One pass a block stands behind the same draft token by token.
+        if record["drafting"] == "autoregressive":
+            drafts.append([])
+        if record["refused"] is None:
+            drafts[-1].append(record)
+    ways = [sorted(of, key=_pace, reverse=True) for of in drafts if of]
+    usable, ways_told = [of[0] for of in ways], ""
     if usable:
         best = max(usable, key=lambda record: (record["go"], record["lead"]["reachable"]["speed_up"]))
-        facts = {"decision": best["decision"], "go": best["go"], "best": best["name"]}
+        facts = {"decision": best["decision"], "go": best["go"], "best": best["name"], "drafting": best["drafting"]}
+        ways_told = ways_sentence(next(of for of in ways if of[0] is best))
     else:
         hopeless = given is not None and ceilings.hopeless_because(given) is not None
-        facts = {"decision": "hopeless" if hopeless else "no_draft", "go": False, "best": None}
+        facts = {"decision": "hopeless" if hopeless else "no_draft", "go": False, "best": None, "drafting": None}
     planned = None if given is None else ceilings.cost_facts(given)
-    sentence = overall_sentence(facts, usable, lookup, planned)
+    sentence = overall_sentence(facts, usable, lookup, planned) + ways_told
     return facts | {"sentence": f"{sentence} But {warning}." if warning else sentence}
+
+
+def _pace(record: dict[str, Any]) -> tuple[float, float]:
+    """Speed-ups of a draft as it is and distilled."""
+    return record["lead"]["now"]["speed_up"], record["lead"]["reachable"]["speed_up"]

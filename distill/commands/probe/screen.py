@@ -13,6 +13,7 @@ from rich.text import Text
 from distill.commands.probe.memory import memory_lines
 from distill.report.screen_table import screen_table
 from distill.report.tables import interval
+from distill.run.verdict_record import WAYS
 from speculative.explain.ceilings import WORTHWHILE
 from speculative.measure.effects import too_few
 
@@ -143,6 +144,12 @@ def overall_sentence(
     )
 
 
+def ways_sentence(ways: Sequence[dict[str, Any]]) -> str:
+    """What each way to draft gives, where a draft has two; faster first."""
+    gives = [f"{WAYS[record['drafting']]} gives {record['lead']['now']['speed_up']:.2f}x" for record in ways]
+    return f" Drafting {', '.join(gives)} as it is." if len(ways) > 1 else ""
+
+
 def print_probe(console: Console, result: dict[str, Any]) -> None:
     """The tables of a probe, the sentences last: they are what stays on the screen."""
     for record in result["drafts"]:
@@ -219,7 +226,7 @@ def costs_table(result: dict[str, Any]) -> Table:
         ("", "rule", "batch", "target\nstep", "draft\nstep", "c", "verify call by gamma", "perfect\ndraft"),
         words=("", "rule"),
         overflow="fold",
-        caption="c: draft step / target step; v: verify call of gamma + 1 tokens / target step; perfect: alpha 1",
+        caption="c: draft call (a token, or one pass a block) / target step; v: verify call of gamma + 1 tokens / target step; perfect: alpha 1",
     )
     for facts in result["costs"]["target"]:
         table.add_row(

@@ -99,7 +99,9 @@
     input.setAttribute("aria-invalid", String(!right));
     return right ? value : NaN;
   };
-  const speeds = (series, c, extra) => series.tau.map((tau, index) => tau / (series.gammas[index] * c + 1 + series.gammas[index] * extra));
+  // A parallel draft takes one call a block.
+  const calls = (series, gamma) => (series.parallel ? Math.min(gamma, 1) : gamma);
+  const speeds = (series, c, extra) => series.tau.map((tau, index) => tau / (calls(series, series.gammas[index]) * c + 1 + series.gammas[index] * extra));
   const peak = (values) => values.indexOf(Math.max(...values));
   const LAST = 16;
   const chart = (lines) => {

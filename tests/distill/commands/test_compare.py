@@ -97,7 +97,7 @@ def test_differences_are_paired_and_corrected_for_their_number(untimed):
 def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
     timed = []
 
-    def one_price(threads, settings, target, draft, context, typical):
+    def one_price(threads, settings, target, draft, context, typical, drafting):
         timed.append(draft)
         return StepCosts(1.0, {g: 0.1 * g for g in (1, 3)}, {1: 1.1, 3: 1.2}, 1, 64)
 
@@ -393,6 +393,33 @@ def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch)
     assert f"n-grams {lookup.max_ngram} to {lookup.min_ngram}" in printed
     assert all("alpha" not in line for line in difference_lines(result)[:2])
     json.dumps(result.record(), allow_nan=False)
+
+
+def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path, monkeypatch):
+    by_block = StepCosts(1.0, {1: 0.2, 3: 0.25}, {1: 1.5, 3: 2.0}, 1, 64, parallel=True)
+    by_token = rival_costs(monkeypatch)
+    monkeypatch.setattr(compare, "step_costs", lambda *args: by_block if args[-1] == "parallel" else by_token)
+    both = shutil.copytree(tiny_run / "best" / "student", tmp_path / "both")
+    (both / "config.json").write_text(json.dumps(json.loads((both / "config.json").read_text()) | {"pard_token": 7}))
+    names = [str(both), f"parallel+{both}", f"lookup+parallel+{both}"]
+    result, _ = compare_command(options(*names, timing=True, on=tiny_run))
+    token, block, cascade = result.drafts
+    text = load_text(options(tiny_run, "lookup"))
+    scores = score_tokens(text.draft(str(both)), text.responses, text.sampling, offsets=8)
+    assert block.tau == pytest.approx(token.tokens / expected_blocks_of(scores, text.rule, (3,)).sum())
+    assert (block.alpha, block.taus[1]) == (pytest.approx(token.alpha), pytest.approx(token.taus[1]))
+    assert (block.cost_ratio, block.speed_up) == (pytest.approx(0.225), pytest.approx(block.tau / 2.25))
+    assert token.speed_up == pytest.approx(token.tau / 2.3)
+    tuned = tuned_cascade(text.responses, scores, text.rule, by_block, (3,))
+    assert (cascade.tau, cascade.speed_up) == (pytest.approx(tuned.tau), pytest.approx(tuned.speed_up))
+    assert (token.gammas[-1], block.gammas[-1], cascade.gammas[-1]) == (32, 8, 8)
+    for row, own in zip((block, cascade), result.differences, strict=True):
+        assert own.tau.gain == pytest.approx(row.tau - token.tau)
+        assert own.speed_up.gain == pytest.approx(row.speed_up - token.speed_up)
+    assert drawn(compare_table(result)).count("a block (c = ") + drawn(compare_table(result)).count("0.23 a block") >= 2
+    plot_comparison(result, tmp_path / "all.svg")
+    with pytest.raises(UserError, match=f"^{tiny_run}: its config.json names no mask token"):
+        compare_command(options(tiny_run, f"parallel+{tiny_run}"))
 
 
 def test_a_rival_can_be_first_and_differences_turn_around(tiny_run, monkeypatch):

@@ -15,10 +15,12 @@ from tiny_training import tiny_tokenizer
 
 from distill.commands.options import ProbeOptions
 from distill.commands.probe import probe as program
-from distill.commands.probe.probe import probe, read_plan
+from distill.commands.probe.plan import read_plan
+from distill.commands.probe.probe import probe
 from distill.commands.probe.screen import Stages, busy_machine, draft_sentence, print_probe, probe_lines
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
+from distill.run.verdict_record import WAYS
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts
@@ -27,10 +29,13 @@ from speculative.measure.rival_replay import NGRAM_SIZES
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """carved: two layers of the target; broken, huge: with NaN, too large weights; foreign: other tokens; short: less context."""
+    """carved: two layers of the target; broken, huge: with NaN, too large weights; foreign: other tokens; short: less context.
+
+    both: carved, with a made-up mask token.
+    """
     place = tmp_path_factory.mktemp("probe")
     target, tokenizer = load_model("target", str(tiny_target)), load_tokenizer(str(tiny_target))
-    for name in ("carved", "broken", "huge", "foreign", "short"):
+    for name in ("carved", "both", "broken", "huge", "foreign", "short"):
         draft = carve(target, [0, -1])
         if name == "broken":
             with torch.no_grad():
@@ -38,6 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
         if name == "huge":
             with torch.no_grad():
                 draft.model.norm.weight[:] = 3e38  # finite, but not what it makes of anything over 1.1
+        if name == "both":
+            draft.config.pard_token = 7
         if name == "short":
             draft.config.max_position_embeddings = 16
         draft.save_pretrained(str(place / name))
@@ -194,6 +201,57 @@ def test_memory_is_said_when_it_is_asked_for(given):
     assert row["requests_lost"] == row["requests_alone"] - row["requests_with_draft"] > 0
     assert any(f"it costs {row['requests_lost']:,} requests" in line for line in probe_lines(result))
     assert probe(replace(given, out=None))["memory"] is None
+
+
+@pytest.mark.parametrize(("c", "faster"), [(0.001, "autoregressive"), (0.1, None), (0.5, "parallel")])
+def test_a_draft_that_can_draft_both_ways_is_two_and_the_faster_is_picked(given, folder, c, faster):
+    draft = str(folder / "both")
+    asked = replace(
+        given, drafts=[draft], temperatures="1", t_target="100ms", t_draft=f"{100 * c}ms", device_memory="1GB"
+    )
+    result = probe(replace(asked, concurrency=4, context="64"))
+    names = {"autoregressive": draft, "parallel": f"{draft}, one pass a block"}
+    assert {record["drafting"]: record["name"] for record in result["drafts"]} == names
+    (by_token, by_block) = (
+        dict(enumerate(next(cell for cell in record["cells"] if cell["rule"] == "sample")["curve"]["tau"]))
+        for record in result["drafts"]
+    )
+    assert by_token[1] == pytest.approx(by_block[1]), "a block of one needs no mask"
+    assert by_token[16] != pytest.approx(by_block[16])
+    by_hand = {
+        "autoregressive": max(tau / (gamma * c + 1) for gamma, tau in by_token.items()),
+        "parallel": max(tau / ((c if gamma else 0) + 1) for gamma, tau in by_block.items()),
+    }
+    print(c, by_hand, by_token, by_block)
+    for record in result["drafts"]:
+        assert record["lead"]["now"]["speed_up"] == pytest.approx(by_hand[record["drafting"]])
+        assert record["costs"][0]["cost_ratio"] == pytest.approx(c)
+    picked = max(by_hand, key=by_hand.__getitem__)
+    assert faster in (picked, None)
+    assert (result["drafting"], result["best"]) == (picked, names[picked])
+    other, (printed, told) = min(by_hand, key=by_hand.__getitem__), (text_of(result), result["sentence"])
+    assert (
+        f"Drafting {WAYS[picked]} gives {by_hand[picked]:.2f}x, {WAYS[other]} gives {by_hand[other]:.2f}x as it is"
+        in told
+    )
+    assert all(f"{name} as it is: 6 prompts" in " ".join(printed.split()) for name in names.values())
+    assert [row["name"] for row in result["memory"]["drafts"]] == [draft]
+
+
+def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch):
+    asked = []
+
+    def one_price(*_: Any, drafting: str = "autoregressive", **__: Any) -> StepCosts:
+        asked.append(drafting)
+        return StepCosts(1.0, {1: 0.3, 2: 0.4}, {1: 1.0, 2: 1.1}, 1, 64, parallel=drafting == "parallel")
+
+    monkeypatch.setattr(program, "measure_costs", one_price)
+    options = replace(given, drafts=[str(folder / "both")], t_target="", t_draft="", gammas="1,2", batch_sizes="1")
+    token, block = probe(replace(options, temperatures="0"))["drafts"]
+    assert asked == ["autoregressive", "autoregressive", "parallel"], "the target alone, and each way"
+    assert (token["costs"][0]["cost_ratio"], block["costs"][0]["cost_ratio"]) == pytest.approx((0.25, 0.35))
+    assert block["cells"][0]["curve"]["gammas"] == [0, 1, 2]
+    assert block["cells"][0]["speed_up_by_gamma"]["2"] == pytest.approx(block["cells"][0]["curve"]["tau"][2] / 1.5)
 
 
 def test_a_dear_draft_is_hopeless_in_words_and_for_machines(given):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import html
 import html.parser
+import io
 import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from result_example import GAMMA, bare, example_result, greedy, no_baseline, not_timed, typed
+from rich.console import Console
 from wandb_records import records_of
 
 from data.files import write_json
@@ -22,6 +25,7 @@ from distill.report import tables as report_tables
 from distill.report import wandb_panels as report_panels
 from distill.report.figures import figures_of
 from distill.report.page import given_times, render_page, report_command, summary_of
+from distill.report.screen import last_screen
 from distill.report.tables import OUTCOMES, GivenTimes, Table, measured_times
 from distill.run.result import Calibration, load_result
 from speculative.errors import UserError
@@ -420,6 +424,48 @@ def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
     assert curve["speed_up"][17:] == [None] * 16
     assert measured.speed_up(GAMMA, curve["tau"][GAMMA]) == pytest.approx(curve["speed_up"][GAMMA])
     assert measured_times(typed(not_timed(result))).source == "example"
+
+
+def test_a_best_that_drafts_in_one_pass_says_so_and_pays_one_call_a_block(result, drawn_once) -> None:
+    made = copy.deepcopy(result)
+    verdict = made["verdict"]
+    verdict |= {"drafting": "parallel", "costs": {**made["costs"], "break_even_alpha": 0.3}}
+    for row in made["curves"]["rules"]:
+        best = row["contestants"]["best"]
+        row["contestants"]["token by token"] = copy.deepcopy(best)
+        best |= {key: best[key][:9] for key in ("gammas", "tau", "tau_ci", "speed_up")}
+    verdict["rivals"] = [
+        {
+            "name": "token by token", "gamma": 3, "tau": 2.5, "tokens_per_second": 140.0, "speed_up": 1.21, "speed_up_ci": [1.1, 1.3],
+            "draft_over_it": 1.1, "draft_over_it_ci": [1.0, 1.2], "ngrams": None, "then_gamma": None, "tuned_on": "", "timed_prompts": 7,
+        }
+    ]  # fmt: skip
+    held, given = typed(made), GivenTimes(0.025, 0.003, 0.02)
+    table = report_tables.given_table(held, given)
+    assert table is not None
+    for row in table.rows:
+        gamma = int(row[0].text)
+        taus = {name: curve["tau"][gamma] for name, curve in made["curves"]["rules"][0]["contestants"].items()}
+        assert row[-1].text == f"{taus['best'] / ((0.12 if gamma else 0) + 1 + gamma * 0.02):.2f}x"
+        assert row[1].text == f"{taus['baseline'] / (gamma * 0.12 + 1 + gamma * 0.02):.2f}x"
+    page, text = render_page(held), report_text.markdown(held, measured_times(held))
+    console = Console(width=160, record=True, file=io.StringIO())
+    last_screen(console, Path("runs/tiny"), held.verdict, [], None)
+    screen = console.export_text()
+    for shown in (page, text, screen):
+        assert "one pass a block" in shown
+        assert "token by token" in shown
+        assert f"c = {made['costs']['cost_ratio']:.2f}" in shown
+        assert " of a block" in shown
+    assert '"parallel": true' in page
+    assert set(figures_of(held, given)) >= {"tau", "speed", "given"}
+    assert "drafting one pass" not in render_page(typed(result))
+    lines = SimpleNamespace(plot=SimpleNamespace(line_series=lambda **series: series))
+    drawn = report_panels._charts(lines, held, given)["report/speed-up at given times"]
+    fast = {key: dict(zip(*of, strict=True)) for key, *of in zip(drawn["keys"], drawn["xs"], drawn["ys"], strict=True)}
+    tau = made["curves"]["rules"][0]["contestants"]["best"]["tau"][4]
+    assert (fast["distilled"][4], fast["token by token"][4]) == pytest.approx((tau / 1.2, tau / 1.56))
+    assert report_panels.headline_table(held).columns[1] == "distilled (step 120), one pass a block"
 
 
 def test_times_on_the_command_line() -> None:

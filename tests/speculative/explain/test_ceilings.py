@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -55,6 +55,44 @@ def test_peaks_are_the_largest_probability_at_the_serving_settings(sampling):
         probs_TV = logits_to_probs(logits_TV[len(text.prompt_ids) - 1 : -1], sampling)
         np.testing.assert_allclose(peaks.peaks, probs_TV.amax(-1).numpy(), atol=1e-5)  # batched against alone, float32
         np.testing.assert_array_equal(peaks.matches, probs_TV.argmax(-1).numpy() == np.array(text.response_ids))
+
+
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_a_parallel_draft_whose_every_offset_is_as_good_has_the_outlook_of_one_token_by_token(rule):
+    """Tables that repeat each token's own number at every offset are another way to write the same draft."""
+    texts = texts_of(WARM)
+    plain = score_tokens(perturbed(TARGET, 0.03), texts, WARM)
+
+    def table(values_T: np.ndarray, behind: float) -> np.ndarray:
+        rows = [[values_T[i + j] if i + j < len(values_T) else behind for j in range(8)] for i in range(len(values_T))]
+        return np.array(rows)
+
+    both = []
+    for own in plain:
+        parts = {"log_draft_probs": 0.0, "log_target_probs": 0.0, "matches": True, "choice_ids": 0, "choice_probs": 1.0}
+        both.append(
+            replace(own, by_start=replace(own, **{name: table(getattr(own, name), of) for name, of in parts.items()}))
+        )
+    peaks, keys, costs = (
+        ceilings.target_peaks(TARGET, texts, WARM),
+        [text.prompt for text in texts],
+        given_costs(1.0, 0.1, max_gamma=8),
+    )
+    expected, found = (ceilings.draft_outlook(of, peaks, keys, rule, costs, 1.0, texts) for of in (plain, both))
+    for of, like in ((found, expected), (found["together"], expected["together"])):
+        for name in ("now", "reachable", "ceiling") if of is found else ("now", "reachable"):
+            for key in ("gamma", "tau", "speed_up"):
+                assert of[name][key] == pytest.approx(like[name][key]), (name, key)
+    assert found["reachable"]["speed_up"] > found["now"]["speed_up"]
+    assert found["decision"] == expected["decision"]
+
+
+def test_what_is_hopeless_of_a_token_need_not_be_of_a_block():
+    assert ceilings.hopeless_because(given_costs(1.0, 0.8)) == "cost_ratio"
+    assert ceilings.hopeless_because(given_costs(1.0, 0.8, parallel=True)) is None
+    dear = given_costs(1.0, 7.0, max_gamma=8, parallel=True)
+    assert ceilings.hopeless_because(dear) == "perfect_draft"
+    assert ceilings.advice(dear)[1].startswith("at c = 7.00 of a block even")
 
 
 def test_greedy_text_is_all_the_targets_argmax():

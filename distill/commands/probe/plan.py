@@ -1,0 +1,78 @@
+"""What a probe is asked: temperatures, gammas, batch sizes, given times."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from distill.commands.options import STDLIB, ProbeOptions
+from distill.report.durations import parse_seconds
+from speculative.drafters.parallel import Drafting
+from speculative.errors import UserError
+from speculative.measure.cost import StepCosts, given_costs
+from speculative.rules.rule import Rule
+
+MOST_GAMMA, TIMED_CONTEXT = 16, 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options, read. `lead`: temperature and rule that costs, decision and sentences are about."""
+
+    temperatures: list[float]
+    gammas: list[int]
+    batch_sizes: list[int]
+    given: StepCosts | None
+    context: int = TIMED_CONTEXT
+
+    @property
+    def lead(self) -> tuple[float, Rule]:
+        sampled = [value for value in self.temperatures if value > 0]
+        return (sampled[0], "sample") if sampled else (0.0, "greedy")
+
+    def costs_of(self, drafting: Drafting) -> StepCosts | None:
+        """Given costs of a draft that drafts so: a draft call takes as long whether it drafts a token or a block."""
+        if self.given is None or drafting == "autoregressive":
+            return self.given
+        call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]
+        return given_costs(self.given.target_seconds, call, verify, MOST_GAMMA, parallel=True)
+
+
+def read_plan(options: ProbeOptions) -> Plan:
+    """Temperatures, gammas, batch sizes and given costs. Raises UserError naming the option that cannot be."""
+    temperatures = _numbers(options.temperatures, "--temperatures", float, 0.0, 100.0)
+    gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
+    batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)
+    for value, option in ((options.count, "--count"), (options.max_tokens, "--max-tokens")):
+        if value < 1:
+            raise UserError(f"{option} {value}: give at least 1")
+    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
+    if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
+        raise UserError("--prompt-column and --messages-column: stdlib has no columns; name a source with --prompts")
+    if bool(options.t_target) != bool(options.t_draft):
+        raise UserError(
+            "--t-target and --t-draft go together: c is one over the other; give both, or neither to measure"
+        )
+    if options.t_verify and not options.t_target:
+        raise UserError("--t-verify needs --t-target and --t-draft: times are all given or all measured")
+    given = None
+    if options.t_target:
+        verify = parse_seconds(options.t_verify, "--t-verify") if options.t_verify else None
+        target, draft = parse_seconds(options.t_target, "--t-target"), parse_seconds(options.t_draft, "--t-draft")
+        if verify is not None and verify < target:
+            raise UserError(
+                f"--t-verify {options.t_verify} is less than --t-target {options.t_target}: a call of several tokens "
+                "takes no less than one of a single token"
+            )
+        given, batch_sizes = given_costs(target, draft, verify, MOST_GAMMA), [1]
+    return Plan(temperatures, gammas, batch_sizes, given)
+
+
+def _numbers(text: str, option: str, kind: Any, low: float, high: float) -> list[Any]:
+    """Distinct numbers of a list such as `1,4,16`, in the order given."""
+    try:
+        values = list(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        values = []
+    if not values or not all(low <= value <= high for value in values):
+        raise UserError(f"{option} {text}: give numbers from {low:g} to {high:g} with commas between them, e.g. 1,4")
+    return values
