@@ -249,6 +249,7 @@ def contest_table(result: Result) -> Table | None:
     for rival in verdict.rivals:
         sizes = f"n-grams of {rival.ngrams[1]} to {rival.ngrams[0]}" if rival.ngrams else ""
         sizes += f", then a draft of {rival.then_gamma}" if rival.then_gamma else ""
+        sizes += f" ({rival.behind})" if rival.behind not in (None, "best") else ""
         if rival.alpha_change:
             sizes = f"alpha {rival.alpha_change.gain:+.3f} {interval(rival.alpha_change.ci)}"
         fast, chosen = (rival.speed_up, rival.speed_up_ci or TOO_FEW_TIMED), verdict.run == rival.name

@@ -170,6 +170,9 @@ class Rival(Record):
     draft_over_it_ci: Interval | None = Field(None, description="the interval of that, paired by prompt")
     ngrams: tuple[int, int] | None = Field(None, description="longest and shortest n-gram that is looked up")
     then_gamma: int | None = Field(None, description="gamma of the draft behind the lookup")
+    behind: str | None = Field(
+        None, description="the draft there: best, or another row's name where that needs fewer target steps"
+    )
     tuned_on: str = Field(description="text that its gamma and sizes were chosen on")
     timed_prompts: int | None = Field(None, description="prompts that its blocks were timed on")
     alpha_change: Gain | None = Field(

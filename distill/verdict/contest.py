@@ -4,7 +4,7 @@ Shapes: N held-out responses, K gammas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.progress import track
@@ -49,7 +49,7 @@ class Entrant:
     """A way to serve: its gamma, the blocks it needs for each held-out response by replay, and its drafter.
 
     ngrams: (longest, shortest) that it looks up. tuned_on: the text that gamma and sizes were chosen on.
-    then_gamma: of the draft behind the lookup.
+    then_gamma, behind: of the draft behind the lookup, and which draft that is.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Entrant:
     ngrams: tuple[int, int] | None = None
     tuned_on: str = "the judged prompts, by replay"
     then_gamma: int | None = None
+    behind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def draft_entrant(
     """A draft at the gamma of the highest predicted speed-up, 1 or more."""
     gammas = scored_gammas(scores, _gammas(costs))
     blocks_NK = expected_blocks_of(scores, rule, gammas)
-    prices_K = np.array([gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma) for gamma in gammas])
+    prices_K = np.array([_price(costs, gamma) for gamma in gammas])
     best = int((blocks_NK.sum(0) * prices_K).argmin())
     return Entrant(name, label, gammas[best], blocks_NK[:, best], drafter)
 
@@ -208,15 +209,27 @@ def entrants_of(
     scores: Mapping[str, Sequence[TokenScores]],
     costs: Mapping[str, StepCosts],
     history: Sequence[StoredText],
+    same: Sequence[str] = (),
 ) -> list[Entrant]:
-    """The drafts, {name: (label, how its drafter is made)}, the one in question last, and then everybody's rivals."""
+    """The drafts, {name: (label, how its drafter is made)}, the one in question last, and then everybody's rivals.
+
+    same: names of the last draft drafting otherwise; behind the lookup stands what needs the fewest target steps of these and itself.
+    """
     rule = law_of(settings.rule, settings.sampling)
     found = [
         draft_entrant(name, label, drafter, scores[name], rule, costs[name])
         for name, (label, drafter) in drafts.items()
     ]
-    last, (_, drafter) = list(drafts.items())[-1]
-    return [*found, *rivals_of(target, drafter, frozen, scores[last], rule, costs[last], history)]
+    *_, last = drafts
+    steps = {one.name: one.blocks_N.sum() * _price(costs[one.name], one.gamma) for one in found}
+    behind = min((last, *same), key=steps.__getitem__)
+    rivals = rivals_of(target, drafts[behind][1], frozen, scores[behind], rule, costs[behind], history)
+    return [*found, *(replace(one, behind=behind) if one.name == TOGETHER else one for one in rivals)]
+
+
+def _price(costs: StepCosts, gamma: int) -> float:
+    """Of a block, in target steps."""
+    return gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma)
 
 
 def _gammas(costs: StepCosts) -> range:

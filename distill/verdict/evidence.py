@@ -202,7 +202,8 @@ def gather(
         one.name: (one.label, functools.partial(model_drafter, one.draft, one.drafting))
         for one in (*field.others, *contestants)
     }
-    entrants = entrants_of(settings, target.model, drafts, frozen, own, field.costs, history)
+    same = [one.name for one in field.others]
+    entrants = entrants_of(settings, target.model, drafts, frozen, own, field.costs, history, same)
     with cpu_threads(judging.speed_threads):
         contest = hold(judging, settings, target.model, entrants, contestants[-1].name, frozen)
     return Evidence(

@@ -178,6 +178,7 @@ def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Riva
                 draft_over_it_ci=interval,
                 ngrams=one.ngrams,
                 then_gamma=one.then_gamma,
+                behind=one.behind,
                 tuned_on=one.tuned_on,
                 timed_prompts=speed.timed,
                 alpha_change=_effects(evidence, evidence.best.name, 1, name).alpha

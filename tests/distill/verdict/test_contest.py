@@ -1,5 +1,7 @@
 """Who races, at which gamma, with how many blocks, and who is timed for how long."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny_models import perturbed, prompts_of, tiny_model
@@ -95,3 +97,12 @@ def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is
     assert worth_timing(rough, names, LOOKUP) == names
     assert worth_timing(standings_of({"best": 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 60, 0.02), names, "best") == []
     assert worth_timing(standings_of({"best": 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 4, 0.02), names, "best") == names
+
+
+def test_behind_the_lookup_stands_the_draft_that_needs_the_fewest_steps(pair):
+    frozen, scores, _ = pair
+    dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})
+    drafts = {name: (name, lambda: ModelDrafter(DRAFT)) for name in ("lighter", "best")}
+    for costs, behind in (({"lighter": COSTS, "best": dear}, "lighter"), ({"lighter": dear, "best": COSTS}, "best")):
+        found = entrants_of(SETTINGS, TARGET, drafts, frozen, dict.fromkeys(drafts, scores), costs, [], ["lighter"])
+        assert {one.name: one.behind for one in found if one.behind} == {TOGETHER: behind}
