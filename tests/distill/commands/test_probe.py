@@ -222,7 +222,6 @@ def test_a_draft_that_can_draft_both_ways_is_two_and_the_faster_is_picked(given,
         "autoregressive": max(tau / (gamma * c + 1) for gamma, tau in by_token.items()),
         "parallel": max(tau / ((c if gamma else 0) + 1) for gamma, tau in by_block.items()),
     }
-    print(c, by_hand, by_token, by_block)
     for record in result["drafts"]:
         assert record["lead"]["now"]["speed_up"] == pytest.approx(by_hand[record["drafting"]])
         assert record["costs"][0]["cost_ratio"] == pytest.approx(c)
