@@ -79,7 +79,7 @@ class ParallelConfig(Section):
     mask_token: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="id that stands for a token not known yet and occurs in no text; auto = the draft's own `pard_token`, else a row of the "
-        "vocabulary without a token, else a special token that no prompt or response uses",
+        "vocabulary without a token, else a special token, at last any, that no prompt or response uses",
     )
     retain: float = Field(
         0.7,

@@ -42,23 +42,22 @@ def give_mask_token(
 
 
 def free_token(tokenizer: Any, rows: int, texts: Iterable[Sequence[int]]) -> int:
-    """The first of `rows` without a token; without one, the lowest special token that no text uses.
+    """The first of `rows` without a token; without one, the lowest special token that no text uses; else the last token that none does,
+    which the draft then no longer knows as itself.
 
     No row is added: engines want draft and target to have as many.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is none.
     """
     strings = tokens_by_id(tokenizer)
     empty = next((row for row in range(rows) if row not in strings), None)
     if empty is not None:
         return empty
-    unused = {token for token in special_ids(tokenizer) if token < rows}
+    unused = set(range(rows))
     for ids in texts:
         unused.difference_update(ids)
-    if not unused:
-        raise UserError(
-            f"{KEY}: auto finds none: each of the {rows} rows of the vocabulary has a token, and prompts use every special one; give the id "
-            "of a token that your texts never have"
-        )
-    return min(unused)
+    special = unused & set(special_ids(tokenizer))
+    if special or unused:
+        return min(special) if special else max(unused)
+    raise UserError(f"{KEY}: auto finds none: your texts use each of the {rows} tokens of the vocabulary")

@@ -39,8 +39,11 @@ def test_a_row_without_a_token_comes_first_and_starts_as_the_mean(tmp_path: Path
 
 def test_then_a_special_token_that_no_text_uses(tmp_path: Path) -> None:
     assert student_of(tmp_path, texts=[[5, 0, 7], [2]]).config.pard_token == 1
-    with pytest.raises(UserError, match=r"student\.parallel\.mask_token: auto finds none: each of the 299 rows"):
-        free_token(tiny_tokenizer(), FULL, [[0, 1], [2]])
+    assert free_token(tiny_tokenizer(), FULL, [[0, 1], [2, FULL - 1]]) == FULL - 2
+    with pytest.raises(
+        UserError, match=r"student\.parallel\.mask_token: auto finds none: your texts use each of the 299"
+    ):
+        free_token(tiny_tokenizer(), FULL, [range(FULL)])
 
 
 def test_the_users_own_id(tmp_path: Path) -> None:
