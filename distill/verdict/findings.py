@@ -217,8 +217,7 @@ def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) 
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     speed_up = verdict.predicted_speed_up  # at the best gamma, 1 where none pays
     threshold, words = stop_below(
-        # One more token of a block that is drafted in one pass takes no draft call.
-        scores, evidence.rule, cost_ratio=0.0 if costs.parallel else costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0,
+        scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0, parallel=costs.parallel,
     )  # fmt: skip
     return Calibration.model_validate(found | {"stop_below": threshold, "words": f"{found['words']}. {words}"})
 

@@ -93,10 +93,11 @@ def masked_pass(model: PreTrainedModel, ids_BT: torch.Tensor, depths_BT: torch.T
     text_BLL = (steps_BL == 0).unsqueeze(1) & (seen_BL.unsqueeze(1) <= seen_BL.unsqueeze(2))
     own_BLL = (seen_BL.unsqueeze(1) == seen_BL.unsqueeze(2)) & (steps_BL.unsqueeze(1) <= steps_BL.unsqueeze(2))
     visible_BLL = text_BLL | (own_BLL & (steps_BL != 0).unsqueeze(1))
-    distance_BLL = positions_BL.unsqueeze(2) - positions_BL.unsqueeze(1)
     masks = []
     for window in windows:
-        hidden_BLL = ~visible_BLL if window is None else ~visible_BLL | (distance_BLL >= window)
+        hidden_BLL = ~visible_BLL
+        if window is not None:
+            hidden_BLL |= positions_BL.unsqueeze(2) - positions_BL.unsqueeze(1) >= window
         zeros = torch.zeros(hidden_BLL.shape, dtype=model.dtype, device=device)
         masks.append(zeros.masked_fill_(hidden_BLL, torch.finfo(model.dtype).min).unsqueeze(1))
     return MaskedPass(ids_BL, positions_BL, by_layer_kind(masks), texts_N, starts_N, offsets_N, columns_N)

@@ -90,7 +90,13 @@ def calibration(
 
 
 def stop_below(
-    scores: Sequence[TokenScores], rule: str, *, speed_up: float, cost_ratio: float, verify_slope: float
+    scores: Sequence[TokenScores],
+    rule: str,
+    *,
+    speed_up: float,
+    cost_ratio: float,
+    verify_slope: float,
+    parallel: bool = False,
 ) -> tuple[float | None, str]:
     """(threshold for the decoder's confidence stop, one sentence): drafting ends behind a token of lower probability.
 
@@ -102,6 +108,7 @@ def stop_below(
     passed over. 0.0: it pays behind all. None: behind none, so that gamma 1 does as well as any stop, or no drafting where
     no gamma pays: the sentence says which. Doubt about the block's earlier tokens, and what a second further token would bring,
     are not counted: they pull in opposite directions.
+    parallel: the draft proposes a block in one call, so one more token costs verify_slope alone, and was proposed unseeing.
 
     Raises ValueError for sampled drafting when the scores lack `confidence_mass_TC`.
     """
@@ -109,11 +116,12 @@ def stop_below(
     for own in scores:
         drafted = _drafted(own, rule)
         drafted_C += drafted.drafted_TC[:-1].sum(0)
-        both_C += (drafted.accepted_TC[:-1] * own.accept_probs(rule)[1:, None]).sum(0)
+        further_T = own.accept_probs(rule)[1:] if own.by_start is None else own.by_start.accept_probs(rule)[:-1, 1]
+        both_C += (drafted.accepted_TC[:-1] * further_T[:, None]).sum(0)
     filled = np.flatnonzero(drafted_C >= ENOUGH)
     if not len(filled):
         return 0.0, "too little text to advise a confidence stop: leave it off"
-    price, paying = cost_ratio + verify_slope, speed_up > 1.0
+    price, paying = (0.0 if parallel else cost_ratio) + verify_slope, speed_up > 1.0
     pays = both_C[filled] > max(1.0, speed_up) * price * drafted_C[filled]
     nowhere = f"at c = {cost_ratio:.2f} no gamma makes this draft pay"
     if pays[0]:

@@ -122,10 +122,21 @@ def _saved_blocks(
 
 def _as_if_agreed(scores: TokenScores, places: Sequence[int]) -> TokenScores:
     """The same scores with a draft that is surely kept at these places, under every rule."""
-    log_draft_probs, matches = scores.log_draft_probs.copy(), scores.matches.copy()
-    log_draft_probs[places] = np.maximum(log_draft_probs[places], scores.log_target_probs[places])
-    matches[places] = True
-    return replace(scores, log_draft_probs=log_draft_probs, matches=matches)
+    right = np.zeros(len(scores), dtype=bool)
+    right[places] = True
+    by_start = scores.by_start
+    if by_start is not None:
+        offsets = by_start.matches.shape[1]
+        behind = np.append(right, np.zeros(offsets, dtype=bool))
+        by_start = _kept_where(by_start, behind[np.arange(len(scores))[:, None] + np.arange(offsets)])
+    return replace(_kept_where(scores, right), by_start=by_start)
+
+
+def _kept_where(scores: TokenScores, right: np.ndarray) -> TokenScores:
+    likelier = np.maximum(scores.log_draft_probs, scores.log_target_probs)
+    return replace(
+        scores, log_draft_probs=np.where(right, likelier, scores.log_draft_probs), matches=scores.matches | right
+    )
 
 
 def _context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

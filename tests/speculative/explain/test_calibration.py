@@ -1,5 +1,7 @@
 """Reliability curves against enumeration of the vocabulary, and the confidence stop against a simulated decoder."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -220,6 +222,22 @@ def test_cheap_drafting_never_stops_and_dear_drafting_always():
     threshold, words = stop_below(scores, "greedy-draft", speed_up=1.01, cost_ratio=0.9, verify_slope=0.1)
     assert threshold is None
     assert "gamma 1" in words
+
+
+def test_a_further_token_of_a_parallel_draft_costs_the_verify_call_alone_and_is_kept_as_its_second_offset_is():
+    dear = {"speed_up": 1.01, "cost_ratio": 0.9, "verify_slope": 0.1, "parallel": True}
+    scores = two_moods(texts=5)
+    behind = [np.append(own.matches[1:], True) for own in scores]
+    alike, wrong = (
+        [
+            replace(own, by_start=replace(own, matches=np.stack((own.matches, second), 1)))
+            for own, second in zip(scores, seconds, strict=True)
+        ]
+        for seconds in (behind, [np.zeros_like(second) for second in behind])
+    )
+    stopped = stop_below(scores, "greedy-draft", **(dear | {"cost_ratio": 0.0, "parallel": False}))
+    assert stop_below(alike, "greedy-draft", **dear)[0] == stopped[0] is not None
+    assert stop_below(wrong, "greedy-draft", **dear)[0] is None
 
 
 @pytest.mark.parametrize("speed_up", [1.0, 0.4])

@@ -111,6 +111,36 @@ def test_the_counterfactual_equals_replaying_all_text_anew(rule, gamma, monkeypa
         assert ours["tau_if_agreed"] == pytest.approx(theirs["tau_if_agreed"], rel=1e-12)
 
 
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+def test_a_parallel_draft_is_right_there_from_every_start(rule):
+    texts, scores = random_text(3, responses=2, longest=20)
+    rng, offsets, agreed = np.random.default_rng(0), 4, []
+    for index, own in enumerate(scores):
+        places = np.arange(len(own))[:, None] + np.arange(offsets)
+        inside, places = places < len(own), np.minimum(places, len(own) - 1)
+        log_draft = np.where(inside, np.minimum(own.log_draft_probs[places] - rng.random(places.shape), 0.0), 0.0)
+        log_target = np.where(inside, own.log_target_probs[places], 0.0)
+        matches = (own.matches[places] & (rng.random(places.shape) < 0.7)) | ~inside
+        table = TokenScores(log_draft, log_target, matches, own.choice_ids[places], own.choice_probs[places])
+        scores[index] = replace(own, by_start=table)
+    rows = disagreements(texts, scores, rule=rule, gamma=offsets, tokenizer=TOKENIZER)
+    names = {word(text): text for text in (" return", " if", "self", " for")}
+    for text, own in zip(texts, scores, strict=True):
+        table, said = own.by_start, [names[token] for token in text.response_ids]
+        log_draft, matches = table.log_draft_probs.copy(), table.matches.copy()
+        pairs = list(zip(said, (names[token] for token in own.choice_ids), strict=True))
+        for start, offset in np.ndindex(*matches.shape):
+            here = start + offset
+            if here < len(own) and pairs[here] == (rows[0]["target_said"], rows[0]["draft_wanted"]):
+                matches[start, offset] = True
+                log_draft[start, offset] = max(log_draft[start, offset], table.log_target_probs[start, offset])
+        agreed.append(replace(own, by_start=replace(table, log_draft_probs=log_draft, matches=matches)))
+    tokens = sum(len(own) for own in scores)
+    now, then = (tokens / expected_blocks_of(found, rule, (offsets,)).sum() for found in (scores, agreed))
+    assert then > now
+    assert rows[0]["tau_if_agreed"] == pytest.approx(then, rel=1e-9)
+
+
 @given(st.integers(0, 2**20), st.sampled_from(["sample", "greedy-draft"]), st.integers(1, 6))
 @settings(max_examples=30, deadline=None)
 def test_agreeing_never_hurts_and_shares_are_of_the_whole(seed, rule, gamma):
