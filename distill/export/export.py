@@ -240,7 +240,7 @@ def _facts(
         measured_rule=verdict.rule if verdict else None,
         sampling=sampling,
         taus=taus,
-        gamma_by_load=gamma_by_load(verdict),
+        gamma_by_load=gamma_by_load(verdict, "autoregressive" if one_pass is None else "parallel"),
         one_pass=one_pass,
     )
 

@@ -2,20 +2,20 @@
 
 import math
 
-from distill.run.verdict_record import Verdict
+from distill.run.verdict_record import Drafting, Verdict
 from speculative.measure.load import MOST_LOAD
 
 # First and last number of concurrent requests, and gamma there; 0: plain decoding.
 LoadRange = tuple[int, int, int]
 
 
-def gamma_by_load(verdict: Verdict | None) -> list[LoadRange]:
-    """Ranges from 1 to 4096 without gaps; empty where judge.load was not measured.
+def gamma_by_load(verdict: Verdict | None, drafting: Drafting | None = None) -> list[LoadRange]:
+    """Ranges from 1 to 4096 without gaps; empty where judge.load was not measured, or drafting otherwise than is asked.
 
     A measured load's gamma holds up to the geometric middle of the next one; 0 where the draft was measured to lose, and
     from `plain_wins_from` on.
     """
-    if verdict is None or not verdict.load:
+    if verdict is None or not verdict.load or drafting not in (None, verdict.drafting):
         return []
     wins = verdict.plain_wins_from
     rows = [row for row in verdict.load if wins is None or row.concurrency < wins]

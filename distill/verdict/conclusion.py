@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,11 @@ def conclude_run(
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
     contestants = _contestants(run, config.judge.served, target, records[0], best)
+    # Checkpoints of a parallel draft are judged as its blocks; nobody would serve it so before it has learnt them.
+    first = {} if config.student.parallel else {BASELINE: records[0]}
     if live:
         # Replay records are of the dial; a verdict of what was decoded.
-        known = {BASELINE: records[0]} if records[0].live else {}
+        known = first if records[0].live else {}
         lighter = _lighter(config, target, contestants[-1])
         field = line_up(config.judge, settings, target.model, contestants, heldout, context, lighter)
         evidence = gather(
@@ -69,7 +72,9 @@ def conclude_run(
             history=past_responses(config, target, config.judge_rule),
         )  # fmt: skip
     else:
-        evidence = gather_by_replay(config.judge, settings, contestants, heldout, {BASELINE: records[0], BEST: best})
+        if config.student.parallel:
+            contestants[-1] = replace(contestants[-1], drafting="parallel")
+        evidence = gather_by_replay(config.judge, settings, contestants, heldout, first | {BEST: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     verdict = under_load(verdict, evidence, target) if live else verdict
     result = findings_of(

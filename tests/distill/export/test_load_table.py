@@ -49,6 +49,9 @@ def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[in
 
 def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
     assert gamma_by_load(None) == gamma_by_load(verdict_of([], None)) == []
+    measured = verdict_of([(1, 5, 2.0)], None)
+    assert gamma_by_load(measured, "autoregressive") == gamma_by_load(measured) == [(1, 4096, 5)]
+    assert gamma_by_load(measured, "parallel") == []
     assert not any("batch size" in note or "max_concurrency" in note for one in check_all(GOOD) for note in one.notes)
 
 

@@ -1,0 +1,50 @@
+"""What the end of a run takes over from its checkpoints' judgements."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distill.config.load import load_config
+from distill.config.sections import ParallelConfig
+from distill.models.target import Target
+from distill.verdict import conclusion
+from distill.verdict.evidence import BASELINE, BEST
+
+
+class _Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize("live", ["checkpoint", "never"])
+@pytest.mark.parametrize("parallel", [None, ParallelConfig(tokens=8)])
+def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, live: str, parallel: ParallelConfig | None
+) -> None:
+    config = load_config(tiny_run / "config.yaml")
+    judge = config.judge.model_copy(update={"live": live})
+    student = config.student.model_copy(update={"parallel": parallel})
+    config = config.model_copy(update={"judge": judge, "student": student})
+    seen: dict[str, Any] = {}
+
+    def gather(*_: Any, known: Any, **__: Any) -> None:
+        seen["known"] = known
+        raise _Asked
+
+    def gather_by_replay(_: Any, __: Any, contestants: Any, ___: Any, known: Any) -> None:
+        seen.update(known=known, drafting=[one.drafting for one in contestants])
+        raise _Asked
+
+    monkeypatch.setattr(conclusion, "line_up", lambda *_: None)
+    monkeypatch.setattr(conclusion, "past_responses", lambda *_: [])
+    monkeypatch.setattr(conclusion, "gather", gather)
+    monkeypatch.setattr(conclusion, "gather_by_replay", gather_by_replay)
+    records = [record.model_copy(update={"live": True}) for record in conclusion.load_judgements(tiny_run)]
+    monkeypatch.setattr(conclusion, "load_judgements", lambda _: records)
+    with pytest.raises(_Asked):
+        conclusion.conclude_run(config, Target(config.target, torch.device("cpu")), {}, {}, dict, 64, [])
+    assert (BASELINE in seen["known"]) == (parallel is None)
+    if live == "never":
+        assert BEST in seen["known"]
+        assert seen["drafting"] == ["autoregressive", "parallel" if parallel else "autoregressive"]
