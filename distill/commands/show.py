@@ -14,7 +14,7 @@ from distill.run.folder import load_verdict
 from distill.run.session import open_pair
 from distill.run.synthetic import synthetic_line
 from speculative.decode import decode
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import Drafting, model_drafter
 
 
 def show_run(run: Path) -> None:
@@ -28,11 +28,11 @@ def show_run(run: Path) -> None:
         made = json.loads(synthetic.read_text(encoding="utf-8"))
         Console().print(synthetic_line(made["method"], made["counts"]))
     # A target that is only served elsewhere cannot show what it accepts.
-    shown = held_out_completions(run, count=3) if verdict.target_tokens_per_second is not None else []
+    shown = held_out_completions(run, 3, verdict.drafting) if verdict.target_tokens_per_second is not None else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)
 
 
-def held_out_completions(run: Path, count: int) -> list[Panel]:
+def held_out_completions(run: Path, count: int, drafting: Drafting) -> list[Panel]:
     """Completions of the first held-out prompts with the best draft, accepted tokens marked.
 
     Raises:
@@ -41,5 +41,5 @@ def held_out_completions(run: Path, count: int) -> list[Panel]:
     config = load_config(run / CONFIG)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
     settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
-    responses, _ = decode(pair.target.model, ModelDrafter(pair.draft), pair.keyed[:count], settings)
+    responses, _ = decode(pair.target.model, model_drafter(pair.draft, drafting), pair.keyed[:count], settings)
     return [marked_completion(pair.target.tokenizer, response) for response in responses]

@@ -14,6 +14,7 @@ import numpy as np
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.config.layout import BEST_LINK
 from distill.run.result import LivePrompt, Result
+from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.cusum import FEWEST_REQUESTS, Pool, pool_of
@@ -30,13 +31,16 @@ _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed 
 
 @dataclass(frozen=True)
 class Baseline:
-    """source: `live` (the run's own judging) or `replay` (drawn along its frozen text). notes: what a reader must know."""
+    """source: `live` (the run's own judging) or `replay` (drawn along its frozen text). notes: what a reader must know. drafting: how the
+    best draft was judged.
+    """
 
     gamma: int
     rule: Rule
     source: str
     prompts: list[LivePrompt]
     notes: list[str] = field(default_factory=list)
+    drafting: Drafting = "autoregressive"
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,11 @@ def redrawn_prompts(
         beyond_G = np.full(gamma, -np.log(accepted / max(1, tokens)))
     rows = []
     for response, score in zip(texts, scores, strict=True):
-        costs_T = np.concatenate([costs_of(score, rule).costs_T, beyond_G])
+        costs_T = costs_of(score, rule).costs_T
         start = blocks = kept = 0
         while start < len(score):
-            highest_G = np.maximum.accumulate(costs_T[start : start + gamma].cumsum())
+            own_G = (costs_T[start] if costs_T.ndim == 2 else costs_T[start:])[: min(gamma, len(score) - start)]
+            highest_G = np.maximum.accumulate(np.concatenate([own_G, beyond_G])[:gamma].cumsum())
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, kept = start + here + 1, blocks + 1, kept + here
         if blocks:

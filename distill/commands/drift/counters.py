@@ -93,5 +93,7 @@ def replayed_survival(run: Path, baseline: Baseline) -> list[float] | None:
         draft = frozen.draft(str(run))
     except UserError:
         return None
-    scores = score_tokens(draft, [behind_prefill(text) for text in frozen.responses], frozen.sampling)
+    offsets = baseline.gamma if baseline.drafting == "parallel" else None
+    texts = [behind_prefill(text) for text in frozen.responses]
+    scores = score_tokens(draft, texts, frozen.sampling, offsets=offsets)
     return predicted_shares(scores, baseline.rule, baseline.gamma)[0]

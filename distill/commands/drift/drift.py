@@ -43,7 +43,7 @@ from distill.run.responses import decode_settings
 from distill.run.result import load_result
 from distill.run.session import context_limit
 from speculative.decode import decode
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import model_drafter
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.explain.cusum import (
@@ -136,20 +136,22 @@ def _check(options: DriftOptions) -> None:
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
     """The run's live counts where they are of its best draft and of this gamma and rule, else drawn along its frozen text."""
-    path, stored, notes = options.run / RESULT, None, []
+    path, stored, notes, drafting = options.run / RESULT, None, [], None
     if path.is_file():
         stored = load_result(path)
-        own_rule, own_gamma = stored.verdict.rule, stored.verdict.gamma
+        own_rule, own_gamma, drafting = stored.verdict.rule, stored.verdict.gamma, stored.verdict.drafting
         notes = other_best(options.run, stored, str(path))
         if not notes and stored.live_prompts and gamma in (None, own_gamma) and options.rule in ("", own_rule):
             prompts = prompts_of_result(stored.live_prompts, str(path))
-            return Baseline(own_gamma, own_rule, "live", prompts)  # type: ignore[arg-type]
+            return Baseline(own_gamma, own_rule, "live", prompts, [], drafting)  # type: ignore[arg-type]
     wanted: Any = options.rule or (own_rule if stored else None)
     frozen = load_frozen_text(options.run, wanted)
     gamma = gamma or (own_gamma if stored else frozen.config.judge.gamma)
-    scores = score_tokens(frozen.draft(str(options.run)), frozen.responses, frozen.sampling)
+    drafting = drafting or ("parallel" if frozen.config.student.parallel else "autoregressive")
+    offsets = gamma if drafting == "parallel" else None
+    scores = score_tokens(frozen.draft(str(options.run)), frozen.responses, frozen.sampling, offsets=offsets)
     prompts = redrawn_prompts(frozen.responses, scores, frozen.rule, gamma, options.seed)
-    return Baseline(gamma, frozen.rule, "replay", prompts, notes)
+    return Baseline(gamma, frozen.rule, "replay", prompts, notes, drafting)
 
 
 def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> tuple[AcceptanceLog, list[str]]:
@@ -172,7 +174,9 @@ def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> t
     # Another seed than the run's own decoding: the same prompt under both would share its coins.
     settings = decode_settings(config.serving, config.seed, frozen.target).under(baseline.rule, baseline.gamma)
     settings = replace(settings, seed=config.seed + 3 + options.seed)
-    responses, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=config.judge.batch_size)
+    responses, _ = decode(
+        target, model_drafter(draft, baseline.drafting), prompts, settings, batch_size=config.judge.batch_size
+    )
     records = [
         AcceptanceRecord(order, response.drafted, response.accepted, response.blocks, label)
         for order, (response, label) in enumerate(zip(responses, labels, strict=True))

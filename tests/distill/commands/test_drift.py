@@ -32,6 +32,7 @@ from distill.run.result import LivePrompt, Result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain import cusum
@@ -349,15 +350,24 @@ def test_gamma_is_the_logs_where_it_tells() -> None:
 # The baseline drawn anew.
 
 
-@pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
-def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule) -> None:
+@pytest.mark.parametrize(
+    ("rule", "drafting"),
+    [
+        ("sample", "autoregressive"),
+        ("block", "autoregressive"),
+        ("greedy-draft", "autoregressive"),
+        ("sample", "parallel"),
+    ],
+)
+def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, drafting: Drafting) -> None:
     """Blocks against their exact expectation on the same text; accepted/drafted against what the decoder counted."""
     target = tiny_model()
     draft = perturbed(target, 0.05)
+    draft.config.pard_token = 0
     settings = DecodeSettings(gamma=3, rule=rule, max_tokens=24)
-    responses, _ = decode(target, ModelDrafter(draft), prompts_of([5] * 60), settings, batch_size=60)
+    responses, _ = decode(target, model_drafter(draft, drafting), prompts_of([5] * 60), settings, batch_size=60)
     texts = [HeldoutResponse(r.key, "d", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
-    scores = score_tokens(draft, texts, settings.sampling)
+    scores = score_tokens(draft, texts, settings.sampling, offsets=3 if drafting == "parallel" else None)
     draws = [redrawn_prompts(texts, scores, rule, 3, seed) for seed in range(60)]
     assert [len(rows) for rows in draws] == [60] * 60
     blocks = np.array([[row.blocks for row in rows] for rows in draws])
@@ -440,6 +450,24 @@ def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) 
         drift_command(DriftOptions(tiny_run, prompts=str(tmp_path / "no.jsonl")), silent())
     with pytest.raises(UserError, match="chat"):
         drift_command(DriftOptions(tiny_run, prompts=str(plain), chat=True), silent())
+
+
+def test_a_run_whose_best_drafts_in_parallel_is_compared_so(tiny_run: Path, tmp_path: Path) -> None:
+    copied, fresh = tmp_path / "run", write_prompts(tmp_path / "fresh.jsonl", 12)
+    shutil.copytree(tiny_run, copied, symlinks=True)
+    stored = json.loads((copied / "result.json").read_text())
+    stored["verdict"]["drafting"] = "parallel"
+    (copied / "result.json").write_text(json.dumps(stored))
+    own = copied / "best" / "student" / "config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"pard_token": 0}))
+
+    def rates(run: Path) -> tuple[float, float]:
+        (facts,) = drift_command(DriftOptions(run, prompts=str(fresh), gamma=7), silent())["slices"]
+        return facts["baseline_rate"], facts["rate"]
+
+    by_token, by_block = rates(tiny_run), rates(copied)
+    # What it never learnt is hardly accepted, by replay and live.
+    assert all(0 < block < 0.8 * token for block, token in zip(by_block, by_token, strict=True))
 
 
 def test_fresh_conversations_are_read_by_the_template_though_the_run_is_plain(
