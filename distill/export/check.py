@@ -52,7 +52,7 @@ def check_with_transformers(
 
     """
     draft = AutoModelForCausalLM.from_pretrained(export_dir, dtype="auto", trust_remote_code=trust_remote_code)
-    draft = as_served(draft.to(target_model.device)).eval()
+    draft = as_served(draft, target_model.device).to(target_model.device).eval()
     cast_weights(draft, target_model.dtype)
     draft.generation_config.num_assistant_tokens = gamma
     draft.generation_config.num_assistant_tokens_schedule = "constant"

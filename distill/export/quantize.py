@@ -80,7 +80,7 @@ def lighter_draft(
     """What loads from an export of the draft, made in place without one, computing as it would beside the target."""
     cast_weights(draft, target.saved_dtype)
     quantize_draft(draft, how, texts)
-    return as_exported(as_served(draft), target)
+    return as_exported(as_served(draft, target.device), target)
 
 
 def row_scales(weight_NK: Tensor, square_K: Tensor | None, args: Any) -> Tensor:

@@ -62,7 +62,7 @@ def read_draft(path: str, target: Target) -> tuple[PreTrainedModel, VocabularyAg
     """
     name, rows = find_student(path), target.facts.vocab_rows
     base = base_of_adapter(Path(name))
-    draft = as_served(load_model("draft", name)) if base is None else _adapted(name, base)
+    draft = as_served(load_model("draft", name), target.device) if base is None else _adapted(name, base)
     own = load_tokenizer(base or name)
     agreement = compare_vocabularies(target.tokenizer, rows, own, vocabulary_rows(draft.config))
     if agreement.verdict == "repair":

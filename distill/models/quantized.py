@@ -56,7 +56,7 @@ def stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 class Int8Linear(nn.Module):
     """A linear layer that reads 8-bit weights, with activations in bfloat16: what a step costs on a CPU is the bytes it reads.
 
-    Shapes: N outputs, K inputs. No cast to another dtype touches its weights or their scales.
+    Shapes: N outputs, K inputs. `cast_weights` touches neither its weights nor their scales.
     """
 
     scale: Tensor
@@ -78,11 +78,11 @@ class Int8Linear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
-def as_served(model: Any) -> Any:
+def as_served(model: Any, device: torch.device) -> Any:
     """A model in the compressed-tensors format as it would compute where it is served: 8-bit weights stay so on a CPU, in place.
 
     Elsewhere, and where activations are rounded too, the library computes with the values that they stand for. Any other model
-    is given back as it is.
+    is given back as it is. device: where it will compute.
     """
     layers = [(name, one) for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
     if not layers:
@@ -94,7 +94,7 @@ def as_served(model: Any) -> Any:
         decompress_module(one)
         scheme = one.quantization_scheme
         weight_only = scheme.input_activations is None and (scheme.weights.type, scheme.weights.num_bits) == ("int", 8)
-        if weight_only and one.weight_scale.shape[1:] == (1,) and one.weight.device.type == "cpu":
+        if weight_only and one.weight_scale.shape[1:] == (1,) and device.type == "cpu":
             values = (one.weight.float() / one.weight_scale.float()).round().to(torch.int8)
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, Int8Linear(values, one.weight_scale[:, 0], one.bias))

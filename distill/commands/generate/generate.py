@@ -19,7 +19,7 @@ from distill.commands.generate.response_file import ResponseFile
 from distill.commands.output import check_writable, write_asked
 from distill.config.sections import TargetConfig
 from distill.faults import Interrupted
-from distill.models.draft import load_draft
+from distill.models.draft import cast_weights, load_draft
 from distill.models.target import Target
 from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
@@ -146,8 +146,9 @@ def load(options: GenerateOptions) -> Loaded:
     model = target.model
 
     def draft_model() -> ModelDrafter:
-        loaded = load_draft(draft, target).to(device=place, dtype=model.dtype)  # type: ignore[call-arg]
-        return model_drafter(loaded, options.drafting or DRAFTINGS[0])  # type: ignore[arg-type]
+        loaded = load_draft(draft, target)
+        cast_weights(loaded, model.dtype)
+        return model_drafter(loaded.to(place), options.drafting or DRAFTINGS[0])  # type: ignore[arg-type]
 
     makers: dict[str, Any] = {
         "none": lambda: None,

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from distill.commands.compare.compare import compare_command
 from distill.commands.export import export_run
+from distill.commands.generate.generate import load
+from distill.commands.generate.options import GenerateOptions
 from distill.commands.options import CompareOptions, ExportOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
@@ -26,6 +28,7 @@ from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
 from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.verdict import verdict_of
+from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure.token_scores import score_tokens
 
@@ -104,7 +107,7 @@ def test_what_is_written_is_read_by_transformers_and_served(tmp_path: Path, how:
     assert all(engine["ok"] for name, engine in serving["engines"].items() if name in ("vLLM", "transformers"))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
     loaded = load_model("draft", str(path))
-    served = as_served(loaded)
+    served = as_served(loaded, torch.device("cpu"))
     kinds = {type(one) for name, one in served.named_modules() if name.endswith("_proj") or name == "lm_head"}
     assert kinds == ({Int8Linear} if how == "int8" else {nn.Linear})
     ids = torch.arange(3, 33)[None]
@@ -120,6 +123,21 @@ def test_a_missing_library_and_an_unknown_name_are_one_line(tmp_path: Path, monk
     with pytest.raises(UserError, match=r"--quantize int8 needs compressed-tensors; `pip install"):
         exported(tmp_path / "b", "int8")
     assert not (tmp_path / "b" / "out").exists()
+
+
+@pytest.mark.usefixtures("_library")
+def test_generate_drafts_in_8_bits(tmp_path: Path) -> None:
+    """At a width that torch's own product takes; beside a target in float32."""
+    path = exported(tmp_path, "int8", hidden_size=128, num_attention_heads=8, head_dim=16)
+    asked = GenerateOptions(str(tmp_path / "target"), draft=str(path), device="cpu", dtype="float32")
+    drafter = load(asked).drafter
+    assert isinstance(drafter, ModelDrafter)
+    layer = drafter.model.lm_head
+    assert isinstance(layer, Int8Linear)
+    assert drafter.model(torch.tensor([[5, 6]])).logits.isfinite().all()
+    # Elsewhere than on a CPU there is no such product: the library's own layers compute there.
+    loaded = load_model("draft", str(path))
+    assert not any(isinstance(one, Int8Linear) for one in as_served(loaded, torch.device("cuda")).modules())
 
 
 @pytest.mark.usefixtures("_library")
