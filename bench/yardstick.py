@@ -71,6 +71,7 @@ from distill.training.teacher import Teacher
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import end_token_ids
+from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.replay import replay
@@ -383,6 +384,8 @@ def train_ours(
     now: Now = time.perf_counter,
 ) -> dict[str, Any]:
     """The recipe, for so many seconds (or so many steps, which then are the time). {seconds, steps, tokens_trained, epochs, student}."""
+    if recipe.parallel and mask_token_of(student.config) is None:
+        raise UserError("parallel: config.json of the draft names no mask token (pard_token); see bench/parallel.py")
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock(seconds, now)
@@ -486,7 +489,8 @@ def with_earlier(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
     for name, recipe in result["recipes"].items():
         if asdict(Recipe(**found["recipes"].get(name, recipe))) != recipe:  # a key that came later has its default
             raise UserError(f"{out}: {name} had another recipe; delete it, or give another --out")
-    return result | {"recipes": found["recipes"] | result["recipes"], "runs": found["runs"]}
+    told = {"recipes": found["recipes"] | result["recipes"], "runs": found["runs"], "gains": gains(found["runs"])}
+    return result | told
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:

@@ -87,7 +87,7 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
     first = error.errors()[0]
     location = first["loc"]
     # pydantic names the branch of a union, or `[key]`, as if it were a key.
-    key = ".".join(part for part in map(str, location) if "[" not in part)
+    key = ".".join(part for part in map(str, location) if "[" not in part and not part.startswith("constrained-"))
     if first["type"] == "extra_forbidden":
         return f"{origin}: unknown key `{key}`: {did_you_mean(str(location[-1]), _known_keys(location, kind))}"
     if first["type"] == "missing":

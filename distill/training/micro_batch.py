@@ -134,8 +134,10 @@ def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher |
         hidden_BTD = split.hidden(batch.input_ids_BT)
     signal = DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head)
     module.train()
-    with accelerator.autocast():
-        loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, depths_BT=batch.depths_BT)
-    loss.backward()
-    if module.survival is not None:
-        module.survival.forget()
+    try:
+        with accelerator.autocast():
+            loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, depths_BT=batch.depths_BT)
+        loss.backward()
+    finally:  # also where memory ran out
+        if module.survival is not None:
+            module.survival.forget()

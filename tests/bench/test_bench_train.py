@@ -269,6 +269,10 @@ def test_the_yardstick_trains_for_its_minutes(chatty_target: Path, tmp_path: Pat
     assert {name: recipe["prompt_weight"] for name, recipe in again["recipes"].items()} == {
         "plain": 0.0, "prompt_weight=0": 0.0, "prompt_weight=.5": 0.5
     }  # fmt: skip
+    module.main(["batch=4"], modes="plain,ours", vary="prompt_weight=0,.5", **options)
+    assert json.loads(out.read_text())["gains"] == again["gains"], "also where nothing was left to do"
+    with pytest.raises(UserError, match="no mask token"):
+        module.main(["parallel=4"], modes="ours", **options)
     with pytest.raises(UserError, match="another recipe"):
         module.main(["batch=5"], modes="ours", vary="prompt_weight=0", **options)
 

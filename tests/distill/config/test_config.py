@@ -151,6 +151,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"student": {"layers": [0, "last"]}}, "`student.layers.1`"),
         ({"student": {"init": "carvd"}}, "'carved'"),
         ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
+        ({"student": {"parallel": {"mask_token": -1}}}, "`student.parallel.mask_token` = -1"),
         ({"loss": {"name": "kl"}}, "'forward_kl'"),
         ({"loss": {"mix": {"kl": 1.0}}}, "'forward_kl'"),
         ({"loss": {"beta": 1.0}}, "less than 1"),

@@ -201,18 +201,22 @@ def test_a_text_with_the_mask_token_is_refused(tmp_path: Path) -> None:
         make_loop(blocks_config(tmp_path), examples=[text] * 4)
 
 
-def test_a_trial_step_asks_for_blocks_too_and_leaves_no_trace() -> None:
+def test_a_trial_step_asks_for_blocks_too_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_model(vocab_size=TOKENS)
     module = parallel_module(carve(target, [0]), Objective({"forward_kl": 1.0}), 8, 0.7)
     batch = trial_batch(2, 200, module)
     # 199 response tokens, each with retain + .. + retain^7 masks on average.
     assert batch.masks / (2 * 199) == pytest.approx(sum(0.7**k for k in range(1, 8)), rel=0.15)
-    trial_step(
-        SimpleNamespace(autocast=nullcontext, device=torch.device("cpu")),
-        module,
-        Teacher(target),
-        trial_batch(1, 20, module),
-    )  # type: ignore[arg-type]
+    accelerator: Any = SimpleNamespace(autocast=nullcontext, device=torch.device("cpu"))
+    trial_step(accelerator, module, Teacher(target), trial_batch(1, 20, module))
+    assert float(module.survival.seen_2J.abs().sum()) == 0.0
+
+    def refuse(loss: Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Tensor, "backward", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        trial_step(accelerator, module, Teacher(target), trial_batch(1, 20, module))
     assert float(module.survival.seen_2J.abs().sum()) == 0.0
 
 
