@@ -39,7 +39,7 @@ def synthetic_rows(
 
     Args:
         own: the training prompts.
-        heldout: no prompt with a question of these is made, nor a near-equal one.
+        heldout: no prompt that begins or ends with the first question of one of these is made, nor with a near-equal one.
         candidates: the first so many candidates, those of fewer among them, and what was left out on the way.
         fits: whether a prompt leaves room for its answer.
     """
@@ -48,14 +48,14 @@ def synthetic_rows(
         made, left_out = candidates(wanted)
         kept: list[PromptRow] = []
         known = {normalised_hash(row) for row in own}
-        held = {normalised_hash(row) for row in heldout}
+        held = {_key(text) for row in heldout for text in _questions(row)[:1]}
         groups = split_groups([*heldout, *made], normalised=True)
         held_groups = set(groups[: len(heldout)])
         for row, group in zip(made, groups[len(heldout) :], strict=True):
-            key = normalised_hash(row)
+            key, question = normalised_hash(row), _questions(row)[-1]
             fault = (
-                "empty" if not _question(row).strip()
-                else "held out" if group in held_groups or key in held
+                "empty" if not question.strip()
+                else "held out" if group in held_groups or _key(question) in held
                 else "duplicates" if key in known
                 else "" if fits(row) else "too long"
             )  # fmt: skip
@@ -108,7 +108,7 @@ def mixed_rows(own: Sequence[PromptRow], seed: int) -> Callable[[int], tuple[lis
     Raises:
         UserError: no two prompts have two neighbouring words in common.
     """
-    words = [re.findall(r"\S+\s*", _question(row)) for row in own]
+    words = [re.findall(r"\S+\s*", "".join(_questions(row)[-1:])) for row in own]
     places: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for number, text in enumerate(words):
         for place in range(len(text) - 1):
@@ -145,11 +145,14 @@ def _last_question(row: PromptRow) -> int:
     return max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns))
 
 
-def _question(row: PromptRow) -> str:
+def _questions(row: PromptRow) -> list[str]:
     if row.text is not None:
-        return row.text
-    asked = (row.messages or ())[_last_question(row) :]
-    return str(asked[0].get("content", "")) if asked else ""
+        return [row.text]
+    return [str(turn.get("content", "")) for turn in row.messages or () if turn["role"] == "user"]
+
+
+def _key(question: str) -> str:
+    return normalised_hash(PromptRow(question, None, None, "", ""))
 
 
 def _asking(row: PromptRow, question: str) -> PromptRow:

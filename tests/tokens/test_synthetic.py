@@ -44,6 +44,18 @@ def test_each_candidate_that_may_not_be_is_counted_by_its_fault() -> None:
     assert counts == {"made": 9, "kept": 3, "empty": 1, "duplicates": 2, "held out": 2, "too long": 1}
 
 
+def test_a_held_out_question_is_not_asked_later_nor_by_many() -> None:
+    def under(system: str, question: str) -> PromptRow:
+        turns = {"role": "system", "content": system}, {"role": "user", "content": question}
+        return PromptRow(None, turns, None, "d", "talk")
+
+    own = [talk("hi", "yes", "who are you"), *(under(f"s{number}", f"q{number}") for number in range(40))]
+    # So many that split_groups takes it for an instruction, other under another system message.
+    candidates = [talk("hi", "yes", "who WON"), *(under(f"s{number}", "who won?") for number in range(40))]
+    kept, counts = synthetic_rows(own, [under("other", "Who won?")], 41, given(*candidates), lambda row: True)
+    assert (kept, counts["held out"]) == ([], 41)
+
+
 def test_more_candidates_are_made_until_there_are_enough() -> None:
     wanted: list[int] = []
 

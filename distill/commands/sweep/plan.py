@@ -51,13 +51,17 @@ class Trial:
         return json.dumps({key: value for key, value in self.values.items() if key != SEED}, sort_keys=True)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path, readers: Sequence[Path] = ()) -> dict[str, Any]:
     """The `key: value` lines of a sweep file; `like` names a file beside it that says what this one leaves out,
     and to whose `overrides` its own are added.
 
+    ``readers``: the files whose `like` led here.
+
     Raises:
-        UserError: unreadable.
+        UserError: unreadable, a `like` that leads in a circle.
     """
+    if path.resolve() in readers:
+        raise UserError(f"{path}: `like` leads back to this file; take it out of one of them")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
@@ -68,8 +72,11 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: expected `key: value` lines with {', '.join(KEYS)}")
     if (like := tree.pop("like", None)) is None:
         return tree
-    other = read_tree(path.parent / str(like))
-    return other | tree | {"overrides": (other.get("overrides") or {}) | (tree.get("overrides") or {})}
+    other = read_tree(path.parent / str(like), (*readers, path.resolve()))
+    sides = [one.get("overrides") or {} for one in (other, tree)]
+    if not all(isinstance(side, dict) for side in sides):
+        raise UserError(f"{path}: overrides: one value for each of some config keys")
+    return other | tree | {"overrides": sides[0] | sides[1]}
 
 
 def load_sweep(path: Path) -> SweepFile:

@@ -64,8 +64,7 @@ def _ensure(books: "Books", training: Training, shared: dict[str, Texts], consol
     except NotFinite as error:
         result = {"error": str(error)}  # as a learning rate it has lost; as a contestant it has no numbers
         numbers = f"diverged: {error}"
-    training.result.parent.mkdir(parents=True, exist_ok=True)
-    write_json(training.result, result)
+    books.keep(training, result)
     said = f"{training.config.name}, lr {training.lr or 'default'}, seed {training.seed}: {numbers}"
     line = f"{said} ({time.perf_counter() - started:.0f} s)"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -80,11 +79,20 @@ class Books:
         self._found: dict[Path, dict[str, Any]] = {}
 
     def result(self, training: Training) -> dict[str, Any] | None:
-        """The numbers of a training, None where it is not finished."""
+        """The numbers of a training, None where it is not finished, or was judged for a study that said otherwise."""
         path = training.result
         if path not in self._found and path.exists():
             self._found[path] = json.loads(path.read_text(encoding="utf-8"))
-        return self._found.get(path)
+        found, wanted = self._found.get(path), training.judged_with(self.study)
+        if found is None or found.get("judged_with", wanted) != wanted:
+            return None
+        return found if "error" in found or {*training.served.rules} <= found["judged"].keys() else None
+
+    def keep(self, training: Training, result: dict[str, Any]) -> None:
+        """Writes the numbers of a training, in place of what an earlier file of the study had there."""
+        result = self._found[training.result] = result | {"judged_with": training.judged_with(self.study)}
+        training.result.parent.mkdir(parents=True, exist_ok=True)
+        write_json(training.result, result)
 
     def tuned(self, pair: str, contestant: str) -> dict[float, dict[str, float]]:
         """{alpha, tau} on the tuning prompts by learning rate, in the order in which they are tried; tau 0 where it diverged."""
@@ -107,13 +115,17 @@ class Books:
         return {place: max(told, key=lambda lr: told[lr]["tau"]) for place, told in by.items()}
 
     def judged(self) -> list[tuple[Training, dict[str, Any]]]:
-        """The finished trainings whose learning rate is settled, with their numbers."""
+        """The finished trainings whose learning rate is settled, with their numbers by the rules that are asked for."""
         chosen = self.chosen()
         planned = trainings(self.study, chosen)
         fixed = (*chosen, *((pair, UNTRAINED) for pair in self.study.pairs))
         settled = (one for one in planned if not self.study.lr or (one.pair, one.contestant) in fixed)
         found = ((training, self.result(training)) for training in settled)
-        return [(training, result) for training, result in found if result is not None and "error" not in result]
+        return [
+            (training, result | {"judged": {rule: result["judged"][rule] for rule in training.served.rules}})
+            for training, result in found
+            if result is not None and "error" not in result
+        ]
 
     def report(self) -> dict[str, Any]:
         """What study.json holds: facts, cells, paired errors, and how the learning rates were chosen."""
@@ -143,15 +155,15 @@ class Books:
 
     def plan(self) -> str:
         """What is finished, and what the rest takes at the pace so far."""
-        study, judged = self.study, [one.result for one in trainings(self.study, self.chosen())]
+        study, judged = self.study, list(trainings(self.study, self.chosen()))
         places = list(itertools.product(study.pairs, study.contestants)) if study.lr else []
-        tried = [tuning(study, *place, lr).result for place in places for lr in self.tuned(*place)]
-        known = {path: json.loads(path.read_text(encoding="utf-8")) for path in (*tried, *judged) if path.exists()}
+        tried = [tuning(study, *place, lr) for place in places for lr in self.tuned(*place)]
+        known = {one.result: found for one in (*tried, *judged) if (found := self.result(one)) is not None}
         paces = [sum(result["seconds"].values()) for result in known.values() if "seconds" in result]
         # Three learning rates settle a contestant at best; of a pair's contestant one of them is a judged training too.
         open_places = [place for place in places if self.next_lr(*place) is not None]
         to_try = sum(max(3 - len(self.tuned(*place)), 1) for place in open_places)
-        left = to_try + sum(not path.exists() for path in judged) - len(open_places)
+        left = to_try + sum(one.result not in known for one in judged) - len(open_places)
         time_left = (
             f", {left * sum(paces) / len(paces) / 60:.0f} CPU minutes"
             if paces

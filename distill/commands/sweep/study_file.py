@@ -57,6 +57,16 @@ class Study(Section):
     overrides: Overrides = Field(default_factory=dict)
     _made: dict[tuple[Any, ...], "Training"] = PrivateAttr(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _distinct(self) -> "Study":
+        for values, what in (
+            (self.seeds, "seeds: each"),
+            ([one.temperature for one in self.served], "served: each temperature"),
+        ):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{what} once")
+        return self
+
     @property
     def reference(self) -> str:
         """The contestant that the others are compared with."""
@@ -85,6 +95,10 @@ class Training:
         said = self.config.model_dump_json(exclude={"name", "resume"}, exclude_defaults=True)
         digest = hashlib.sha256(said.encode()).hexdigest()[:12]
         return self.config.folder.parent / "trainings" / f"{self.config.name}-seed{self.seed}-{digest}.json"
+
+    def judged_with(self, study: Study) -> dict[str, Any]:
+        """What its numbers depend on beside its config: whose responses judge, and what tunes."""
+        return {"responses": study.seeds[0], "tune_prompts": study.tune_prompts, "tune_rule": self.served.rules[0]}
 
 
 def read_study(path: Path, tree: dict[str, Any]) -> Study:
@@ -141,6 +155,7 @@ def _refuse_more_than_responses(config: RunConfig) -> None:
         "student.parallel": config.student.parallel, "data.synthetic": config.data.synthetic, "train.packing": config.train.packing,
         "loss.weighting.reference": config.loss.weighting.reference, "target.endpoint": config.target.endpoint,
         "target.shard": config.target.shard, "data.mix": mix.student or mix.speculative,
+        f"signal.source: {config.signal.source}": config.signal.source not in ("online", "capture"),
     }  # fmt: skip
     named = next((key for key, value in asked.items() if value), None)
     if named is not None:
@@ -165,7 +180,8 @@ def next_lr(lr: Sequence[float], taus: Mapping[float, float]) -> float | None:
     ratio = max(lr[:2]) / min(lr[:2])
     if best not in (tried[0], tried[-1]):
         return None
-    return float(f"{tried[0] / ratio if best == tried[0] else tried[-1] * ratio:.2g}")
+    further = float(f"{tried[0] / ratio if best == tried[0] else tried[-1] * ratio:.2g}")
+    return None if further in taus else further
 
 
 def trainings(study: Study, chosen: Mapping[tuple[str, str], float]) -> Iterator[Training]:

@@ -57,6 +57,8 @@ def run_sweep(path: Path, launcher: str = "", dry_run: bool = False, console: Co
         from distill.commands.sweep.study import run_study
         from distill.commands.sweep.study_file import read_study
 
+        if launcher:
+            raise UserError(f"{path}: a study trains in this process, one draft after the other; leave --launcher out")
         with _terminated_as_interrupted():
             return run_study(read_study(path, tree), console, dry_run)
     sweep = load_sweep(path)
@@ -287,4 +289,5 @@ def _responses_key(config: RunConfig) -> str:
 
 def _signal_key(config: RunConfig) -> str:
     kept = config.signal.model_dump(mode="json", exclude={"source"})
-    return json.dumps([_responses_key(config), kept, config.loss.temperature], sort_keys=True)
+    loss = config.loss
+    return json.dumps([_responses_key(config), kept, loss.temperature, loss.prompt_weight > 0], sort_keys=True)

@@ -5,6 +5,7 @@ Shapes: P prompts, one response each.
 
 import gc
 import hashlib
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +26,13 @@ from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores, decode_settings
 from distill.run.session import dated_tokenizer, new_accelerator
 from distill.training.batches import make_batches, make_objective
+from distill.training.capture import CapturingTeacher
 from distill.training.loop import Loop
+from distill.training.micro_batch import chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import settled_precision
 from distill.training.signal import make_teacher
-from distill.training.teacher import RememberingTeacher
+from distill.training.teacher import RememberingTeacher, TeacherSource
 from speculative.errors import UserError
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -74,24 +77,39 @@ def train(training: Training, texts: Texts) -> tuple[PreTrainedModel, int]:
     Raises:
         NotFinite: it diverged. UserError: a student that cannot be made.
     """
-    config, target = training.config, texts.target
-    accelerator = _accelerator(config)
+    # What a run keeps (which layers were chosen, what the target said) is of this training alone: the next one's config is another.
+    with tempfile.TemporaryDirectory(prefix="understudy-study-") as passing:
+        config = training.config.model_copy(update={"output": passing})
+        config.folder.mkdir()
+        return _trained(config, texts, 0 if training.contestant == UNTRAINED else config.train.steps)
+
+
+def _trained(config: RunConfig, texts: Texts, steps: int) -> tuple[PreTrainedModel, int]:
+    target, accelerator = texts.target, _accelerator(config)
     set_seed(config.seed)
     refuse_impossible(config.student, target.side.config)
     student = first_student(config, accelerator, target, texts.rows, (texts.sets.train, texts.sets.heldout))
     module = DraftModule(student, make_objective(config))
     examples = texts.rows.examples
-    online = config.signal.source == "online"
-    teacher = texts.teacher if online else make_teacher(config, target, examples, accelerator)
+    teacher: TeacherSource | None = texts.teacher
+    if config.signal.source == "capture":
+        teacher = make_teacher(config, target, examples, accelerator)
+        if isinstance(teacher, CapturingTeacher):
+            teacher.teacher = texts.teacher  # who remembers what the target said to the others
     batches = make_batches(config, accelerator, target, texts.sets.train, examples, texts.context, teacher)
+    batches.micro_batch_size = chosen_micro_batch(
+        config.train, config.optim, accelerator, module, texts.teacher, batches.longest
+    )
     progress = Progress()
     nobody: Any = None  # judges: the loop takes its steps one by one
     loop = Loop(config, accelerator, module, teacher, batches, target.tokenizer, nobody, progress, {})
-    for step in range(0 if training.contestant == UNTRAINED else config.train.steps):
+    for step in range(steps):
         progress.step = step
         progress.tokens_seen += loop.step(loop.micro_batches(step)).tokens
-    trained = module.exported() if loop.average is None else loop.average.module
-    draft = as_exported(trained, target)  # type: ignore[arg-type]
+    average = None if loop.average is None else DraftModule(loop.average.module, module.objective)
+    draft = as_exported((average or module).exported(), target)
+    if isinstance(teacher, CapturingTeacher):
+        teacher.store.close()
     accelerator.free_memory()
     return draft, progress.tokens_seen
 

@@ -74,11 +74,11 @@ def fresh() -> Iterator[None]:
 def test_a_study_from_file_to_cells_and_on_after_a_kill(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One of them asks a store.
+    # They ask stores, of which one is of its seed alone, and one chooses its layers.
     served = [{"temperature": 1.0, "rules": ["sample", "greedy-draft"]}]
     contestants = {
-        "kl": {"loss.name": "forward_kl"},
-        "tv": {"loss.name": "tv", "signal": {"source": "capture", "k": 8}},
+        "kl": {"loss.name": "forward_kl", "signal": {"source": "capture", "kind": "sampled", "samples": 8}},
+        "tv": {"loss.name": "tv", "signal": {"source": "capture", "k": 8}, "student": {"layers": "auto", "depth": 1}},
     }
     path, _ = study_of(tmp_path, tiny_config, served=served, contestants=contestants)
     done: list[str] = []
@@ -171,6 +171,7 @@ def test_learning_rates_go_on_until_the_best_lies_between_others(
     taus: dict[float, float], wanted: float | None
 ) -> None:
     assert next_lr([1e-3, 3e-3], taus) == (None if wanted is None else pytest.approx(wanted))
+    assert next_lr([1e-3, 1e-3], {1e-3: 1.0}) is None, "no other to go on to"
 
 
 def test_seeds_are_outermost_and_every_contestant_sees_the_same(tmp_path: Path, tiny_config: Path) -> None:
@@ -196,6 +197,9 @@ def test_seeds_are_outermost_and_every_contestant_sees_the_same(tmp_path: Path, 
         ({"contestants": {}}, "contestants"),
         ({"seed": [0]}, "unknown key `seed`: did you mean `seeds`"),
         ({"contestants": {"kl": {"data.mix": {"student": 0.5}}}}, r"`data\.mix` is not for a study"),
+        ({"contestants": {"kl": {"signal.source": "store"}}}, "`signal.source: store` is not for a study"),
+        ({"seeds": [0, 0]}, "seeds: each once"),
+        ({"served": [{"temperature": 1.0, "rules": [rule]} for rule in ("sample", "block")]}, "each temperature once"),
         ({"tune_at": 0.5}, "one of the temperatures of `served`"),
         ({"served": [{"temperature": 1.0, "rules": ["greedy"]}]}, "greedy goes with temperature 0"),
     ],
@@ -204,6 +208,43 @@ def test_a_mistake_is_one_line(tmp_path: Path, tiny_config: Path, sections: dict
     with pytest.raises(UserError, match=words) as error:
         study_of(tmp_path, tiny_config, **sections)
     assert "\n" not in str(error.value)
+
+
+def test_other_files_of_a_study_that_cannot_be(tmp_path: Path, tiny_config: Path) -> None:
+    path, _ = study_of(tmp_path, tiny_config)
+    path.write_text("like: again.yaml\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    again = tmp_path / "again.yaml"
+    again.write_text("like: race.yaml\n", encoding="utf-8")
+    with pytest.raises(UserError, match="`like` leads back"):
+        run_sweep(path, console=quiet())
+    again.write_text("overrides: [seed]\n", encoding="utf-8")
+    with pytest.raises(UserError, match="overrides: one value"):
+        run_sweep(path, console=quiet())
+    again.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="leave --launcher out"):
+        run_sweep(path, "accelerate launch", console=quiet())
+
+
+def test_a_changed_study_trains_again_what_was_judged_otherwise(tmp_path: Path, tiny_config: Path) -> None:
+    served = {"temperature": 1.0, "rules": ["sample"]}
+    _, study = study_of(tmp_path, tiny_config, served=[served], contestants={"kl": {}}, lr=[])
+    sums = {"tokens": [10], "accepted": [5.0], "blocks": [5.0]}
+    for training in trainings(study, {}):
+        Books(study).keep(training, {"judged": {"sample": sums}, "trained_tokens": 7})
+
+    def finished(**sections: Any) -> list[tuple[str, int]]:
+        sections = {"served": [served], "contestants": {"kl": {}}, "lr": []} | sections
+        return [(c["rule"], c["seed"]) for c in Books(study_of(tmp_path, tiny_config, **sections)[1]).report()["cells"]]
+
+    assert finished() == finished(seeds=[0, 1, 2]) == [("sample", 0), ("sample", 1)]
+    assert finished(seeds=[1, 0]) == [], "the prompts' responses are of the first seed"
+    assert finished(tune_prompts=3) == []
+    assert finished(served=[served | {"rules": ["sample", "block"]}]) == []
+    both = {"rules": ["sample", "block"]}
+    _, wider = study_of(tmp_path, tiny_config, served=[served | both], contestants={"kl": {}}, lr=[])
+    for training in trainings(wider, {}):
+        Books(wider).keep(training, {"judged": {"sample": sums, "block": sums}, "trained_tokens": 7})
+    assert finished() == [("sample", 0), ("sample", 1)], "a rule that nobody asks for any more"
 
 
 def test_holm_by_hand() -> None:

@@ -255,6 +255,7 @@ def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
     [
         ("loss.name=tv", ["responses", "signal"]),
         ("loss.temperature=2.0", ["responses"]),
+        ("loss.prompt_weight=0.1", ["responses"]),
         ("signal={source: capture, k: 8}", ["responses"]),
         ("data.mix={target: 0.5, student: 0.5}", ["responses", "signal"]),
         ("train.steps=7", ["responses", "signal"]),
