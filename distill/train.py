@@ -16,6 +16,7 @@ from data.responses.store import StoredRows
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.export.quantize import require_quantizer
 from distill.faults import Interrupted, check_imports, exit_status
 from distill.models.heads import SplitModel
 from distill.models.load import tokenizer_fingerprint
@@ -56,9 +57,10 @@ def start(config: RunConfig) -> Accelerator:
     """Claims the run's folder and starts Accelerate and the trackers.
 
     Raises:
-        UserError: the folder holds another config or cannot be written; a tracker is not installed.
+        UserError: the folder holds another config or cannot be written; a tracker, or what export.quantize asks for, is not installed.
     """
     require_deepspeed()
+    require_quantizer(config.export.quantize)
     precision, disagreement = settled_precision(config.train.mixed_precision)
     accelerator = new_accelerator(
         mixed_precision=precision,

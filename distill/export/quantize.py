@@ -5,6 +5,7 @@ Shapes: N output rows of a weight, K input columns.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,23 @@ CLIPS = tuple(1.0 - 0.02 * step for step in range(11))
 CALIBRATED_ON = 64  # responses
 
 
+def has_quantizer() -> bool:
+    """Whether compressed-tensors is installed."""
+    return find_spec("compressed_tensors") is not None
+
+
+def require_quantizer(how: Quantization | None) -> None:
+    """Refuses 8 bits without the library, before the long work.
+
+    Raises:
+        UserError: compressed-tensors is not installed.
+    """
+    if how is not None and not has_quantizer():
+        raise UserError(
+            f"--quantize {how} needs compressed-tensors; `pip install 'understudy[quantize]'`, or set export.quantize to null"
+        )
+
+
 def quantize_draft(model: Any, how: Quantization, texts: Iterable[list[int]]) -> Any:
     """Replaces the weights of the linear layers and of the head in place; gives the library's writer of the config.
 
@@ -47,11 +65,10 @@ def quantize_draft(model: Any, how: Quantization, texts: Iterable[list[int]]) ->
     """
     if how not in SCHEMES:
         raise UserError(f"--quantize {how}: choose {', '.join(SCHEMES)} or none")
-    try:
-        from compressed_tensors.compressors import ModelCompressor
-        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    except ImportError as error:
-        raise UserError(f"--quantize {how} needs compressed-tensors; `pip install 'understudy[quantize]'`") from error
+    require_quantizer(how)
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
     config = model.config.get_text_config()
     if config.tie_word_embeddings and config.model_type in UNTIED_IN_ENGINES:
         give_own_head(model)

@@ -1,6 +1,7 @@
 """A draft with 8-bit weights: the numbers that are written, what reads them, and the row of the verdict that judges it."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer, write_target
 from torch import nn
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from distill import cli, train
 from distill.commands.compare.compare import compare_command
 from distill.commands.export import export_run
 from distill.commands.generate.generate import load
 from distill.commands.generate.options import GenerateOptions
 from distill.commands.options import CompareOptions, ExportOptions
+from distill.config.command_line import TrainOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
 from distill.export.export import export_draft
@@ -119,10 +123,23 @@ def test_what_is_written_is_read_by_transformers_and_served(tmp_path: Path, how:
 def test_a_missing_library_and_an_unknown_name_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--quantize int4: choose int8, int8-dynamic, fp8 or none"):
         exported(tmp_path / "a", "int4")
-    monkeypatch.setitem(__import__("sys").modules, "compressed_tensors.compressors", None)
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     with pytest.raises(UserError, match=r"--quantize int8 needs compressed-tensors; `pip install"):
         exported(tmp_path / "b", "int8")
     assert not (tmp_path / "b" / "out").exists()
+
+
+def test_without_the_library_a_run_is_refused_before_it_begins_and_the_demo_goes_without(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    assert train.command(TrainOptions(str(tiny_config), ["export.quantize=int8"])) == 2
+    assert "--quantize int8 needs compressed-tensors" in capsys.readouterr().err
+    asked: list[Any] = []
+    monkeypatch.setattr(train, "command", lambda options: asked.append(options.overrides) or 1)
+    shown = CliRunner().invoke(cli.app, ["demo", "configs/demo.yaml", "train.steps=1"])
+    assert asked == [["export.quantize=null", "train.steps=1"]]
+    assert "8 bits are left out" in shown.output
 
 
 @pytest.mark.usefixtures("_library")
