@@ -59,6 +59,8 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> "Study":
+        if UNTRAINED in self.contestants:
+            raise ValueError(f"contestants: {UNTRAINED} is the draft before its first step; give it another name")
         for values, what in (
             (self.seeds, "seeds: each"),
             ([one.temperature for one in self.served], "served: each temperature"),
