@@ -105,7 +105,8 @@ def export_draft(
     rows = vocabulary_rows(target_side.config)
     student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)
     gamma, gamma_source, gain = serving_gamma(verdict)
-    take_over_ids(student.model, target_side, gamma, sampling)
+    ways = ways_to_serve(verdict, curves, gamma, student.model.config)
+    take_over_ids(student.model, target_side, ways[0], sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, quantize)
     draft_record = _draft_record(path, student.model, export_dtype, quantize)
@@ -115,7 +116,6 @@ def export_draft(
             _save(student.model, packed, adapter, working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
-            ways = ways_to_serve(verdict, curves, gamma, student.model.config)
             facts = _facts(working, path, target_side, ways, verdict, sampling, trust_remote_code)
             engines = check_all(facts)
             serving = {

@@ -306,6 +306,21 @@ def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
     assert "It cost time." in (report.path / "README.md").read_text()
 
 
+def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma_of_that(
+    tmp_path, student_dir, target_dir
+):
+    marked = shutil.copytree(student_dir, tmp_path / "marked")
+    config = json.loads((marked / "config.json").read_text())
+    (marked / "config.json").write_text(json.dumps(config | {"pard_token": 3}))
+    rival = {"name": "token by token", "gamma": 2, "tokens_per_second": 1.0, "speed_up": 1.0, "tuned_on": ""}
+    verdict = make_verdict(best_gamma=7, drafting="parallel", rivals=[rival])
+    report = export(marked, target_dir, tmp_path / "out", verdict=verdict)
+    found = {one.engine: one for one in report.engines}
+    assert "parallel_drafting" in found["vLLM"].command
+    assert '"num_speculative_tokens": 7' in found["vLLM"].command.replace('":7', '": 7')
+    assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
+
+
 def test_gamma_of_the_commands():
     assert serving_gamma(make_verdict(best_gamma=7))[::2] == (7, True)
     assert serving_gamma(make_verdict(best_gamma=None))[::2] == (5, None)
