@@ -162,6 +162,7 @@ class DriftOptions:
     format: Annotated[str, typer.Option(help="of the log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, typer.Option(help="drafted tokens per block of the server, if not in the log")] = None
     rule: Annotated[str, typer.Option(help="engine rule of the server; default: the run's")] = ""
+    drafting: Annotated[str, typer.Option(help="autoregressive or parallel, of the server; default: as exported")] = ""
     false_alarms: Annotated[float, typer.Option(help="probability of any false alarm over the whole log")] = 0.01
     drop: Annotated[float, typer.Option(help="fall in accepted/drafted that is to be found fast")] = 0.05
     two_sided: Annotated[bool, typer.Option("--two-sided", help="tell of a rise too")] = False
@@ -279,6 +280,9 @@ class ReadbackOptions:
         str, typer.Option(help="auto, or what the engine is told: greedy (temperature 0), greedy-draft, sample, block")
     ] = "auto"
     gamma: Annotated[int | None, typer.Option(help="drafted tokens per block; default: as exported")] = None
+    drafting: Annotated[
+        str, typer.Option(help="autoregressive or parallel, as the server was started; default: as exported")
+    ] = ""
     prompts: Annotated[int | None, typer.Option(help="held-out prompts to ask; default: all of the run's")] = None
     concurrency: Annotated[int, typer.Option(help="requests under way at once")] = 1
     model: Annotated[str, typer.Option(help="its name at the server; default: the only one")] = ""

@@ -9,7 +9,7 @@ from distill.export.load_table import LoadRange
 from distill.models.quantized import quantization_of
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
-from distill.run.verdict_record import WAYS, Verdict
+from distill.run.verdict_record import WAYS, Drafting, Verdict, drafting_to_serve
 from speculative.engine.models import max_positions
 from speculative.engine.parallel import mask_token_of
 from speculative.measure.load import MOST_LOAD
@@ -84,14 +84,16 @@ def ways_to_serve(
 
     gamma: of the verdict's own way of drafting.
     """
-    way = verdict.drafting if verdict else "autoregressive"
-    known = {way: (gamma, curves.taus_at(gamma) if curves else {})}
+    mask_token = mask_token_of(draft_config)
+    way = drafting_to_serve(verdict, mask_token is not None)
+    known: dict[Drafting, tuple[int, Mapping[str, float]]] = {
+        verdict.drafting if verdict else way: (gamma, curves.taus_at(gamma) if curves else {})
+    }
     for rival in verdict.rivals if verdict else ():
         for other in (other for other, name in WAYS.items() if name == rival.name):
             known[other] = (rival.gamma, curves.taus_at(rival.gamma, rival.name) if curves else {})
-            way = other if verdict and verdict.run == rival.name else way
-    mask_token, single = mask_token_of(draft_config), known.get("autoregressive", (gamma, {}))
-    if way != "parallel" or mask_token is None:
+    single = known.get("autoregressive", (gamma, {}))
+    if mask_token is None or way != "parallel":
         return *single, None
     return *single, OnePass(mask_token, *known["parallel"])
 

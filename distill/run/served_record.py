@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from distill.config.layout import READBACK
-from distill.run.verdict_record import Interval, Record, Text
+from distill.run.verdict_record import Drafting, Interval, Record, Text
 
 
 class ServedNumbers(Record):
@@ -64,6 +64,9 @@ class ServedRecord(Record):
     made: str = Field(description="when, UTC")
     rule: str = Field(description="engine rule that its counts follow")
     gamma: int = Field(description="drafted tokens per block, as the server drafts")
+    drafting: Drafting = Field(
+        "autoregressive", description="way of drafting that replay is of: as exported, or --drafting"
+    )
     asked_gamma: int = Field(description="as exported, or --gamma")
     sampling: dict[str, Any] = Field(description="of the requests")
     prompts: int = Field(description="held-out prompts asked")

@@ -350,3 +350,13 @@ class Verdict(Record):
     sentence: Text = Field(description="the answer in words")
     warnings: list[Text] = Field([], description="where live decoding and replay part, or the target loops")
     seconds: dict[str, float] = Field({}, description="by stage, of the whole run; empty for an evaluation")
+
+
+def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
+    """The way of drafting that was found to be the faster; of a draft that was not judged what it was trained for.
+
+    parallel: whether the draft can propose a block in one pass (its config names a mask token).
+    """
+    if not parallel:
+        return "autoregressive"
+    return "parallel" if verdict is None else next((way for way in WAYS if WAYS[way] == verdict.run), verdict.drafting)

@@ -114,9 +114,10 @@ def foreign_tokens(
     tested: list[tuple[int, float, bool]] = []
     for one, score in zip(served, scores, strict=True):
         probs_T = score.accept_probs(rule)
+        probs_TJ = None if score.by_start is None else score.by_start.accept_probs(rule)
         for start, drafted, kept in one.inside():
+            probs_J = probs_T[start:] if probs_TJ is None else probs_TJ[start]
             accepted += kept
-            never += int((probs_T[start : start + kept] == 0).sum())
-            places = range(start, start + min(kept + 1, drafted))
-            tested += [(place, float(probs_T[place]), place < start + kept) for place in places]
+            never += int((probs_J[:kept] == 0).sum())
+            tested += [(start + j, float(probs_J[j]), j < kept) for j in range(min(kept + 1, drafted))]
     return accepted, never, tested

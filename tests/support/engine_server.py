@@ -16,7 +16,7 @@ import torch
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
@@ -33,6 +33,7 @@ class Engine:
     draft: Any
     gamma: int
     rule: Rule = "greedy-draft"
+    drafting: Drafting = "autoregressive"
     level: str = "detailed"
     metrics: bool = True
     sampling: SamplingSettings | None = None
@@ -74,7 +75,7 @@ class Engine:
                     plain, gamma=gamma, rule="greedy" if sampling.greedy else self.rule if gamma else rule
                 )
                 keyed = [(f"{number} on", [*prompts[number], *heads[number]]) for number in longer]
-                drafter = ModelDrafter(self.draft) if gamma else None
+                drafter = model_drafter(self.draft, self.drafting) if gamma else None
                 rests = decode(self.target, drafter, keyed, replace(settings, max_tokens=max(1, most - 1)))[0]
                 for number, rest in zip(longer, rests, strict=True):
                     ids = [*heads[number], *rest.response_ids]

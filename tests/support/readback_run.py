@@ -69,7 +69,7 @@ def make(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
     def engine(**how: Any) -> Engine:
         prompts = [response.prompt_ids for response in frozen.responses]
         one = Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
-        one.made = made.setdefault((id(one.draft), one.gamma, one.rule, one.sampling), one.made)
+        one.made = made.setdefault((one.draft, one.gamma, one.rule, one.drafting, one.sampling), one.made)
         return one
 
     return engine

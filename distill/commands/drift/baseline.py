@@ -32,7 +32,7 @@ _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed 
 @dataclass(frozen=True)
 class Baseline:
     """source: `live` (the run's own judging) or `replay` (drawn along its frozen text). notes: what a reader must know. drafting: how the
-    best draft was judged.
+    draft is served.
     """
 
     gamma: int
@@ -86,20 +86,18 @@ def redrawn_prompts(
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
     cost of the j tokens from t (`speculative.measure.replay`): as many as stay at or below one exponential draw. Servers count a
-    block's tokens behind the end of the text too; there the mean acceptance of all text stands in.
+    block's tokens behind the end of the text too; there the mean acceptance of all text stands in, of a parallel draft that at the
+    same place of a block.
     """
     rng = np.random.default_rng(seed)
-    tokens = sum(len(text) for text in scores)
-    accepted = sum(float(text.accept_probs(rule).sum()) for text in scores)
-    with np.errstate(divide="ignore"):
-        beyond_G = np.full(gamma, -np.log(accepted / max(1, tokens)))
+    beyond_G = _beyond(scores, rule, gamma)
     rows = []
     for response, score in zip(texts, scores, strict=True):
         costs_T = costs_of(score, rule).costs_T
         start = blocks = kept = 0
         while start < len(score):
             own_G = (costs_T[start] if costs_T.ndim == 2 else costs_T[start:])[: min(gamma, len(score) - start)]
-            highest_G = np.maximum.accumulate(np.concatenate([own_G, beyond_G])[:gamma].cumsum())
+            highest_G = np.maximum.accumulate(np.concatenate([own_G, beyond_G[len(own_G) :]]).cumsum())
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, kept = start + here + 1, blocks + 1, kept + here
         if blocks:
@@ -109,6 +107,20 @@ def redrawn_prompts(
                 )
             )
     return rows
+
+
+def _beyond(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> np.ndarray:
+    """Cost (G,) of a token behind the end of a text at each place of a block, by the mean acceptance within the texts."""
+    accepted_G, tokens_G = np.zeros(gamma), np.zeros(gamma)
+    for score in scores:
+        if score.by_start is None:
+            accepted_G, tokens_G = accepted_G + score.accept_probs(rule).sum(), tokens_G + len(score)
+        else:
+            inside_TG = np.arange(len(score))[:, None] + np.arange(gamma) < len(score)
+            accepted_G += (score.by_start.accept_probs(rule)[:, :gamma] * inside_TG).sum(0)
+            tokens_G += inside_TG.sum(0)
+    with np.errstate(divide="ignore"):
+        return -np.log(accepted_G / np.maximum(1, tokens_G))
 
 
 def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[str]]:

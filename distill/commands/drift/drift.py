@@ -42,9 +42,11 @@ from distill.run.prompts import asked_rows
 from distill.run.responses import decode_settings
 from distill.run.result import load_result
 from distill.run.session import context_limit
+from distill.run.verdict_record import drafting_to_serve
 from speculative.decode import decode
-from speculative.drafters.parallel import model_drafter
+from speculative.drafters.parallel import DRAFTINGS, model_drafter
 from speculative.engine.models import max_positions
+from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.explain.cusum import (
     Monitored,
@@ -66,7 +68,7 @@ _OTHER_LENGTHS = 3.0
 def drift_command(options: DriftOptions, console: Console | None = None) -> dict[str, Any]:
     """Compares, prints a table and a sentence, writes what was asked for. The exit status is REFRESH if ["refresh"].
 
-    {run, source: {kind, path, format, requests}, baseline: {gamma, rule, from, prompts}, false_alarm_rate, drop, two_sided,
+    {run, source: {kind, path, format, requests}, baseline: {gamma, rule, drafting, from, prompts}, false_alarm_rate, drop, two_sided,
     refresh, sentence, notes, slices: [{name, compared_with, requests, drafted, accepted, rate, ci, baseline_rate, change,
     change_ci, tau, baseline_tau, level, allowance, threshold, highest, alarms: [{direction, since, at, until}],
     behind: {since, requests, rate, ci, change, change_ci, time} of the open alarm or null, power: {probability, delay,
@@ -130,26 +132,32 @@ def _check(options: DriftOptions) -> None:
         raise UserError(f"--gamma {options.gamma}: give the server's drafted tokens per block, 1 to 128")
     if options.rule and options.rule not in get_args(Rule):
         raise UserError(f"--rule {options.rule}: one of {', '.join(get_args(Rule))}")
+    if options.drafting not in ("", *DRAFTINGS):
+        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
     check_writable("--out", options.out)
     check_plot(options.plot)
 
 
 def _baseline(options: DriftOptions, gamma: int | None) -> Baseline:
     """The run's live counts where they are of its best draft and of this gamma and rule, else drawn along its frozen text."""
-    path, stored, notes, drafting = options.run / RESULT, None, [], None
+    path, stored, notes = options.run / RESULT, None, []
     if path.is_file():
         stored = load_result(path)
-        own_rule, own_gamma, drafting = stored.verdict.rule, stored.verdict.gamma, stored.verdict.drafting
+        own_rule, own_gamma, own = stored.verdict.rule, stored.verdict.gamma, stored.verdict.drafting
         notes = other_best(options.run, stored, str(path))
-        if not notes and stored.live_prompts and gamma in (None, own_gamma) and options.rule in ("", own_rule):
+        same = gamma in (None, own_gamma) and options.rule in ("", own_rule)
+        same = same and own == (options.drafting or drafting_to_serve(stored.verdict, True))
+        if not notes and stored.live_prompts and same:
             prompts = prompts_of_result(stored.live_prompts, str(path))
-            return Baseline(own_gamma, own_rule, "live", prompts, [], drafting)  # type: ignore[arg-type]
+            return Baseline(own_gamma, own_rule, "live", prompts, drafting=own)  # type: ignore[arg-type]
     wanted: Any = options.rule or (own_rule if stored else None)
     frozen = load_frozen_text(options.run, wanted)
     gamma = gamma or (own_gamma if stored else frozen.config.judge.gamma)
-    drafting = drafting or ("parallel" if frozen.config.student.parallel else "autoregressive")
+    draft = frozen.draft(str(options.run))
+    parallel = mask_token_of(draft.config) is not None
+    drafting: Any = options.drafting or drafting_to_serve(stored.verdict if stored else None, parallel)
     offsets = gamma if drafting == "parallel" else None
-    scores = score_tokens(frozen.draft(str(options.run)), frozen.responses, frozen.sampling, offsets=offsets)
+    scores = score_tokens(draft, frozen.responses, frozen.sampling, offsets=offsets)
     prompts = redrawn_prompts(frozen.responses, scores, frozen.rule, gamma, options.seed)
     return Baseline(gamma, frozen.rule, "replay", prompts, notes, drafting)
 
@@ -335,7 +343,8 @@ def _facts(
             "kind": "log" if options.log else "metrics" if options.metrics_url else "prompts", "path": str(source), "format": log.format, "requests": requests,
         },
         "baseline": {
-            "gamma": baseline.gamma, "rule": baseline.rule, "from": baseline.source, "prompts": len(baseline.prompts),
+            "gamma": baseline.gamma, "rule": baseline.rule, "drafting": baseline.drafting, "from": baseline.source,
+            "prompts": len(baseline.prompts),
         },
         "false_alarm_rate": options.false_alarms, "drop": options.drop, "two_sided": options.two_sided,
         "refresh": bool(refresh), "sentence": sentence, "notes": notes, "slices": told,

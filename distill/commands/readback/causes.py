@@ -6,6 +6,7 @@ from collections import Counter
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, served_texts
 from distill.models.target import Target
+from distill.run.verdict_record import WAYS
 from speculative.explain.text_law import ALL_LIKELIEST, TextLaw, fitting
 from speculative.measure.replay import WORRYING_Z
 from speculative.measure.served import foreign_tokens
@@ -25,7 +26,7 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
 
     ``found``: the prediction at the gamma asked for, by the rule that the server is taken to follow.
     """
-    causes = []
+    causes: list[str] = []
     if counted.varies and not (found.agrees and counted.gamma == found.gamma):
         varies = f"gamma: the server varies it ({counted.varies}), and replay is of one: ask it with --concurrency 1"
         return _foreign(counted, replayer, found) or [varies]
@@ -39,6 +40,8 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
         if there.agrees:
             return causes
         found = there
+    if told := _drafting(counted, replayer, found):
+        return [*causes, told]
     trimmed = [] if found.agrees else _trimmed(counted, replayer, found)
     causes += trimmed or _foreign(counted, replayer, found)
     if found.agrees:
@@ -56,6 +59,30 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
             "this run's export, of its best checkpoint, and in the same precision"
         )
     return causes
+
+
+def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
+    """The other way of drafting, where the counts are that one's and not this one's; else empty."""
+    if _fitting(counted, replayer, found.rule) is not None:
+        return ""
+    other = replayer.other_way()
+    there = None if other is None else _fitting(counted, other, found.rule)
+    if other is None or there is None:
+        return ""
+    wanted = "true" if replayer.drafting == "parallel" else "false"
+    return (
+        f"drafting: the counts are those of `{WAYS[other.drafting]}` (rule {there.rule}, tau {there.tau:.2f}), not of "
+        f'`{WAYS[replayer.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {other.drafting}'
+    )
+
+
+def _fitting(counted: Counted, replayer: Replayer, rule: str) -> Predicted | None:
+    """The first rule, this one before others, whose blocks were counted, of the tokens that this draft proposes."""
+    for one in (rule, *rules_of_text(rule, replayer.knows("sample"))):
+        found = replayer.predict(counted, one, counted.gamma)
+        if found.agrees and not _foreign(counted, replayer, found):
+            return found
+    return None
 
 
 def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:

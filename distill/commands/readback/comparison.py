@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
+from speculative.drafters.parallel import DRAFTINGS, Drafting
+from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
@@ -71,14 +73,32 @@ class Predicted:
 
 
 class Replayer:
-    """Draft passes over the served text and the run's own, from the second token on."""
+    """Draft passes over the served text and the run's own, from the second token on, by one way of drafting."""
 
-    def __init__(self, draft: PreTrainedModel, asked: Asked, law: TextLaw | None) -> None:
-        """Scores both texts. ``law``: of the served text, where it is known."""
-        self.asked, self.law = asked, law
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        asked: Asked,
+        law: TextLaw | None,
+        drafting: Drafting = "autoregressive",
+        most_gamma: int = 1,
+    ) -> None:
+        """Scores both texts. ``law``: of the served text, where it is known. ``most_gamma``: the largest that is asked about."""
+        self.draft, self.asked, self.law, self.drafting, self.most_gamma = draft, asked, law, drafting, most_gamma
         sampling, texts = asked.settings.sampling, served_texts(asked, law)
-        self.own_scores = score_tokens(draft, [behind_prefill(text) for text in asked.texts], sampling)
-        self.scores: list[TokenScores] | None = None if texts is None else score_tokens(draft, texts, sampling)
+        offsets = most_gamma if drafting == "parallel" else None
+        own = [behind_prefill(text) for text in asked.texts]
+        self.own_scores = score_tokens(draft, own, sampling, offsets=offsets)
+        self.scores: list[TokenScores] | None = None
+        if texts is not None:
+            self.scores = score_tokens(draft, texts, sampling, offsets=offsets)
+
+    def other_way(self) -> "Replayer | None":
+        """By the other way of drafting, where the draft has one."""
+        if mask_token_of(self.draft.config) is None:
+            return None
+        other = next(way for way in DRAFTINGS if way != self.drafting)
+        return Replayer(self.draft, self.asked, self.law, other, self.most_gamma)
 
     def knows(self, rule: str) -> bool:
         """Whether the served text has a law under a rule: its ids are known, and its probabilities where the draft is sampled."""

@@ -37,7 +37,10 @@ from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import ServedRecord
+from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
 from speculative.decoder.responses import Response
+from speculative.drafters.parallel import DRAFTINGS, Drafting
+from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw, text_law
@@ -56,7 +59,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     """
     _check(options)
     frozen, greedy = _frozen(options)
-    gammas = _gammas(options, frozen)
+    verdict = load_verdict(options.run) if (options.run / VERDICT).is_file() else None
     clients = _clients(options, frozen)
     settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED + options.seed, frozen.target)
     settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
@@ -67,7 +70,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     )
     in_greedy = ask([greedy_file], greedy, greedily) if greedy and sampled else None
     main = ask(files, frozen.responses, settings if sampled else greedily)
-    record = _record(options, frozen, clients[0], main, main if not sampled else in_greedy, gammas)
+    record = _record(options, frozen, clients[0], main, main if not sampled else in_greedy, verdict)
     write_json(options.run / READBACK, record.record())
     write_asked("--out", options.out, record.record())
     if options.json:
@@ -80,6 +83,8 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
 def _check(options: ReadbackOptions) -> None:
     if options.rule not in ("auto", *get_args(Rule)):
         raise UserError(f"--rule {options.rule}: one of auto, {', '.join(get_args(Rule))}")
+    if options.drafting not in ("", *DRAFTINGS):
+        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
     for name, value, most in (
         ("gamma", options.gamma, 128),
         ("prompts", options.prompts, None),
@@ -112,14 +117,16 @@ def _served(run: Path) -> str:
     return str(run / EXPORT if quantised else run)
 
 
-def _gammas(options: ReadbackOptions, frozen: FrozenText) -> tuple[int, ...]:
-    """The gammas at which the server may be: as asked; else as exported, or as judged."""
+def _gammas(
+    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, drafting: Drafting
+) -> tuple[int, ...]:
+    """The gammas at which the server may be: as asked; else as exported for this way of drafting, or as judged."""
     if options.gamma is not None:
         return (options.gamma,)
-    verdict = load_verdict(options.run) if (options.run / VERDICT).is_file() else None
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
     by_load = [gamma for _, _, gamma in gamma_by_load(verdict) if gamma]
-    return tuple(dict.fromkeys((serving_gamma(verdict)[0] if verdict else judged, max(1, judged), *by_load)))
+    exported = [rival.gamma for rival in verdict.rivals if rival.name == WAYS[drafting]] if verdict else [judged]
+    return tuple(dict.fromkeys((*exported, serving_gamma(verdict)[0] if verdict else judged, max(1, judged), *by_load)))
 
 
 def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]:
@@ -161,16 +168,18 @@ def _record(
     client: EngineClient,
     main: Asked,
     greedy: Asked | None,
-    gammas: tuple[int, ...],
+    verdict: Verdict | None,
 ) -> ServedRecord:
-    sampled = frozen.rule != "greedy"
+    sampled, draft = frozen.rule != "greedy", frozen.draft(_served(options.run))
+    drafting: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
+    gammas = _gammas(options, frozen, verdict, drafting)
     law, notes = _law(main, frozen) if sampled else (None, [])
     try:
         counted = count(main, gammas[0])
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
-    replayer = Replayer(frozen.draft(_served(options.run)), main, law)
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
+    replayer = Replayer(draft, main, law, drafting, max(wanted, counted.gamma))
     found = _rule(options, counted, replayer, wanted, sampled)
     causes = text_causes(law, main, frozen.target) if law is not None and not law.same else []
     causes += acceptance_causes(counted, replayer, found)
@@ -182,7 +191,7 @@ def _record(
     speed = speeds(main.answers, main.plain, options.concurrency)
     return ServedRecord.model_validate({
         "engine": client.engine, "version": client.version, "url": options.url,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"), "rule": found.rule, "gamma": counted.gamma,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"), "rule": found.rule, "gamma": counted.gamma, "drafting": drafting,
         "asked_gamma": found.gamma, "sampling": main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
         "prompts": len(main.answers), "tokens": sum(answer.tokens for answer in main.answers),
         "served": {

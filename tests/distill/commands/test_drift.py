@@ -112,7 +112,9 @@ def test_traffic_like_the_held_out_prompts_is_no_drift(run: Path, tmp_path: Path
     assert "a drop of 0.0" in result["sentence"]
     assert "false alarm rate 1 % over 120 requests" in result["sentence"]
     assert json.loads((tmp_path / "out" / "drift.json").read_text()) == result
-    assert result["baseline"] == {"gamma": 4, "rule": "sample", "from": "live", "prompts": 163}
+    assert result["baseline"] == {
+        "gamma": 4, "rule": "sample", "drafting": "autoregressive", "from": "live", "prompts": 163,
+    }  # fmt: skip
     (facts,) = result["slices"]
     assert (facts["name"], facts["requests"], facts["alarms"], facts["behind"]) == ("all", 120, [], None)
     assert facts["accepted"] == sum(row["accepted"] for row in rows)
@@ -408,7 +410,9 @@ def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Pa
     rows = [{"accepted": int(rng.integers(0, 8)), "drafted": 20, "blocks": 10} for _ in range(12)]
     log = write_log(tmp_path / "log.jsonl", rows, *COUNTS)
     result = drifted(tiny_run, log, rule="greedy-draft")
-    assert result["baseline"] == {"gamma": 2, "rule": "greedy-draft", "from": "replay", "prompts": 10}
+    assert result["baseline"] == {
+        "gamma": 2, "rule": "greedy-draft", "drafting": "autoregressive", "from": "replay", "prompts": 10,
+    }  # fmt: skip
     assert "drawn by replay along the run's frozen text" in result["notes"][0]
     assert drifted(tiny_run, log, gamma=3)["baseline"]["rule"] == "sample"
 

@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_server import Engine
 from rich.console import Console
+from tiny_models import perturbed
 
+from distill.commands.drift import drift
 from distill.commands.drift.drift import drift_command
 from distill.commands.options import DriftOptions
-from distill.run.frozen_text import load_frozen_text
+from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.result import load_result
+from distill.run.verdict_record import WAYS
 from speculative.errors import UserError
 from speculative.explain import cusum
 from speculative.measure.served import Decoded, behind_prefill
@@ -91,6 +96,33 @@ def test_differences_are_compared_with_the_run_and_survival_with_replay(tiny_run
     assert result["survival"]["replay"] == pytest.approx(
         [kept / count for kept, count in zip(kept_G, inside, strict=True)]
     )
+
+
+def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that proposes a block in one pass is less often right at later places: no drift, where that is what was chosen."""
+    frozen = load_frozen_text(tiny_run, "greedy")
+    draft = perturbed(frozen.target.model, 0.01)
+    draft.config.pard_token = 1
+    monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
+    prompts = [text.prompt_ids for text in frozen.responses]
+    engine = Engine(frozen.target.model, draft, 3, drafting="parallel", prompts=prompts)
+    asked = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop_token_ids": [], "max_tokens": 20}
+    pages = []
+    for prompt in prompts:
+        engine.complete(asked | {"prompt": prompt})
+        pages.append(engine.page())
+    result = load_result(tiny_run / "result.json")
+    chosen = result.model_copy(update={"verdict": result.verdict.model_copy(update={"run": WAYS["parallel"]})})
+    monkeypatch.setattr(drift, "load_result", lambda path: chosen)
+    for options, drafting, refresh in (
+        ({}, "parallel", False),
+        ({"drafting": "autoregressive"}, "autoregressive", True),
+    ):
+        with engine_with(*pages) as url:
+            found = drifted(tiny_run, url, scrapes=len(pages), rule="greedy", **options)
+        assert (found["baseline"]["drafting"], found["refresh"]) == (drafting, refresh)
+    with pytest.raises(UserError, match="--drafting both: one of autoregressive, parallel"):
+        drifted(tiny_run, "", drafting="both")
 
 
 def test_a_fall_in_the_counters_advises_a_refresh(tiny_run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,39 @@ def test_another_gamma_is_named(make: Callable[..., Engine], run: Path) -> None:
     assert read(make(gamma=2), run, gamma=2).agrees
 
 
+@pytest.fixture
+def masked(draft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The run's draft, with a token that stands for what is not known yet: it may draft either way."""
+    both = copy.deepcopy(draft)
+    both.config.pard_token = 1
+    monkeypatch.setattr(FrozenText, "draft", lambda own, path: both)
+    return both
+
+
+@pytest.mark.parametrize("rule", ["greedy-draft", "sample"])
+def test_a_draft_that_proposes_a_block_in_one_pass(
+    make: Callable[..., Engine], run: Path, masked: Any, rule: Any
+) -> None:
+    """Each way is read back by its own replay; the other one's counts are named."""
+    served: dict[str, Engine] = {
+        way: make(draft=masked, rule=rule, drafting=way) for way in ("parallel", "autoregressive")
+    }
+    taus = []
+    for way, other in (("parallel", "autoregressive"), ("autoregressive", "parallel")):
+        found = read(served[way], run, drafting=way)
+        assert (found.agrees, found.rule, found.drafting) == (True, rule, way), found.causes
+        if rule == "greedy-draft":
+            assert found.z == 0
+            assert found.served.survival == pytest.approx(found.replay.survival, abs=1e-12)
+        taus.append(found.served.tau)
+        wrong = read(served[other], run, drafting=way, rule=rule)
+        assert starts(wrong) == ["drafting"]
+        assert f'"parallel_drafting": {str(way == "parallel").lower()}, or give --drafting {other}' in wrong.causes[0]
+    assert taus[0] < taus[1], "a draft that never learnt it"
+    # Nothing is judged here, so what it was trained for is what is served.
+    assert read(served["parallel"], run).drafting == "parallel"
+
+
 def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any) -> None:
     other = perturbed(frozen.target.model, 0.2, seed=3)
     for rule in ("greedy-draft", "sample"):
@@ -94,7 +128,7 @@ def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen
         assert starts(found) == ["draft"]
 
 
-def test_a_trimmed_vocabulary_is_named() -> None:
+def test_a_trimmed_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that always says what follows, and a server whose draft lacks the tokens from 50 on."""
     rng = np.random.default_rng(0)
     rows, scores, texts = [], [], []
@@ -114,6 +148,7 @@ def test_a_trimmed_vocabulary_is_named() -> None:
     asked = Asked(DecodeSettings(), texts, answers)
     blocks, tokens = sum(row.blocks for row in rows), sum(row.tokens for row in rows)
     counted = Counted("responses", rows, blocks, tokens, GAMMA, None, None)
+    monkeypatch.setattr(Replayer, "other_way", lambda own: None)
     replayer = object.__new__(Replayer)
     replayer.asked, replayer.law, replayer.scores, replayer.own_scores = asked, None, scores, scores
     found = replayer.predict(counted, "greedy-draft", GAMMA)

@@ -41,7 +41,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-COMMAND = 'vllm serve "$TARGET" --speculative-config \'{"model":"\'"$DRAFT"\'","num_speculative_tokens":3}\' --max-model-len 64'
+COMMAND = 'vllm serve "$TARGET" --speculative-config \'{"model":"\'"$DRAFT"\'","num_speculative_tokens":3,"parallel_drafting":true}\' --max-model-len 64'
 
 
 def write_export(folder: Path, **record: Any) -> Path:
@@ -88,7 +88,7 @@ def test_the_command_is_that_of_the_export(tmp_path: Path, options: ServeOptions
     directory = options.run / "export"
     serving = json.loads((directory / "serving.json").read_text())
     name, words = engine_words(replace(options, words=["--dtype", "float32"]), directory, serving)
-    config = {"model": str(directory), "num_speculative_tokens": 3}
+    config = {"model": str(directory), "num_speculative_tokens": 3, "parallel_drafting": True}
     end = ["--max-model-len", "64", "--host", "127.0.0.1", "--port", str(options.port)]
     assert (name, words[1:3]) == ("vLLM", ["serve", "some/target"])
     assert (words[3], json.loads(words[4])) == ("--speculative-config", config)
