@@ -31,7 +31,8 @@ from distill.commands.drift.drift import drift_command
 from distill.commands.export import export_run
 from distill.commands.options import DriftOptions, ExportOptions, ReadbackOptions
 from distill.commands.readback.readback import readback_command
-from distill.config.layout import ANSWERS, EXPORT, HELDOUT_GREEDY, RESPONSES
+from distill.config.layout import ANSWERS, BEST_LINK, EXPORT, HELDOUT_GREEDY, RESPONSES, STUDENT
+from distill.export.export import GAMMA_WITHOUT_VERDICT
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 from distill.run.served_record import ServedRecord
 from speculative.errors import UserError
@@ -90,11 +91,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(run: Path, **speculative: str) -> Iterator[Server]:
-    """The engine under `understudy serve`, gone at the end."""
+def served(run: Path, as_exported: bool = False, **speculative: str) -> Iterator[Server]:
+    """The engine under `understudy serve`, gone at the end; as_exported: by the printed command, untouched."""
     port, log = free_port(), run / f"vllm-{len(speculative)}.log"
     method = {"method": "draft_model", "model": str(run / EXPORT), "num_speculative_tokens": GAMMA}
-    flags = [*FLAGS, "--speculative-config", json.dumps(method | speculative)]
+    flags = FLAGS if as_exported else [*FLAGS, "--speculative-config", json.dumps(method | speculative)]
     command = [sys.executable, "-m", "distill.cli", "serve", str(run), "--port", str(port), "--log", str(log)]
     process = subprocess.Popen(
         [*command, "--", *flags], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True
@@ -151,18 +152,35 @@ def eight_bits(light: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def masked(pair: Path) -> Path:
+    """The same run with a mask token in its draft's config, exported anew: it drafts in one pass, untrained."""
+    run = pair.parent / "masked"
+    shutil.copytree(pair, run, symlinks=True)
+    config = run / BEST_LINK / STUDENT / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pard_token": 0}))
+    export_run(ExportOptions(run, run / EXPORT, overwrite=True))
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_pass(masked: Path) -> Iterator[Server]:
+    with served(masked, as_exported=True) as server:
+        yield server
+
+
 def read_back(server: Server, run: Path, **options: Any) -> ServedRecord:
     return readback_command(ReadbackOptions(url=server.url, run=run, **options))
 
 
-def check_agreement(found: ServedRecord, rule: str) -> None:
-    assert (found.engine, found.rule, found.gamma) == ("vllm", rule, GAMMA), found.causes
+def check_agreement(found: ServedRecord, rule: str, gamma: int = GAMMA) -> None:
+    assert (found.engine, found.rule, found.gamma) == ("vllm", rule, gamma), found.causes
     assert found.agrees, found.causes
     assert found.z is not None
     assert abs(found.z) < WORRYING_Z
     low, high = found.served.tau_ci
     assert low <= found.replay.tau <= high
-    assert 1 < found.served.tau < GAMMA + 1
+    assert 1 < found.served.tau < gamma + 1
 
 
 def test_vllm_takes_the_pair(pair: Path) -> None:
@@ -246,3 +264,25 @@ def test_a_draft_in_8_bits_is_accepted_as_replay_of_it_says(eight_bits: Server, 
     found = read_back(eight_bits, light, rule="greedy", prompts=12)
     check_agreement(found, "greedy")
     assert found.texts_equal
+
+
+def test_the_engine_starts_with_a_draft_of_one_pass_a_block(one_pass: Server, masked: Path) -> None:
+    """By the command that the export printed."""
+    serving = json.loads((masked / EXPORT / "serving.json").read_text())
+    assert '"parallel_drafting":true' in serving["engines"]["vLLM"]["command"].replace(" ", "")
+    with urllib.request.urlopen(f"{one_pass.url}/health", timeout=5) as answer:
+        assert answer.status == 200
+
+
+def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked: Path) -> None:
+    found = read_back(one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT)
+    check_agreement(found, "greedy", GAMMA_WITHOUT_VERDICT)
+    assert found.drafting == "parallel"
+    assert found.texts_equal
+    assert found.served.survival == pytest.approx(found.replay.survival, abs=0.02)
+    assert 0 < found.served.survival[1] < 0.5 * found.served.survival[0], "the mask is not learnt"
+    # What the same answers say to someone who thinks that it drafts token by token.
+    other = read_back(
+        one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True
+    )
+    assert other.causes[0].startswith("drafting: the counts are those of `one pass a block` (rule greedy, tau 1.")
