@@ -63,26 +63,29 @@ def acceptance_causes(counted: Counted, replayer: Replayer, found: Predicted) ->
 
 def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
     """The other way of drafting, where the counts are that one's and not this one's; else empty."""
-    if _fitting(counted, replayer, found.rule) is not None:
+    if _fits(counted, replayer, found.rule):
         return ""
     other = replayer.other_way()
-    there = None if other is None else _fitting(counted, other, found.rule)
-    if other is None or there is None:
+    if other is None:
+        return ""
+    # A draft that takes its argmax leaves nothing to chance: what fits it is the surer find.
+    rules = sorted(dict.fromkeys((found.rule, *rules_of_text(found.rule, replayer.knows("sample")))), key=draft_draws)
+    rule, way = next(
+        ((rule, way) for rule in rules for way in (replayer, other) if _fits(counted, way, rule)), ("", replayer)
+    )
+    if way is replayer:
         return ""
     wanted = "true" if replayer.drafting == "parallel" else "false"
     return (
-        f"drafting: the counts are those of `{WAYS[other.drafting]}` (rule {there.rule}, tau {there.tau:.2f}), not of "
-        f'`{WAYS[replayer.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {other.drafting}'
+        f"drafting: the counts are those of `{WAYS[way.drafting]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
+        f'not of `{WAYS[replayer.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {way.drafting}'
     )
 
 
-def _fitting(counted: Counted, replayer: Replayer, rule: str) -> Predicted | None:
-    """The first rule, this one before others, whose blocks were counted, of the tokens that this draft proposes."""
-    for one in (rule, *rules_of_text(rule, replayer.knows("sample"))):
-        found = replayer.predict(counted, one, counted.gamma)
-        if found.agrees and not _foreign(counted, replayer, found):
-            return found
-    return None
+def _fits(counted: Counted, replayer: Replayer, rule: str) -> bool:
+    """Whether as many blocks were counted as the rule makes, of tokens that this draft proposes."""
+    found = replayer.predict(counted, rule, counted.gamma)
+    return found.agrees and not _foreign(counted, replayer, found)
 
 
 def _foreign(counted: Counted, replayer: Replayer, found: Predicted) -> list[str]:

@@ -150,20 +150,16 @@ def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[.
     assert len(rows) == 10
 
 
-def test_gammas_by_load_are_gammas_of_the_export(
-    run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path, frozen: FrozenText) -> None:
     load = [
         SimpleNamespace(concurrency=1, gamma=7, speed_up=1.5),
         SimpleNamespace(concurrency=8, gamma=2, speed_up=0.9),
     ]
-    verdict = SimpleNamespace(gamma=3, best_gamma=5, pays_off=True, load=load, plain_wins_from=None)
-    (run / "verdict.json").touch()
-    monkeypatch.setattr(readback, "load_verdict", lambda _: verdict)
-    try:
-        assert readback._gammas(ReadbackOptions("", run), frozen) == (5, 3, 7)
-    finally:
-        (run / "verdict.json").unlink()
+    rivals = [SimpleNamespace(name="one pass a block", gamma=8), SimpleNamespace(name="lookup", gamma=9)]
+    verdict: Any = SimpleNamespace(gamma=3, best_gamma=5, pays_off=True, load=load, plain_wins_from=None, rivals=rivals)
+    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "autoregressive") == (5, 3, 7)
+    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 5, 3, 7)
+    assert readback._gammas(ReadbackOptions("", run), frozen, None, "parallel") == (frozen.config.judge.gamma,)
 
 
 def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int, engine: str = "vllm") -> Counted:
