@@ -124,7 +124,7 @@ def _gammas(
     if options.gamma is not None:
         return (options.gamma,)
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    by_load = [gamma for _, _, gamma in gamma_by_load(verdict) if gamma]
+    by_load = [gamma for _, _, gamma in gamma_by_load(verdict, drafting) if gamma]
     exported = [rival.gamma for rival in verdict.rivals if rival.name == WAYS[drafting]] if verdict else [judged]
     return tuple(dict.fromkeys((*exported, serving_gamma(verdict)[0] if verdict else judged, max(1, judged), *by_load)))
 

@@ -156,9 +156,11 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
         SimpleNamespace(concurrency=8, gamma=2, speed_up=0.9),
     ]
     rivals = [SimpleNamespace(name="one pass a block", gamma=8), SimpleNamespace(name="lookup", gamma=9)]
-    verdict: Any = SimpleNamespace(gamma=3, best_gamma=5, pays_off=True, load=load, plain_wins_from=None, rivals=rivals)
+    verdict: Any = SimpleNamespace(
+        gamma=3, best_gamma=5, pays_off=True, load=load, plain_wins_from=None, rivals=rivals, drafting="autoregressive"
+    )
     assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "autoregressive") == (5, 3, 7)
-    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 5, 3, 7)
+    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 5, 3)
     assert readback._gammas(ReadbackOptions("", run), frozen, None, "parallel") == (frozen.config.judge.gamma,)
 
 
