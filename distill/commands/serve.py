@@ -136,6 +136,9 @@ def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The engine in a session of its own; a signal to us ends it, and however the block is left nothing of it stays."""
 
     def end(number: int, _: object) -> NoReturn:
+        # Python loses an exception that is raised inside a destructor: it is raised again a second later.
+        signal.signal(signal.SIGALRM, lambda *_: end(number, None))
+        signal.alarm(1)
         raise _Ended(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -157,6 +160,7 @@ def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
             passed_on = signal.Signals(ended.number)
             raise
         finally:
+            signal.alarm(0)
             for number in numbers:
                 signal.signal(number, signal.SIG_IGN)
             _end(engine, passed_on)

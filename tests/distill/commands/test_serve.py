@@ -154,6 +154,29 @@ def test_ended_while_it_starts(tmp_path: Path, options: ServeOptions, monkeypatc
     assert "still starting" in out.read_text()
 
 
+def test_a_signal_whose_exception_is_lost_ends_it_all_the_same(
+    tmp_path: Path, options: ServeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, lost = tmp_path / "out", tmp_path / "lost"
+
+    def deaf_once(host: str, port: int) -> bool:
+        try:
+            time.sleep(0.1)
+        except module._Ended:
+            if lost.exists():
+                raise
+            lost.touch()
+        return False
+
+    monkeypatch.setattr(module, "_healthy", deaf_once)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0)
+    with forked(start, options, out) as child:
+        until(lambda: len(psutil.Process(child.pid).children(recursive=True)) == 2)
+        os.kill(child.pid, signal.SIGTERM)
+        child.join(20)
+        assert (child.exitcode, lost.exists()) == (INTERRUPTED, True)
+
+
 def test_an_engine_that_dies_leaves_its_last_lines(
     options: ServeOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
