@@ -23,6 +23,11 @@ from speculative.rules.rule import Rule, rules_of_text
 PARALLEL_OFFSETS = 8
 
 
+def offsets_for(drafting: Drafting, gamma: int) -> int | None:
+    """Offsets to score a draft at (`score_tokens`) that is decoded with gamma; None where it drafts token by token."""
+    return max(gamma, PARALLEL_OFFSETS) if drafting == "parallel" else None
+
+
 @dataclass(frozen=True)
 class HeldoutResponse:
     """A frozen response of the target, sampled at the serving settings, with its log target probabilities."""
@@ -59,8 +64,7 @@ def judge_frozen(
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
     if scores is None:
-        offsets = max(settings.gamma, PARALLEL_OFFSETS) if drafting == "parallel" else None
-        scores = score_tokens(draft, heldout, settings.sampling, offsets=offsets)
+        scores = score_tokens(draft, heldout, settings.sampling, offsets=offsets_for(drafting, settings.gamma))
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
     known = not any(np.isnan(own.log_target_probs).any() for own in scores)

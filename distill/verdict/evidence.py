@@ -20,7 +20,7 @@ from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.parallel import Drafting, draftings_of, model_drafter
 from speculative.engine.models import max_positions
-from speculative.evaluate import PARALLEL_OFFSETS, HeldoutResponse, judge
+from speculative.evaluate import HeldoutResponse, judge, offsets_for
 from speculative.measure.cost import StepCosts, best_gamma, measure_costs
 from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.token_scores import StoredText, TokenScores, score_tokens, scored_gammas
@@ -119,7 +119,7 @@ def score_all(
         rule: {
             one.name: score_tokens(
                 one.draft, text, settings.under(rule, 0).sampling, confidence=one.draft is contestants[-1].draft,
-                offsets=max(settings.gamma, PARALLEL_OFFSETS) if one.drafting == "parallel" else None,
+                offsets=offsets_for(one.drafting, settings.gamma),
             )
             for one in contestants
         }

@@ -32,7 +32,7 @@ from distill.verdict.evidence import step_costs, typical_length
 from speculative.drafters.parallel import Drafting, ParallelDrafter
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
-from speculative.evaluate import PARALLEL_OFFSETS
+from speculative.evaluate import offsets_for
 from speculative.measure.cost import StepCosts
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
@@ -177,7 +177,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
             draft, offsets = _load(text, path), None
             if drafting == "parallel":
                 ParallelDrafter(draft, path)
-                offsets = max(gamma, PARALLEL_OFFSETS)
+                offsets = offsets_for("parallel", gamma)
             scores = score_tokens(draft, text.responses, text.sampling, offsets=offsets)
             shape = (drafting, *((key, tuple(weight.shape)) for key, weight in draft.named_parameters()))
             if timing and shape not in by_shape:
