@@ -5,7 +5,7 @@ Everything is written and checked in a temporary sibling directory, which is the
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,6 @@ def export_draft(
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantize: Quantization | None = None,
-    texts: Iterable[list[int]] = (),
     adapter: Path | None = None,
 ) -> ExportReport:
     """Export `student_dir` as the draft of `target`.
@@ -92,7 +91,7 @@ def export_draft(
         sampling: how the run serves, for the generation config and the commands.
         overwrite: replace an earlier export at `to`.
         revision: hub revision of the target.
-        quantize: weights in 8 bits, see `distill.export.quantize.quantize_draft`; `texts`: what that is calibrated on.
+        quantize: weights in 8 bits, see `distill.export.quantize.quantize_draft`.
         adapter: a peft directory that is merged in the student, to be kept apart too.
 
     Raises:
@@ -110,7 +109,7 @@ def export_draft(
     cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, quantize)
     draft_record = _draft_record(path, student.model, export_dtype, quantize)
-    packed = quantize_draft(student.model, quantize, texts) if quantize else None
+    packed = quantize_draft(student.model, quantize) if quantize else None
     try:
         with appearing_directory(path) as working:
             _save(student.model, packed, adapter, working)

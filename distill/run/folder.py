@@ -1,25 +1,21 @@
 """A run's folder: who may go on in it, and what an export needs to know of it."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.files import MANIFEST, write_bytes
-from data.responses.store import Store
 from distill.config.layout import (
     BEST_LINK,
     CHECKPOINTS,
     CONFIG,
     PROMPTS,
     PROVENANCE,
-    RESPONSES,
     RESULT,
     SELF_CHECKS,
     STUDENT,
     STUDENT_NOTES,
-    TRAINING,
     VERDICT,
     run_of,
     step_folder,
@@ -109,7 +105,6 @@ class RunFacts:
     revision: str | None
     trust_remote_code: bool
     quantize: Quantization | None
-    texts: Iterable[list[int]]  # the target's answers to the training prompts, prompts before them
 
 
 def read_run(path: Path) -> RunFacts:
@@ -136,15 +131,8 @@ def read_run(path: Path) -> RunFacts:
     sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
     return RunFacts(
         folder / STUDENT, where.path, verdict, curves, provenance, sampling, where.revision, where.trust_remote_code,
-        config.export.quantize, training_texts(run),
+        config.export.quantize,
     )  # fmt: skip
-
-
-def training_texts(run: Path) -> Iterable[list[int]]:
-    """Token ids of the training prompts with their responses, read as they are asked for; none where the run has none here."""
-    store = Store(run / RESPONSES / TRAINING)
-    rows = store.rows() if (store.folder / MANIFEST).exists() else ()
-    return ([*row.prompt_ids, *row.response_ids] for row in rows)
 
 
 def load_verdict(run: Path) -> Verdict:

@@ -16,7 +16,6 @@ from distill.models.load import load_model
 from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.checkpoint import load_judgements
-from distill.run.folder import training_texts
 from distill.run.responses import decode_settings, past_responses
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
@@ -144,7 +143,7 @@ def _lighter(config: RunConfig, target: Target, best: Contestant) -> Contestant 
     how = config.export.quantize
     if how is None:
         return None
-    draft = lighter_draft(load_model(BEST, best.path), how, training_texts(config.folder), target)
+    draft = lighter_draft(load_model(BEST, best.path), how, target)
     return Contestant(f"{BEST} in {how}", f"distilled, {how}", best.path, best.step, draft)
 
 
