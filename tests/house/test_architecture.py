@@ -14,7 +14,7 @@ ROOMS = ("distill", "data", "speculative")
 # Inside a package, floors from the top down: a file may import its own room and the floors below, never beside or above.
 FLOORS = {
     "distill": (
-        ("cli",), ("commands", "train"), ("verdict",), ("report", "respond"), ("export", "training"), ("run", "loss"), ("models",),
+        ("cli",), ("live",), ("commands", "train"), ("verdict",), ("report", "respond"), ("export", "training"), ("run", "loss"), ("models",),
         ("config",), ("faults",),
     ),
     "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),

@@ -1,0 +1,1 @@
+"""Programs of the closed loop: what serves, watches, refreshes and rolls out."""

@@ -1,0 +1,199 @@
+"""Versions of a served draft: drafts/NAME/v0001/, v0002/, ... each an export that never changes, `current` a link to one.
+
+    v0001/           what `understudy export` writes; its provenance.json says besides which version it is, of which parent and
+                     run, what it was trained on and judged by, and who approved it
+    current          link to the version that is served
+    history.jsonl    one line an event: published, current, rejected, pruned; when, and by whom
+
+A version appears whole or not at all. `current` moves by `make_current` alone: a rollout that has gone well, or `--approve`.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from data.files import writing
+from distill.config.layout import PROVENANCE
+from distill.export.export import export_draft
+from distill.run.folder import read_run
+from speculative.errors import UserError
+
+CURRENT, HISTORY = "current", "history.jsonl"
+_LOCK = ".lock"
+_NAME = re.compile(r"v\d{4,}")
+Event = Literal["published", "current", "rejected", "pruned"]
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version on disk. provenance: {version, parent, run, data_window, traffic, target, target_fingerprint, verdict,
+    approved_by, made, ...}.
+    """
+
+    folder: Path
+    provenance: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Such as v0007."""
+        return self.folder.name
+
+    @property
+    def parent(self) -> str | None:
+        """The version that it was trained from; None for the first."""
+        return self.provenance["parent"]
+
+
+def read_version(folder: Path) -> Version:
+    """The version in a folder, or behind a link to one.
+
+    Raises:
+        UserError: no version there.
+    """
+    folder = folder.resolve()
+    try:
+        provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        if provenance["version"] == folder.name and _NAME.fullmatch(folder.name) and "parent" in provenance:
+            return Version(folder, provenance)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{folder}: no version of a draft; give drafts/NAME/v0001 as `understudy refresh` writes it")
+
+
+def list_versions(drafts: Path) -> list[Version]:
+    """All versions of a draft, oldest first."""
+    found = [path for path in drafts.glob("v*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return [read_version(path) for path in sorted(found, key=lambda path: int(path.name[1:]))]
+
+
+def current_version(drafts: Path) -> Version | None:
+    """The version that is served; None where there is none yet.
+
+    Raises:
+        UserError: the link points to no version.
+    """
+    link = drafts / CURRENT
+    return read_version(link) if link.is_symlink() else None
+
+
+def publish(
+    run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: str | None = None, name: str | None = None
+) -> Version:
+    """Exports a run's best draft as the next version (or as ``name``, where the caller has kept that number), never to change.
+
+    Args:
+        run: its folder, or one of its checkpoints.
+        provenance: data_window, traffic, approved_by, and what else is to be told; see `Version`.
+
+    Raises:
+        UserError: the run has no draft yet, that number is taken, the disk refuses, or see `export_draft`.
+    """
+    facts = dict(vars(read_run(run)))
+    with _locked(drafts):
+        name = name or next_name(drafts)
+        folder = drafts / name
+        if folder.exists():
+            raise UserError(f"{folder}: is there already, and a version never changes")
+        verdict = facts["verdict"]
+        told = {
+            "version": name, "parent": parent, "run": str(run), "data_window": None, "traffic": None,
+            "verdict": None if verdict is None else verdict.sentence, "approved_by": None, "made": _now(),
+        }  # fmt: skip
+        export_draft(**facts | {"provenance": facts["provenance"] | told | dict(provenance)}, to=folder)
+        _append(drafts, name, "published", str(provenance.get("approved_by") or "refresh"))
+        for path in (*folder.rglob("*"), folder):
+            path.chmod(path.stat().st_mode & ~0o222)
+        return read_version(folder)
+
+
+def make_current(drafts: Path, name: str, by: str) -> None:
+    """From now on ``name`` is the version that is served; `current` is switched at once, never missing.
+
+    Raises:
+        UserError: no such version, or the disk refuses.
+    """
+    read_version(drafts / name)
+    with _locked(drafts), writing(drafts / CURRENT):
+        if (drafts / CURRENT).is_symlink() and (drafts / CURRENT).readlink() == Path(name):
+            return
+        temporary = drafts / f".{CURRENT}.{os.getpid()}.tmp"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(name)
+        os.replace(temporary, drafts / CURRENT)
+        _append(drafts, name, "current", by)
+
+
+def reject(drafts: Path, name: str, by: str) -> None:
+    """Notes that a version was tried and taken back: no refresh waits for it any more.
+
+    Raises:
+        UserError: no such version, or the disk refuses.
+    """
+    read_version(drafts / name)
+    with _locked(drafts):
+        _append(drafts, name, "rejected", by)
+
+
+def waiting_version(drafts: Path) -> Version | None:
+    """The newest version, while it was published from the current one and neither served nor rejected yet."""
+    versions, current = list_versions(drafts), current_version(drafts)
+    told = {event["version"] for event in history(drafts) if event["event"] in ("current", "rejected")}
+    if not versions or current is None or versions[-1].name in told or versions[-1].parent != current.name:
+        return None
+    return versions[-1]
+
+
+def history(drafts: Path) -> list[dict[str, str]]:
+    """Every event {version, event, by, time}, oldest first."""
+    path = drafts / HISTORY
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
+    """Removes all but the newest ``keep`` versions, never the current one, its parent, or one ``in_use``; returns what went."""
+    with _locked(drafts):
+        versions, current = list_versions(drafts), current_version(drafts)
+        spared = {version.name for version in versions[max(0, len(versions) - keep) :]} | set(in_use)
+        spared |= {current.name, current.parent or ""} if current is not None else set()
+        gone = [version for version in versions if version.name not in spared]
+        for version in gone:
+            _append(drafts, version.name, "pruned", f"keep {keep}")
+            for path in (version.folder, *filter(Path.is_dir, version.folder.rglob("*"))):
+                path.chmod(0o755)
+            shutil.rmtree(version.folder)
+        return [version.name for version in gone]
+
+
+def next_name(drafts: Path) -> str:
+    """The number behind the highest that was ever given, also to a version that is gone."""
+    given = [path.name for path in drafts.glob("v*")] + [event["version"] for event in history(drafts)]
+    return f"v{1 + max((int(name[1:]) for name in given if _NAME.fullmatch(name)), default=0):04d}"
+
+
+@contextlib.contextmanager
+def _locked(drafts: Path) -> Iterator[None]:
+    """One writer at a time. Raises UserError where the disk refuses."""
+    with writing(drafts):
+        drafts.mkdir(parents=True, exist_ok=True)
+        lock = (drafts / _LOCK).open("a")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _append(drafts: Path, name: str, event: Event, by: str) -> None:
+    line = json.dumps({"version": name, "event": event, "by": by, "time": _now()})
+    with writing(drafts / HISTORY), (drafts / HISTORY).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
