@@ -11,8 +11,13 @@ class PromptSource(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    path: str = Field(description="file, directory, glob, `datasets` hub id, or `stdlib` (the embedded Python domain)")
-    format: Literal["auto", "jsonl", "json", "parquet", "csv", "txt"] = Field("auto", description="auto = by suffix")
+    path: str = Field(
+        description="file, directory, glob, `datasets` hub id, or `stdlib` (the embedded Python domain); an .arrow file of a run's prompts/ "
+        "or of `understudy traffic export` gives token ids, which are taken as they are"
+    )
+    format: Literal["auto", "jsonl", "json", "parquet", "csv", "txt", "arrow"] = Field(
+        "auto", description="auto = by suffix"
+    )
     split: str = Field("train", description="split of a hub id; `train` or `heldout` of stdlib")
     subset: str | None = Field(None, description="configuration name of a hub dataset")
     revision: str | None = Field(None, description="hub revision")
@@ -38,7 +43,8 @@ class PromptRow:
     """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
 
     ``tools`` are what the chat template may offer. ``reference`` is the dataset's own answer when one is mapped. ``origin`` tells the user where the row stands:
-    ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``, counted from 1.
+    ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``, counted from 1. ``prompt_ids``, ``prompt_id``: of one
+    that was rendered before: its tokens are these, and it is known by this id.
     """
 
     text: str | None
@@ -47,3 +53,5 @@ class PromptRow:
     domain: str
     origin: str
     tools: tuple[dict[str, Any], ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_id: str = ""

@@ -31,8 +31,12 @@ STDLIB = "stdlib"
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "nl")
 MESSAGES_NAMES = ("messages", "conversations")
 # Suffix -> the `datasets` builder that reads it; a trailing .gz is looked through.
-FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv"}
+FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet", "txt": "text", "csv": "csv", "arrow": "arrow"}
 TOOLS_NAME = "tools"
+RENDERED = {
+    "prompt_id",
+    "prompt_ids",
+}  # columns of prompts that were rendered before; `text` or `turns`, `domain` beside them
 
 
 @dataclass(frozen=True)
@@ -319,6 +323,9 @@ def _hub_table(path: str, split: str, subset: str | None, revision: str | None) 
 def _table_rows(
     table: _Table, source: PromptSource, domain: str, preferred: str | None, bad_rows: list[UserError] | None
 ) -> Iterator[PromptRow]:
+    if set(table.dataset.column_names) >= RENDERED and not (source.prompt_column or source.messages_column):
+        yield from _rendered_rows(table, source)
+        return
     prompt, messages = _content_columns(table, source, preferred)
     named, tools = source.reference_column, source.tools_column
     if tools is None and messages and TOOLS_NAME in table.dataset.column_names:
@@ -344,6 +351,19 @@ def _table_rows(
             bad_rows.append(error)
             continue
         yield from (replace(row, tools=given) for row in found) if given else found
+
+
+def _rendered_rows(table: _Table, source: PromptSource) -> Iterator[PromptRow]:
+    """Rows as `data/responses/rendered.py` writes them."""
+    for index, values in enumerate(_rows_of(table.dataset)):
+        turns = json.loads(values.get("turns") or "{}")
+        origin, label = f"{table.name}:{table.number(index)}", source.domain or values.get("domain") or "prompts"
+        messages = tuple(turns["messages"]) if turns else None
+        row = PromptRow(None if turns else values.get("text") or "", messages, None, label, origin)
+        tools = tuple(turns["tools"]) if turns.get("tools") else None
+        if not values["prompt_ids"] or not values["prompt_id"]:
+            raise UserError(f"{origin}: no prompt_ids or no prompt_id: export or render these prompts again")
+        yield replace(row, tools=tools, prompt_ids=tuple(values["prompt_ids"]), prompt_id=values["prompt_id"])
 
 
 def _rows_of(dataset: Any) -> Iterator[dict[str, Any]]:

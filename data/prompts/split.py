@@ -34,8 +34,11 @@ class DuplicateReport:
 
 
 def content_hash(row: PromptRow) -> str:
-    """16 hex digits of the SHA-256 of the exact prompt (text, or canonical JSON of the messages, and tools): the prompt's id."""
-    return _with_tools(row, row.text if row.text is not None else _canonical(row.messages))
+    """16 hex digits of the SHA-256 of the exact prompt (text, or canonical JSON of the messages, and tools): the prompt's id.
+
+    Of a prompt that was rendered before, the id that it was given then.
+    """
+    return row.prompt_id or _with_tools(row, row.text if row.text is not None else _canonical(row.messages))
 
 
 def normalised_hash(row: PromptRow) -> str:
@@ -70,7 +73,7 @@ def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[st
 
 
 def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateReport]:
-    """The rows without exact and normalised repeats, in order, the first of each kept.
+    """The rows without exact and normalised repeats, in order, the first of each kept; one that was rendered before repeats by its id.
 
     Raises:
         UserError: no rows, or several rows that are all one prompt.
@@ -82,7 +85,9 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
     kept: list[PromptRow] = []
     exact = normalised = 0
     for row in rows:
-        exact_key, normalised_key = content_hash(row), normalised_hash(row)
+        exact_key = content_hash(row)
+        # Whoever rendered it has chosen how often a question may come.
+        normalised_key = row.prompt_id or normalised_hash(row)
         if exact_key in exact_seen:
             exact += 1
         elif normalised_key in normalised_seen:

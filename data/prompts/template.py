@@ -42,13 +42,16 @@ def render_prompt(row: PromptRow, tokenizer: Any, *, mode: Mode, chat_template_k
     """Ids of the prompt, ready for the first response token.
 
     ``chat``: the chat template with its generation prompt; a plain text becomes one user turn. ``plain``: the text with
-    the tokenizer's own special tokens in front (BOS) and none behind. ``auto``: chat when the tokenizer has a template.
+    the tokenizer's own special tokens in front (BOS) and none behind. ``auto``: chat when the tokenizer has a template. A row that was
+    rendered before keeps its ids.
 
     Raises:
         UserError: chat without a template, plain with a conversation, a template that refuses the row or an argument; a prompt
             without a token.
     """
-    if _is_chat(row, tokenizer, mode):
+    if row.prompt_ids is not None:
+        ids = list(row.prompt_ids)
+    elif _is_chat(row, tokenizer, mode):
         ids = _apply(row, _turns(row), tokenizer, chat_template_kwargs, tokenize=True, add_generation_prompt=True)
     elif row.text is None:
         raise UserError(f"{row.origin}: a conversation cannot be a plain prompt: set the template's mode to chat")

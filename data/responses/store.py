@@ -11,6 +11,7 @@ its prompt's id and its sample number, so a store grows: what is there stays, wh
 
 import functools
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -204,6 +205,26 @@ class Store:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror or error}); what was there before is whole"
             ) from error
+
+    def adopt(self, other: "Store") -> None:
+        """Links, or copies, the shards of another store made with the same; what is here already stays.
+
+        Raises:
+            UserError: the other was made with something else, or one of its shards is damaged; disk full.
+        """
+        self.open(other.manifest())
+        other.verify()
+        for shard in other.shards():
+            digest = _checksum_path(shard).read_text(encoding="ascii").split()[0]
+            # By its content: two stores may both have a first shard, and one may be adopted twice.
+            path = self.folder / f"shard-{digest[:16]}.arrow"
+            with writing(path):
+                if not path.exists():
+                    write_bytes(_checksum_path(path), _checksum_line(path, digest))
+                    try:
+                        os.link(shard, path)
+                    except OSError:  # another disk
+                        write_bytes(path, shard.read_bytes())
 
     def shards(self) -> list[Path]:
         """Files of all shards, by name."""

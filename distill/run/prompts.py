@@ -311,11 +311,14 @@ class _Renderer:
     def __init__(self, data: DataConfig, tokenizer: Any, made_with: dict[str, Any]) -> None:
         self.data, self.tokenizer = data, tokenizer
         self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
+        self.tokenizer_fingerprint, self.known_folders = made_with["tokenizer"], set[Path]()
         self.dropped = 0
         self.bad_rows: list[UserError] | None = [] if data.bad_rows == "drop" else None
 
     def __call__(self, row: PromptRow, group: str = "", *, with_reference: bool = True) -> RenderedPrompt | None:
         """The rendered prompt, or None when it is too long, or no usable prompt, and may be left out."""
+        if row.prompt_ids is not None:
+            self._require_own_ids(Path(row.origin).parent)
         try:
             prompt_ids, reference_ids = self._ids(row, with_reference)
         except UserError as error:
@@ -330,6 +333,17 @@ class _Renderer:
             self.dropped += 1
             return None
         return as_rendered(row, prompt_ids, reference_ids, group)
+
+    def _require_own_ids(self, folder: Path) -> None:
+        """Raises UserError unless the manifest beside prompts that were rendered before tells of this tokenizer."""
+        if folder not in self.known_folders:
+            made_with = read_manifest(folder).get("made_with", {})
+            if made_with.get("tokenizer") != self.tokenizer_fingerprint:
+                raise UserError(
+                    f"{folder}: its token ids are another tokenizer's ({made_with.get('tokenizer')}, now {self.tokenizer_fingerprint}): "
+                    "name the prompts' own source, or export the traffic of this target"
+                )
+            self.known_folders.add(folder)
 
     def _ids(self, row: PromptRow, with_reference: bool) -> tuple[list[int], tuple[int, ...] | None]:
         how: dict[str, Any] = {

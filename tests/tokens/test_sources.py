@@ -12,6 +12,9 @@ import pytest
 from data.prompts import stdlib
 from data.prompts.prompt import PromptRow, PromptSource
 from data.prompts.sources import load_source
+from data.prompts.split import content_hash, deduplicate
+from data.prompts.template import render_prompt
+from data.responses.rendered import RenderedPrompt, write_prompts
 from speculative.errors import UserError
 
 SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -408,3 +411,22 @@ def test_real_files():
     path = str(SHARED_DATA / "sgd" / "dialogues.jsonl.gz")
     dialogues = load(path=path, domain_column="services", limit=50)
     assert all(row.messages[-1]["role"] == "user" and row.reference for row in dialogues)
+
+
+def test_prompts_that_were_rendered_before_keep_ids_and_tokens(tmp_path):
+    path, ask = tmp_path / "train.arrow", '{"messages": [{"role": "user", "content": "Hi"}]}'
+    rendered = [
+        RenderedPrompt("a" * 16, "sums", (5, 6), "2 + 2"),
+        RenderedPrompt("b" * 16, "sums", (5, 6), "2 + 2"),  # the same question, asked by another request
+        RenderedPrompt("c" * 16, "words", (7,), "Hi", turns=ask),
+    ]
+    write_prompts(path, rendered)
+    rows = load(path=str(path))
+    assert [(content_hash(row), row.prompt_ids, row.domain, row.text) for row in rows] == [
+        ("a" * 16, (5, 6), "sums", "2 + 2"), ("b" * 16, (5, 6), "sums", "2 + 2"), ("c" * 16, (7,), "words", None)
+    ]  # fmt: skip
+    assert rows[2].messages == ({"role": "user", "content": "Hi"},)
+    assert deduplicate([*rows, rows[0]])[0] == rows, "how often a question may come was chosen by who rendered it"
+    assert render_prompt(rows[0], None, mode="chat", chat_template_kwargs={}) == [5, 6]
+    write_prompts(path, [RenderedPrompt("", "sums", (5, 6))])
+    assert "no prompt_id" in refusal(path=str(path))

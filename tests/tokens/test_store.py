@@ -409,3 +409,19 @@ def test_json_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(OSError, match="stopped"):
             write_json(path, {"number": 2})
     assert json.loads(path.read_text(encoding="utf-8"))["number"] == 1
+
+
+def test_a_store_adopts_the_rows_of_others_made_with_the_same(tmp_path: Path) -> None:
+    stores = [Store(tmp_path / name) for name in "abc"]
+    for store, rows in zip(stores, ([1, 2], [3], [4]), strict=True):
+        store.open(IDENTITY)
+        store.write_shard(0, [row_of(index) for index in rows])
+    for other in (stores[1], stores[2], stores[1]):  # each has a shard 0; one is adopted twice
+        stores[0].adopt(other)
+    assert there(stores[0], 1, 2, 3, 4) == [True] * 4
+    assert sorted(row.prompt_id for row in stores[0].read()) == [f"prompt{index}" for index in (1, 2, 3, 4)]
+    foreign = Store(tmp_path / "foreign")
+    foreign.open({**IDENTITY, "target": "other"})
+    assert "made with another target" in refused(lambda: stores[0].adopt(foreign))
+    (stores[1].shard_path(0)).write_bytes(b"damaged")
+    assert "damaged shard" in refused(lambda: Store(tmp_path / "new").adopt(stores[1]))

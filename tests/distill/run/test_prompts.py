@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny_training import tiny_tokenizer, write_prompts
 
+from data.files import write_manifest
 from data.responses.rendered import RenderedPrompt
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig
@@ -259,3 +260,23 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     prompt = load_prompts(data, tokenizer, 100, 10, 2).train[0]
     assert tokenizer.decode(list(prompt.prompt_ids)).startswith("[search]<user>question")
     assert json.loads(prompt.turns)["tools"] == [tool]
+
+
+def test_another_run_takes_the_prompts_as_they_were_rendered(tmp_path: Path) -> None:
+    old = loaded(data_of(tmp_path), run=tmp_path / "old", judged=8)
+    sources = {name: ({"path": str(tmp_path / "old" / PROMPTS / f"{name}.arrow")},) for name in ("train", "heldout")}
+    again = DataConfig.model_validate({**sources, "template": {"mode": "plain"}})
+    new = loaded(again, run=tmp_path / "new", judged=8)
+    assert [(one.prompt_id, one.prompt_ids) for one in new.train] == [
+        (one.prompt_id, one.prompt_ids) for one in old.train
+    ]
+    assert {one.prompt_id: one.prompt_ids for one in new.heldout} == {
+        one.prompt_id: one.prompt_ids for one in old.heldout
+    }
+    manifest = tmp_path / "old" / PROMPTS / "manifest.json"
+    told = json.loads(manifest.read_text())
+    told.pop("sha256")
+    told["made_with"]["tokenizer"] = "another"
+    write_manifest(manifest.parent, told)
+    with pytest.raises(UserError, match="another tokenizer's"):
+        loaded(again, run=tmp_path / "newer")
