@@ -1,0 +1,139 @@
+"""Intervals and evidence that hold however often one looks: two drafts are compared while their requests come in.
+
+An arm's acceptance is a ratio of sums over requests, accepted / drafted: requests differ in length and each has a difficulty
+of its own, so the request is the unit, never the token. With residuals r_n = accepted_n - rate x drafted_n the estimate's
+variance is v = sum(r_n^2) / (sum drafted_n)^2 (the linearised ratio), and that of a difference the sum of both arms'.
+Estimates of one difference behind ever more requests have Cov(estimate_1, estimate_2) = v_2: in information time I = 1 / v the
+score S = estimate x I is a Brownian motion with drift `difference`, for any shares that do not look at what was accepted
+(Scharfstein, Tsiatis and Robins 1997). Mixing its likelihood ratio over differences N(0, scale^2) gives the martingale
+
+    (1 + scale^2 I)^(-1/2) exp(scale^2 (S - difference I)^2 / (2 (1 + scale^2 I)))
+
+which ever reaches 1 / level with probability `level` at most (Ville; Robbins 1970), so that
+
+    |estimate - difference| < sqrt((I + 1 / scale^2) (log(1 + scale^2 I) - 2 log(level))) / I        at all times at once.
+
+With estimated variances this is the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas
+(arXiv 2103.06476); of two samples it is the always-valid interval of Johari, Koomen, Pekelis and Walsh (arXiv 1512.04922). The
+test of this file simulates how often it is wrong. Requests are taken as independent: those of one conversation are not, and
+many of them at once make the intervals too narrow.
+
+Shapes: N requests; everything made of `Sums` is also done for arrays of sums of any one shape.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import optimize, special
+
+# A number, or an array of them: one a moment, one a simulated arm.
+Numbers = Any
+FEWEST_REQUESTS = 16  # An arm of fewer has no spread that can be trusted.
+SCALE = 0.05  # Standard deviation of the differences that are looked for; others are found too, a little later.
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over an arm's requests of (numerator, denominator) = (accepted, drafted), and of their squares and product."""
+
+    requests: Numbers = 0
+    numerator: Numbers = 0.0
+    denominator: Numbers = 0.0
+    numerator2: Numbers = 0.0
+    product: Numbers = 0.0
+    denominator2: Numbers = 0.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A rate and the variance of its estimate; the variance is infinite where too little was seen."""
+
+    value: Numbers
+    variance: Numbers
+
+
+def sums_of(numerators_N: np.ndarray, denominators_N: np.ndarray | None = None, *, running: bool = False) -> Sums:
+    """Sums of requests along the last axis; `running`: behind each request (..., N). Denominators: by default 1 each, a mean.
+
+    A request that drafted nothing tells nothing and is not counted.
+    """
+    numerators_N = np.asarray(numerators_N, dtype=np.float64)
+    denominators_N = np.ones_like(numerators_N) if denominators_N is None else np.asarray(denominators_N, np.float64)
+    told_N = denominators_N > 0
+    numerators_N = np.where(told_N, numerators_N, 0.0)
+    add = np.cumsum if running else np.sum
+    return Sums(
+        add(told_N, axis=-1), add(numerators_N, axis=-1), add(denominators_N, axis=-1), add(numerators_N**2, axis=-1),
+        add(numerators_N * denominators_N, axis=-1), add(denominators_N**2, axis=-1),
+    )  # fmt: skip
+
+
+def estimate_of(sums: Sums, doubt: float | None = None) -> Estimate:
+    """sum(numerator) / sum(denominator) and its variance.
+
+    doubt: how far off, in units of the rate, one request more is that is added to the residuals: the spread of few requests is
+    found too small, and none is seen where all were accepted. By default that of a rate in [0, 1]: as far as can be.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = np.divide(sums.numerator, sums.denominator)
+        squares = sums.numerator2 - 2 * value * sums.product + value**2 * sums.denominator2
+        off = np.maximum(value, 1 - value) if doubt is None else doubt
+        squares = np.maximum(squares, 0.0) + (off * sums.denominator / sums.requests) ** 2
+        variance = squares / np.square(sums.denominator) * sums.requests / (sums.requests - 1.0)
+    enough = np.asarray(sums.requests) >= FEWEST_REQUESTS
+    return Estimate(np.where(enough, value, 0.0), np.where(enough, variance, np.inf))
+
+
+def difference_of(new: Estimate, old: Estimate) -> Estimate:
+    """new - old of two arms whose requests are independent."""
+    return Estimate(new.value - old.value, new.variance + old.variance)
+
+
+def anytime_interval(estimate: Estimate, level: float, scale: float = SCALE) -> tuple[Numbers, Numbers]:
+    """(low, high) that hold the truth at all times at once but for `level`, half of it on either side; infinite of too little.
+
+    scale: standard deviation of the differences, or of the distances from what is expected, that are looked for.
+    """
+    half = boundary(estimate.variance, level, scale)
+    return estimate.value - half, estimate.value + half
+
+
+def boundary(variance: Numbers, level: float, scale: float = SCALE) -> Numbers:
+    """Half the width of the interval of an estimate with this variance. Raises ValueError for a level outside (0, 1)."""
+    if not 0 < level < 1 or not scale > 0:
+        raise ValueError(f"level {level}, scale {scale}")
+    variance = np.asarray(variance, dtype=np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = variance / scale**2  # 1 / (scale^2 I)
+        half = np.sqrt(variance * (1 + ratio) * (np.log1p(1 / ratio) - 2 * np.log(level)))
+    return np.where(np.isfinite(variance), half, np.inf)[()]
+
+
+def requests_to_see(difference: float, spread: float, share: float, level: float, power: float = 0.9) -> int:
+    """Requests of both arms together behind which a difference is certain with probability `power` or more.
+
+    spread: standard deviation of a request's residual, in units of the rate (sqrt(variance x requests) of an arm). share:
+    that of the new arm, in (0, 1). The chance to be certain earlier is left out.
+    """
+
+    def short(log_variance: float) -> float:
+        variance = np.exp(log_variance)
+        return float(boundary(variance, level) + special.ndtri(power) * np.sqrt(variance) - abs(difference))
+
+    log_variance = optimize.brentq(short, np.log(1e-12), np.log(10.0))
+    return int(np.ceil(spread**2 * (1 / share + 1 / (1 - share)) / np.exp(log_variance)))
+
+
+def evidence_of_more(successes: Numbers, trials: Numbers, rate: float) -> Numbers:
+    """Evidence (a test martingale) that trials succeed more often than `rate`: 1 / level is reached by chance with `level` at most.
+
+    The likelihood ratio against `rate`, mixed uniformly over all higher ones; it is exact, for zero successes too.
+    rate: in (0, 1).
+    """
+    failures = np.asarray(trials) - np.asarray(successes)
+    log_tail = special.betaln(successes + 1.0, failures + 1.0) + np.log(
+        np.maximum(special.betaincc(successes + 1.0, failures + 1.0, rate), 1e-300)
+    )
+    log_null = successes * np.log(rate) + (failures + 1.0) * np.log1p(-rate)
+    return np.exp(np.minimum(log_tail - log_null, 700.0))[()]
