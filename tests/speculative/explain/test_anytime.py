@@ -7,7 +7,7 @@ import pytest
 from scipy import integrate, stats
 from simulation import trials
 
-from speculative.measure.anytime import (
+from speculative.explain.anytime import (
     FEWEST_REQUESTS,
     SCALE,
     Estimate,
