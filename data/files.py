@@ -24,11 +24,12 @@ def writing(place: str | Path, left: str = "") -> Iterator[None]:
         raise UserError(f"{place}: cannot be written ({error.strerror or error}){left}") from error
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name, then renames; a failed write leaves no trace."""
+def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file under a temporary name, then renames; a failed write leaves no trace. mode: less what the umask takes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
+        with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode), "wb") as file:
+            file.write(content)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

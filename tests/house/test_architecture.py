@@ -17,7 +17,7 @@ FLOORS = {
         ("cli",), ("live",), ("commands", "train"), ("verdict",), ("report", "respond"), ("export", "training"), ("run", "loss"), ("models",),
         ("config",), ("faults",),
     ),
-    "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),
+    "data": (("traffic",), ("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),
     "speculative": (
         ("evaluate",), ("explain",), ("measure",), ("decode",), ("decoder",), ("drafters",), ("engine",), ("rules",), ("errors",),
     ),

@@ -1,0 +1,126 @@
+"""Where traffic goes: engines with their shares, the versions that they serve, and which conversation goes to which.
+
+arms.json of a log directory is the one place: the gateway writes it from its flags and watches it, a rollout writes it at runtime.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.files import write_bytes, writing
+from data.traffic.record import SANE
+from speculative.errors import UserError
+
+ARMS = "arms.json"
+BY_FLAGS = "flags"
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine. url: without /v1. share: of the conversations. drafts: False for the engine that is asked under load."""
+
+    name: str
+    url: str
+    share: float
+    draft_version: str = "unknown"
+    target_version: str = "unknown"
+    drafts: bool = True
+
+
+@dataclass(frozen=True)
+class Arms:
+    """All engines. by: who wrote it, `flags` or `rollout NAME vN`.
+
+    Raises:
+        UserError: shares that do not add up, a name twice, no address; the message names the arm and its key.
+    """
+
+    by: str
+    arms: tuple[Arm, ...]
+
+    def __post_init__(self) -> None:
+        drafting = [arm for arm in self.arms if arm.drafts]
+        if not drafting:
+            raise UserError("arms: none of them drafts; one must")
+        for arm in self.arms:
+            for key in ("name", "draft_version", "target_version"):
+                if not SANE.fullmatch(str(getattr(arm, key))):
+                    raise UserError(f"arms.{arm.name}.{key} = {getattr(arm, key)!r}: give a word of letters and digits")
+            if not is_address(arm.url):
+                raise UserError(f"arms.{arm.name}.url = {arm.url!r}: give an address such as http://127.0.0.1:8000")
+            if not 0 <= arm.share <= 1 or not math.isfinite(arm.share):
+                raise UserError(f"arms.{arm.name}.share = {arm.share}: between 0 and 1")
+        if len({arm.name for arm in self.arms}) != len(self.arms):
+            raise UserError("arms: one name twice; each needs its own")
+        if abs(sum(arm.share for arm in drafting) - 1) > _TOLERANCE:
+            raise UserError(f"arms: the shares add up to {sum(arm.share for arm in drafting):g}; they must to 1")
+
+    def choose(self, conversation: bytes, shed: bool = False) -> Arm:
+        """The arm of a conversation; with ``shed`` the one without a draft, where there is one.
+
+        Weighted rendezvous hashing: each arm draws an exponential time of rate `share` by a stable hash, the first wins. So arms get their
+        shares, and an arm whose share grows takes conversations from others and gives none away.
+        """
+        if shed and (plain := [arm for arm in self.arms if not arm.drafts]):
+            return plain[0]
+        drafting = [arm for arm in self.arms if arm.drafts and arm.share]
+        if len(drafting) == 1:
+            return drafting[0]
+        return min(drafting, key=lambda arm: (_exponential(arm.name, conversation) / arm.share, arm.name))
+
+
+def _exponential(name: str, conversation: bytes) -> float:
+    digest = hashlib.blake2b(name.encode() + b"\0" + conversation, digest_size=8).digest()
+    return -math.log((int.from_bytes(digest, "big") + 0.5) / 2**64)
+
+
+def is_address(url: str) -> bool:
+    """Whether this is an http address of a host."""
+    with contextlib.suppress(ValueError):
+        parts = urllib.parse.urlsplit(url)
+        valid_host = re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
+        return parts.scheme in ("http", "https") and valid_host and parts.port != 0 and not parts.query
+    return False
+
+
+def read_arms(path: Path) -> Arms:
+    """The arms of a file.
+
+    Raises:
+        UserError: missing, damaged, an unknown key, or arms that cannot be; the file and the key are named.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Arms(str(found["by"]), tuple(_arm(arm) for arm in found["arms"]))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cannot be read as arms ({type(error).__name__}: {error})") from error
+
+
+def write_arms(path: Path, arms: Arms) -> None:
+    """Writes the arms; they are there whole or not at all.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    with writing(path):
+        write_bytes(path, (json.dumps(dataclasses.asdict(arms), indent=2) + "\n").encode(), 0o600)
+
+
+def _arm(values: dict[str, Any]) -> Arm:
+    kinds = {"name": str, "url": str, "draft_version": str, "target_version": str, "drafts": bool}
+    for key, value in values.items():
+        if key == "share" and type(value) in (int, float):
+            continue
+        if not isinstance(value, kinds.get(key, ())):
+            raise UserError(f"arms.{values.get('name')}.{key} = {value!r}: not a key of an arm, or not its kind")
+    return Arm(**{**values, "url": values["url"].rstrip("/").removesuffix("/v1")})

@@ -1,0 +1,1 @@
+"""`understudy gateway`: a streaming proxy in front of engines that splits traffic between arms and writes the log."""

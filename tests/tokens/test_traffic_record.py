@@ -1,0 +1,87 @@
+"""A record's laws, its line, and the secret of its directory."""
+
+import dataclasses
+import json
+import stat
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.traffic.record import RecordError, TrafficRecord, from_line, keyed_hash, prepare_directory, read_salt, to_line
+from speculative.errors import UserError
+
+RECORD = TrafficRecord(
+    "r1", 1.5, "all", "a", "v0001", "target", {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": None},
+    "ab" * 32, 2, 5, (1, 2), (3, 4, 5, 6, 7), 3, 4, 2, (2, 1), (2, 2), 0.1, 0.5, "stop",
+)  # fmt: skip
+
+
+def forged(**changes: Any) -> bytes:
+    """A line with a right checksum that says something else."""
+    values = {**json.loads(to_line(RECORD)), **changes}
+    body = json.dumps({key: value for key, value in values.items() if key != "crc32"}).encode()[:-1]
+    return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+
+
+def test_a_line_is_read_as_it_was_written() -> None:
+    line = to_line(RECORD)
+    assert from_line(line) == RECORD
+    assert line.endswith(b',"crc32":"%08x"}\n' % zlib.crc32(line[: line.rindex(b',"crc32"')]))
+    assert json.loads(line)["response_ids"] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"accepted": 5, "drafted": 4, "accepted_B": [], "drafted_B": []}, "accepted"),
+        ({"accepted": -1}, "accepted"),
+        ({"drafted": 4.0}, "drafted"),
+        ({"accepted_B": [2, 2]}, "accepted_B"),
+        ({"accepted_B": [3, 0]}, "accepted_B"),
+        ({"accepted_B": [3]}, "accepted_B"),
+        ({"blocks": 3}, "blocks"),
+        ({"blocks": 0, "accepted_B": [], "drafted_B": []}, "blocks"),
+        ({"response_tokens": 7, "response_ids": None}, "response_tokens"),  # 3 accepted in 2 steps, and a prefill's: 6
+        ({"response_tokens": 4}, "response_ids"),
+        ({"response_ids": [-3, 4, 5, 6, 7]}, "response_ids"),
+        ({"time": float("inf")}, "time"),
+        ({"total_s": float("nan")}, "total_s"),
+        ({"first_token_s": -0.1}, "first_token_s"),
+        ({"slice": 'a"} 1\nb'}, "slice"),
+        ({"finish": "done"}, "finish"),
+        ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ({"constrained": 1}, "constrained"),
+        ({"authorization": "Bearer x"}, "authorization"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(RecordError, match=f"^{field}: "):
+        from_line(forged(**changes))
+
+
+def test_what_a_gate_or_a_grammar_does_is_no_forgery() -> None:
+    dataclasses.replace(RECORD, response_tokens=3, response_ids=None)  # a gate emits less than was accepted
+    dataclasses.replace(RECORD, response_tokens=30, response_ids=None, constrained=True)  # steps that draft nothing
+
+
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_one_flipped_bit_is_seen(place: int, bit: int) -> None:
+    line = bytearray(to_line(RECORD)[:-1])
+    line[place % len(line)] ^= 1 << bit
+    with pytest.raises(RecordError):
+        from_line(bytes(line))
+
+
+def test_the_directory_is_its_owners_and_its_secret_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    salt = prepare_directory(folder)
+    assert prepare_directory(folder) == read_salt(folder) == salt
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "salt")] == [0o700, 0o600]
+    assert keyed_hash(salt, "prompt", "x") != keyed_hash(salt, "priority", "x")
+    (folder / "salt").write_text("ab\n")
+    with pytest.raises(UserError, match="salt: damaged"):
+        read_salt(folder)
