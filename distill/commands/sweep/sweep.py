@@ -16,28 +16,22 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from data.files import MANIFEST, write_bytes, write_json
 from data.signals.store import INDEX
 from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan, read_tree
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
-from distill.config.layout import CHECKPOINTS, DAY, RESPONSES, SERVED, SIGNAL
+from distill.commands.training_process import TrainingFailed, running_twin, train_apart
+from distill.config.layout import DAY, RESPONSES, SERVED, SIGNAL
 from distill.config.run import RunConfig
-from distill.faults import Interrupted
 from speculative.errors import UserError
-
-
-class TrialFailed(Exception):
-    """A run that ended without a verdict; the message is its last error line."""
 
 
 def run_sweep(path: Path, launcher: str = "", dry_run: bool = False, console: Console | None = None) -> dict[str, Any]:
@@ -108,7 +102,7 @@ class _Runner:
                 continue
             try:
                 self._make(trial)
-            except TrialFailed as failed:
+            except TrainingFailed as failed:
                 self.errors[trial.config.name] = str(failed)
                 self.console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
             finally:
@@ -116,71 +110,25 @@ class _Runner:
 
     def _make(self, trial: Trial) -> None:
         name, number = trial.config.name, self.trials.index(trial) + 1
-        self._refuse_twins(name)
+        if (twin := running_twin(self._log(name))) is not None:
+            raise UserError(
+                f"{name}: still trained by process {twin.pid}, left by a sweep that was killed; wait for it or end it"
+            )
         shared = share_stores(trial.config, [other.config for other in self.trials if other is not trial])
         line = f"[{number}/{len(self.trials)}] {name}"
         line += f", with the {' and '.join(shared)} of an earlier run" if shared else ""
         self.console.print(line, highlight=False, markup=False)
         started = time.perf_counter()
         with self.console.status(f"training, log in {self._log(name)}"):
-            arguments = [self.sweep.base, *trial.overrides]
-            if (
-                trial.config.signal.source in ("store", "response_logprobs")
-                and not (trial.config.folder / CHECKPOINTS).exists()
-            ):
-                self._child("distill.respond", arguments, name)
-            self._child("distill.train", arguments, name)
-        if not finished(trial):
-            raise TrialFailed("ended without a verdict")
+            train_apart(
+                trial.config, [self.sweep.base, *trial.overrides], self._log(name), self.command, group=self.sweep.name
+            )
         found, minutes = measures(self.sweep, trial), (time.perf_counter() - started) / 60
         speed = "" if found["speed_up"] is None else f" {found['speed_up']:.2f}x,"
         self.console.print(
             f"    alpha {found['alpha']:.3f}, tau {found['tau']:.2f},{speed} {minutes:.1f} min",
             highlight=False,
         )
-
-    def _child(self, module: str, arguments: Sequence[str], name: str) -> None:
-        """Runs a program of ours to its end; its output goes to the run's log.
-
-        Raises:
-            TrialFailed: exit status other than 0. Interrupted: Ctrl-C, when it has stopped.
-        """
-        log, note = self._log(name), self._log(name).with_suffix(".pid")
-        with log.open("ab") as out:
-            start = out.tell()
-            # A session of its own: Ctrl-C reaches it through us, once, and it writes its checkpoint.
-            child = subprocess.Popen(
-                [*self.command, "-m", module, *arguments],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={"WANDB_RUN_GROUP": self.sweep.name, **os.environ},
-                start_new_session=True,
-            )
-            try:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    note.write_text(json.dumps([child.pid, psutil.Process(child.pid).create_time()]), encoding="utf-8")
-                status = child.wait()
-            except KeyboardInterrupt:
-                _stop(child)
-                raise Interrupted(f"{name} has stopped; the same command goes on with the sweep") from None
-            finally:
-                note.unlink(missing_ok=True)
-        if status:
-            raise TrialFailed(error_line(log.read_bytes()[start:].decode(errors="replace"), status))
-
-    def _refuse_twins(self, name: str) -> None:
-        """A sweep killed with -9 leaves its trial running: two processes must not train in one folder."""
-        try:
-            number, created = json.loads(self._log(name).with_suffix(".pid").read_text(encoding="utf-8"))
-            process = psutil.Process(number)
-            alive = process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-        except (OSError, ValueError, psutil.Error):
-            alive = False
-        if alive:
-            raise UserError(
-                f"{name}: still trained by process {number}, left by a sweep that was killed; wait for it or end it"
-            )
 
     def _log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
@@ -201,19 +149,6 @@ class _Runner:
         return result
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Asks a trial to stop; a second Ctrl-C asks again (it then stops at once), a third one kills it."""
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        try:
-            child.wait()
-            return
-        except KeyboardInterrupt:
-            continue
-    child.wait()
-
-
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM ends a sweep as Ctrl-C does."""
@@ -226,15 +161,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def error_line(output: str, status: int) -> str:
-    """The line that says why a run ended: our own message (of several ranks' the one that their launcher ends with), else the last."""
-    lines = [line.strip().removeprefix("traceback : ") for line in output.splitlines() if line.strip()]
-    if status < 0:
-        return f"killed by signal {-status}" + (f" ({lines[-1][:200]})" if lines else "")
-    ours = [line for line in lines if line.startswith("understudy:")]
-    return (ours or lines or [f"exit status {status}"])[-1].removeprefix("understudy: ")[:400]
 
 
 def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:

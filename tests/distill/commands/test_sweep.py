@@ -28,8 +28,9 @@ from scipy import stats
 
 from distill import train
 from distill.commands.sweep.plan import finished, load_sweep, plan
-from distill.commands.sweep.sweep import error_line, run_sweep, share_stores
+from distill.commands.sweep.sweep import run_sweep, share_stores
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table, t_interval
+from distill.commands.training_process import error_line
 from distill.config.load import dump_config, load_config
 from distill.faults import Interrupted
 from speculative.errors import UserError
