@@ -1,0 +1,228 @@
+"""Requests decoded by our own decoder as they come: those that ask for the same settings together, the others behind them."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from distill.models.target import Target
+from speculative.decode import STOP, DecodeSettings, Event, check_prompts, context_of, end_token_ids, generate
+from speculative.decoder.commit import CommitGate
+from speculative.drafters.drafter import Drafter
+from speculative.drafters.gamma import FixedGamma
+from speculative.errors import UserError
+from speculative.rules.processors import LogitsRules
+from speculative.rules.rule import Rule
+from speculative.rules.sampling import SamplingSettings
+
+MAX_TOKENS = 16  # vLLM's, of a completion that does not say
+REFUSED = ("logprobs", "prompt_logprobs", "top_logprobs", "structured_outputs", "tools", "echo", "suffix")
+REASONS = {"end": "stop", "stop": "stop", "gate": "stop", "length": "length"}
+
+
+class PrefillFirst(FixedGamma):
+    """The first token of a response is the target's own, as from a prefill. All rows of a call begin together."""
+
+    def start(self, rows: int) -> None:
+        self._begun = False
+
+    def choose(self, active_R: Any) -> int:
+        begun, self._begun = self._begun, True
+        return self.max_gamma if begun else 0
+
+
+@dataclass(eq=False)
+class Job:
+    """One request. `key`: of its random numbers. `events`: what the decoding says of it, or why it failed."""
+
+    key: str
+    prompt_ids: list[int]
+    settings: DecodeSettings
+    body: dict[str, Any]
+    chat: bool
+    loop: asyncio.AbstractEventLoop
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+
+    def say(self, event: Event | Exception) -> None:
+        """From the decoding thread to whoever waits."""
+        with contextlib.suppress(RuntimeError):  # the server is gone
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class EngineCounts:
+    """The counters of /metrics, under vLLM's names."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", name.replace("_", " "), labels, registry=self.registry)
+
+        self.blocks = counter("spec_decode_num_drafts")
+        self.drafted = counter("spec_decode_num_draft_tokens")
+        self.accepted = counter("spec_decode_num_accepted_tokens")
+        self.places = counter("spec_decode_num_accepted_tokens_per_pos", "position")
+        self.tokens = counter("generation_tokens")
+        self.requests = counter("request_success", "finished_reason")
+        self.running = Gauge("vllm:num_requests_running", "requests that are decoded", registry=self.registry)
+        self.waiting = Gauge("vllm:num_requests_waiting", "requests that wait", registry=self.registry)
+
+    def add_block(self, drafted: int, accepted: int) -> None:
+        """One verified block of one response."""
+        self.blocks.inc()
+        self.drafted.inc(drafted)
+        self.accepted.inc(accepted)
+        for place in range(accepted):
+            self.places.labels(str(place)).inc()
+
+
+class HouseEngine:
+    """A pair of models behind a thread that decodes.
+
+    withheld: ids that no response may say: it ends before them (a commit gate), so that fewer tokens come than were accepted.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, gamma: int, rule: Rule, *, name: str, batch_size: int = 16,
+        withheld: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.name, self.target, self.tokenizer, self.drafter = name, target.model, target.tokenizer, drafter
+        self.gamma, self.rule, self.batch_size = gamma if drafter is not None else 0, rule, batch_size
+        self.eos_ids, self.withheld = end_token_ids(self.target), frozenset(withheld)
+        self.counts = EngineCounts()
+        self._jobs: list[Job] = []
+        self._arrived = threading.Condition()
+        threading.Thread(target=self._decode_for_ever, daemon=True).start()
+
+    def submit(self, job: Job) -> None:
+        """Puts a request into the queue."""
+        with self._arrived:
+            self._jobs.append(job)
+            self._arrived.notify()
+
+    def _decode_for_ever(self) -> None:
+        while True:
+            batch = self._next_batch()
+            try:
+                self._decode(batch)
+            except Exception as error:  # of one batch: the next is decoded all the same
+                for job in batch.values():
+                    job.say(error)
+
+    def _next_batch(self) -> dict[str, Job]:
+        """The first that waits and those that ask for the same settings; of one key, which gives one text, one at a time."""
+        with self._arrived:
+            self.counts.running.set(0)
+            self._arrived.wait_for(lambda: bool(self._jobs))
+            self._jobs = [job for job in self._jobs if not job.cancelled]
+            batch: dict[str, Job] = {}
+            for job in self._jobs:
+                if len(batch) < self.batch_size and job.settings == self._jobs[0].settings:
+                    batch.setdefault(job.key, job)
+            self._jobs = [job for job in self._jobs if batch.get(job.key) is not job]
+            self.counts.waiting.set(len(self._jobs))
+            self.counts.running.set(len(batch))
+            return batch
+
+    def _decode(self, batch: dict[str, Job]) -> None:
+        if not batch:
+            return
+        jobs = list(batch.values())
+        settings = jobs[0].settings
+        events = generate(
+            self.target, self.drafter, [(job.key, job.prompt_ids) for job in jobs], settings, batch_size=len(jobs),
+            tokenizer=self.tokenizer, policy=PrefillFirst(settings.gamma), gate=self._gate(batch),
+        )  # fmt: skip
+        for event in events:
+            response = event.response
+            if response.blocks > 1:
+                self.counts.add_block(response.drafted_counts[-1], response.accepted_counts[-1])
+            self.counts.tokens.inc(len(event.token_ids))
+            if event.finish_reason is not None:
+                cancelled = jobs[event.index].cancelled
+                self.counts.requests.labels("abort" if cancelled else REASONS[event.finish_reason]).inc()
+            jobs[event.index].say(event)
+
+    def _gate(self, batch: dict[str, Job]) -> CommitGate:
+        """Ends what nobody waits for any more, and what would say a withheld token."""
+        return lambda key, _, token, __: STOP if batch[key].cancelled or token in self.withheld else None
+
+    def job_of(self, body: dict[str, Any], chat: bool) -> Job:
+        """What a request asks for.
+
+        Raises:
+            UserError: something that is not known here, or cannot be.
+        """
+        asked = [name for name in REFUSED if body.get(name)]
+        if (body.get("response_format") or {}).get("type", "text") != "text":
+            asked.append("response_format")
+        if body.get("n", 1) != 1 or asked:
+            raise UserError(f"{', '.join(asked) or 'n > 1'}: not supported by the house engine")
+        if body.get("model") not in (None, self.name):
+            raise UserError(f"The model `{body['model']}` does not exist; here is `{self.name}`")
+        ids = (
+            self._chat_ids(body.get("messages"))
+            if chat
+            else self._prompt_ids(body.get("prompt"), body.get("add_special_tokens", True))
+        )
+        try:
+            settings = self._settings(body, len(ids), chat)
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UserError(f"the request cannot be read: {error}") from error
+        seed = body.get("seed")
+        key = uuid.uuid4().hex if seed is None else f"{seed} {zlib.crc32(json.dumps(ids).encode())}"
+        check_prompts(self.target, self.drafter, [(key, ids)], settings)
+        return Job(key, ids, settings, body, chat, asyncio.get_running_loop())
+
+    def _settings(self, body: dict[str, Any], prompt_tokens: int, chat: bool) -> DecodeSettings:
+        def value(name: str, kind: Callable[[Any], Any], default: Any) -> Any:
+            return default if body.get(name) is None else kind(body[name])
+
+        sampling = SamplingSettings(
+            value("temperature", float, 1.0), max(0, value("top_k", int, 0)), value("top_p", float, 1.0), value("min_p", float, 0.0)
+        )  # fmt: skip
+        context = context_of(self.target, self.drafter)[0] or prompt_tokens + MAX_TOKENS
+        most = value(
+            "max_completion_tokens", int, value("max_tokens", int, context - prompt_tokens if chat else MAX_TOKENS)
+        )
+        stop = value("stop", lambda given: (given,) if isinstance(given, str) else tuple(given), ())
+        bias = tuple(sorted((int(token), float(number)) for token, number in value("logit_bias", dict, {}).items()))
+        rules = LogitsRules(
+            repetition_penalty=value("repetition_penalty", float, 1.0), bias=bias,
+            allowed_ids=tuple(value("allowed_token_ids", tuple, ())),
+        )  # fmt: skip
+        rules.check(len(self.tokenizer))
+        ends = () if body.get("ignore_eos") else self.eos_ids
+        return DecodeSettings(
+            sampling, self.gamma, "greedy" if sampling.greedy else self.rule if self.gamma else "sample", most,
+            (*ends, *value("stop_token_ids", tuple, ())), rules=rules if rules.active else None, stop=stop,
+            min_tokens=value("min_tokens", int, 0),
+        )  # fmt: skip
+
+    def _prompt_ids(self, prompt: Any, special: bool) -> list[int]:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+        if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+            raise UserError("prompt: a text or a list of token ids is expected")
+        return prompt
+
+    def _chat_ids(self, messages: Any) -> list[int]:
+        """By the tokenizer's chat template; without one the contents follow each other, a line between them."""
+        if not isinstance(messages, list) or any(
+            not isinstance(turn, dict) or not isinstance(turn.get("content"), str) for turn in messages
+        ):
+            raise UserError("messages: a list of turns whose content is text is expected")
+        if self.tokenizer.chat_template is None:
+            return list(self.tokenizer("\n".join(turn["content"] for turn in messages))["input_ids"])
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

@@ -1,0 +1,169 @@
+"""The house engine speaks vLLM's protocol, counts as our decoder does, and survives clients that leave."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from house_server import running_house
+
+from data.responses.engine_client import counters_of
+from data.responses.engine_counts import read_counts
+from distill.config.sections import TargetConfig
+from distill.live.house_decoding import HouseEngine
+from distill.models.draft import load_draft
+from distill.models.target import Target
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.rules.sampling import SamplingSettings
+
+GAMMA = 3
+ASKED = {
+    "prompt": [1, 40, 41, 42],
+    "max_tokens": 20,
+    "temperature": 0.8,
+    "seed": 5,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_target: Path) -> tuple[Target, ModelDrafter]:
+    """The target drafts for itself: its argmax is what it samples at times."""
+    target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
+    return target, ModelDrafter(load_draft(str(tiny_target), target))
+
+
+@pytest.fixture(scope="module")
+def url(pair: tuple[Target, ModelDrafter]) -> Iterator[str]:
+    with running_house(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny")) as address:
+        yield address
+
+
+def ask(url: str, path: str = "completions", **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/v1/{path}", json=ASKED | body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(url: str, path: str = "completions", **body: Any) -> list[dict[str, Any]]:
+    with httpx.stream("POST", f"{url}/v1/{path}", json=ASKED | body | {"stream": True}, timeout=30) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_counts_are_those_of_blocks_behind_the_first_token(url: str, pair: tuple[Target, ModelDrafter]) -> None:
+    answer = ask(url, temperature=0)
+    ids = answer["choices"][0]["token_ids"]
+    plain, _ = decode(
+        pair[0].model, None, [("a", ASKED["prompt"])], DecodeSettings(SamplingSettings(0.0), 0, "greedy", 20)
+    )
+    assert ids == plain[0].response_ids  # greedy text is the target's own
+    counts = read_counts(answer)
+    # A draft that is the target is always right: the first token alone, then whole blocks until 20 tokens are there.
+    assert counts is not None
+    assert counts.accepted_B == counts.drafted_B == (GAMMA,) * 5
+    assert (counts.blocks, counts.gamma) == (5, GAMMA)
+
+
+def test_stream_says_what_the_whole_answer_says(url: str) -> None:
+    whole = ask(url)
+    *pieces, last = streamed(url, stream_options={"include_usage": True})
+    assert [token for piece in pieces for token in piece["choices"][0]["token_ids"]] == whole["choices"][0]["token_ids"]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["choices"][0]["text"]
+    assert pieces[0]["choices"][0]["prompt_token_ids"] == whole["choices"][0]["prompt_token_ids"] == ASKED["prompt"]
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert (last["usage"], last["metrics"]) == (whole["usage"], whole["metrics"])
+    counts = read_counts(whole)
+    assert counts is not None
+    assert counts.blocks == len(pieces) - 1
+    assert counts.accepted + counts.blocks + 1 >= 20  # type: ignore[operator]
+
+
+def test_chat_has_the_contents_for_a_prompt(url: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "def"}, {"role": "assistant", "content": " f"}]}
+    answer = ask(url, "chat/completions", **asked)
+    *pieces, _ = streamed(url, "chat/completions", stream_options={"include_usage": True}, **asked)
+    assert answer["choices"][0]["message"]["content"] == "".join(x["choices"][0]["delta"]["content"] for x in pieces)
+    assert answer["prompt_token_ids"] == pieces[0]["prompt_token_ids"]
+
+
+def test_a_constraint_and_a_withheld_token_keep_the_counts_whole(url: str, pair: tuple[Target, ModelDrafter]) -> None:
+    free = ask(url)["choices"][0]["token_ids"]
+    banned = ask(url, logit_bias={str(free[4]): -100})
+    assert free[4] not in banned["choices"][0]["token_ids"]
+    counts = read_counts(banned)
+    assert counts is not None
+    assert len(banned["choices"][0]["token_ids"]) <= counts.accepted + counts.blocks + 1  # type: ignore[operator]
+    with running_house(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny", withheld=[free[4]])) as gated:
+        cut = ask(gated)
+    place = free.index(free[4])
+    assert cut["choices"][0] == cut["choices"][0] | {"token_ids": free[:place], "finish_reason": "stop"}
+    counts = read_counts(cut)
+    assert counts is not None  # the block is counted as it was verified, though less of it was said
+    assert place < counts.accepted + counts.blocks + 1  # type: ignore[operator]
+
+
+def test_who_leaves_is_decoded_no_further(url: str) -> None:
+    def page() -> str:
+        return httpx.get(f"{url}/metrics").text
+
+    long = ASKED | {"max_tokens": 100, "temperature": 1.9, "seed": None}
+    before = page().count('finished_reason="abort"')
+    assert before == 0
+    with httpx.stream("POST", f"{url}/v1/completions", json=long | {"stream": True}) as answer:
+        next(answer.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=long, timeout=0.02)
+    assert ask(url, max_tokens=2)["usage"]["completion_tokens"] == 2
+    for _ in range(200):
+        if 'finished_reason="abort"' in page():
+            break
+        time.sleep(0.02)
+    else:
+        raise AssertionError(page())
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"n": 2}, "n > 1"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temperature": -1}, "temperature = -1.0"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10**6]}, "token id 1000000"),
+        ({"max_tokens": 1000}, "exceeds the context"),
+        ({"logit_bias": {"x": 1}}, "invalid literal"),
+        ({"model": "other"}, "`other` does not exist"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(url: str, body: dict[str, Any], said: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json=ASKED | body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_counters_are_read_by_our_client(url: str) -> None:
+    before = counters_of(url)
+    counts = read_counts(ask(url))
+    after = counters_of(url)
+    assert before is not None
+    assert after is not None
+    assert counts is not None
+    assert (after.accepted - before.accepted, after.drafted - before.drafted) == (counts.accepted, counts.drafted)
+    assert after.blocks - before.blocks == counts.blocks  # type: ignore[operator]
+
+
+def test_without_a_draft_nothing_is_said_of_drafts(pair: tuple[Target, ModelDrafter]) -> None:
+    with running_house(HouseEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")) as plain:
+        answer = ask(plain)
+    assert "metrics" not in answer
+    assert len(answer["choices"][0]["token_ids"]) == 20
