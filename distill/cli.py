@@ -26,6 +26,7 @@ from distill.commands.options import (
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
+from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -210,6 +211,44 @@ def check_export(options: CheckExportOptions) -> int:
     from distill.commands.export import check_export
 
     return check_export(options)
+
+
+traffic = typer.Typer(
+    no_args_is_help=True, help="The log of live traffic: look at it, export it to train from, forget requests."
+)
+app.add_typer(traffic, name="traffic")
+
+
+def traffic_show(options: ShowOptions) -> None:
+    """What came, by slice and draft version, and how much of what was drafted was accepted, over time."""
+    from distill.live.traffic.show import show_traffic
+
+    show_traffic(options, Console())
+
+
+def traffic_export(options: ExportTrafficOptions) -> None:
+    """Prompts and the target's responses of a log (with --text), as a training run reads them: past to train on, latest held out.
+
+    understudy traffic export traffic/ --run runs/demo --to exports/may
+    """
+    from distill.live.traffic.command import export_command
+
+    export_command(options, Console())
+
+
+def traffic_forget(options: ForgetOptions) -> None:
+    """Remove requests from a log and from its exports for good; the gateway may be running.
+
+    understudy traffic forget 4f1c2a --log traffic/
+    """
+    from distill.live.traffic.command import forget_command
+
+    forget_command(options, Console())
+
+
+traffic.command("show")(command_of(traffic_show))
+traffic.command("export")(command_of(traffic_export))
+traffic.command("forget")(command_of(traffic_forget))
 
 
 @app.command()

@@ -140,7 +140,9 @@ class DriftOptions:
     run: Annotated[Path, typer.Argument(help="run folder whose best draft is served")]
     log: Annotated[
         Path | None,
-        typer.Option(help="acceptance log: vLLM or llama.cpp output, JSON lines, csv, proposal log; .gz too"),
+        typer.Option(
+            help="acceptance log: vLLM or llama.cpp output, JSON lines, csv, proposal log; .gz too; or the gateway's log directory"
+        ),
     ] = None
     prompts: Annotated[
         str,
@@ -159,6 +161,9 @@ class DriftOptions:
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Annotated[bool, typer.Option(help="wrap fresh prompts in the target's chat template")] = False
+    draft_version: Annotated[
+        str, typer.Option(help="of a gateway's log: requests of this draft; default: of the one that served last")
+    ] = ""
     format: Annotated[str, typer.Option(help="of the log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, typer.Option(help="drafted tokens per block of the server, if not in the log")] = None
     rule: Annotated[str, typer.Option(help="engine rule of the server; default: the run's")] = ""

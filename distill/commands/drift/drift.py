@@ -19,6 +19,7 @@ from data.files import writing
 from data.prompts.split import content_hash
 from data.prompts.template import check_lengths, render_prompt
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord, read_acceptance_log
+from data.traffic.reader import acceptance_of, read_traffic
 from distill.commands.drift.baseline import (
     ALL,
     Baseline,
@@ -82,7 +83,9 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> dict
     console = console or Console()
     scraped: Scraped | None = None
     if options.log is not None or options.metrics_url:
-        if options.log is not None:
+        if options.log is not None and options.log.is_dir():
+            log = acceptance_of(read_traffic(options.log), options.draft_version)
+        elif options.log is not None:
             log = read_acceptance_log(options.log, options.format)
         else:
             scraped = scrape(options.metrics_url, options.scrapes, options.interval, options.gamma)

@@ -1,0 +1,115 @@
+"""Where a log's text was exported to: what must be looked at when a request is to be forgotten.
+
+exports.json of a log directory: [{folder, made, rows, uses: [runs that have rows of it]}]. Rows carry a keyed hash of their request's
+id, so that they are found without any list of ids.
+"""
+
+import contextlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from data.files import MANIFEST, read_manifest, write_bytes, writing
+from data.responses.rendered import StoredPrompts
+from data.responses.store import Store
+from data.traffic.record import keyed_hash
+from data.traffic.retention import write_lock
+from speculative.errors import UserError
+
+EXPORTS, EXPORT_SHARD = "exports.json", 512
+PROMPT_FILES, RESPONSES = ("prompts/train.arrow", "prompts/heldout.arrow"), "responses/train"
+
+
+@dataclass(frozen=True)
+class Export:
+    """One export. made: Unix seconds. uses: folders of runs that have copies of its rows."""
+
+    folder: str
+    made: float
+    rows: int
+    uses: list[str] = field(default_factory=list)
+
+
+def row_id(salt: bytes, record_id: str) -> str:
+    """What an exported row is known by, instead of its request's id."""
+    return keyed_hash(salt, "row", record_id)[:16]
+
+
+def list_exports(directory: Path) -> list[Export]:
+    """All exports of a log, oldest first.
+
+    Raises:
+        UserError: the list is damaged.
+    """
+    path = directory / EXPORTS
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            return [Export(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}: damaged ({error}); it says where text of this log lies: mend it") from error
+    return []
+
+
+def note_export(directory: Path, folder: Path, made: float, rows: int) -> None:
+    """Writes down that rows of a log are in a folder.
+
+    Raises:
+        UserError: the list is damaged, or cannot be written.
+    """
+    _write(directory, [Export(str(folder.resolve()), made, rows)])
+
+
+def note_use(folder: Path, run: Path) -> None:
+    """Writes down, in the log that an export is of, that a run has copies of its rows.
+
+    Raises:
+        UserError: no export in ``folder``; the log's list cannot be written.
+    """
+    try:
+        log = Path(read_manifest(folder / "prompts")["traffic"]["log"])
+    except KeyError as error:
+        raise UserError(f"{folder}: not what `understudy traffic export` writes") from error
+    own = [export for export in list_exports(log) if export.folder == str(folder.resolve())]
+    _write(log, [replace(one, uses=sorted({*one.uses, str(run.resolve())})) for one in own])
+
+
+def _write(directory: Path, entries: list[Export]) -> None:
+    with writing(directory / EXPORTS), write_lock(directory):
+        names = {entry.folder for entry in entries}
+        kept = [export for export in list_exports(directory) if export.folder not in names]
+        content = json.dumps([asdict(export) for export in [*kept, *entries]], indent=2) + "\n"
+        write_bytes(directory / EXPORTS, content.encode(), 0o600)
+
+
+def forget_exported(folder: Path, row_ids: set[str]) -> int:
+    """Removes rows from an export that is still there, prompts and responses; returns how many prompts there were.
+
+    Raises:
+        UserError: a file of the export is damaged, or cannot be written.
+    """
+    found = 0
+    for path in (folder / name for name in PROMPT_FILES):
+        if not path.exists():
+            continue
+        prompts = StoredPrompts(path)
+        chosen_N = np.array([one not in row_ids for one in prompts.column("prompt_id").to_pylist()], dtype=bool)
+        if not chosen_N.all():
+            found += int((~chosen_N).sum())
+            prompts.write(path, chosen_N)
+    store = Store(folder / RESPONSES)
+    if (store.folder / MANIFEST).exists():
+        rows = store.read()
+        kept = [row for row in rows if row.prompt_id not in row_ids]
+        if len(kept) < len(rows):
+            with writing(store.folder):
+                anew = Store(store.folder.with_name(".anew"))
+                shutil.rmtree(anew.folder, ignore_errors=True)
+                anew.open(store.manifest())
+                for number, start in enumerate(range(0, len(kept), EXPORT_SHARD)):
+                    anew.write_shard(number, kept[start : start + EXPORT_SHARD])
+                shutil.rmtree(store.folder)
+                anew.folder.rename(store.folder)
+    return found

@@ -1,0 +1,126 @@
+"""What a log keeps, and for how long: text of a sample of recent requests, and nothing of a request that is to be forgotten.
+
+Every file is rewritten whole, under the lock that each append takes, so a gateway may be running.
+"""
+
+import dataclasses
+import fcntl
+import heapq
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.files import write_bytes, writing
+from data.traffic.reader import forgotten_hashes
+from data.traffic.record import (
+    FORGOTTEN,
+    WRITE_LOCK,
+    RecordError,
+    TrafficRecord,
+    from_line,
+    keyed_hash,
+    log_files,
+    priority,
+    read_salt,
+    to_line,
+)
+
+DAY = 86400.0
+_WITHOUT_TEXT = b'"prompt_ids":null,"response_ids":null'
+
+
+@contextmanager
+def write_lock(directory: Path) -> Iterator[None]:
+    """Held by whoever appends to a log or rewrites it."""
+    with open(os.open(directory / WRITE_LOCK, os.O_CREAT | os.O_RDWR, 0o600), "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sweep(directory: Path, retention_days: float, reservoir: int, now: float) -> int:
+    """Takes the text out of records that are too old, or beyond their slice's sample; returns of how many.
+
+    A slice keeps the text of the ``reservoir`` records whose keyed hashes are the smallest: a random sample, the same whoever draws it.
+
+    Raises:
+        UserError: the directory cannot be read or written.
+    """
+    salt, oldest = read_salt(directory), now - retention_days * DAY
+    samples: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in log_files(directory):
+        for line in path.read_bytes().splitlines(keepends=True):
+            if (record := _with_text(line)) is not None and record.time >= oldest:
+                samples[record.slice][record.id] = priority(salt, record.id)
+    kept = {name: set(heapq.nsmallest(reservoir, sample, key=sample.__getitem__)) for name, sample in samples.items()}
+
+    def scrubbed(line: bytes) -> bytes:
+        record = _with_text(line)
+        # One that came since the samples were drawn waits for the next sweep.
+        if record is None or (
+            record.time >= oldest
+            and (record.id in kept.get(record.slice, ()) or record.id not in samples[record.slice])
+        ):
+            return line
+        return to_line(dataclasses.replace(record, prompt_ids=None, response_ids=None))
+
+    return rewrite(directory, scrubbed)
+
+
+def _with_text(line: bytes) -> TrafficRecord | None:
+    """The record of a line, if it has text; a line that is no record is for readers to refuse."""
+    if _WITHOUT_TEXT in line:
+        return None
+    try:
+        record = from_line(line)
+    except RecordError:
+        return None
+    return None if record.prompt_ids is None and record.response_ids is None else record
+
+
+def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
+    """Every line of a log as `changed` gives it, empty for none; returns how many are others now.
+
+    Raises:
+        UserError: disk full or directory not writable; files are old or new, each whole.
+    """
+    done: set[Path] = set()
+    count = 0
+    # A file that is begun meanwhile is looked at too.
+    while left := [path for path in log_files(directory) if path not in done]:
+        with writing(directory), write_lock(directory):
+            for stale in directory.glob(".log-*.tmp"):
+                stale.unlink()
+            before = left[0].read_bytes().splitlines(keepends=True)
+            after = [changed(line) for line in before]
+            if after != before:
+                write_bytes(left[0], b"".join(after), 0o600)
+                count += sum(old != new for old, new in zip(before, after, strict=True))
+        done.add(left[0])
+    return count
+
+
+def forget(directory: Path, ids: Sequence[str]) -> int:
+    """Removes requests from a log, and keeps them out of it; returns how many lines there were. Of each a keyed hash is left.
+
+    Raises:
+        UserError: the directory cannot be read or written.
+    """
+    salt = read_salt(directory)
+    # First, so that no reader sees them from here on, whatever happens to this process.
+    with writing(directory), write_lock(directory):
+        known = forgotten_hashes(directory) | {keyed_hash(salt, FORGOTTEN, one) for one in ids}
+        write_bytes(directory / FORGOTTEN, "".join(f"{one}\n" for one in sorted(known)).encode(), 0o600)
+    named = [json.dumps(one)[1:-1].encode() for one in ids]
+
+    def without(line: bytes) -> bytes:
+        if not any(name in line for name in named):
+            return line
+        try:
+            return b"" if from_line(line).id in ids else line
+        except RecordError:
+            return b""  # damaged, and it names the request
+
+    return rewrite(directory, without)

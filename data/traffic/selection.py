@@ -1,0 +1,144 @@
+"""Which requests of a log may be trained on, and which are held out: pure functions of the records.
+
+Shapes: N records in order of time. A *group* is a number shared by requests that belong on one side: near-equal prompts (as
+`data/prompts/split.py` sees them), and prompts that go on from another request's answer.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from data.prompts.prompt import PromptRow
+from data.prompts.split import normalised_hash
+from data.traffic.record import TrafficRecord
+
+CONTINUED = 8  # tokens of an answer that a prompt must hold to go on from it
+LATEST = 5  # held-out requests come from the last fifth at most
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request must be for its response to be a sample that a run may train on.
+
+    sampling: the run's temperature, top_k, top_p and min_p. assume_sampling: requests that do not say theirs had these.
+    """
+
+    sampling: Mapping[str, float | int]
+    target_versions: Collection[str]
+    most_prompt_tokens: int
+    vocab_rows: int
+    assume_sampling: bool = False
+
+
+def fault_of(record: TrafficRecord, wanted: Wanted) -> str:
+    """Why a response may not be trained on, in words; empty where it may."""
+    prompt_ids, response_ids = record.prompt_ids, record.response_ids
+    if prompt_ids is None or response_ids is None:
+        return "no text"
+    if record.target_version not in wanted.target_versions:
+        return f"another target version ({record.target_version})"
+    if record.constrained:
+        return "a constraint on the text"
+    if record.finish not in ("stop", "length", "tool_calls"):
+        return f"finish {record.finish}"
+    if record.sampling is None and not wanted.assume_sampling:
+        return "unknown sampling settings"
+    if record.sampling is not None and _settings(record.sampling) != _settings(wanted.sampling):
+        return "other sampling settings"
+    if not prompt_ids or not response_ids:
+        return "empty"
+    if max(*prompt_ids, *response_ids) >= wanted.vocab_rows:
+        return "ids beyond the target's vocabulary"
+    return "" if len(prompt_ids) <= wanted.most_prompt_tokens else "too long"
+
+
+def _settings(sampling: Mapping[str, float | int | None]) -> tuple[float | None, ...]:
+    """Comparable; at temperature 0 nothing else counts, and a top_k of -1 is off as 0 is."""
+    if sampling.get("temperature") == 0:
+        return (0,)
+    top_k = sampling.get("top_k")
+    return (
+        sampling.get("temperature"),
+        None if top_k is None else max(0, top_k),
+        sampling.get("top_p"),
+        sampling.get("min_p"),
+    )
+
+
+def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[int]:
+    """Group (N) of each request; ``texts``: what its prompt says."""
+    parents = list(range(len(records)))
+
+    def root(number: int) -> int:
+        while parents[number] != number:
+            parents[number] = number = parents[parents[number]]
+        return number
+
+    first: dict[str, int] = {}
+    for number, text in enumerate(texts):
+        parents[root(number)] = root(first.setdefault(near_hash(text), number))
+    # In order of their tokens, whatever a sequence begins with stands before it: open are those that begin the present one.
+    sequences = []
+    for number, record in enumerate(records):
+        prompt_ids, response_ids = record.prompt_ids or (), record.response_ids or ()
+        sequences.append((prompt_ids, 1, number))
+        if len(response_ids) >= CONTINUED:
+            sequences.append((prompt_ids + response_ids[:CONTINUED], 0, number))
+    opened: list[tuple[tuple[int, ...], int]] = []
+    for ids, is_prompt, number in sorted(sequences):
+        while opened and ids[: len(opened[-1][0])] != opened[-1][0]:
+            opened.pop()
+        if not is_prompt:
+            opened.append((ids, number))
+        elif opened:
+            parents[root(number)] = root(opened[-1][1])
+    return [root(number) for number in range(len(records))]
+
+
+def near_hash(text: str) -> str:
+    """Equal for texts that a reader would call the same."""
+    return normalised_hash(PromptRow(text, None, None, "", ""))
+
+
+def split_by_time(groups_N: Sequence[int], heldout: int, trained: Collection[int] = ()) -> tuple[list[int], list[int]]:
+    """(numbers to train on, numbers held out): all of the first are older than all of the second, and no group is on both sides.
+
+    Held out is one request, the latest, of each of ``heldout`` groups, found from the end on within the last fifth: those that were not
+    asked before first. Never one of the groups ``trained``, which a draft has learnt.
+    """
+    start = len(groups_N) - len(groups_N) // LATEST
+    before, chosen = set(groups_N[:start]), dict[int, int]()
+    for avoided in (before, set[int]()):
+        for number in range(len(groups_N) - 1, start - 1, -1):
+            group = groups_N[number]
+            if len(chosen) < heldout and group not in avoided and group not in trained:
+                chosen.setdefault(group, number)
+    border = min(chosen.values(), default=len(groups_N))
+    return [number for number in range(border) if groups_N[number] not in chosen], sorted(chosen.values())
+
+
+def capped(
+    numbers: Sequence[int],
+    groups_N: Sequence[int],
+    slices_N: Sequence[str],
+    order_N: Sequence[str],
+    alike: int,
+    quotas: Mapping[str, int],
+) -> tuple[list[int], Counter[str]]:
+    """(the numbers that stay, in order; how many did not, and why): at most ``alike`` of a group, and of a slice its quota.
+
+    ``order_N``: who comes first stays. ``quotas``: by slice, that of `` `` for all others; none where there is none.
+    """
+    kept, left_out = list[int](), Counter[str]()
+    of_group, of_slice = Counter[int](), defaultdict[str, int](int)
+    for number in sorted(numbers, key=order_N.__getitem__):
+        quota = quotas.get(slices_N[number], quotas.get(""))
+        if of_group[groups_N[number]] >= alike:
+            left_out["asked too often"] += 1
+        elif quota is not None and of_slice[slices_N[number]] >= quota:
+            left_out[f"beyond the quota of {slices_N[number]}"] += 1
+        else:
+            of_group[groups_N[number]] += 1
+            of_slice[slices_N[number]] += 1
+            kept.append(number)
+    return sorted(kept), left_out

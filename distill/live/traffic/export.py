@@ -1,0 +1,193 @@
+"""`understudy traffic export`: requests of a log as the prompts and the token store of a run's folder, to train from."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.files import MANIFEST, read_manifest, write_manifest, writing
+from data.prompts.template import loss_mask
+from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
+from data.responses.store import Row, Store
+from data.traffic.exports import EXPORT_SHARD, PROMPT_FILES, RESPONSES, forget_exported, note_export, row_id
+from data.traffic.reader import forgotten_hashes, read_traffic
+from data.traffic.record import FORGOTTEN, TrafficRecord, keyed_hash, priority, read_salt
+from data.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
+from distill.config.layout import CONFIG, PROMPTS, TRAINING
+from distill.config.layout import RESPONSES as RUN_RESPONSES
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.models.target import Target
+from distill.models.vocabulary import vocabulary_rows
+from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
+from speculative.errors import UserError
+
+MADE_WITH = ("tokenizer", "template", "context_length", "max_tokens")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What an export must know of a run. made_with: of its prompts; manifest: of its responses."""
+
+    folder: Path
+    config: RunConfig
+    made_with: dict[str, Any]
+    manifest: dict[str, Any]
+    tokenizer: Any
+    vocab_rows: int
+
+    def texts(self, name: str) -> set[str]:
+        """Hashes of what its prompts of a file say, as tokens say it."""
+        stored = StoredPrompts(self.folder / PROMPTS / name)
+        return {near_hash(self.tokenizer.decode(prompt.prompt_ids)) for prompt in stored}
+
+
+def export_traffic(
+    log: Path,
+    run: Path,
+    to: Path,
+    *,
+    heldout: int = 128,
+    alike: int = 8,
+    quotas: Mapping[str, int] | None = None,
+    target_version: str = "",
+    assume_sampling: bool = False,
+) -> dict[str, Any]:
+    """Makes the folder; returns {log, run, folder, requests, train, heldout, train_tokens, slices: {slice: [train, heldout]}, since, border,
+    until, left_out: {reason: requests}, warnings}. Times are Unix seconds; `border`: everything held out is of then or later.
+
+    Raises:
+        UserError: no log or a forged line, no run that could read it, nothing left to train on or to hold out, a folder that is there.
+    """
+    salt, known = read_salt(log), _read_run(run)
+    if to.exists():
+        raise UserError(f"--to {to}: is there already; give a new folder, or delete it first")
+    traffic, serving = read_traffic(log), known.config.serving
+    versions = {target_version} if target_version else {known.manifest["target"], known.config.target.path}
+    room = min(known.made_with["context_length"] - serving.max_tokens, known.config.data.max_prompt_tokens or 1 << 30)
+    wanted = Wanted(known.manifest["sampling"], versions, room, known.vocab_rows, assume_sampling)
+    faults = [fault_of(record, wanted) for record in traffic.records]
+    left_out = Counter(fault for fault in faults if fault)
+    usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]
+    texts = [known.tokenizer.decode(record.prompt_ids) for record in usable]
+    groups, near = groups_of(usable, texts), list(map(near_hash, texts))
+    held, learnt = known.texts(HELDOUT_FILE), known.texts(TRAIN_FILE)
+    judged = {group for group, one in zip(groups, near, strict=True) if one in held}
+    left_out["held out by the run"] += sum(group in judged for group in groups)
+    mine = [number for number, group in enumerate(groups) if group not in judged]
+    usable, groups, texts = ([values[number] for number in mine] for values in (usable, groups, texts))  # type: ignore[assignment]
+    trained = {group for group, number in zip(groups, mine, strict=True) if near[number] in learnt}
+    past, latest = split_by_time(groups, heldout, trained)
+    left_out["as new as what is held out, or of its prompts"] += len(usable) - len(past) - len(latest)
+    order = [priority(salt, record.id) for record in usable]
+    train, more = capped(past, groups, [record.slice for record in usable], order, alike, quotas or {})
+    left_out = +(left_out + more)
+    if not train or len(latest) < 2:
+        raise UserError(_too_few(log, len(traffic.records), len(train), len(latest), left_out))
+    made = {
+        "log": str(log.resolve()), "run": str(run), "requests": len(traffic.records), "train": len(train), "heldout": len(latest),
+        "train_tokens": sum(min(len(usable[number].response_ids or ()), serving.max_tokens) for number in train),
+        "slices": {
+            name: [sum(usable[number].slice == name for number in numbers) for numbers in (train, latest)]
+            for name in sorted({usable[number].slice for number in (*train, *latest)})
+        },
+        "since": usable[train[0]].time, "border": usable[latest[0]].time, "until": usable[latest[-1]].time,
+        "left_out": dict(left_out.most_common()), "warnings": traffic.warnings,
+    }  # fmt: skip
+    sides = [
+        [(usable[number], texts[number], f"traffic{groups[number]}") for number in side] for side in (train, latest)
+    ]
+    note_export(log, to, time.time(), len(train) + len(latest))  # first: what a killed export leaves is known of
+    _write(to, known, salt, sides, made)
+    return made | {"folder": str(to)}
+
+
+def _read_run(run: Path) -> _Run:
+    if not (run / CONFIG).is_file():
+        raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
+    config, store = load_config(run / CONFIG), Store(run / RUN_RESPONSES / TRAINING)
+    if config.target.endpoint is not None and config.target.endpoint.api == "chat":
+        raise UserError(f"--run {run}: target.endpoint.api: chat applies the template itself and takes no token ids")
+    for folder in (run / PROMPTS, store.folder):
+        if not (folder / MANIFEST).exists():
+            raise UserError(f"{folder}: not there; finish the run first (or `understudy respond` with its config)")
+    manifest = store.manifest()
+    if manifest.get("responses") != "target":
+        raise UserError(f"{store.folder}: holds the dataset's answers; traffic goes with data.responses: target")
+    target = Target(config.target, torch.device("cpu"), run)
+    made_with = read_manifest(run / PROMPTS)["made_with"]
+    rows = vocabulary_rows(target.side.config)
+    return _Run(run, config, {key: made_with[key] for key in MADE_WITH}, manifest, target.tokenizer, rows)
+
+
+def _too_few(log: Path, requests: int, train: int, latest: int, left_out: Counter[str]) -> str:
+    reasons = "; ".join(f"{count:,} {why}" for why, count in left_out.most_common())
+    return (
+        f"{log}: of {requests:,} requests {train} are left to train on and {latest} to hold out (the latest fifth at most), which is too "
+        f"few: {reasons or 'none more'}; log more, with --text, or see --target-version and --assume-sampling"
+    )
+
+
+def _write(
+    to: Path,
+    known: _Run,
+    salt: bytes,
+    sides: Sequence[Sequence[tuple[TrafficRecord, str, str]]],
+    made: dict[str, Any],
+) -> None:
+    """The folder, whole or not at all; nobody but its owner reads it."""
+    partial = partial_of(to)
+    shutil.rmtree(partial, ignore_errors=True)
+    with writing(to), _private():
+        partial.mkdir(parents=True)
+        for name, side in zip(PROMPT_FILES, sides, strict=True):
+            write_prompts(partial / name, (_prompt(salt, *one) for one in side))
+        store = Store(partial / RESPONSES)
+        store.open(known.manifest)
+        rows = [_row(salt, record, known) for record, _, _ in sides[0]]
+        for number, start in enumerate(range(0, len(rows), EXPORT_SHARD)):
+            store.write_shard(number, rows[start : start + EXPORT_SHARD])
+        write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made})
+        forgotten = forgotten_hashes(Path(made["log"]))
+        late = {
+            row_id(salt, one.id)
+            for side in sides
+            for one, _, _ in side
+            if keyed_hash(salt, FORGOTTEN, one.id) in forgotten
+        }
+        if late:  # while this was written
+            forget_exported(partial, late)
+        partial.rename(to)
+
+
+def partial_of(to: Path) -> Path:
+    """Where an export is while it is written."""
+    return to.with_name(f".{to.name}.partial")
+
+
+@contextlib.contextmanager
+def _private() -> Iterator[None]:
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _prompt(salt: bytes, record: TrafficRecord, text: str, group: str) -> RenderedPrompt:
+    return RenderedPrompt(row_id(salt, record.id), record.slice, record.prompt_ids or (), text, group=group)
+
+
+def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:
+    """Its probabilities under the target are in no log; of a response beyond the run's serving.max_tokens its beginning counts."""
+    response = (record.response_ids or ())[: known.config.serving.max_tokens]
+    ids = [*(record.prompt_ids or ()), *response]
+    mask = loss_mask(len(ids) - len(response), len(ids))
+    return Row(row_id(salt, record.id), 0, record.slice, ids, mask, (), response[-1] in known.manifest["eos_ids"])

@@ -1,0 +1,52 @@
+"""What `understudy traffic ...` is asked: one frozen dataclass a command."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Of `understudy traffic show`."""
+
+    log: Log
+    bins: Annotated[int, typer.Option(help="stretches of time, of one length", min=1, max=1000)] = 24
+    plot: Annotated[Path | None, typer.Option(help="acceptance and requests over time, png or svg")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False
+
+
+@dataclass(frozen=True)
+class ExportTrafficOptions:
+    """Of `understudy traffic export`."""
+
+    log: Log
+    run: Annotated[
+        Path, typer.Option(help="run whose target wrote the responses, at the settings of its serving section")
+    ]
+    to: Annotated[Path, typer.Option(help="folder to make: prompts/ and responses/train/ (docs/traffic.md)")]
+    heldout: Annotated[int, typer.Option(help="prompts held out, of the latest fifth at most", min=2)] = 128
+    alike: Annotated[
+        int, typer.Option(help="at most so many requests with near-equal prompts, or of one conversation", min=1)
+    ] = 8
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(help="at most so many training requests of a slice: 5000 for each, or code=2000; repeatable"),
+    ] = None
+    target_version: Annotated[
+        str, typer.Option(help="what the log calls RUN's target; default: its fingerprint or its path")
+    ] = ""
+    assume_sampling: Annotated[
+        bool, typer.Option("--assume-sampling", help="requests that do not tell their sampling settings had RUN's")
+    ] = False
+
+
+@dataclass(frozen=True)
+class ForgetOptions:
+    """Of `understudy traffic forget`."""
+
+    ids: Annotated[list[str], typer.Argument(help="ids of requests, as in their header x-understudy-id")]
+    log: Annotated[Path, typer.Option(help="directory that the gateway logs to")]

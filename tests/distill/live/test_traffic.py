@@ -1,0 +1,253 @@
+"""`understudy traffic`: a log shown, exported, trained from without asking the target again, and made to forget."""
+
+import io
+import json
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from traffic_log import SAMPLING, record_of, write_log
+from typer.testing import CliRunner
+
+from data.files import MANIFEST
+from data.responses.rendered import StoredPrompts
+from data.responses.store import Store
+from data.traffic.exports import PROMPT_FILES, RESPONSES, list_exports, note_use, row_id
+from data.traffic.reader import read_traffic
+from data.traffic.record import TrafficRecord, read_salt
+from distill.cli import app
+from distill.commands.drift.drift import drift_command
+from distill.commands.options import DriftOptions
+from distill.config.load import load_config
+from distill.live.traffic.command import forget_command
+from distill.live.traffic.export import export_traffic, partial_of
+from distill.live.traffic.options import ForgetOptions, ShowOptions
+from distill.live.traffic.show import show_traffic
+from distill.models.load import load_tokenizer
+from distill.run.result import load_result
+from speculative.errors import UserError
+
+
+def said_to(command: Any, options: Any) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    command(options, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def traffic_of(run: Path, count: int = 60) -> list[TrafficRecord]:
+    """Requests of two slices to the target of a run; their answers are words, then its end."""
+    tokenizer = load_tokenizer(load_config(run / "config.yaml").target.path)
+    version = Store(run / RESPONSES).manifest()["target"]
+    records = []
+    for number in range(count):
+        prompt = tuple(tokenizer(f"class Thing{number}:").input_ids)
+        answer = (*tokenizer(f" def m{number}(x): pass").input_ids[:12], 2)
+        counts = {"accepted": None, "drafted": None, "blocks": None}
+        records.append(
+            record_of(
+                number, prompt_ids=prompt, response_ids=answer, target_version=version, slice="rare" if number % 10 == 0 else "code",
+                **counts,
+            )
+        )  # fmt: skip
+    return records
+
+
+@pytest.fixture
+def own_run(tmp_path: Path, tiny_run: Path) -> Path:
+    """A copy of the finished tiny run without what it was trained to."""
+    run = tmp_path / "old"
+    for name in ("prompts", "responses"):
+        shutil.copytree(tiny_run / name, run / name)
+    for name in ("config.yaml", "target.json"):
+        shutil.copy(tiny_run / name, run / name)
+    return run
+
+
+def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
+    tmp_path: Path, own_run: Path, tiny_config: Path, without_verdict: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distill import train
+    from distill.run import responses
+
+    records = traffic_of(own_run)
+    own = records[0].target_version
+    hot = [record_of(100 + n, sampling={**SAMPLING, "temperature": 1.0}, target_version=own) for n in range(3)]
+    foreign = [record_of(200 + number, target_version="another") for number in range(2)]
+    log = write_log(tmp_path / "log", [*records, *hot, *foreign])
+    made = export_traffic(log, own_run, tmp_path / "may", heldout=4)
+    assert (made["train"], made["heldout"]) == (56, 4)
+    assert made["left_out"] == {"other sampling settings": 3, "another target version (another)": 2}
+    assert made["slices"] == {"code": [50, 4], "rare": [6, 0]}
+    store = Store(tmp_path / "may" / RESPONSES)
+    assert {row.prompt_id: row.response_ids for row in store.read()} == {
+        row_id(read_salt(log), record.id): list(record.response_ids or ()) for record in records[:56]
+    }
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in (tmp_path / "may").rglob("*"))
+
+    new = tmp_path / "new"
+    for old in (own_run, tmp_path / "may"):
+        Store(new / RESPONSES).adopt(Store(old / RESPONSES))
+    Store(new / "responses/heldout").adopt(Store(own_run / "responses/heldout"))
+    asked = []
+    respond = responses.respond
+    monkeypatch.setattr(
+        responses, "respond", lambda *given, label, **more: (asked.append(label), respond(*given, label=label, **more))
+    )
+    sources = [f"{[{'path': str(folder / name)} for folder in (own_run, tmp_path / 'may')]}" for name in PROMPT_FILES]
+    words = [
+        f"data.train={sources[0]}",
+        f"data.heldout={sources[1]}",
+        "train.steps=2",
+        "judge.every=2",
+        "judge.live=never",
+    ]
+    assert train.main([str(tiny_config), f"output={tmp_path}", "name=new", "judge.prompts=100", *words]) == 0
+    assert asked == ["heldout responses", "heldout-greedy responses"], "not the training prompts"
+    assert len(Store(new / RESPONSES).rows()) == 56 + len(StoredPrompts(own_run / PROMPT_FILES[0]))
+    answered = {row.prompt_id for row in Store(new / "responses/heldout").rows()}
+    assert answered >= {prompt.prompt_id for prompt in StoredPrompts(tmp_path / "may" / PROMPT_FILES[1])}
+
+
+def test_what_the_run_holds_out_is_not_trained_on_and_what_it_learnt_is_not_held_out(
+    tmp_path: Path, own_run: Path
+) -> None:
+    records = traffic_of(own_run, 40)
+    held, learnt = (StoredPrompts(own_run / name)[0].prompt_ids for name in PROMPT_FILES[::-1])
+    records = [record_of(-1, time=0.0, prompt_ids=held, target_version=records[0].target_version), *records]
+    records += [record_of(90, prompt_ids=learnt, target_version=records[0].target_version)]
+    log = write_log(tmp_path / "log", records)
+    made = export_traffic(log, own_run, tmp_path / "may", heldout=3, quotas={"rare": 2})
+    assert made["left_out"] == {
+        "held out by the run": 1,
+        "beyond the quota of rare": 2,
+        "as new as what is held out, or of its prompts": 1,
+    }
+    kept = [[prompt.prompt_ids for prompt in StoredPrompts(tmp_path / "may" / name)] for name in PROMPT_FILES]
+    assert learnt not in kept[1]
+    assert held not in (*kept[0], *kept[1])
+
+
+def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path) -> None:
+    records = traffic_of(own_run, 30)
+    log, other = (
+        write_log(tmp_path / "log", records),
+        write_log(tmp_path / "other", [record_of(number) for number in range(30)]),
+    )
+
+    def refused(log: Path, run: Path, to: Path) -> str:
+        with pytest.raises(UserError) as error:
+            export_traffic(log, run, to)
+        assert not to.exists() or list(to.iterdir()) == []
+        return str(error.value)
+
+    assert "30 another target version (target)" in refused(other, own_run, tmp_path / "may")
+    hashes = write_log(
+        tmp_path / "hashes", [record_of(number, prompt_ids=None, response_ids=None) for number in range(30)]
+    )
+    assert "30 no text" in refused(hashes, own_run, tmp_path / "may")
+    assert "no config.yaml" in refused(log, tmp_path, tmp_path / "may")
+    (tmp_path / "there").mkdir()
+    assert "is there already" in refused(log, own_run, tmp_path / "there")
+    store = own_run / RESPONSES
+    told = json.loads((store / MANIFEST).read_text())
+    shutil.rmtree(store)
+    Store(store).open({key: value for key, value in told.items() if key != "sha256"} | {"responses": "reference"})
+    assert "data.responses: target" in refused(log, own_run, tmp_path / "may")
+
+
+def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_run: Path) -> None:
+    records = traffic_of(own_run, 30)
+    log = write_log(tmp_path / "log", records)
+    for name in ("may", "gone"):
+        export_traffic(log, own_run, tmp_path / name, heldout=3)
+    shutil.rmtree(tmp_path / "gone")
+    partial_of(tmp_path / "gone").mkdir()
+    note_use(tmp_path / "may", own_run)
+    assert [export.uses for export in list_exports(log)] == [[], [str(own_run)]]
+    victims = [records[1], records[29]]  # trained on, held out
+    said = said_to(forget_command, ForgetOptions([one.id for one in victims], log))
+    assert "2 lines removed" in said
+    assert f"{tmp_path}/may: 2 rows removed" in said
+    assert f"{tmp_path}/gone: an export that is no longer there" in said
+    assert f"{own_run}: was trained from it" in said
+    assert not partial_of(tmp_path / "gone").exists()
+    found = [path for folder in (log, tmp_path / "may") for path in folder.rglob("*") if path.is_file()]
+    assert found
+    salt = read_salt(log)
+    for one in victims:
+        tokens = json.dumps(one.prompt_ids, separators=(",", ":"))[1:-1].encode()
+        for name in (
+            one.id.encode(),
+            tokens,
+            one.prompt_hash.encode(),
+            row_id(salt, one.id).encode(),
+            b"Thing1:",
+            b"Thing29:",
+        ):
+            assert not [path for path in found if name in path.read_bytes()]
+    assert len(read_traffic(log).records) == 28
+
+
+def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
+    old = [record_of(number, prompt_ids=None, response_ids=None) for number in range(20)]
+    new = [record_of(number, draft_version="v0002", slice="chat", accepted=1) for number in range(20, 40)]
+    odd = [record_of(39, id="odd", constrained=True, slice="chat", draft_version="v0002")]
+    log = write_log(tmp_path / "log", [*old, *new, *odd])
+    shown = show_traffic(
+        ShowOptions(log, bins=4, plot=tmp_path / "plot.svg", as_json=True), Console(file=io.StringIO())
+    )
+    assert (shown["requests"], shown["since"], shown["until"], shown["finishes"]) == (41, 0.0, 39.0, {"stop": 41})
+    chat, code = shown["slices"]
+    assert (chat["slice"], chat["requests"], chat["counted"], chat["text"], chat["accepted"], chat["drafted"]) == (
+        "chat",
+        21,
+        20,
+        21,
+        20,
+        180,
+    )
+    # Of the older ones 0, 1, 2, 3, 0, ... of 9 are accepted: 30 of 180.
+    assert code["rate"] == pytest.approx(30 / 180)
+    assert code["ci"][0] < code["rate"] < code["ci"][1]
+    assert [row["draft_version"] for row in shown["versions"]] == ["v0001", "v0002"]
+    assert [(row["draft_version"], row["requests"], row["since"]) for row in shown["over_time"]] == [
+        ("v0001", 10, 0.0), ("v0001", 10, 9.75), ("v0002", 10, 19.5), ("v0002", 11, 29.25)
+    ]  # fmt: skip
+    assert sum(row["accepted"] for row in shown["over_time"]) == 30 + 20
+    assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
+    assert "41 requests" in said_to(show_traffic, ShowOptions(log))
+    silent = write_log(tmp_path / "silent", [record_of(1, accepted=None, drafted=None, blocks=None)])
+    assert (
+        show_traffic(ShowOptions(silent, plot=tmp_path / "one.png"), Console(file=io.StringIO()))["versions"][0]["rate"]
+        is None
+    )
+
+
+def test_the_commands_are_there_and_a_forged_log_ends_them_with_one_line(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log", [record_of(1), b"{}\n"])
+    assert CliRunner().invoke(app, ["traffic", "--help"]).exit_code == 0
+    result = CliRunner().invoke(app, ["traffic", "show", str(log)])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).startswith(f"{log}/log-00001.jsonl:2: crc32")
+
+
+def test_drift_reads_a_log_of_the_gateway(tmp_path: Path, tiny_run: Path) -> None:
+    rows = load_result(tiny_run / "result.json").live_prompts
+    counts = [
+        {"accepted": row.accepted, "drafted": row.drafted, "blocks": row.blocks, "slice": row.domain} for row in rows
+    ]
+    same = [
+        record_of(number, **{**counts[number % len(rows)], "response_ids": None, "response_tokens": None})
+        for number in range(40)
+    ]
+    fallen = [record_of(number, accepted=0, drafted=90, blocks=30, draft_version="v0002") for number in range(40, 80)]
+    log = write_log(tmp_path / "log", [*same, *fallen])
+    options = {"run": tiny_run, "log": log, "false_alarms": 0.05}
+    old = drift_command(DriftOptions(**options, draft_version="v0001"), Console(file=io.StringIO()))
+    new = drift_command(DriftOptions(**options, drop=0.2), Console(file=io.StringIO()))
+    assert (old["refresh"], new["refresh"]) == (False, True)
+    assert (old["source"]["format"], old["source"]["requests"]) == ("traffic", 40)
+    assert any("left out are those of v0001 (40)" in note for note in new["notes"])

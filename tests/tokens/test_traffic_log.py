@@ -1,0 +1,173 @@
+"""A log read back, swept and made to forget: whole or refused by name, and of a forgotten request not a byte."""
+
+import dataclasses
+import fcntl
+import json
+import stat
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traffic_log import record_of, write_log
+
+from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
+from data.responses.store import Row, Store
+from data.traffic.exports import PROMPT_FILES, RESPONSES, Export, forget_exported, list_exports, note_export, row_id
+from data.traffic.reader import acceptance_of, read_traffic
+from data.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
+from data.traffic.retention import DAY, forget, sweep
+from speculative.errors import UserError
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def forged(number: int, **changes: Any) -> bytes:
+    values = {**json.loads(to_line(record_of(number))), **changes}
+    values.pop("crc32")
+    body = json.dumps(values, separators=(",", ":")).encode()[:-1]
+    return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+
+
+def ids(directory: Path) -> list[str]:
+    return [record.id for record in read_traffic(directory).records]
+
+
+def test_each_request_once_by_time_the_last_of_its_lines(tmp_path: Path) -> None:
+    again = record_of(1, accepted=0)
+    log = read_traffic(write_log(tmp_path / "log", [record_of(2), record_of(1)], [record_of(0), again]))
+    assert log.records == [record_of(0), again, record_of(2)]
+    assert log.warnings == ["1 lines repeat an id: the last of each counts"]
+    # Lines that lie in another file of the log, or in another order, are the same requests.
+    swapped = write_log(tmp_path / "swapped", [record_of(0)], [record_of(2), again])
+    assert read_traffic(swapped).records == log.records
+
+
+def test_only_the_very_last_line_may_be_torn(tmp_path: Path) -> None:
+    torn = to_line(record_of(1))[:-20]
+    log = write_log(tmp_path / "log", [record_of(0)], [record_of(2), torn])
+    assert ids(log) == ["request-0000", "request-0002"]
+    assert read_traffic(log).warnings == [f"{log}/log-00002.jsonl:2: the last line is torn and left out"]
+    assert "log-00001.jsonl:2: crc32" in refused(
+        lambda: read_traffic(write_log(tmp_path / "b", [record_of(0), torn], []))
+    )
+    whole = write_log(tmp_path / "c", [record_of(0), to_line(record_of(1)).rstrip(b"\n")])
+    assert len(ids(whole)) == 2, "all but its end is there"
+    assert "no log of traffic" in refused(lambda: read_traffic(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        (forged(1, accepted=10), "accepted"),
+        (forged(1, accepted=-1), "accepted"),
+        (forged(1, drafted=-6), "drafted"),
+        (forged(1, response_ids=[7, 8, 9, -2]), "response_ids"),
+        (forged(1, total_s=-1), "total_s"),
+        (forged(1, blocks=0), "blocks"),
+        (to_line(record_of(1)).replace(b'"accepted":1', b'"accepted":5'), "crc32"),
+        (b"{}\n", "crc32"),
+        (b"\x00\xff\n", "crc32"),
+    ],
+)
+def test_a_forged_line_is_refused_by_file_line_and_field(tmp_path: Path, line: bytes, field: str) -> None:
+    log = write_log(tmp_path, [record_of(0)], [record_of(2), line, record_of(3)])
+    assert refused(lambda: read_traffic(log)).startswith(f"{log}/log-00002.jsonl:2: {field}: ")
+
+
+def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
+    told = [record_of(number, draft_version="v0001" if number < 3 else "v0002") for number in range(6)]
+    silent = [
+        record_of(6, accepted=None, drafted=None),
+        record_of(7, constrained=True),
+        record_of(8, accepted=0, drafted=0),
+    ]
+    log = read_traffic(write_log(tmp_path, [*told, *silent]))
+    found = acceptance_of(log)
+    assert [(one.order, one.accepted, one.drafted, one.slice) for one in found.records] == [
+        (0, 3, 9, "code"), (1, 0, 9, "code"), (2, 1, 9, "code")
+    ]  # fmt: skip
+    assert found.records[0].time == "1970-01-01T00:00:03+00:00"
+    assert [record.accepted for record in acceptance_of(log, "v0001").records] == [0, 1, 2]
+    assert any("3 of 9 requests are left out" in one for one in found.warnings)
+    assert any("left out are those of v0001 (3)" in one for one in found.warnings)
+    assert "there are: v0001 (3), v0002 (3)" in refused(lambda: acceptance_of(log, "v0009"))
+
+
+def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
+    now, rare = 100 * DAY, [record_of(90, time=99.5 * DAY, slice="rare")]
+    recent = [record_of(number, time=99 * DAY + number) for number in range(20)]
+    old, damaged = [record_of(50, time=80 * DAY)], b"damaged\n"
+    log = write_log(tmp_path / "log", [*old, *recent[:10], damaged], [*recent[10:], *rare])
+    salt = read_salt(log)
+    assert sweep(log, 7, 4, now) == 1 + 16
+    lines = [line for path in sorted(log.glob("log-*")) for line in path.read_bytes().splitlines(keepends=True)]
+    assert lines.pop(11) == damaged
+    kept = {record.id for record in map(from_line, lines) if record.prompt_ids is not None}
+    smallest = sorted(recent, key=lambda record: priority(salt, record.id))[:4]
+    assert kept == {record.id for record in (*smallest, *rare)}
+    texts = {record.id: record for record in (*old, *recent, *rare)}
+    for record in map(from_line, lines):  # nothing else has changed
+        assert (
+            dataclasses.replace(texts[record.id], prompt_ids=record.prompt_ids, response_ids=record.response_ids)
+            == record
+        )
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in log.iterdir())
+    assert sweep(log, 7, 4, now) == 0
+    assert sweep(log, 0, 4, now) == 5
+
+
+def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
+    secret = record_of(7, id="client-77", prompt_ids=(31337, 31338), response_ids=(4242, 4243))
+    log = write_log(
+        tmp_path, [record_of(0), secret], [record_of(1), secret, b"damaged client-77\n", b'damaged "client-77"\n', record_of(2)]
+    )  # fmt: skip
+    (log / ".log-00002.jsonl.99.tmp").write_bytes(to_line(secret))  # of a rewrite that was killed
+    assert forget(log, ["client-77", "unheard-of"]) == 4
+    everything = b"".join(path.read_bytes() for path in log.iterdir())
+    for part in (b"client-77", b"31337", b"4242", secret.prompt_hash.encode(), b"unheard-of"):
+        assert part not in everything
+    assert ids(log) == ["request-0000", "request-0001", "request-0002"]
+    with (log / "log-00002.jsonl").open("ab") as file:
+        file.write(to_line(secret))  # it was under way
+    assert ids(log) == ["request-0000", "request-0001", "request-0002"]
+    assert (log / "forgotten").read_text().count("\n") == 2
+    assert stat.S_IMODE((log / "forgotten").stat().st_mode) == 0o600
+
+
+def test_a_log_is_rewritten_under_the_lock_of_its_appends(tmp_path: Path) -> None:
+    log, done = write_log(tmp_path, [record_of(0), record_of(1)]), threading.Event()
+    with (log / WRITE_LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: (forget(log, ["request-0001"]), done.set()))
+        thread.start()
+        assert not done.wait(0.2)
+        with (log / "log-00001.jsonl").open("ab") as file:
+            file.write(to_line(record_of(2)))
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    thread.join(20)
+    assert ids(log) == ["request-0000", "request-0002"]
+
+
+def test_exported_rows_are_forgotten_too(tmp_path: Path) -> None:
+    log, folder = write_log(tmp_path / "log", [record_of(0)]), tmp_path / "may"
+    names = [row_id(read_salt(log), f"request-{number:04d}") for number in range(3)]
+    for path, own in zip(PROMPT_FILES, (names[:2], names[2:]), strict=True):
+        write_prompts(folder / path, [RenderedPrompt(name, "code", (1, 2), "text") for name in own])
+    store = Store(folder / RESPONSES)
+    store.open({"target": "t"})
+    store.write_shard(0, [Row(name, 0, "code", [1, 2, 3], [False, False, True], (), True) for name in names[:2]])
+    assert forget_exported(folder, {names[0], names[2]}) == 2
+    assert [prompt.prompt_id for path in PROMPT_FILES for prompt in StoredPrompts(folder / path)] == names[1:2]
+    assert [(row.prompt_id, row.response_ids) for row in store.read()] == [(names[1], [3])]
+    assert store.manifest() == {"target": "t"}
+    assert not [path for path in folder.rglob("*") if path.is_file() and names[0].encode() in path.read_bytes()]
+    note_export(log, folder, 1.0, 3)
+    note_export(log, folder, 2.0, 2)
+    assert list_exports(log) == [Export(str(folder.resolve()), 2.0, 2, [])]

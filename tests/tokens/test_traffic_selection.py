@@ -1,0 +1,86 @@
+"""Which requests are trained on: reasons, groups, the split in time, caps."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traffic_log import SAMPLING, record_of
+
+from data.traffic.selection import CONTINUED, Wanted, capped, fault_of, groups_of, split_by_time
+
+WANTED = Wanted({"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"target"}, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, ""),
+        ({"sampling": {**SAMPLING, "top_k": -1, "max_tokens": 5}}, ""),
+        ({"finish": "length", "draft_version": "other"}, ""),
+        ({"prompt_ids": None}, "no text"),
+        ({"target_version": "another"}, "another target version (another)"),
+        ({"constrained": True}, "a constraint on the text"),
+        ({"finish": "cancelled"}, "finish cancelled"),
+        ({"sampling": None}, "unknown sampling settings"),
+        ({"sampling": {**SAMPLING, "temperature": 0.8}}, "other sampling settings"),
+        ({"sampling": {**SAMPLING, "top_p": None}}, "other sampling settings"),
+        ({"sampling": {**SAMPLING, "temperature": 0}}, "other sampling settings"),
+        ({"response_ids": ()}, "empty"),
+        ({"response_ids": (7, 8, 100, 2)}, "ids beyond the target's vocabulary"),
+        ({"prompt_ids": tuple(range(11))}, "too long"),
+    ],
+)
+def test_why_a_response_is_not_trained_on(changes: dict[str, Any], fault: str) -> None:
+    assert fault_of(record_of(1, **changes), WANTED) == fault
+
+
+def test_unknown_settings_may_be_taken_for_the_runs_own_and_greedy_has_one_only() -> None:
+    assert fault_of(record_of(1, sampling=None), dataclasses.replace(WANTED, assume_sampling=True)) == ""
+    greedy = dataclasses.replace(WANTED, sampling={**WANTED.sampling, "temperature": 0})
+    assert fault_of(record_of(1, sampling={**SAMPLING, "temperature": 0.0, "top_p": 0.5}), greedy) == ""
+
+
+def test_near_equal_prompts_and_turns_of_a_conversation_are_one_group() -> None:
+    answer = tuple(range(50, 50 + CONTINUED))
+    first = record_of(0, prompt_ids=(1, 2), response_ids=(*answer, 2), accepted=None)
+    second = record_of(1, prompt_ids=(1, 2, *answer, 9, 3), response_ids=(*answer, 2), accepted=None)
+    third = record_of(2, prompt_ids=(*second.prompt_ids, *answer, 3), response_ids=(4,), accepted=None)
+    retold = record_of(3, prompt_ids=(8, 8))  # in other words of the same text
+    other = record_of(4, prompt_ids=(1, 2, 3))  # begins like the first, and does not go on from its answer
+    groups = groups_of([third, other, retold, second, first], ["c", "other", "Hello, you!", "b", "hello you"])
+    assert len(set(groups)) == 2
+    assert groups.count(groups[0]) == 4
+    assert groups[1] not in (groups[0], groups[2])
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=10, max_size=60), st.integers(2, 8), st.sets(st.integers(0, 30), max_size=5)
+)
+def test_the_past_is_trained_on_and_the_latest_held_out(groups: list[int], heldout: int, trained: set[int]) -> None:
+    train, held = split_by_time(groups, heldout, trained)
+    assert len(held) <= heldout
+    assert not {groups[number] for number in train} & {groups[number] for number in held}
+    assert not {groups[number] for number in held} & trained
+    assert len({groups[number] for number in held}) == len(held)
+    if held:
+        assert max(train, default=-1) < min(held)
+        assert min(held) >= len(groups) - len(groups) // 5
+
+
+def test_new_questions_are_held_out_before_old_ones() -> None:
+    groups = [0, 1, 2, 3, 4, 5, 6, 0, 7, 1, *range(8, 13), 0, 6, 20, 21, 0]  # of the last four, 20 and 21 are new
+    assert split_by_time(groups, 2) == (list(range(17)), [17, 18])
+    train, held = split_by_time(groups, 3)
+    assert held == [17, 18, 19], "then what was asked before, which is no longer trained on"
+    assert train == [number for number in range(17) if groups[number] != 0]
+
+
+def test_caps_take_the_first_in_order() -> None:
+    slices, order = ["code", "code", "chat", "chat", "code", "code"], list("fedcba")
+    kept, left_out = capped(range(6), [0, 0, 0, 1, 2, 3], slices, order, 2, {"": 5, "code": 2})
+    assert kept == [2, 3, 4, 5]
+    assert left_out == Counter({"beyond the quota of code": 2})
+    assert capped(range(3), [0, 0, 0], slices, order, 2, {}) == ([1, 2], Counter({"asked too often": 1}))
