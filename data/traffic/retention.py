@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_bytes, writing
@@ -32,6 +33,14 @@ DAY = 86400.0
 _WITHOUT_TEXT = b'"prompt_ids":null,"response_ids":null'
 
 
+@dataclass(frozen=True)
+class Swept:
+    """scrubbed: records that lost their text. kept: priorities of those that have it, by slice."""
+
+    scrubbed: int
+    kept: dict[str, list[str]]
+
+
 @contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
     """Held by whoever appends to a log or rewrites it."""
@@ -40,33 +49,35 @@ def write_lock(directory: Path) -> Iterator[None]:
         yield
 
 
-def sweep(directory: Path, retention_days: float, reservoir: int, now: float) -> int:
-    """Takes the text out of records that are too old, or beyond their slice's sample; returns of how many.
+def sweep(directory: Path, retention_days: float, reservoir: int | None, now: float) -> Swept:
+    """Takes the text out of records that are too old, or beyond their slice's sample.
 
-    A slice keeps the text of the ``reservoir`` records whose keyed hashes are the smallest: a random sample, the same whoever draws it.
+    A slice keeps the text of the ``reservoir`` records (None: of all) whose keyed hashes are the smallest: a random sample, the same
+    whoever draws it. ``now``: Unix seconds.
 
     Raises:
         UserError: the directory cannot be read or written.
     """
     salt, oldest = read_salt(directory), now - retention_days * DAY
-    samples: dict[str, dict[str, str]] = defaultdict(dict)
+    seen: dict[str, set[str]] = defaultdict(set)
     for path in log_files(directory):
         for line in path.read_bytes().splitlines(keepends=True):
             if (record := _with_text(line)) is not None and record.time >= oldest:
-                samples[record.slice][record.id] = priority(salt, record.id)
-    kept = {name: set(heapq.nsmallest(reservoir, sample, key=sample.__getitem__)) for name, sample in samples.items()}
+                seen[record.slice].add(priority(salt, record.id))
+    kept = {
+        name: heapq.nsmallest(reservoir or len(places), places) if reservoir != 0 else []
+        for name, places in seen.items()
+    }
+    dropped = {name: places.difference(kept[name]) for name, places in seen.items()}
 
     def scrubbed(line: bytes) -> bytes:
         record = _with_text(line)
         # One that came since the samples were drawn waits for the next sweep.
-        if record is None or (
-            record.time >= oldest
-            and (record.id in kept.get(record.slice, ()) or record.id not in samples[record.slice])
-        ):
+        if record is None or (record.time >= oldest and priority(salt, record.id) not in dropped.get(record.slice, ())):
             return line
         return to_line(dataclasses.replace(record, prompt_ids=None, response_ids=None))
 
-    return rewrite(directory, scrubbed)
+    return Swept(rewrite(directory, scrubbed), kept)
 
 
 def _with_text(line: bytes) -> TrafficRecord | None:

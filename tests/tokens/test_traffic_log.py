@@ -106,12 +106,14 @@ def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
     old, damaged = [record_of(50, time=80 * DAY)], b"damaged\n"
     log = write_log(tmp_path / "log", [*old, *recent[:10], damaged], [*recent[10:], *rare])
     salt = read_salt(log)
-    assert sweep(log, 7, 4, now) == 1 + 16
+    swept = sweep(log, 7, 4, now)
+    assert swept.scrubbed == 1 + 16
     lines = [line for path in sorted(log.glob("log-*")) for line in path.read_bytes().splitlines(keepends=True)]
     assert lines.pop(11) == damaged
     kept = {record.id for record in map(from_line, lines) if record.prompt_ids is not None}
     smallest = sorted(recent, key=lambda record: priority(salt, record.id))[:4]
     assert kept == {record.id for record in (*smallest, *rare)}
+    assert swept.kept == {"code": [priority(salt, one.id) for one in smallest], "rare": [priority(salt, rare[0].id)]}
     texts = {record.id: record for record in (*old, *recent, *rare)}
     for record in map(from_line, lines):  # nothing else has changed
         assert (
@@ -119,8 +121,8 @@ def test_a_sweep_keeps_the_text_of_a_recent_sample(tmp_path: Path) -> None:
             == record
         )
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in log.iterdir())
-    assert sweep(log, 7, 4, now) == 0
-    assert sweep(log, 0, 4, now) == 5
+    assert sweep(log, 7, None, now).scrubbed == 0
+    assert sweep(log, 7, 0, now + 1).scrubbed == 5
 
 
 def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
