@@ -100,6 +100,9 @@ def acceptance_of(log: TrafficLog, draft_version: str = "") -> AcceptanceLog:
             f"{len(log.records) - len(told):,} of {len(log.records):,} requests are left out: nothing drafted, no counts, or a constraint "
             "on the text"
         )
+    targets = {record.target_version for record in told if record.draft_version == version}
+    if len(targets) > 1:
+        warnings.append(f"more than one target was served: {', '.join(sorted(targets))}; a change may be the target's")
     if len(versions) > 1:
         others = ", ".join(f"{name} ({count:,})" for name, count in versions.items() if name != version)
         warnings.append(f"requests of the draft {version}; left out are those of {others}")

@@ -30,6 +30,7 @@ FINISHES = ("stop", "length", "tool_calls", "abort", "cancelled", "error", "unkn
 SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # An id, a slice, a version: nothing that breaks a line or a label.
 _CHECKSUM = b',"crc32":"'
 _SALT_BYTES = 32
+_MOST, _LATEST = 1 << 31, 1e11  # ids fit into a store; seconds are of a year that calendars know
 
 
 class RecordError(ValueError):
@@ -75,20 +76,20 @@ class TrafficRecord:
         _check_words(self)
         for name in ("prompt_tokens", "response_tokens", "accepted", "drafted", "blocks"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
+            if value is not None and (type(value) is not int or not 0 <= value < _MOST):
                 _refuse(name, f"{value!r} is no count")
         for name in ("prompt_ids", "response_ids", "accepted_B", "drafted_B"):
             values = getattr(self, name)
             if name.endswith("_ids") and values is None:
                 continue
-            if not isinstance(values, list | tuple) or any(type(value) is not int or value < 0 for value in values):
-                _refuse(name, "not a list of whole numbers that are not negative")
+            if not isinstance(values, list | tuple) or any(
+                type(value) is not int or not 0 <= value < _MOST for value in values
+            ):
+                _refuse(name, "not a list of whole numbers from 0 to 2^31")
             object.__setattr__(self, name, tuple(values))
         for name in ("time", "first_token_s", "total_s"):
             value = getattr(self, name)
-            if (value is None and name != "time") or (
-                type(value) in (int, float) and math.isfinite(value) and value >= 0
-            ):
+            if (value is None and name != "time") or (type(value) in (int, float) and 0 <= value < _LATEST):
                 continue
             _refuse(name, f"{value!r} is no time")
         _check_sampling(self.sampling)

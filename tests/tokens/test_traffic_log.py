@@ -71,6 +71,9 @@ def test_only_the_very_last_line_may_be_torn(tmp_path: Path) -> None:
         (forged(1, response_ids=[7, 8, 9, -2]), "response_ids"),
         (forged(1, total_s=-1), "total_s"),
         (forged(1, blocks=0), "blocks"),
+        (forged(1, drafted=10**400), "drafted"),
+        (forged(1, prompt_ids=[5, 6, 2**31]), "prompt_ids"),
+        (forged(1, time=1e300), "time"),
         (to_line(record_of(1)).replace(b'"accepted":1', b'"accepted":5'), "crc32"),
         (b"{}\n", "crc32"),
         (b"\x00\xff\n", "crc32"),
@@ -83,6 +86,7 @@ def test_a_forged_line_is_refused_by_file_line_and_field(tmp_path: Path, line: b
 
 def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
     told = [record_of(number, draft_version="v0001" if number < 3 else "v0002") for number in range(6)]
+    told[3] = record_of(3, draft_version="v0002", target_version="newer")
     silent = [
         record_of(6, accepted=None, drafted=None),
         record_of(7, constrained=True),
@@ -96,6 +100,7 @@ def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
     assert found.records[0].time == "1970-01-01T00:00:03+00:00"
     assert [record.accepted for record in acceptance_of(log, "v0001").records] == [0, 1, 2]
     assert any("3 of 9 requests are left out" in one for one in found.warnings)
+    assert any("more than one target was served: newer, target" in one for one in found.warnings)
     assert any("left out are those of v0001 (3)" in one for one in found.warnings)
     assert "there are: v0001 (3), v0002 (3)" in refused(lambda: acceptance_of(log, "v0009"))
 
