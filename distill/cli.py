@@ -26,6 +26,7 @@ from distill.commands.options import (
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
+from distill.live.refresh.options import RefreshOptions
 from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
 
 app = typer.Typer(
@@ -211,6 +212,19 @@ def check_export(options: CheckExportOptions) -> int:
     from distill.commands.export import check_export
 
     return check_export(options)
+
+
+@command
+def refresh(options: RefreshOptions) -> int:
+    """Train the served draft on what came, if that is worth it, and publish it as a version, if it is certainly better.
+
+    understudy refresh runs/demo --traffic traffic/ --dry-run
+
+    Exit status: 0 published or not needed, 1 the old draft stays or the training failed, 2 a mistake.
+    """
+    from distill.live.refresh.refresh import refresh_command
+
+    return refresh_command(options, Console())
 
 
 traffic = typer.Typer(

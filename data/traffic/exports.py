@@ -7,6 +7,7 @@ id, so that they are found without any list of ids.
 import contextlib
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -76,10 +77,23 @@ def note_use(folder: Path, run: Path) -> None:
     _write(log, [replace(one, uses=sorted({*one.uses, str(run.resolve())})) for one in own])
 
 
-def _write(directory: Path, entries: list[Export]) -> None:
+def drop_export(directory: Path, folder: Path) -> None:
+    """Deletes an export that no run has rows of, and what is written down of it.
+
+    Raises:
+        UserError: the list is damaged, or cannot be written.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    _write(directory, [], {str(folder.resolve())})
+
+
+def _write(directory: Path, entries: list[Export], gone: Collection[str] = ()) -> None:
     with writing(directory / EXPORTS), write_lock(directory):
-        names = {entry.folder for entry in entries}
+        names = {entry.folder for entry in entries} | set(gone)
         kept = [export for export in list_exports(directory) if export.folder not in names]
+        if not kept and not entries:
+            (directory / EXPORTS).unlink(missing_ok=True)
+            return
         content = json.dumps([asdict(export) for export in [*kept, *entries]], indent=2) + "\n"
         write_bytes(directory / EXPORTS, content.encode(), 0o600)
 

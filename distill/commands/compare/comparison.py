@@ -108,12 +108,15 @@ class Comparison(Record):
     failures: list[str]
 
 
-def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int) -> Comparison:
-    """The table, the paired differences and the domains; no gate is judged yet."""
+def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int = 1) -> Comparison:
+    """The table, the paired differences and the domains; no gate is judged yet.
+
+    ``looks``: drafts that each contestant was picked from on this text; the differences are widened for them too.
+    """
     keys = [response.prompt for response in text.responses]
     first, *others = entries
     domains = sorted({response.domain for response in text.responses})
-    looks = len(others)
+    looks *= len(others)
     rows = [_row(entry, keys, text.rule, gamma) for entry in entries]
     costs = (
         None

@@ -1,0 +1,118 @@
+"""The gate: the refreshed draft against the served one on the same frozen text of the target, paired by prompt.
+
+It opens for a certain gain in alpha on the new traffic, and where every old slice has certainly not lost more than the margin. Intervals
+are those of `understudy compare`: 95 % for all slices together, widened for the checkpoints that the best was picked from.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from distill.commands.compare.compare import read_drafts
+from distill.commands.compare.comparison import Comparison, Difference, comparison
+from distill.commands.compare.contestants import PARALLEL, Entry
+from distill.commands.drift.baseline import OTHERS
+from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.verdict_record import Drafting, Record
+from speculative.explain.cusum import FEWEST_REQUESTS
+
+
+class GateSlice(Record):
+    """A part of the text: alpha and tau at the judged gamma, the new draft minus the served one."""
+
+    name: str
+    prompts: int
+    tokens: int
+    alpha: float
+    alpha_ci: tuple[float, float]
+    tau: float
+    tau_ci: tuple[float, float]
+    certain: str
+    failure: str
+
+
+class Gate(Record):
+    """`passed`: every slice may; otherwise `failures` say which not. `new`: all traffic first."""
+
+    passed: bool
+    margin: float
+    rule: str
+    gamma: int
+    confidence: float
+    looks: int
+    new: list[GateSlice]
+    old: list[GateSlice]
+    failures: list[str]
+
+
+def judge_gate(
+    run: Path, served: str, old_keys: Collection[str], margin: float, looks: int, drafting: Drafting = "autoregressive"
+) -> Gate:
+    """Judges the best draft of a run against the served one on the run's held-out text.
+
+    Args:
+        served: run, checkpoint or directory of the served draft.
+        old_keys: held-out prompts that the served draft was judged on; all others are new.
+        margin: alpha that an old slice may lose.
+        looks: judged checkpoints of which the best was picked.
+
+    Raises:
+        UserError: no text, or a draft that cannot be judged on it.
+    """
+    text = load_frozen_text(run)
+    prefix = PARALLEL if drafting == "parallel" else ""
+    gamma = text.config.judge.gamma
+    entries = read_drafts(text, [f"{prefix}{served}", f"{prefix}{run}"], gamma, timing=False)
+    sides = {side: _compared(text, entries, old_keys, side == "old", gamma, looks) for side in ("new", "old")}
+    new, old = (_slices(sides[side], side, margin) for side in ("new", "old"))
+    failures = [part.failure for part in (*new, *old) if part.failure]
+    failures += [
+        f"there is no held-out text of the {side}" for side, found in (("new", new), ("old", old)) if not found
+    ]
+    return Gate(
+        passed=not failures, margin=margin, rule=text.rule, gamma=gamma, confidence=0.95, looks=looks, new=new, old=old,
+        failures=failures,
+    )  # fmt: skip
+
+
+def _compared(
+    text: FrozenText, entries: Sequence[Entry], old_keys: Collection[str], old: bool, gamma: int, looks: int
+) -> Comparison | None:
+    """The two drafts on one side of the text; None without text. Slices of too few prompts are taken together."""
+    chosen = [index for index, one in enumerate(text.responses) if (one.key in old_keys) == old]
+    if not chosen:
+        return None
+    own = [text.responses[index] for index in chosen]
+    sizes = Counter(domain for domain, _ in {(one.domain, one.prompt) for one in own})
+    own = [one if sizes[one.domain] >= FEWEST_REQUESTS else replace(one, domain=OTHERS) for one in own]
+    return comparison(replace(text, responses=own), [entry.chosen(chosen) for entry in entries], gamma, looks)
+
+
+def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlice]:
+    if found is None:
+        return []
+    whole = [] if side == "old" and found.domains else [("all traffic" if side == "new" else "the old text", found)]
+    parts = [(name, part.differences[0], True) for name, part in whole]
+    parts += [(part.name, part.differences[0], False) for part in found.domains]
+    return [_slice(name, gain, side, margin, is_whole) for name, gain, is_whole in parts]
+
+
+def _slice(name: str, gain: Difference, side: str, margin: float, whole: bool) -> GateSlice:
+    assert gain.alpha is not None
+    low, high = gain.alpha.ci
+    words = f"alpha {gain.alpha.gain:+.4f} [{low:+.4f}, {high:+.4f}] on {gain.prompts} prompts"
+    few = gain.prompts < gain.fewest_prompts
+    failure = ""
+    if side == "new":
+        if whole and gain.certain != "gain":
+            failure = f"no certain gain on the new traffic: {words}"
+        elif "loss" in (gain.certain, gain.certain_tau):
+            failure = f"{name} of the new traffic is certainly worse: {words}"
+    elif few or low < -margin:
+        failure = f"old slice {name} may have lost more than {margin:g}: {words}"
+        failure += f", too few to be certain (at least {gain.fewest_prompts})" if few else ""
+    return GateSlice(
+        name=name, prompts=gain.prompts, tokens=gain.tokens, alpha=gain.alpha.gain, alpha_ci=gain.alpha.ci, tau=gain.tau.gain,
+        tau_ci=gain.tau.ci, certain=gain.certain or "none", failure=failure,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Three reasons for a refresh: acceptance has fallen, this student can do better, and it would pay back its training.
+
+Each is {"holds", "sentence", ...}: what was found, in numbers and in words.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data.traffic.record import TrafficRecord
+from distill.commands.drift.drift import drift_command
+from distill.commands.options import DriftOptions
+from distill.run.verdict_record import Costs, Verdict
+from speculative.explain.ceilings import closed_share
+
+DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3_600.0
+SHORT_SECONDS = 6 * HOUR_SECONDS  # Traffic of less says little of a whole day's.
+
+
+def alarm(directory: Path, version: str, run: Path, false_alarms: float, drop: float) -> dict[str, Any]:
+    """Has served acceptance of a version fallen below that of the run that made it? What `drift_command` finds, and whether it rings.
+
+    Raises:
+        UserError: no request of that version with counts, or no baseline in the run.
+    """
+    options = DriftOptions(run, log=directory, draft_version=version, false_alarms=false_alarms, drop=drop)
+    found = drift_command(options, Console(quiet=True))
+    return {"holds": found["refresh"], "version": version, **found}
+
+
+def headroom(probe: Verdict, steps: int) -> dict[str, Any]:
+    """How much a few steps on one part of the traffic gain on a later part, judged by replay and paired by prompt.
+
+    ``probe``: of a run whose step 0 is the served draft. reachable_alpha: where distilling brought other drafts that began at this
+    alpha (`closed_share`), an expectation for a student that was never trained here.
+    """
+    baseline, effects, seconds = probe.baseline, probe.effects, probe.seconds.get("train", 0.0)
+    if baseline is None or effects is None:
+        return {
+            "holds": False,
+            "sentence": "headroom: the probe could not be compared with the served draft",
+            "steps": steps,
+            "train_seconds": seconds,
+        }
+    alpha, gain = baseline.alpha, effects.alpha
+    low, high = gain.ci
+    certain = effects.certain == "gain"
+    words = (
+        f"headroom: alpha {alpha:.3f} on fresh traffic, {gain.gain:+.3f} [{low:+.3f}, {high:+.3f}] after {steps} steps, judged on "
+        f"{effects.prompts} later prompts"
+    )
+    return {
+        "holds": certain,
+        "sentence": words + ("" if certain else ": no certain gain, so this student seems to be at its ceiling there"),
+        "steps": steps, "train_seconds": seconds, "prompts": effects.prompts, "alpha": alpha, "alpha_gain": gain.gain, "alpha_ci": list(gain.ci),
+        "tau": baseline.tau, "tau_gain": effects.tau.gain, "tau_ci": list(effects.tau.ci),
+        "reachable_alpha": alpha + closed_share(alpha) * (1 - alpha),
+    }  # fmt: skip
+
+
+def payback(
+    costs: Costs | None,
+    records: Sequence[TrafficRecord],
+    tau: float,
+    tau_gain: float,
+    training_seconds: float,
+    days: float,
+) -> dict[str, Any]:
+    """GPU-hours that the gain saves a day at this load, against those of the training.
+
+    A token takes (gamma c + v) target steps over tau, shared by the requests that are decoded at once.
+
+    Args:
+        records: requests that this draft served.
+        tau, tau_gain: tokens per target call of the served draft, and what the probe gained.
+        training_seconds: of all devices together.
+        days: in which it must have paid for itself.
+    """
+    told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
+    if costs is None or not told:
+        why = "the run was not timed (judge.live)" if costs is None else "no request tells its tokens and blocks"
+        return {"holds": False, "sentence": f"payback: not known, {why}"}
+    span = max(record.time + (record.total_s or 0.0) for record in told) - told[0].time
+    tokens_a_day = sum(record.response_tokens or 0 for record in told) / max(span, 1.0) * DAY_SECONDS
+    gamma = round(sum(record.drafted or 0 for record in told) / sum(record.blocks or 0 for record in told))
+    measured = min(costs.cost_ratio_at, key=lambda known: abs(known - gamma), default=None)
+    draft = costs.cost_ratio_at[measured] if measured is not None else costs.cost_ratio
+    verify = costs.verify_ratio[min(costs.verify_ratio, key=lambda known: abs(known - gamma))]
+    block_seconds = costs.target_step_seconds * (gamma * draft + verify)
+    at_once = concurrency(told)
+    saved = tokens_a_day * block_seconds / at_once * (1 / tau - 1 / max(tau + tau_gain, 1.0)) / HOUR_SECONDS
+    cost = training_seconds / HOUR_SECONDS
+    needed = cost / saved if saved > 0 else math.inf
+    words = (
+        f"payback: {tokens_a_day:,.0f} tokens and {len(told) / max(span, 1.0) * DAY_SECONDS:,.0f} requests a day, {at_once:.1f} at once, "
+        f"{1000 * block_seconds:.2f} ms a block: {saved:.3g} GPU-hours saved a day against {cost:.3g} of training, "
+        + (f"paid back in {needed:.2g} days" if saved > 0 else "never paid back")
+        + f" (at most {days:g})"
+    )
+    if span < SHORT_SECONDS:
+        words += f"; a day is told from {span / HOUR_SECONDS:.2f} hours"
+    return {
+        "holds": needed <= days, "sentence": words, "requests_per_day": len(told) / max(span, 1.0) * DAY_SECONDS,
+        "tokens_per_day": tokens_a_day, "gamma": gamma, "block_seconds": block_seconds, "concurrency": at_once,
+        "saved_gpu_hours_per_day": saved, "training_gpu_hours": cost, "days": needed if saved > 0 else None,
+    }  # fmt: skip
+
+
+def concurrency(records: Sequence[TrafficRecord]) -> float:
+    """Mean number of requests in flight while there was one at all; 1 where no record tells how long it took."""
+    spans = sorted((record.time, record.time + record.total_s) for record in records if record.total_s)
+    busy, end = 0.0, -math.inf
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return sum(stop - start for start, stop in spans) / busy if busy > 0 else 1.0

@@ -1,0 +1,210 @@
+"""`understudy refresh` on tiny models: when it trains, what passes the gate, and that a kill or a dry run loses and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from traffic_log import SAMPLING, record_of, write_log
+
+from data.traffic.record import TrafficRecord
+from distill.commands.training_process import TrainingFailed
+from distill.config.run import RunConfig
+from distill.live.refresh import refresh
+from distill.live.refresh.options import RefreshOptions
+from distill.live.refresh.refresh import refresh_command
+from distill.live.versions import current_version, list_versions, make_current
+from speculative.errors import UserError
+
+QUICK = [
+    "train.steps=24", "judge.live=never", "loss.name=forward_kl", "train.batch_size=16", "train.micro_batch_size=16",
+]  # fmt: skip
+LONG_PATIENCE = {"payback_days": 1e12, "margin": 0.1, "probe_steps": 16, "false_alarms": 0.2, "drop": 0.15}
+
+
+@pytest.fixture(scope="module")
+def responses(tiny_run: Path) -> list[TrafficRecord]:
+    """Other modules' function heads answered by the run's target; the engine accepted next to nothing."""
+    import torch
+    from function_heads import write_heads
+
+    from data.prompts.prompt import PromptSource
+    from data.prompts.sources import load_source
+    from distill.config.load import load_config
+    from distill.models.target import Target
+    from distill.run.responses import decode_settings
+    from speculative.decode import decode
+
+    config = load_config(tiny_run / "config.yaml")
+    target = Target(config.target, torch.device("cpu"), tiny_run)
+    path = tiny_run.parent / "traffic-heads.jsonl"
+    write_heads(path, ["argparse", "pickle", "tarfile", "zipfile", "optparse"], 90)
+    texts = [row.text or "" for row in load_source(PromptSource(path=str(path)))]
+    prompts = [(f"request-{number}", target.tokenizer(text)["input_ids"][:60]) for number, text in enumerate(texts)]
+    found, _ = decode(target.model, None, prompts, decode_settings(config.serving, 7, target), batch_size=32)
+    return [
+        record_of(
+            number, prompt_ids=tuple(one.prompt_ids), response_ids=tuple(one.response_ids), accepted=number % 2, drafted=48,
+            blocks=16, target_version=config.target.path, sampling={**SAMPLING, "max_tokens": 16},
+        )
+        for number, one in enumerate(found)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_run: Path, responses: list[TrafficRecord]) -> Path:
+    """runs/tiny and the log traffic/."""
+    shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", symlinks=True)
+    (tmp_path / "traffic").mkdir(mode=0o700)
+    (tmp_path / "traffic" / "salt").write_text("07" * 32)  # which requests are held out hangs on it
+    write_log(tmp_path / "traffic", responses)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, without_figures: None) -> list[str]:
+    """Trainings run in this process; their names in order."""
+    from distill import train
+
+    names: list[str] = []
+
+    def train_here(config: RunConfig, arguments: list[str], log: Path, command: list[str]) -> None:
+        names.append(config.name)
+        if train.main(arguments):
+            raise TrainingFailed("see above")
+
+    monkeypatch.setattr(refresh, "train_apart", train_here)
+    return names
+
+
+def call(place: Path, **options: Any) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=1000)
+    known = {"traffic": place / "traffic", "drafts": place / "drafts", "overrides": QUICK, **LONG_PATIENCE}
+    status = refresh_command(RefreshOptions(place / "runs" / "tiny", **{**known, **options}), console)
+    return status, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def state_of(place: Path, version: str = "v0002") -> dict[str, Any]:
+    return json.loads((place / "runs" / f"tiny-refresh-{version}" / "refresh.json").read_text())
+
+
+def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]) -> None:
+    status, words = call(place)
+    state = state_of(place)
+    assert (status, state["outcome"]) == (0, "published"), words
+    assert {name: found["holds"] for name, found in state["reasons"].items()} == dict.fromkeys(
+        ("alarm", "headroom", "payback"), True
+    )
+    assert trained == ["probe", "tiny-refresh-v0002"]
+    _, second = list_versions(place / "drafts")
+    assert (second.name, second.parent) == ("v0002", "v0001")
+    told = second.provenance
+    assert told["run"] == str(place / "runs" / "tiny-refresh-v0002")
+    assert told["data_window"] is not None
+    assert told["verdict"]
+    # Only a rollout or --approve moves `current`.
+    assert (current_version(place / "drafts") or second).name == "v0001"
+    assert "waits for its rollout" in call(place)[1]
+    assert len(trained) == 2
+    # Both kinds of text were judged, and old and new prompts trained on at the share that was asked for.
+    gate = state["gate"]
+    assert gate["new"][0]["certain"] == "gain"
+    assert gate["old"][0]["prompts"] == 10
+    config = (place / "runs" / "tiny-refresh-v0002" / "config.yaml").read_text()
+    assert "runs/tiny/prompts/train.arrow" in config
+    assert "traffic/prompts/train.arrow" in config
+    # From the new version on, its own run is what acceptance is compared with.
+    make_current(place / "drafts", "v0002", "rollout")
+    with pytest.raises(UserError, match=r"no requests with counts of the draft v0002"):
+        call(place)
+
+
+def test_a_bad_refresh_is_stopped_at_the_gate(
+    place: Path, responses: list[TrafficRecord], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    shifted = [
+        replace(one, response_ids=other.response_ids, response_tokens=other.response_tokens)
+        for one, other in zip(responses, [*responses[7:], *responses[:7]], strict=True)
+    ]
+    write_log(place / "traffic", shifted)
+    bad = {"overrides": [*QUICK, "loss.name=ce", "optim.lr=0.03"], "force": True, "approve": "Ann", "share": 1.0}
+    status, words = call(place, **bad)
+    state = state_of(place)
+    assert (status, state["outcome"], state["gate"]["passed"]) == (1, "kept the old one", False), words
+    assert "keep the old one" in words
+    assert [version.name for version in list_versions(place / "drafts")] == ["v0001"]
+    assert (current_version(place / "drafts") or pytest.fail("none")).name == "v0001"
+    assert state["decision"]["forced"] is not state["decision"]["refresh"]
+
+
+def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
+    def seen() -> dict[str, str]:
+        files = [path for path in place.rglob("*") if path.is_file() and path.name != "write.lock"]
+        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    before = seen()
+    status, words = call(place, dry_run=True)
+    assert (status, trained) == (0, ["probe"])
+    assert "headroom: alpha" in words
+    assert "GPU-hours" in words
+    assert "decision: do it" in words, words
+    assert seen() == before
+
+
+def test_killed_behind_every_stage_it_goes_on(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    keep: Callable[..., None] = refresh._Refresh._keep
+    kept: list[str] = []
+
+    def keep_and_die(self: Any, **found: Any) -> None:
+        keep(self, **found)
+        if found != {"outcome": "published"}:
+            kept.extend(found)
+            raise Killed
+
+    monkeypatch.setattr(refresh._Refresh, "_keep", keep_and_die)
+    for _ in range(20):
+        try:
+            status, _ = call(place, approve="Ann")
+            break
+        except Killed:
+            continue
+    assert (status, state_of(place)["outcome"]) == (0, "published")
+    assert trained == ["probe", "tiny-refresh-v0002"]
+    assert set(kept) >= {"reasons", "window", "decision", "gate"}
+    version = current_version(place / "drafts")
+    assert version is not None
+    assert (version.name, version.provenance["approved_by"]) == ("v0002", "Ann")
+
+
+def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
+    from dataclasses import replace
+
+    write_log(place / "traffic", [replace(one, accepted=12) for one in responses])
+    status, words = call(place)
+    assert (status, trained, state_of(place)["outcome"]) == (0, [], "not needed")
+    assert "do not (no alarm)" in words
+    assert not (place / "traffic" / "exports.json").exists()
+    assert call(place)[0] == 0  # the same number again: nothing was made
+
+
+def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    status, words = call(place, overrides=[*QUICK, "optim.lr=1e-12"])
+    assert (status, trained, state_of(place)["outcome"]) == (0, ["probe"], "not needed")
+    assert "do not (no headroom" in words
+    assert "no certain gain" in words
+    folder = place / "runs" / "tiny-refresh-v0002"
+    assert not (folder / "traffic").exists()
+    assert not (folder / "probe").exists()
+    assert not (place / "traffic" / "exports.json").exists()
