@@ -43,15 +43,17 @@ def show_traffic(options: ShowOptions, console: Console) -> dict[str, Any]:
     since, until = (_moment(records[place].time) for place in (0, -1)) if records else ("-", "-")
     console.print(f"{options.log}: {len(records):,} requests, {since} to {until} UTC", highlight=False, markup=False)
     table = screen_table(
-        "",
-        ("slice", "draft", "requests", "tokens", "text", "accepted\n/drafted", "first token"),
-        words=("slice", "draft"), caption="[95 % interval] over requests; text: requests whose tokens are kept",
+        "", ("slice", "draft", "requests", "tokens", "text", "accepted/drafted", "first\ntoken"), words=("slice", "draft"), no_wrap=True,
+        caption="[95 % interval] over requests; text: requests whose tokens are kept",
     )  # fmt: skip
     for row in (*result["slices"], *result["versions"]):
-        rate = "-" if row["rate"] is None else f"{row['rate']:.3f}\n{interval(row['ci'])}"
         first = "-" if row["first_token_s"] is None else f"{row['first_token_s'] * 1000:,.0f} ms"
         counts = (f"{row[key]:,}" for key in ("requests", "response_tokens", "text"))
-        table.add_row(row["slice"], row["draft_version"], *counts, rate, first)
+        table.add_row(row["slice"], row["draft_version"], *counts, _rate(row), first)
+    console.print(table)
+    table = screen_table("", ("from", "draft", "requests", "accepted/drafted"), words=("from", "draft"), no_wrap=True)
+    for row in result["over_time"]:
+        table.add_row(_moment(row["since"]), row["draft_version"], f"{row['requests']:,}", _rate(row))
     console.print(table)
     for warning in log.warnings:
         console.print(f"note: {warning}", highlight=False, markup=False)
@@ -104,6 +106,10 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str) -> dict[str,
         "ci": list(ratio_interval(accepted, drafted)) if counted else None,
         "first_token_s": float(np.median(waits)) if waits else None,
     }  # fmt: skip
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return "-" if row["rate"] is None else f"{row['rate']:.3f} {interval(row['ci'])}"
 
 
 def _moment(seconds: float) -> str:
