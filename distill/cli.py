@@ -26,6 +26,7 @@ from distill.commands.options import (
 from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
+from distill.live.gateway.options import GatewayOptions
 from distill.live.refresh.options import RefreshOptions
 from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
 
@@ -204,6 +205,19 @@ def serve(options: ServeOptions) -> int:
     from distill.commands.serve import serve
 
     return serve(options)
+
+
+@command
+def gateway(options: GatewayOptions) -> None:
+    """A streaming proxy before engines: splits traffic between drafts and logs what was accepted, hashes only unless --text.
+
+    understudy gateway --engine http://127.0.0.1:8001 --log traffic/
+
+    understudy gateway --engine URL --engine URL2 --share .1 --draft-version v0001 --draft-version v0002 --log traffic/ --text
+    """
+    from distill.live.gateway.command import gateway
+
+    gateway(options)
 
 
 @command

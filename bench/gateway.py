@@ -1,0 +1,274 @@
+"""What the gateway adds: hundreds of paced streams asked directly and through it, in turns; every response looked for in its log.
+
+    python bench/gateway.py --streams 500 --out bench/results/gateway_cpu.json
+
+A stub engine writes each event of a stream with the time in it, so what a client sees is the way of each event: the gateway adds the median
+(and p99) of the ways through it less that of the direct ones. All processes share the machine. The stub and the clients are made to cost
+little: they know as much HTTP as the other one speaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import psutil
+import typer
+import uvloop
+
+from data.files import write_json
+from data.traffic.record import from_line, log_files
+
+HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKENS = 3  # an event
+STAMP, DONE = b'"at":', b"data: [DONE]"
+MARK = "stub engine on port "
+
+
+def _chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
+
+
+class Stub(asyncio.Protocol):
+    """One connection of an engine in vLLM's protocol that says `max_tokens` / 3 events, one every `pace` seconds."""
+
+    def connection_made(self, transport: Any) -> None:
+        """A client."""
+        self.transport, self.got, self.timer = transport, b"", None
+
+    def data_received(self, data: bytes) -> None:
+        """A request, in one piece or several."""
+        self.got += data
+        head, mark, body = self.got.partition(b"\r\n\r\n")
+        told = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        if not mark or len(body) < int(told[0].split(b":")[1]):
+            return
+        asked, self.got = json.loads(body), b""
+        self.left, self.pace, self.said = asked["max_tokens"] // TOKENS, asked["pace"], 0
+        self.transport.write(HEADERS)
+        self.say()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client left: nothing more is said."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def say(self) -> None:
+        """The next event, or the last three."""
+        self.said, self.left = self.said + 1, self.left - 1
+        finish = "null" if self.left else '"length"'
+        ids = ",".join(["11"] * TOKENS)
+        self.transport.write(
+            _chunk(
+                f'data: {{"id":"cmpl-1","object":"text_completion","created":0,"model":"stub","at":{time.monotonic():.6f},"choices":'
+                f'[{{"index":0,"text":" some more text","logprobs":null,"finish_reason":{finish},"token_ids":[{ids}]}}]}}\n\n'.encode()
+            )
+        )
+        if self.left:
+            self.timer = asyncio.get_running_loop().call_later(self.pace, self.say)
+            return
+        steps = {
+            "num_spec_steps": self.said,
+            "num_accepted_draft_tokens": 2 * self.said,
+            "num_draft_tokens": 4 * self.said,
+        }
+        usage = {"prompt_tokens": 1, "completion_tokens": TOKENS * self.said, "total_tokens": 1 + TOKENS * self.said}
+        last = json.dumps({"choices": [], "usage": usage, "metrics": {"speculative_decoding": steps}})
+        self.transport.write(_chunk(f"data: {last}\n\n".encode()) + _chunk(DONE + b"\n\n") + b"0\r\n\r\n")
+
+
+async def _stub() -> None:
+    server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", 0, backlog=2048)
+    print(f"{MARK}{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+@dataclass
+class Seen:
+    """What clients saw, times in seconds: the way of each event, and from a request to its first event. ids: of whole responses."""
+
+    ways: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class Client(asyncio.Protocol):
+    """One request of one stream."""
+
+    def __init__(self, seen: Seen, request_id: str, body: bytes, events: int, ended: asyncio.Future[None]) -> None:
+        self.seen, self.id, self.events, self.ended = seen, request_id, events, ended
+        self.request = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: {request_id}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        self.tail, self.count = b"", 0
+
+    def connection_made(self, transport: Any) -> None:
+        """Asks."""
+        self.transport, self.began = transport, time.monotonic()
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        """Notes each event's way; a stamp cut in two waits for its rest."""
+        now = time.monotonic()
+        parts = (self.tail + data).split(STAMP)
+        self.tail = parts[-1] if b"," in parts[-1] or len(parts) == 1 else STAMP + parts.pop()
+        for part in parts[1:]:
+            self.seen.ways.append(now - float(part[: part.index(b",")]))
+            if not self.count:
+                self.seen.firsts.append(now - self.began)
+            self.count += 1
+        if DONE in self.tail:
+            self.transport.close()
+        elif len(parts) > 1 or not self.tail.startswith(STAMP):
+            self.tail = self.tail[-len(STAMP) - len(DONE) :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whole, or an error."""
+        if DONE in self.tail and self.count == self.events:
+            self.seen.ids.append(self.id)
+        else:
+            self.seen.errors.append(f"{self.id}: {self.count} of {self.events} events, then {exc or self.tail[-80:]!r}")
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def _load(port: int, streams: int, seconds: float, pace: float, events: int, name: str) -> Seen:
+    """So many streams at once for so long; each asks again when it has its answer."""
+    seen, loop = Seen(), asyncio.get_running_loop()
+    end = time.monotonic() + seconds
+
+    async def stream(number: int) -> None:
+        generator = random.Random(number)
+        await asyncio.sleep(generator.uniform(0, min(2.0, seconds / 4)))  # They do not speak in chorus.
+        turn = 0
+        while time.monotonic() < end:
+            own = generator.randint(events // 2, events)
+            asked = {
+                "model": "stub",
+                "prompt": f"{name} {number} {turn}",
+                "max_tokens": own * TOKENS,
+                "stream": True,
+                "pace": pace,
+            }
+            body, ended = json.dumps(asked).encode(), loop.create_future()
+            client = Client(seen, f"{name}-{number}-{turn}", body, own, ended)
+            try:
+                await loop.create_connection(lambda client=client: client, "127.0.0.1", port)
+            except OSError as error:
+                seen.errors.append(f"{client.id}: {error}")
+                return
+            await ended
+            turn += 1
+
+    await asyncio.gather(*(stream(number) for number in range(streams)))
+    return seen
+
+
+@contextmanager
+def _process(command: list[str], mark: str) -> Iterator[tuple[psutil.Process, int]]:
+    """A program that says where it listens: (it, its port)."""
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        line = next(line for line in child.stdout if mark in line)
+        yield psutil.Process(child.pid), int(line.partition(mark)[2].split(",")[0])
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def _milliseconds(seconds: list[float]) -> dict[str, float]:
+    return {f"p{share}": round(1e3 * float(np.percentile(seconds, share)), 3) for share in (50, 90, 99)}
+
+
+def _lost(log: Path, ids: list[str]) -> dict[str, int]:
+    """Whole responses without a record, records twice, and records without counts."""
+    records = [from_line(line) for path in log_files(log) for line in path.read_bytes().splitlines()]
+    found = [record.id for record in records]
+    return {
+        "lost": len(set(ids) - set(found)), "doubled": len(found) - len(set(found)), "records": len(found),
+        "records_without_counts": sum(record.drafted is None for record in records),
+    }  # fmt: skip
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="JSON")] = None,
+    streams: Annotated[int, typer.Option(help="at once")] = 500,
+    rounds: Annotated[int, typer.Option(help="of each way, in turns")] = 3,
+    seconds: Annotated[float, typer.Option(help="of a round")] = 12.0,
+    pace: Annotated[float, typer.Option(help="seconds between two events of a stream")] = 0.1,
+    events: Annotated[int, typer.Option(help="most events of a response; half of it at least")] = 60,
+    text: Annotated[bool, typer.Option(help="the gateway keeps token ids")] = False,
+    stub: Annotated[bool, typer.Option("--stub", hidden=True)] = False,
+) -> None:
+    """The load test."""
+    if stub:
+        uvloop.run(_stub())
+        return
+    direct, through, used = Seen(), Seen(), 0.0
+    with tempfile.TemporaryDirectory(prefix="gateway-") as place:
+        log = Path(place) / "log"
+        gateway = [
+            sys.executable,
+            "-m",
+            "distill.cli",
+            "gateway",
+            "--log",
+            str(log),
+            "--port",
+            "0",
+            *(["--text"] if text else []),
+        ]
+        with (
+            _process([sys.executable, __file__, "--stub"], MARK) as (_, engine_port),
+            _process([*gateway, "--engine", f"http://127.0.0.1:{engine_port}"], "http://127.0.0.1:") as (process, port),
+        ):
+            for turn in range(rounds):
+                for seen, way in ((direct, engine_port), (through, port)):
+                    before = sum(process.cpu_times()[:2])
+                    found = uvloop.run(_load(way, streams, seconds, pace, events, f"r{turn}"))
+                    used += sum(process.cpu_times()[:2]) - before if seen is through else 0.0
+                    for name in ("ways", "firsts", "ids", "errors"):
+                        getattr(seen, name).extend(getattr(found, name))
+            memory = process.memory_info().rss
+        result = _told(direct, through) | _lost(log, through.ids) | {
+            "streams": streams, "cpu_us_per_event": round(1e6 * used / max(1, len(through.ways)), 1),
+            "gateway_cpu_share": round(used / (rounds * seconds), 3), "gateway_mib": round(memory / 2**20, 1),
+            "settings": {"rounds": rounds, "seconds": seconds, "pace": pace, "events": events, "text": text},
+            "cpus": os.cpu_count(), "load_average": os.getloadavg(),
+        }  # fmt: skip
+    print(json.dumps(result, indent=2))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, result)
+
+
+def _told(direct: Seen, through: Seen) -> dict[str, Any]:
+    event = {"direct": _milliseconds(direct.ways), "through": _milliseconds(through.ways)}
+    first = {"direct": _milliseconds(direct.firsts), "through": _milliseconds(through.firsts)}
+    return {
+        "median_added_ms": round(event["through"]["p50"] - event["direct"]["p50"], 3),
+        "p99_added_ms": round(event["through"]["p99"] - event["direct"]["p99"], 3),
+        "first_event_median_added_ms": round(first["through"]["p50"] - first["direct"]["p50"], 3),
+        "errors": len(through.errors), "errors_direct": len(direct.errors), "first_errors": through.errors[:3],
+        "event_ms": event, "first_event_ms": first,
+        "responses": len(through.ids), "events": len(through.ways),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,218 @@
+"""Writes the log: one thread that appends what a bounded queue brings, so that a disk that is slow or full stops no response."""
+
+import contextlib
+import fcntl
+import heapq
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from data.traffic.record import (
+    FORGOTTEN,
+    LOCK,
+    TrafficRecord,
+    keyed_hash,
+    log_files,
+    prepare_directory,
+    priority,
+    to_line,
+)
+from data.traffic.reader import forgotten_hashes
+from data.traffic.retention import sweep, write_lock
+from speculative.errors import UserError
+
+QUEUE_RECORDS = 4096
+BATCH_RECORDS = 256
+SWEEP_SECONDS = 3600.0
+Done = Callable[[bool], None]
+
+
+class Samples:
+    """Bottom-k samples, one a slice: which records keep their text. None: every record does."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self._largest_first: dict[str, list[int]] = {}
+
+    def take(self, slice_name: str, place: str) -> bool:
+        """Whether a record with this priority is among the smallest so far of its slice; it is from now on."""
+        if self.size is None:
+            return True
+        heap, entry = self._largest_first.setdefault(slice_name, []), -int(place, 16)
+        if len(heap) < self.size:
+            heapq.heappush(heap, entry)
+            return True
+        return heapq.heappushpop(heap, entry) != entry if heap else False
+
+    def reset(self, kept: Mapping[str, Sequence[str]]) -> None:
+        """Begins anew from the priorities that a sweep left."""
+        self._largest_first = {
+            name: sorted(-int(place, 16) for place in places)[-(self.size or 0) :] for name, places in kept.items()
+        }
+
+
+class LogWriter:
+    """The one writer of a log directory. `append` may be called from any thread; counts are read by whoever wants to show them.
+
+    records: written. failed: refused by the disk. dropped: the queue was full. writing: whether the last try went well.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        text: bool = False,
+        sample_size: int | None = None,
+        retention_days: float = 30.0,
+        file_bytes: int = 64 << 20,
+    ) -> None:
+        """``sample_size``: texts kept a slice; None: all. A sweep at the start, after each ``file_bytes`` and every hour sees to that.
+
+        Raises:
+            UserError: another gateway writes here, or nothing can be written.
+        """
+        self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
+        self.samples = Samples(sample_size)
+        self.records = self.failed = self.dropped = 0
+        self.writing = True
+        with contextlib.ExitStack() as undo:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = undo.enter_context(open(os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600), "rb"))
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"{directory}: another gateway writes there; give this one a --log of its own"
+                ) from error
+            self.salt = prepare_directory(directory)
+            files = log_files(directory)
+            self._number = int(files[-1].stem.removeprefix("log-")) if files else 1
+            if files:
+                mend_tail(directory, files[-1])
+            undo.pop_all()
+        self._forgotten: tuple[int, set[str]] = (0, set())
+        self._sweep_now, self._closed = threading.Event(), False
+        self._queue: queue.Queue[tuple[TrafficRecord, Done] | None] = queue.Queue(QUEUE_RECORDS)
+        self._thread = threading.Thread(target=self._run, name="traffic log", daemon=True)
+        self._thread.start()
+        self._sweeper = threading.Thread(target=self._sweep, name="traffic sweep", daemon=True)
+        self._sweeper.start()
+
+    def append(self, record: TrafficRecord, done: Done = lambda written: None) -> None:
+        """Hands a record over; ``done`` is called from the writer's thread, or here when the queue is full."""
+        try:
+            self._queue.put_nowait((record, done))
+        except queue.Full:
+            self.dropped += 1
+            done(False)
+
+    def close(self) -> None:
+        """Writes what waits, then lets the directory go."""
+        self._queue.put(None)
+        self._thread.join()
+        self._closed = True
+        self._sweep_now.set()
+        self._sweeper.join()
+        self._lock.close()
+
+    def _sweep(self) -> None:
+        while not self._closed:
+            try:
+                self.samples.reset(sweep(self.directory, self.retention_days, self.samples.size, time.time()).kept)
+            except UserError as error:
+                print(f"{error}; old text stays until the next sweep", file=sys.stderr, flush=True)
+            self._sweep_now.wait(SWEEP_SECONDS)
+            self._sweep_now.clear()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(batch) < BATCH_RECORDS:
+                    batch.append(self._queue.get_nowait())
+            ended = None in batch
+            waiting = [entry for entry in batch if entry is not None]
+            written = not waiting or self._try([record for record, _ in waiting])
+            for _, done in waiting:
+                done(written)
+
+    def _try(self, records: list[TrafficRecord]) -> bool:
+        try:
+            self._write(records)
+        except OSError as error:
+            self.failed += len(records)
+            self._say(False, f"cannot be written ({error.strerror or error}); serving goes on without a log")
+            return False
+        self.records += len(records)
+        self._say(True, "is written again")
+        return True
+
+    def _say(self, writing: bool, what: str) -> None:
+        if writing != self.writing:
+            print(f"{self.directory}: the log {what}", file=sys.stderr, flush=True)
+        self.writing = writing
+
+    def _write(self, records: list[TrafficRecord]) -> None:
+        """All of them or none.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        path = self.directory / f"log-{self._number:05d}.jsonl"
+        with write_lock(self.directory):
+            forgotten = self._read_forgotten()
+            kept = [record for record in records if keyed_hash(self.salt, FORGOTTEN, record.id) not in forgotten]
+            lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept)
+            # By its name: a rewrite of the file may have put another in its place.
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                size = os.fstat(file).st_size
+                _write_whole(file, lines, size)
+            finally:
+                os.close(file)
+        if size + len(lines) >= self.file_bytes:
+            self._number += 1
+            self._sweep_now.set()
+
+    def _with_or_without_text(self, record: TrafficRecord) -> TrafficRecord:
+        if record.response_ids is None and record.prompt_ids is None:
+            return record
+        if self.text and self.samples.take(record.slice, priority(self.salt, record.id)):
+            return record
+        return replace(record, prompt_ids=None, response_ids=None)
+
+    def _read_forgotten(self) -> set[str]:
+        """What is never written again; read anew when the file changed."""
+        try:
+            changed = (self.directory / FORGOTTEN).stat().st_mtime_ns
+        except FileNotFoundError:
+            return set()
+        if changed != self._forgotten[0]:
+            self._forgotten = changed, forgotten_hashes(self.directory)
+        return self._forgotten[1]
+
+
+def _write_whole(file: int, content: bytes, size: int) -> None:
+    try:
+        done = 0
+        while done < len(content):
+            done += os.write(file, content[done:])
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+
+
+def mend_tail(directory: Path, path: Path) -> None:
+    """Cuts off a last line that a killed writer left without an end, and says so."""
+    with write_lock(directory), path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+            print(f"{path}: a torn last line of {len(content) - whole} bytes is cut off", file=sys.stderr, flush=True)

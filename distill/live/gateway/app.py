@@ -1,0 +1,308 @@
+"""The proxy itself: a request in, the chosen engine's answer out as it comes, a record before its last bytes."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpcore
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+
+from data.traffic.record import RecordError
+from data.traffic.writer import LogWriter
+from distill.live.arms import Arms, read_arms
+from distill.live.gateway.exchange import Exchange
+from distill.live.gateway.limits import Bodies, Refused
+from distill.live.gateway.metrics import Metrics
+from distill.live.gateway.request import PATHS, read_request
+from distill.live.gateway.tap import Tap
+from distill.live.gateway.upstream import Upstream
+from speculative.errors import UserError
+
+APPEND_SECONDS = 1.0  # that a response's last bytes wait for its record
+WATCH_SECONDS = 0.5
+MOST_SLICES, OTHERS = 64, "others"
+# Of one connection, not of the message; and what was said to the gateway alone.
+_OWN_HEADERS = {
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
+}  # fmt: skip
+_PREFIX = b"x-understudy-"
+Send = Callable[[dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How requests are read and limited. api_key None: none is needed. sampling: the engines' defaults."""
+
+    arms_file: Path
+    api_key: str | None = None
+    text: bool = False
+    usage: bool = False
+    tenants: frozenset[str] = frozenset()
+    sampling: Mapping[str, float] | None = None
+    shed_above: int = 64
+    max_body: int = 16 << 20
+    idle_seconds: float = 300.0
+
+
+class Gateway:
+    """An ASGI application; `app` adds its own pages."""
+
+    def __init__(self, settings: Settings, arms: Arms, writer: LogWriter) -> None:
+        self.settings, self.arms, self.writer = settings, arms, writer
+        self.metrics, self.upstream, self.bodies = Metrics(), Upstream(), Bodies(settings.max_body)
+        self.exchanges: set[Exchange] = set()
+        self._slices: set[str] = set()
+        self._unreachable: set[str] = set()
+        self._log_is_late = False
+
+    def app(self) -> Router:
+        """With /health and /metrics of the gateway's own; all else goes to an engine."""
+        routes = [Route("/health", self._health), Route("/metrics", self._page)]
+        return Router(routes, default=self, redirect_slashes=False, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Router) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await self.upstream.close()
+            await asyncio.to_thread(self.writer.close)
+
+    async def _health(self, _: Request) -> Response:
+        arms = [{"name": arm.name, "reached": arm.name not in self._unreachable} for arm in self.arms.arms]
+        return JSONResponse({"status": "ok", "arms": arms, "logging": self.writer.writing})
+
+    async def _page(self, request: Request) -> Response:
+        if not self._may(dict(request.scope["headers"])):
+            return JSONResponse(_error(401, "the key is another"), 401)
+        self.metrics.in_flight.set(len(self.exchanges))
+        self.metrics.logging.set(self.writer.writing)
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Answers one request; lifespan messages never come here."""
+        headers = dict(scope["headers"])
+        try:
+            if not self._may(headers):
+                raise Refused(401, "the key is another; send it as `Authorization: Bearer KEY`")
+            body = await self.bodies.read(headers, receive)
+        except Refused as refused:
+            self.metrics.requests.labels("", refused.status).inc()
+            await _send_error(send, refused.status, str(refused))
+            return
+        except ConnectionError:
+            return
+        try:
+            await self._exchange(scope, headers, body, receive, send)
+        finally:
+            self.bodies.release(body)
+
+    def _may(self, headers: Mapping[bytes, bytes]) -> bool:
+        key = self.settings.api_key
+        return key is None or hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {key}".encode())
+
+    async def _exchange(self, scope: Any, headers: dict[bytes, bytes], body: bytes, receive: Any, send: Send) -> None:
+        settings, loop = self.settings, asyncio.get_running_loop()
+        arrived, began = time.time(), loop.time()
+        asked = read_request(
+            scope["path"] if scope["method"] == "POST" else "",
+            headers,
+            body,
+            defaults=settings.sampling or {},
+            tenants=settings.tenants,
+            text=settings.text,
+            usage=settings.usage,
+        )
+        shed = len(self.exchanges) >= settings.shed_above and scope["path"] in PATHS
+        arm = self.arms.choose(asked.conversation, shed)
+        self.metrics.shed.inc(shed and not arm.drafts)
+        task = asyncio.current_task()
+        assert task is not None
+        exchange = Exchange(asked, arm, self._slice(asked.slice), arrived, began, task, moved=began)
+        if asked.why_not:
+            exchange.recorded = True
+            if scope["method"] == "POST":
+                self.metrics.not_logged.labels(asked.why_not).inc()
+        self.exchanges.add(exchange)
+        watch = asyncio.create_task(_watch_client(receive, exchange))
+        try:
+            await self._relay(exchange, scope, headers, send)
+        except asyncio.CancelledError:
+            shutting_down = not exchange.why_ended
+            exchange.why_ended = exchange.why_ended or "cancelled"
+            await self._fail(exchange, scope, send, 504, f"the engine was silent for {settings.idle_seconds:g} s")
+            if shutting_down:
+                raise
+            task.uncancel()
+        except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
+            self._unreachable.add(arm.name)
+            await self._fail(exchange, scope, send, 502, f"the engine cannot be reached ({type(error).__name__})")
+        finally:
+            watch.cancel()
+            self.exchanges.discard(exchange)
+            self.metrics.requests.labels(arm.name, exchange.status or 0).inc()
+            self.metrics.total.labels(arm.name).observe(loop.time() - began)
+
+    async def _relay(self, exchange: Exchange, scope: Any, headers: Mapping[bytes, bytes], send: Send) -> None:
+        """The engine's answer, piece by piece: the next one is asked for when the client took the last."""
+        loop, asked, arm = asyncio.get_running_loop(), exchange.asked, exchange.arm
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        sent = [(n, v) for n, v in scope["headers"] if n not in _OWN_HEADERS and not n.startswith(_PREFIX)]
+        async with self.upstream.ask(scope["method"], arm.url, target, sent, asked.body) as response:
+            self._unreachable.discard(arm.name)
+            received = [(name.lower(), value) for name, value in response.headers]
+            told = dict(received)
+            left = int(told[b"content-length"]) if told.get(b"content-length", b"").isdigit() else None
+            if not exchange.recorded:
+                self._tap(exchange, response.status, told)
+            tap = exchange.tap
+            kept = [(n, v) for n, v in received if n not in _OWN_HEADERS or n == b"content-length"]
+            exchange.status = response.status
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": response.status,
+                    "headers": [*kept, (b"x-understudy-id", asked.id.encode())],
+                }
+            )
+            async for piece in response.aiter_stream():
+                if exchange.first_token_s is None:
+                    exchange.first_token_s = round(loop.time() - exchange.began, 6)
+                    self.metrics.first_token.labels(arm.name).observe(exchange.first_token_s)
+                if tap is not None:
+                    tap.feed(piece)
+                if left is not None:
+                    left -= len(piece)
+                if left == 0 or (tap is not None and tap.ended):
+                    await self._record(exchange)
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                exchange.moved = loop.time()
+            await self._record(exchange)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _tap(self, exchange: Exchange, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """What reads the answer; none for one that is no text of a target."""
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if 400 <= status < 500 or b"content-encoding" in headers:
+            exchange.recorded = True
+            self.metrics.not_logged.labels("refused" if status >= 400 else "encoded").inc()
+        elif status < 400:
+            exchange.tap = Tap(kind == b"text/event-stream", self.settings.text)
+
+    async def _record(self, exchange: Exchange, finish: str = "", wait: bool = True) -> None:
+        """Writes the record, once; with ``wait`` returns when it is on disk, or after a short time."""
+        if exchange.recorded:
+            return
+        exchange.recorded = True
+        tap = exchange.tap
+        if tap is not None:
+            tap.end()
+            if not tap.readable and not finish:
+                self.metrics.not_logged.labels("answer").inc()
+                return
+        now = asyncio.get_running_loop().time()
+        try:
+            record = exchange.record(now, finish or (tap.finish if tap is not None else "error"), self.writer.salt)
+        except RecordError:
+            self.metrics.not_logged.labels("answer").inc()
+            return
+        if tap is not None and tap.odd_counts:
+            self.metrics.odd_counts.labels(exchange.arm.name).inc()
+        self.metrics.count(record)
+        await self._append(record, wait)
+
+    async def _append(self, record: Any, wait: bool) -> None:
+        loop = asyncio.get_running_loop()
+        on_disk: asyncio.Future[bool] = loop.create_future()
+
+        def done(written: bool) -> None:
+            self._log_is_late = self._log_is_late and not written
+            if not on_disk.done():
+                on_disk.set_result(written)
+
+        def told(written: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                loop.call_soon_threadsafe(done, written)
+
+        self.writer.append(record, told)
+        if not wait or self._log_is_late:
+            return
+        try:
+            async with asyncio.timeout(APPEND_SECONDS):
+                written = await on_disk
+        except TimeoutError:
+            # Only one response waits for a disk that hangs; the next ones go on at once until it answers.
+            written, self._log_is_late = False, True
+        self.metrics.records_failed.inc(not written)
+
+    async def _fail(self, exchange: Exchange, scope: Any, send: Send, status: int, why: str) -> None:
+        """An answer that is not whole: one JSON error if none has begun, else a connection cut off, so that nobody takes it for whole."""
+        if exchange.why_ended and not exchange.recorded:
+            self.metrics.cancelled.labels(exchange.arm.name).inc()
+        await self._record(exchange, "cancelled" if exchange.why_ended else "error", wait=False)
+        if exchange.why_ended == "cancelled":
+            return
+        if exchange.status is None:
+            exchange.status = status
+            await _send_error(send, status, why)
+        else:
+            scope["state"]["abort"]()
+
+    def _slice(self, name: str) -> str:
+        """A bounded number of names: a client may say what it likes."""
+        if name not in self._slices:
+            if len(self._slices) >= MOST_SLICES:
+                return OTHERS
+            self._slices.add(name)
+        return name
+
+    async def _watch(self) -> None:
+        """Follows arms.json; ends what stands still."""
+        loop, path, seen = asyncio.get_running_loop(), self.settings.arms_file, None
+        while True:
+            with contextlib.suppress(OSError):
+                changed = path.stat().st_mtime_ns
+                if changed != seen:
+                    seen = changed
+                    try:
+                        self.arms = read_arms(path)
+                    except UserError as error:
+                        print(f"{error}; the arms stay as they were", file=sys.stderr, flush=True)
+            late = loop.time() - self.settings.idle_seconds
+            for exchange in [one for one in self.exchanges if one.moved < late]:
+                exchange.end("idle")
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _watch_client(receive: Any, exchange: Exchange) -> None:
+    """Ends an exchange whose client left: closing its connection is how an engine is told."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    exchange.end("cancelled")
+
+
+def _error(status: int, why: str) -> dict[str, Any]:
+    return {"error": {"message": f"understudy gateway: {why}", "type": "gateway_error", "param": None, "code": status}}
+
+
+async def _send_error(send: Send, status: int, why: str) -> None:
+    body = json.dumps(_error(status, why)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

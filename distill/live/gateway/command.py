@@ -1,0 +1,146 @@
+"""`understudy gateway`: options into arms, a writer and a server; runs until it is ended."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from data.traffic.writer import LogWriter
+from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
+from distill.live.gateway.app import Gateway, Settings
+from distill.live.gateway.limits import BoundedProtocol
+from distill.live.gateway.options import GatewayOptions
+from distill.live.gateway.request import LAW
+from speculative.errors import UserError
+
+_NAMES = "abcdefghijklmnopqrstuvwxyz"
+_GRACE_SECONDS = 10
+
+
+def gateway(options: GatewayOptions) -> None:
+    """Serves until SIGINT or SIGTERM; answers in flight have some seconds to end.
+
+    Raises:
+        UserError: options that cannot be, a log directory in use, a port in use.
+    """
+    os.umask(0o077)
+    flags = arms_of(options)
+    settings = Settings(
+        options.log / ARMS,
+        _key(options),
+        options.text,
+        options.usage,
+        frozenset(options.exclude_tenant or ()),
+        parse_sampling(options.sampling),
+        options.shed_above,
+        options.max_body,
+        options.idle_seconds,
+    )
+    with _listening(options) as listener:
+        writer = LogWriter(
+            options.log, text=options.text, sample_size=options.reservoir, retention_days=options.retention_days
+        )
+        arms = _begin_with(settings.arms_file, flags)
+        app = Gateway(settings, arms, writer).app()
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=options.max_connections,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        host, port = listener.getsockname()[:2]
+        print(f"the gateway answers at http://{f'[{host}]' if ':' in host else host}:{port}, its log is {options.log}")
+        for arm in arms.arms:
+            print(
+                f"  {arm.name}: {arm.url}, {f'share {arm.share:g}' if arm.drafts else 'under load'}, draft {arm.draft_version}"
+            )
+        sys.stdout.flush()
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def arms_of(options: GatewayOptions) -> Arms:
+    """The arms that the flags name: a, b, .. with the shares of those behind the first; `plain` for the one without a draft.
+
+    Raises:
+        UserError: shares or versions that do not fit the engines.
+    """
+    engines, shares, versions = options.engine, options.share or [], options.draft_version or []
+    if len(engines) > len(_NAMES) or len(shares) != len(engines) - 1:
+        raise UserError(
+            f"--share: {len(shares)} for {len(engines)} engines; give one for each --engine behind the first"
+        )
+    if len(versions) > len(engines):
+        raise UserError(
+            f"--draft-version: {len(versions)} for {len(engines)} engines; at most one each, in their order"
+        )
+    versions = [*versions, *["unknown"] * (len(engines) - len(versions))]
+    arms = [
+        Arm(name, _root(url), share, version, options.target_version)
+        for name, url, share, version in zip(_NAMES, engines, [1 - sum(shares), *shares], versions, strict=False)
+    ]
+    if options.plain_engine:
+        arms.append(Arm("plain", _root(options.plain_engine), 0.0, "none", options.target_version, drafts=False))
+    return Arms(BY_FLAGS, tuple(arms))
+
+
+def parse_sampling(text: str) -> dict[str, float]:
+    """`temperature=0.7,top_p=0.8` as numbers.
+
+    Raises:
+        UserError: another key, or no number.
+    """
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            found[key.strip()] = int(value) if key.strip() == "top_k" else float(value)
+        except ValueError as error:
+            raise UserError(f"--sampling {part}: give a number") from error
+        if key.strip() not in LAW:
+            raise UserError(f"--sampling {part}: known are {', '.join(LAW)}")
+    return found
+
+
+def _root(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _key(options: GatewayOptions) -> str | None:
+    if not options.api_key_env:
+        return None
+    if not (key := os.environ.get(options.api_key_env, "")):
+        raise UserError(f"--api-key-env {options.api_key_env}: the variable is empty; export it with the key")
+    return key
+
+
+def _listening(options: GatewayOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise UserError(
+            f"--host {options.host} --port {options.port}: cannot be listened on ({error.strerror}); choose another"
+        ) from error
+
+
+def _begin_with(path: Path, flags: Arms) -> Arms:
+    """Those of the file when a rollout wrote them, else those of the flags, which are in the file then."""
+    if path.exists():
+        written = read_arms(path)
+        if written.by != BY_FLAGS:
+            print(
+                f"{path}: the arms are those of {written.by}, not of the flags; delete the file to begin with the flags"
+            )
+            return written
+    write_arms(path, flags)
+    return flags

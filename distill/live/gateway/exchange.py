@@ -1,0 +1,72 @@
+"""One request and its answer while they pass, and the record that stays of them."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from data.traffic.record import FINISHES, RecordError, TrafficRecord, keyed_hash
+from distill.live.arms import Arm
+from distill.live.gateway.request import Asked
+from distill.live.gateway.tap import Tap
+
+
+@dataclass(eq=False)
+class Exchange:
+    """Times are of the event loop, in seconds; arrived is of the clock on the wall.
+
+    task: answers it. moved: when a byte last went on. why_ended: it was cancelled by us, `cancelled` (the client left) or `idle`. status: that
+    the client got. recorded: its record is made, or it leaves none.
+    """
+
+    asked: Asked
+    arm: Arm
+    slice: str
+    arrived: float
+    began: float
+    task: asyncio.Task[None]
+    moved: float = 0.0
+    status: int | None = None
+    tap: Tap | None = None
+    first_token_s: float | None = None
+    why_ended: str = ""
+    recorded: bool = False
+
+    def end(self, why: str) -> None:
+        """Ends it from outside."""
+        if not self.why_ended:
+            self.why_ended = why
+            self.task.cancel()
+
+    def record(self, now: float, finish: str, salt: bytes) -> TrafficRecord:
+        """What is kept. Counts that break a law are left out; ``tap.odd_counts`` says so then. Call after ``tap.end``.
+
+        Raises:
+            RecordError: what remains breaks one too.
+        """
+        asked, arm, tap = self.asked, self.arm, self.tap
+        known: dict[str, Any] = {
+            "id": asked.id,
+            "time": self.arrived,
+            "slice": self.slice,
+            "arm": arm.name,
+            "draft_version": arm.draft_version,
+            "target_version": arm.target_version,
+            "sampling": asked.sampling,
+            "prompt_hash": keyed_hash(salt, "prompt", asked.content),
+            "first_token_s": self.first_token_s,
+            "total_s": round(now - self.began, 6),
+            "constrained": asked.constrained,
+            "finish": finish if finish in FINISHES else "unknown",
+        }
+        if tap is None:
+            return TrafficRecord(**known)
+        for key in ("prompt_tokens", "response_tokens", "prompt_ids", "response_ids"):
+            known[key] = getattr(tap, key)
+        counts = tap.counts
+        if counts is not None:
+            told = {key: getattr(counts, key) for key in ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")}
+            try:
+                return TrafficRecord(**known, **told)
+            except RecordError:
+                tap.odd_counts = True
+        return TrafficRecord(**known)

@@ -1,0 +1,173 @@
+"""What a request asks for: whether its response can be logged faithfully, under which sampling settings, in which conversation."""
+
+import json
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from data.traffic.record import SANE
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+LOGGED_BODY_BYTES = 1 << 20  # Reading a body takes the time of all others: a larger one passes through unread.
+SLICE, TENANT = b"x-understudy-slice", b"x-understudy-tenant"
+NO_LOG, CONVERSATION = b"x-understudy-no-log", b"x-understudy-conversation"
+ALL = "all"
+LAW = ("temperature", "top_p", "top_k", "min_p")  # of the target's distribution, as SamplingSettings has them
+_ID_CHARACTERS = 64
+# Keys after which the response is no longer the target's own at its sampling settings.
+_CONSTRAINTS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "regex", "ebnf",
+    "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "frequency_penalty", "presence_penalty",
+    "logits_processors", "thinking_token_budget",
+)  # fmt: skip
+_NOT_LOGGED = {
+    "n": "n", "best_of": "best_of", "logprobs": "logprobs", "top_logprobs": "logprobs", "prompt_logprobs": "logprobs",
+    "echo": "echo", "use_beam_search": "beam search", "prompt_embeds": "content", "suffix": "content",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is known of a request. why_not: the reason that its response is not logged, empty when it is.
+
+    content: messages or prompt, what the prompt's hash is of. conversation: bytes that stay the same from turn to turn. sampling: None
+    where a setting is the engine's own default and nobody said which.
+    """
+
+    id: str
+    slice: str
+    why_not: str
+    content: Any
+    conversation: bytes
+    sampling: dict[str, float | int | None] | None
+    constrained: bool
+    body: bytes
+
+
+def read_request(
+    path: str,
+    headers: Mapping[bytes, bytes],
+    body: bytes,
+    *,
+    defaults: Mapping[str, float],
+    tenants: frozenset[str],
+    text: bool,
+    usage: bool,
+) -> Asked:
+    """Reads a POST. ``defaults``: sampling settings of the engine where a request says nothing. ``text``, ``usage``: what the engine is asked
+    for besides, in the body that goes to it; else that is the client's, byte for byte.
+    """
+    record_id, slice_name = _word(headers, b"x-request-id", _ID_CHARACTERS), _word(headers, SLICE)
+    parsed = _parse(body) if path in PATHS else None
+    content = None if parsed is None else parsed.get("messages" if path == PATHS[0] else "prompt")
+    why_not = _why_not(path, headers, parsed, content, tenants) or ("large" if len(body) > LOGGED_BODY_BYTES else "")
+    sampling, constrained = None, False
+    if parsed is not None and not why_not:
+        sampling, constrained = _sampling(parsed, defaults), _constrained(parsed)
+        body = _asking(parsed, body, text, usage)
+    conversation = headers.get(CONVERSATION) or _conversation(content, body)
+    return Asked(
+        record_id or uuid.uuid4().hex, slice_name or ALL, why_not, content, conversation, sampling, constrained, body
+    )
+
+
+def _word(headers: Mapping[bytes, bytes], name: bytes, most: int = 64) -> str:
+    """A header's value if it is a sane word, else nothing."""
+    value = headers.get(name, b"").decode("latin-1")
+    return value if len(value) <= most and SANE.fullmatch(value) else ""
+
+
+def _parse(body: bytes) -> dict[str, Any] | None:
+    if len(body) > LOGGED_BODY_BYTES:
+        return None
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _why_not(
+    path: str, headers: Mapping[bytes, bytes], parsed: dict[str, Any] | None, content: Any, tenants: frozenset[str]
+) -> str:
+    if path not in PATHS:
+        return "path"
+    if headers.get(NO_LOG, b"0") not in (b"0", b"false", b""):
+        return "asked"
+    if headers.get(TENANT, b"").decode("latin-1") in tenants:
+        return "tenant"
+    if parsed is None:
+        return "unreadable"
+    for key, reason in _NOT_LOGGED.items():
+        if _wanted(key, parsed.get(key)):
+            return reason
+    return "" if _is_text(content) else "content"
+
+
+def _wanted(key: str, value: Any) -> bool:
+    if value is None or value is False:
+        return False
+    if key in ("n", "best_of"):
+        return value != 1
+    return key in ("logprobs", "prompt_logprobs") or bool(value)  # 0 of them is the sampled token's own.
+
+
+def _is_text(content: Any) -> bool:
+    """Whether a prompt is one text or one list of ids, or messages are of text only."""
+    if isinstance(content, str):
+        return True
+    if not isinstance(content, list) or not content:
+        return False
+    if all(type(token) is int for token in content):
+        return True
+    return all(isinstance(message, dict) and _is_plain(message) for message in content)
+
+
+def _is_plain(message: dict[str, Any]) -> bool:
+    said = message.get("content")
+    if isinstance(said, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in said)
+    return isinstance(message.get("role"), str) and (said is None or isinstance(said, str))
+
+
+def _sampling(parsed: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, float | int | None] | None:
+    """The four settings of the law and max_tokens; None when one of the four is not known or no number."""
+    found = {key: defaults.get(key) if parsed.get(key) is None else parsed[key] for key in LAW}
+    if any(type(value) not in (int, float, type(None)) or not math.isfinite(value or 0) for value in found.values()):
+        return None
+    if found["temperature"] == 0:  # What is cut does not change the first choice.
+        found = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    if None in found.values():
+        return None
+    most = parsed.get("max_completion_tokens", parsed.get("max_tokens"))
+    return {**found, "max_tokens": most if type(most) is int else None}
+
+
+def _constrained(parsed: dict[str, Any]) -> bool:
+    """Whether a grammar, a bias or a penalty stands between the target and its text."""
+    if any(parsed.get(key) for key in _CONSTRAINTS) or parsed.get("repetition_penalty") not in (None, 1, 1.0):
+        return True
+    form, choice = parsed.get("response_format"), parsed.get("tool_choice")
+    return (isinstance(form, dict) and form.get("type") != "text") or choice not in (None, "none", "auto")
+
+
+def _asking(parsed: dict[str, Any], body: bytes, text: bool, usage: bool) -> bytes:
+    """The body that goes to the engine: the client's own unless ids or usage have to be asked for."""
+    more: dict[str, Any] = {"return_token_ids": True} if text and parsed.get("return_token_ids") is not True else {}
+    options = parsed.get("stream_options")
+    if usage and parsed.get("stream") and not (isinstance(options, dict) and options.get("include_usage")):
+        more["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    try:
+        return json.dumps({**parsed, **more}, allow_nan=False).encode() if more else body
+    except ValueError:  # A number that JSON cannot say: the engine's to refuse.
+        return body
+
+
+def _conversation(content: Any, body: bytes) -> bytes:
+    """The first messages up to and with the first of a user; of a completion the prompt."""
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        users = (number for number, message in enumerate(content) if message.get("role") == "user")
+        content = content[: next(users, len(content) - 1) + 1]
+    return body if content is None else json.dumps(content, sort_keys=True).encode()

@@ -1,0 +1,105 @@
+"""Reads an engine's answer while it passes: token ids, usage, how it ended, what was drafted. Changes nothing of it."""
+
+import json
+from collections import deque
+from typing import Any
+
+from data.responses.engine_counts import CountsError, RequestCounts, read_counts
+
+MOST_BYTES = 8 << 20  # of an answer's JSON, or of one line of a stream: beyond it nothing is read
+_LAST_EVENTS = 4  # Counts ride on one of the last: vLLM's on usage, llama.cpp's on the one that says how it ended.
+
+
+class Tap:
+    """One answer. after `end`: readable, finish, tokens and ids (None: not said), counts, odd_counts (they contradict themselves)."""
+
+    def __init__(self, stream: bool, keep_ids: bool) -> None:
+        """``stream``: server-sent events; else one JSON object. ``keep_ids``: the token ids are wanted."""
+        self.stream, self.keep_ids = stream, keep_ids
+        self.readable, self.ended, self.odd_counts = True, False, False
+        self.finish = ""
+        self.prompt_tokens: int | None = None
+        self.response_tokens: int | None = None
+        self.prompt_ids: list[int] | None = None
+        self.response_ids: list[int] | None = None
+        self.counts: RequestCounts | None = None
+        self._rest = bytearray()
+        self._last: deque[dict[str, Any]] = deque(maxlen=_LAST_EVENTS)
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes; ``ended`` says afterwards whether a stream has said its last word."""
+        if not self.readable:
+            return
+        if self.stream and not self._rest and piece.endswith(b"\n"):
+            self._lines(piece)
+            return
+        self._rest += piece
+        if self.stream and b"\n" in piece:
+            whole = self._rest.rfind(b"\n") + 1
+            lines, self._rest = bytes(self._rest[:whole]), self._rest[whole:]
+            self._lines(lines)
+        if len(self._rest) > MOST_BYTES:
+            self.readable = False
+            self._rest.clear()
+
+    def end(self) -> None:
+        """No more bytes come: what they said together."""
+        if self.readable and not self.stream:
+            self._event(bytes(self._rest))
+        self._rest.clear()
+        for event in reversed(self._last):
+            try:
+                self.counts = self.counts or read_counts(event)
+            except CountsError:
+                self.odd_counts = True
+        for side in ("prompt", "response"):
+            ids, tokens = getattr(self, f"{side}_ids"), getattr(self, f"{side}_tokens")
+            if tokens is None and ids is not None:
+                setattr(self, f"{side}_tokens", len(ids))
+            elif ids is not None and len(ids) != tokens:
+                setattr(self, f"{side}_ids", None)  # A reasoning parser may hide some.
+
+    def _lines(self, lines: bytes) -> None:
+        for line in lines.split(b"\n"):
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip())
+
+    def _event(self, text: bytes) -> None:
+        if self.stream and text == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            event = json.loads(text)
+            self._read(event)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            self.readable = False
+
+    def _read(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.finish = "error"
+        choices = event.get("choices") or ()
+        choice = choices[0] if choices else {}
+        finish = choice.get("finish_reason")
+        if self.keep_ids:
+            if self.prompt_ids is None:
+                self.prompt_ids = _ids(event.get("prompt_token_ids") or choice.get("prompt_token_ids"))
+            if (ids := _ids(choice.get("token_ids"))) is not None:
+                self.response_ids = self.response_ids or []
+                self.response_ids += ids
+        self.finish = finish or self.finish
+        if (usage := event.get("usage")) is not None:
+            self.prompt_tokens, self.response_tokens = (
+                _count(usage, "prompt_tokens"),
+                _count(usage, "completion_tokens"),
+            )
+        if finish or not choices or usage is not None:
+            self._last.append(event)
+
+
+def _ids(found: Any) -> list[int] | None:
+    return found if isinstance(found, list) and all(type(token) is int and token >= 0 for token in found) else None
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    return value if type(value) is int and value >= 0 else None
