@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from data.traffic.reader import forgotten_hashes
 from data.traffic.record import (
     FORGOTTEN,
     LOCK,
@@ -22,7 +23,6 @@ from data.traffic.record import (
     priority,
     to_line,
 )
-from data.traffic.reader import forgotten_hashes
 from data.traffic.retention import sweep, write_lock
 from speculative.errors import UserError
 
@@ -124,7 +124,7 @@ class LogWriter:
         while not self._closed:
             try:
                 self.samples.reset(sweep(self.directory, self.retention_days, self.samples.size, time.time()).kept)
-            except UserError as error:
+            except (UserError, OSError, ValueError) as error:
                 print(f"{error}; old text stays until the next sweep", file=sys.stderr, flush=True)
             self._sweep_now.wait(SWEEP_SECONDS)
             self._sweep_now.clear()
@@ -145,9 +145,11 @@ class LogWriter:
     def _try(self, records: list[TrafficRecord]) -> bool:
         try:
             self._write(records)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.failed += len(records)
-            self._say(False, f"cannot be written ({error.strerror or error}); serving goes on without a log")
+            self._say(
+                False, f"cannot be written ({getattr(error, 'strerror', None) or error}); serving goes on without a log"
+            )
             return False
         self.records += len(records)
         self._say(True, "is written again")
