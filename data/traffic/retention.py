@@ -101,16 +101,17 @@ def rewrite(directory: Path, changed: Callable[[bytes], bytes]) -> int:
     count = 0
     # A file that is begun meanwhile is looked at too.
     while left := [path for path in log_files(directory) if path not in done]:
-        # What takes time is done before the gateway has to wait.
-        known = {line: changed(line) for line in left[0].read_bytes().splitlines(keepends=True)}
-        with writing(directory), write_lock(directory):
-            for stale in directory.glob(".log-*.tmp"):
-                stale.unlink()
-            before = left[0].read_bytes().splitlines(keepends=True)
-            after = [known[line] if line in known else changed(line) for line in before]
-            if after != before:
-                write_bytes(left[0], b"".join(after), 0o600)
-                count += sum(old != new for old, new in zip(before, after, strict=True))
+        with writing(left[0]):
+            # What takes time is done before the gateway has to wait.
+            known = {line: changed(line) for line in left[0].read_bytes().splitlines(keepends=True)}
+            with write_lock(directory):
+                for stale in directory.glob(".log-*.tmp"):
+                    stale.unlink()
+                before = left[0].read_bytes().splitlines(keepends=True)
+                after = [known[line] if line in known else changed(line) for line in before]
+                if after != before:
+                    write_bytes(left[0], b"".join(after), 0o600)
+                    count += sum(old != new for old, new in zip(before, after, strict=True))
         done.add(left[0])
     return count
 

@@ -77,21 +77,21 @@ def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[in
     first: dict[str, int] = {}
     for number, text in enumerate(texts):
         parents[root(number)] = root(first.setdefault(near_hash(text), number))
-    # In order of their tokens, whatever a sequence begins with stands before it: open are those that begin the present one.
+    # In order of their tokens, what a sequence begins with stands before it: open are the beginnings of the present one.
     sequences = []
     for number, record in enumerate(records):
         prompt_ids, response_ids = record.prompt_ids or (), record.response_ids or ()
-        sequences.append((prompt_ids, 1, number))
+        sequences.append((prompt_ids, True, number))
         if len(response_ids) >= CONTINUED:
-            sequences.append((prompt_ids + response_ids[:CONTINUED], 0, number))
+            sequences.append((prompt_ids + response_ids[:CONTINUED], False, number))
     opened: list[tuple[tuple[int, ...], int]] = []
     for ids, is_prompt, number in sorted(sequences):
         while opened and ids[: len(opened[-1][0])] != opened[-1][0]:
             opened.pop()
+        if opened:
+            parents[root(number)] = root(opened[-1][1])
         if not is_prompt:
             opened.append((ids, number))
-        elif opened:
-            parents[root(number)] = root(opened[-1][1])
     return [root(number) for number in range(len(records))]
 
 

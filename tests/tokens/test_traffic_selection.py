@@ -1,6 +1,7 @@
 """Which requests are trained on: reasons, groups, the split in time, caps."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -54,6 +55,32 @@ def test_near_equal_prompts_and_turns_of_a_conversation_are_one_group() -> None:
     assert len(set(groups)) == 2
     assert groups.count(groups[0]) == 4
     assert groups[1] not in (groups[0], groups[2])
+
+
+@given(st.data())
+def test_groups_are_those_of_comparing_all_with_all(data: st.DataObject) -> None:
+    ids, answers = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for _ in range(data.draw(st.integers(2, 8))):
+        before = data.draw(st.sampled_from([(), *(one + other for one, other in zip(ids, answers, strict=True))]))
+        ids.append((*before[: data.draw(st.integers(0, len(before)))], data.draw(st.integers(0, 1))))
+        answers.append(tuple(data.draw(st.lists(st.integers(0, 1), min_size=CONTINUED - 1, max_size=CONTINUED + 1))))
+    records = [
+        record_of(number, prompt_ids=one, response_ids=other, accepted=None)
+        for number, (one, other) in enumerate(zip(ids, answers, strict=True))
+    ]
+    keys = [
+        one + other[:CONTINUED] if len(other) >= CONTINUED else None for one, other in zip(ids, answers, strict=True)
+    ]
+    found = list(range(len(ids)))
+    for i, j in list(itertools.product(range(len(ids)), repeat=2)) * len(ids):
+        key = keys[i]
+        begun = key is not None and any(one is not None and one[: len(key)] == key for one in (ids[j], keys[j]))
+        if begun or ids[i] == ids[j]:
+            found[i] = found[j] = min(found[i], found[j])
+    groups = groups_of(records, list(map(str, ids)))
+    assert [[one == other for other in groups] for one in groups] == [
+        [one == other for other in found] for one in found
+    ]
 
 
 @given(
