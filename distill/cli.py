@@ -28,6 +28,7 @@ from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
 from distill.live.gateway.options import GatewayOptions
 from distill.live.refresh.options import RefreshOptions
+from distill.live.rollout.options import RolloutOptions
 from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
 
 app = typer.Typer(
@@ -239,6 +240,19 @@ def refresh(options: RefreshOptions) -> int:
     from distill.live.refresh.refresh import refresh_command
 
     return refresh_command(options, Console())
+
+
+@command
+def rollout(options: RolloutOptions) -> int:
+    """Serve a version beside the current one, compare the two on live traffic, then move all of it, or go back.
+
+    understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port}"
+
+    Exit status: 0 the version serves, 3 it was taken back, 2 a mistake.
+    """
+    from distill.live.rollout.rollout import rollout
+
+    return rollout(options)
 
 
 traffic = typer.Typer(

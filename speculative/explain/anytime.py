@@ -79,8 +79,8 @@ def estimate_of(sums: Sums, doubt: float | None = None) -> Estimate:
         value = np.divide(sums.numerator, sums.denominator)
         squares = sums.numerator2 - 2 * value * sums.product + value**2 * sums.denominator2
         off = np.maximum(value, 1 - value) if doubt is None else doubt
-        squares = np.maximum(squares, 0.0) + (off * sums.denominator / sums.requests) ** 2
-        variance = squares / np.square(sums.denominator) * sums.requests / (sums.requests - 1.0)
+        squares = np.maximum(squares, 0.0) + np.square(np.divide(off * sums.denominator, sums.requests))
+        variance = squares / np.square(sums.denominator) * np.divide(sums.requests, np.subtract(sums.requests, 1.0))
     enough = np.asarray(sums.requests) >= FEWEST_REQUESTS
     return Estimate(np.where(enough, value, 0.0), np.where(enough, variance, np.inf))
 

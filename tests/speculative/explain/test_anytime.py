@@ -93,7 +93,7 @@ def test_the_interval_lies_about_the_difference_and_narrows() -> None:
     first = int(np.argmax(new.requests[0] >= FEWEST_REQUESTS))
     assert np.isinf(low[0, : first - 1]).all()
     assert np.isfinite(low[0, first])
-    np.testing.assert_allclose((low + high)[0, first:] / 2, difference.value[0, first:])
+    np.testing.assert_allclose((low[0, first:] + high[0, first:]) / 2, difference.value[0, first:])
     assert (high - low)[0, -1] < (high - low)[0, first] / 3
 
 

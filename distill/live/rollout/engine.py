@@ -1,0 +1,158 @@
+"""The engine that a rollout starts: it outlives the rollout, since it is to serve, and is found again behind a kill."""
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from speculative.errors import UserError
+
+# In the engine's environment: a rollout that was killed before it wrote down a process number finds the engine by it.
+MARK = "UNDERSTUDY_ROLLOUT"
+GRACE_SECONDS = 15.0  # for an engine to end by itself
+POLL_SECONDS = 0.5
+_TIMEOUT = 5.0
+_TOLD = 200  # characters of an engine's last line
+
+
+def engine_words(command: str, draft: Path, port: int) -> list[str]:
+    """The words of --engine-command. They may hold JSON, so only {draft} and {port} are looked for.
+
+    Raises:
+        UserError: no command, or one without a place for the draft or the port.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"--engine-command {command}: {error}") from error
+    for place in ("{draft}", "{port}"):
+        if not any(place in word for word in words):
+            raise UserError(f"--engine-command {command or 'is empty'}: it must have {place} where the engine takes it")
+    return [word.replace("{draft}", str(draft)).replace("{port}", str(port)) for word in words]
+
+
+def free_port(port: int) -> int:
+    """This port, or any free one for 0.
+
+    Raises:
+        UserError: it is in use.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", port)) as free:
+            return int(free.getsockname()[1])
+    except OSError as error:
+        raise UserError(f"--port {port}: cannot be listened on ({error.strerror}); choose another") from error
+
+
+def start_engine(words: list[str], mark: str, log: Path) -> psutil.Process:
+    """Starts an engine in a session of its own.
+
+    Raises:
+        UserError: no such program.
+    """
+    try:
+        with log.open("ab") as out:
+            child = psutil.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {MARK: mark},
+            )  # fmt: skip
+    except OSError as error:
+        raise UserError(f"--engine-command {words[0]}: cannot be started ({error.strerror})") from error
+    return child
+
+
+def find_engine(mark: str, number: int | None, created: float | None) -> psutil.Process | None:
+    """The living engine that was started with a mark; None where it has ended or was never started.
+
+    number, created: of its process and the start of that, None where nobody lived to write them down.
+    """
+    if number is not None:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(number)
+            return process if process.create_time() == created and alive(process) else None
+        return None
+    # Whatever it starts has its mark too; it alone leads the session.
+    return next((process for process in _marked(mark) if os.getsid(process.pid) == process.pid), None)
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    """The living processes of an engine."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if mark and process.environ().get(MARK) == mark and alive(process):
+                yield process
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs: one that has ended and is not yet waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def stop_engine(process: psutil.Process | None, mark: str, port: int, drain: float) -> None:
+    """Ends an engine, when its last connection is closed or ``drain`` seconds are over, and all that it started.
+
+    ``process``: None where it has ended by itself, and may have left something behind.
+    """
+    if process is not None:
+        _until(lambda: not alive(process) or not _connected(process, port), drain)
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+        _until(lambda: not alive(process), GRACE_SECONDS)
+    left = list(_marked(mark))
+    for one in left:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    _until(lambda: not any(map(alive, left)), GRACE_SECONDS)
+
+
+def _until(over: Callable[[], bool], seconds: float) -> None:
+    # Not psutil's wait: in a container nobody may reap what has ended.
+    deadline = time.monotonic() + seconds
+    while not over() and time.monotonic() < deadline:
+        time.sleep(min(POLL_SECONDS, 0.1))
+
+
+def _connected(process: psutil.Process, port: int) -> bool:
+    """Whether a client is connected to the port, in the engine or what it started."""
+    with contextlib.suppress(psutil.Error):
+        family = [process, *process.children(recursive=True)]
+        return any(
+            link.laddr and link.laddr.port == port and link.status == psutil.CONN_ESTABLISHED
+            for one in family
+            for link in one.net_connections("tcp")
+        )
+    return False
+
+
+def answers(url: str) -> bool:
+    """Whether an engine is healthy: /health where it has one, else its list of models."""
+    for path in ("/health", "/v1/models"):
+        try:
+            with urllib.request.urlopen(url + path, timeout=_TIMEOUT) as reply:
+                return bool(reply.status == 200)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 404:
+                return False
+        except (OSError, ValueError):
+            return False
+    return False
+
+
+def last_line(log: Path) -> str:
+    """What an engine printed last; empty where it printed nothing."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip()[-_TOLD:] for line in reversed(lines) if line.strip()), "")
+    return ""

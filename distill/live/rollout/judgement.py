@@ -1,0 +1,222 @@
+"""What the requests of two engines say: go on, go back, or wait for more. Nothing here reads a file.
+
+Each way back (accepted less, below the gate's interval, slower, more errors) has a quarter of the false alarm rate in each of the
+two phases, and every test holds however often it is looked at. Compared are requests of the same minutes, divided by a hash; what is
+watched afterwards is compared with what the old engine did then, so a change of traffic or load is in it too.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from scipy import stats
+
+from data.traffic.reader import accepts
+from data.traffic.record import TrafficRecord
+from speculative.explain.anytime import (
+    FEWEST_REQUESTS,
+    Estimate,
+    Sums,
+    anytime_interval,
+    difference_of,
+    estimate_of,
+    evidence_of_more,
+    requests_to_see,
+    sums_of,
+)
+from speculative.measure.intervals import Interval
+
+WAYS_BACK = 4
+UNTOLD_REQUESTS = 50  # Without a drafted token: this engine drafts nothing, or does not tell.
+LATENCY_SCALE, LATENCY_DOUBT = (
+    0.2,
+    1.0,
+)  # Of log seconds: differences looked for, and how far off an unseen request may be.
+WATCHED_SLOWER = 1.0  # Twice as slow: behind the move one engine has the load of two.
+WHOLE = ("stop", "length", "tool_calls")  # finishes of answers that were not cut short
+SEEN = 0.05  # The difference of which it is told how many requests show it.
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine did in one phase. gamma: drafted tokens a block. acceptance: of accepted / drafted. latency: of log seconds a token."""
+
+    requests: int = 0
+    errors: int = 0
+    gamma: float | None = None
+    acceptance: Sums = field(default_factory=Sums)
+    latency: Sums = field(default_factory=Sums)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, in one line why, and the numbers behind it."""
+
+    action: Literal["wait", "on", "back"]
+    reason: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GateGain:
+    """The interval of tau that the gate saw gained on new traffic, at this gamma."""
+
+    gamma: int
+    tau_low: float
+    tau_high: float
+
+
+@dataclass(frozen=True)
+class Law:
+    """What is asked of the new draft; see `RolloutOptions`. gate: what it judged, None where nothing is known of it."""
+
+    share: float
+    margin: float
+    slower: float
+    false_alarms: float
+    requests: int
+    watch: int
+    gate: "GateGain | None" = None
+
+    @property
+    def level(self) -> float:
+        """Of an interval with two sides of which one is a way back."""
+        return 2 * self.false_alarms / WAYS_BACK
+
+
+def served_of(records: Iterable[TrafficRecord]) -> Served:
+    """Counts of records; a constraint on the text says nothing of the draft, and an answer cut short nothing of its speed."""
+    records = list(records)
+    told = [record for record in records if accepts(record)]
+    timed = [
+        record.total_s / record.response_tokens
+        for record in records
+        if record.finish in WHOLE and record.total_s and record.response_tokens
+    ]
+    blocks = [(record.drafted or 0, record.blocks) for record in told if record.blocks]
+    return Served(
+        len(records),
+        sum(record.finish == "error" for record in records),
+        sum(drafted for drafted, _ in blocks) / sum(count for _, count in blocks) if blocks else None,
+        sums_of(np.array([record.accepted for record in told]), np.array([record.drafted for record in told])),
+        sums_of(np.log(timed)),
+    )
+
+
+def compare(new: Served, old: Served, law: Law) -> Decision:
+    """While both serve."""
+    numbers = _numbers(new, old, law)
+    total = new.requests + old.requests
+    # A long conversation may bring an engine more than its share.
+    share = max(law.share, (new.requests + 1) / (total + 2))
+    back = (
+        _more_errors(evidence_of_more(new.errors, new.errors + old.errors, share), new, old, law)
+        or _untold(new, old)
+        or _below_gate(numbers, new, law)
+        or _slower(new, old, law, law.slower)
+    )
+    if back:
+        return Decision("back", back, numbers)
+    low, high = numbers["difference_interval"]
+    if low > -law.margin:
+        what = "more is accepted" if law.margin == 0 else f"no less than {-law.margin:+g} is accepted"
+        return Decision("on", f"certainly {what}: {_told(numbers)}", numbers)
+    if high < 0:
+        return Decision("back", f"certainly less is accepted: {_told(numbers)}", numbers)
+    if total >= law.requests:
+        return Decision("back", f"undecided behind {total:,} requests: {_told(numbers)}", numbers)
+    return Decision("wait", _told(numbers), numbers)
+
+
+def watch(new: Served, old: Served, law: Law) -> Decision:
+    """When all traffic is the new one's. old: what the old engine did while they were compared."""
+    numbers = _numbers(new, old, law)
+    # Clopper-Pearson: the errors that the old engine may well have had.
+    usual = float(stats.beta.ppf(1 - law.false_alarms / 2, old.errors + 1, max(1, old.requests - old.errors)))
+    back = (
+        _more_errors(evidence_of_more(new.errors, new.requests, min(usual, 0.999)), new, old, law)
+        or _below_gate(numbers, new, law)
+        or _slower(new, old, law, WATCHED_SLOWER)
+    )
+    if not back and numbers["difference_interval"][1] < -law.margin:
+        back = f"certainly less is accepted than before: {_told(numbers)}"
+    if back:
+        return Decision("back", back, numbers)
+    return Decision("on" if new.requests >= law.watch else "wait", _told(numbers), numbers)
+
+
+def _numbers(new: Served, old: Served, law: Law) -> dict[str, Any]:
+    difference = difference_of(estimate_of(new.acceptance), estimate_of(old.acceptance))
+    numbers: dict[str, Any] = {
+        "requests": {"new": new.requests, "old": old.requests},
+        "errors": {"new": new.errors, "old": old.errors},
+        "rate": {"new": _rate(new.acceptance), "old": _rate(old.acceptance)},
+        "difference": float(difference.value) if math.isfinite(difference.variance) else None,
+        "difference_interval": _interval(difference, law.level),
+        "to_see": None,
+    }
+    count = old.acceptance.requests
+    if count >= FEWEST_REQUESTS:
+        spread = math.sqrt(float(estimate_of(old.acceptance).variance) * count)
+        numbers["to_see"] = requests_to_see(SEEN, spread, law.share, law.level)
+    return numbers
+
+
+def _told(numbers: dict[str, Any]) -> str:
+    low, high = numbers["difference_interval"]
+    rate, requests = numbers["rate"], numbers["requests"]
+    told = f"accepted / drafted {_shown(rate['new'])} of {requests['new']:,} requests, {_shown(rate['old'])} of the old draft's {requests['old']:,}"
+    if numbers["difference"] is not None:
+        told += f"; difference {numbers['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return told
+
+
+def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
+    if evidence < WAYS_BACK / law.false_alarms:
+        return ""
+    return f"errors rise: {new.errors:,} in {new.requests:,} requests, {old.errors:,} in {old.requests:,} of the old engine"
+
+
+def _below_gate(numbers: dict[str, Any], new: Served, law: Law) -> str:
+    """The gate judged the gain over the old draft, which traffic and an engine's way to count change less than acceptance itself."""
+    gate = law.gate
+    # tau = 1 + gamma x accepted / drafted; at another gamma the gain is another.
+    if gate is None or new.gamma is None or round(new.gamma) != gate.gamma:
+        return ""
+    low, high = gate.tau_low / gate.gamma, gate.tau_high / gate.gamma
+    if numbers["difference_interval"][1] >= low:
+        return ""
+    return f"below the gate's interval of the gain in accepted / drafted, [{low:+.3f}, {high:+.3f}]: {_told(numbers)}"
+
+
+def _slower(new: Served, old: Served, law: Law, slower: float) -> str:
+    times = difference_of(estimate_of(new.latency, LATENCY_DOUBT), estimate_of(old.latency, LATENCY_DOUBT))
+    low, high = anytime_interval(times, law.level, LATENCY_SCALE)
+    if low <= math.log1p(slower):
+        return ""
+    return f"certainly slower: {math.exp(times.value):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}] times the seconds a token of the old engine"
+
+
+def _untold(new: Served, old: Served) -> str:
+    for served, which in ((new, "new"), (old, "old")):
+        if served.requests - served.errors >= UNTOLD_REQUESTS and not served.acceptance.requests:
+            return (
+                f"the {which} engine tells of no drafted tokens in {served.requests:,} requests: it serves without a draft, or "
+                "does not say (vLLM: --per-request-spec-decode-metrics detailed)"
+            )
+    return ""
+
+
+def _rate(sums: Sums) -> float | None:
+    return float(sums.numerator / sums.denominator) if sums.denominator else None
+
+
+def _interval(difference: Estimate, level: float) -> Interval:
+    low, high = anytime_interval(difference, level)
+    return max(-1.0, float(low)), min(1.0, float(high))
+
+
+def _shown(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3f}"

@@ -1,0 +1,357 @@
+"""`understudy rollout`: the new version's engine beside the old, a share of the traffic, then all of it or none.
+
+Engines cannot swap a draft portably, so whole engines are replaced, one beside the other. arms.json of the gateway's log directory
+is the only control. Each stage is written down before its first act, and each act may be done twice: a rollout that was killed
+goes on where it stood, when it is given again.
+
+Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import math
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from data.files import writing
+from data.traffic.record import LOCK
+from distill.faults import Interrupted
+from distill.live.arms import ARMS, Arm, Arms, is_address, read_arms, write_arms
+from distill.live.rollout import engine as engines
+from distill.live.rollout.engine import (
+    answers,
+    engine_words,
+    find_engine,
+    free_port,
+    last_line,
+    start_engine,
+    stop_engine,
+)
+from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, compare, served_of, watch
+from distill.live.rollout.log_tail import LogTail
+from distill.live.rollout.options import RolloutOptions
+from distill.live.rollout.state import ENDS, STATE, Stage, State, read_state, write_state
+from distill.live.versions import Version, list_versions, make_current, read_version, reject
+from speculative.errors import UserError
+
+TAKEN_BACK = 3  # exit status
+_LOCK = ".rollout.lock"
+SILENT_POLLS = 3  # An engine of which the process runs but that does not answer so often is taken for dead.
+TOLD_SECONDS = 10.0
+# Requests that all miss the new engine with such a chance say that the gateway reads no arms.json; times ten, for they come in conversations.
+_UNHEEDED, _CONVERSATION = 1e-6, 10
+
+
+def rollout(options: RolloutOptions) -> int:
+    """Takes a version into service, or back; goes on with one that was interrupted. Returns the exit status.
+
+    Raises:
+        UserError: no such version, a rollout of another version that is not finished, no gateway on the log directory or one
+            that does not read arms.json, an engine that does not start, a port in use, an option out of its range.
+        Interrupted: Ctrl-C; both engines stay as they are.
+    """
+    _check(options)
+    if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():
+        options = dataclasses.replace(options, drafts=named)
+    version = _version(options)
+    with _alone(options.drafts):
+        state = read_state(options.drafts)
+        if state is not None and state.stage not in ENDS:
+            _check_same(state, options)
+            print(f"goes on: {state.version} was {state.stage}", flush=True)
+        elif options.back:
+            raise UserError(f"--back: no rollout of {options.drafts} is under way")
+        else:
+            state = _begin(options, version, state)
+        try:
+            return Rollout(options, version, state).run()
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"{state.version} is {state.stage} and stays so; the same command goes on, with --back it takes it back"
+            ) from None
+
+
+class Rollout:
+    """A rollout from where its state stands to its end."""
+
+    def __init__(self, options: RolloutOptions, version: Version, state: State) -> None:
+        self.options, self.version, self.state = options, version, state
+        self.arms_file = Path(state.log) / ARMS
+        self._told = -math.inf
+
+    def run(self) -> int:
+        """The exit status, when an end is reached."""
+        stages = {
+            "starting": self._start, "comparing": self._compare, "watching": self._watch, "finishing": self._finish,
+            "returning": self._return,
+        }  # fmt: skip
+        if self.options.back and self.state.stage != "finishing":
+            self._enter("returning", "asked for")
+        while self.state.stage not in ENDS:
+            stages[self.state.stage]()
+        return 0 if self.state.stage == "done" else TAKEN_BACK
+
+    def _enter(self, stage: Stage, text: str) -> None:
+        """The next stage is written down before it begins."""
+        self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
+        self.state.events.append({"time": self.state.since, "stage": stage, "text": text})
+        write_state(self.options.drafts, self.state)
+        print(f"{time.strftime('%H:%M:%S')} {self.state.version} {stage}: {text}", flush=True)
+
+    def _start(self) -> None:
+        state = self.state
+        try:
+            if state.mark:
+                process = self._engine() or self._started()
+                state.pid, state.created = process.pid, process.create_time()
+                write_state(self.options.drafts, state)
+            seconds = self._wait()
+        except UserError as error:
+            self.state.blames = False
+            self._enter("returning", str(error))
+            self._return()
+            raise
+        self._enter(
+            "comparing", f"{state.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations"
+        )
+
+    def _started(self) -> psutil.Process:
+        words = engine_words(self.options.engine_command, self.version.folder, free_port(self.state.port))
+        return start_engine(words, self.state.mark, self._engine_log())
+
+    def _wait(self) -> float:
+        """Seconds until the engine answered."""
+        start = time.monotonic()
+        while not answers(self.state.url):
+            if self.state.mark and self._engine() is None:
+                said = last_line(self._engine_log())
+                raise UserError(
+                    f"--engine-command: the engine ended before it answered: {said} (all in {self._engine_log()})"
+                )
+            if time.monotonic() - start > self.options.start_timeout:
+                raise UserError(
+                    f"{self.state.url} does not answer within --start-timeout {self.options.start_timeout:g} s"
+                )
+            time.sleep(engines.POLL_SECONDS)
+        return time.monotonic() - start
+
+    def _compare(self) -> None:
+        self._direct(self.state.share)
+        law, tail = self._law(), LogTail(Path(self.state.log), self.state.since)
+        unheeded = math.ceil(_CONVERSATION * math.log(_UNHEEDED) / math.log1p(-law.share))
+        for records in self._polls(tail):
+            new = served_of(record for record in records if record.arm == self.state.version)
+            old = served_of(record for record in records if record.arm in self._old_arms())
+            if not new.requests and old.requests >= unheeded:
+                self.state.blames = False
+                self._enter("returning", f"none of {old.requests:,} requests reached it")
+                self._return()
+                raise UserError(
+                    f"{self.arms_file}: the gateway does not heed it: none of {old.requests:,} requests reached the new engine; "
+                    "is it `understudy gateway` that serves, with this --log?"
+                )
+            decision = compare(new, old, law)
+            if decision.action == "on":
+                self.state.old = old
+            if self._decided(decision, "watching"):
+                return
+
+    def _watch(self) -> None:
+        self._direct(1.0)
+        law, tail = self._law(), LogTail(Path(self.state.log), self.state.since)
+        for records in self._polls(tail):
+            new = served_of(record for record in records if record.arm == self.state.version)
+            if self._decided(watch(new, self.state.old, law), "finishing"):
+                return
+
+    def _decided(self, decision: Decision, following: Stage) -> bool:
+        if decision.action == "wait":
+            self._tell(decision)
+            return False
+        self._enter(following if decision.action == "on" else "returning", decision.reason)
+        return True
+
+    def _polls(self, tail: LogTail) -> Iterator[list]:
+        """Records so far, again and again; ends when the engine has died, with the way back entered."""
+        silent = 0
+        while True:
+            died = bool(self.state.mark) and self._engine() is None
+            silent = 0 if answers(self.state.url) else silent + 1
+            if died or silent >= SILENT_POLLS:
+                what = (
+                    f"the engine died: {last_line(self._engine_log())}" if died else f"{self.state.url} does not answer"
+                )
+                self._enter("returning", what)
+                return
+            yield tail.read()
+            time.sleep(engines.POLL_SECONDS)
+
+    def _finish(self) -> None:
+        """All arms of the past are left out, `current` is switched, the old engine ended where it is ours."""
+        self._direct(1.0, alone=True)
+        make_current(self.options.drafts, self.state.version, "rollout")
+        old, urls = self.state.before_engine, [arm.url for arm in self._before().arms if arm.drafts]
+        if old is not None and old["url"] in urls:
+            process = find_engine(old["mark"], old["pid"], old["created"])
+            stop_engine(process, old["mark"], old["port"], self.options.drain)
+            urls.remove(old["url"])
+        for url in urls:
+            print(f"{url} has no traffic any more and was not started here: end it as you started it", flush=True)
+        self._enter("done", f"{self.state.url} serves all traffic; current -> {self.state.version}")
+
+    def _return(self) -> None:
+        """All traffic to where it went before, and the new engine ended where it is ours."""
+        reason = self.state.reason
+        write_arms(self.arms_file, self._before())
+        for arm in self._before().arms:
+            if arm.share and not answers(arm.url):
+                print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
+        if self.state.mark:
+            stop_engine(self._engine(), self.state.mark, self.state.port, self.options.drain)
+        if self.state.blames:
+            reject(self.options.drafts, self.state.version, f"rollout: {reason}")
+        self._enter("back", reason)
+
+    def _direct(self, share: float, alone: bool = False) -> None:
+        """Gives the new engine this share, the others what is left; ``alone``: the others are no longer named."""
+        before = self._before()
+        others = [
+            dataclasses.replace(arm, share=arm.share * (1 - share)) if arm.drafts else arm
+            for arm in before.arms
+            if not (alone and arm.drafts)
+        ]
+        target = next(arm for arm in before.arms if arm.drafts).target_version
+        new = Arm(self.state.version, self.state.url, share, self.state.version, target)
+        write_arms(self.arms_file, Arms(f"rollout {self.options.drafts.name} {self.state.version}", (*others, new)))
+
+    def _before(self) -> Arms:
+        return Arms(self.state.before["by"], tuple(Arm(**arm) for arm in self.state.before["arms"]))
+
+    def _old_arms(self) -> set[str]:
+        return {arm.name for arm in self._before().arms if arm.drafts}
+
+    def _engine(self) -> psutil.Process | None:
+        return find_engine(self.state.mark, self.state.pid, self.state.created)
+
+    def _engine_log(self) -> Path:
+        return self.options.drafts / f"engine-{self.state.version}.log"
+
+    def _law(self) -> Law:
+        options = self.options
+        return Law(
+            self.state.share, options.margin, options.slower, options.false_alarms, options.requests, options.watch,
+            _gate_of(self.version),
+        )  # fmt: skip
+
+    def _tell(self, decision: Decision) -> None:
+        """Now and then, where it stands."""
+        if time.monotonic() - self._told < TOLD_SECONDS:
+            return
+        self._told = time.monotonic()
+        to_see = decision.numbers["to_see"]
+        more = (
+            ""
+            if to_see is None or self.state.stage != "comparing"
+            else f"; {SEEN:g} shows in about {to_see:,} requests"
+        )
+        more += "" if _gateway_runs(Path(self.state.log)) else "; no gateway runs"
+        print(f"{time.strftime('%H:%M:%S')} {self.state.stage}: {decision.reason}{more}", flush=True)
+
+
+def _check(options: RolloutOptions) -> None:
+    for name, value, right, example in (
+        ("share", options.share, 0 < options.share < 1, "0.1"),
+        ("margin", options.margin, 0 <= options.margin < 1, "0.01"),
+        ("slower", options.slower, 0 <= options.slower < math.inf, "0.05"),
+        ("false-alarms", options.false_alarms, 0 < options.false_alarms <= 0.5, "0.05"),
+        ("start-timeout", options.start_timeout, 0 < options.start_timeout < math.inf, "900"),
+        ("drain", options.drain, 0 <= options.drain < math.inf, "30"),
+    ):
+        if not right:
+            raise UserError(f"--{name} {value:g}: out of its range; give e.g. {example}")
+    if bool(options.engine_command) == bool(options.engine_url) and not options.back:
+        raise UserError(
+            "give --engine-command (what starts the new engine) or --engine-url (where it runs already), one of them"
+        )
+    if options.engine_url and not is_address(options.engine_url):
+        raise UserError(f"--engine-url {options.engine_url}: give an address such as http://127.0.0.1:8002")
+    if options.engine_command:
+        engine_words(options.engine_command, Path(), 0)
+
+
+def _version(options: RolloutOptions) -> Version:
+    if not (options.drafts / options.version).is_dir():
+        known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
+        raise UserError(f"{options.drafts / options.version}: no such version; there are: {known}")
+    return read_version(options.drafts / options.version)
+
+
+@contextlib.contextmanager
+def _alone(drafts: Path) -> Iterator[None]:
+    """One rollout of a draft at a time; the system takes the lock from one that is killed."""
+    with writing(drafts), (drafts / _LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{drafts}: another rollout of it is running; wait for it or end it") from error
+        yield
+
+
+def _check_same(state: State, options: RolloutOptions) -> None:
+    """An unfinished rollout comes first."""
+    if state.version != options.version:
+        raise UserError(
+            f"{options.drafts / STATE}: the rollout of {state.version} is not finished ({state.stage}); give it again, or with --back"
+        )
+    if Path(state.log) != options.log.resolve():
+        raise UserError(f"--log {options.log}: {state.version} is being rolled out at {state.log}; give that")
+    _check_gateway(options.log)
+
+
+def _check_gateway(log: Path) -> None:
+    if not _gateway_runs(log):
+        raise UserError(f"--log {log}: no gateway runs on it; start `understudy gateway --log {log} ...` first")
+
+
+def _gateway_runs(log: Path) -> bool:
+    """Whether somebody holds the log directory's lock."""
+    with contextlib.suppress(FileNotFoundError), (log / LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _begin(options: RolloutOptions, version: Version, last: State | None) -> State:
+    """The first state of a rollout, written down."""
+    _check_gateway(options.log)
+    before = read_arms(options.log / ARMS)
+    if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
+        raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
+    port = 0 if options.engine_url else free_port(options.port)
+    state = State(
+        version.name, str(options.log.resolve()), "starting", options.share,
+        options.engine_url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}", port, dataclasses.asdict(before),
+        mark="" if options.engine_url else uuid.uuid4().hex, since=time.time(),
+    )  # fmt: skip
+    if last is not None and last.stage == "done" and last.mark:
+        names = ("url", "port", "mark", "pid", "created")
+        state.before_engine = {name: getattr(last, name) for name in names}
+    write_state(options.drafts, state)
+    return state
+
+
+def _gate_of(version: Version) -> GateGain | None:
+    """What the gate judged, as `understudy refresh` wrote it down; None for a version that passed none."""
+    try:
+        expected = version.provenance["expected_gain"]
+        low, high = expected["tau_ci"]
+        return GateGain(int(expected["gamma"]), float(low), float(high))
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,360 @@
+"""A rollout from its first request to its end, with a program in the engine's place and traffic that goes where arms.json says."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from live_arms import Traffic, gateway_directory, running_traffic, steady
+from processes import forked, free_port
+
+from data.traffic.record import LOCK
+from distill.faults import exit_status
+from distill.live.arms import ARMS, read_arms
+from distill.live.rollout import engine as engines
+from distill.live.rollout import rollout as module
+from distill.live.rollout.engine import MARK
+from distill.live.rollout.options import RolloutOptions
+from distill.live.rollout.rollout import TAKEN_BACK, rollout
+from distill.live.rollout.state import read_state
+from distill.live.versions import current_version, history, make_current
+from speculative.errors import UserError
+
+# It has a child of its own, like a real one.
+ENGINE = """
+import http.server, os, subprocess, sys
+subprocess.Popen(["sleep", "60"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" and os.path.isdir(sys.argv[1]) else 503); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def add_version(drafts: Path, name: str, parent: str | None, **provenance: Any) -> None:
+    (drafts / name).mkdir(parents=True)
+    told = {"version": name, "parent": parent, **provenance}
+    (drafts / name / "provenance.json").write_text(json.dumps(told))
+
+
+def engines_of(options: RolloutOptions) -> list[psutil.Process]:
+    """Every living process that rollouts of these drafts started, by what they left in its environment."""
+    state = read_state(options.drafts)
+    found = []
+    for process in psutil.Process().children(recursive=True) if state is not None else ():
+        try:
+            if process.environ().get(MARK) == state.mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if os.getsid(process.pid) == process.pid]
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutOptions]:
+    """v0001 serves, v0002 waits; what is started is ended behind the test."""
+    drafts = tmp_path / "drafts" / "support"
+    add_version(drafts, "v0001", None)
+    add_version(drafts, "v0002", "v0001")
+    make_current(drafts, "v0001", "test")
+    (tmp_path / "engine.py").write_text(ENGINE)
+    monkeypatch.setattr(engines, "POLL_SECONDS", 0.02)
+    with gateway_directory(tmp_path / "traffic") as log:
+        options = RolloutOptions(
+            drafts, "v0002", log, f"{sys.executable} -S -E {tmp_path / 'engine.py'} {{draft}} {{port}}", share=0.3, watch=200, drain=0.0,
+            start_timeout=20.0,
+        )  # fmt: skip
+        yield options
+        for process in engines_of(options):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(5)
+
+
+def traffic_of(options: RolloutOptions, new: Any, old: Any = None) -> Traffic:
+    return Traffic(options.log, {"v0001": old or steady(0.7), "v0002": new})
+
+
+def shares(options: RolloutOptions) -> dict[str, float]:
+    return {arm.name: arm.share for arm in read_arms(options.log / ARMS).arms}
+
+
+def served(options: RolloutOptions) -> str:
+    version = current_version(options.drafts)
+    assert version is not None
+    return version.name
+
+
+def until(found: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_better_version_gets_all_the_traffic(options: RolloutOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_traffic(traffic_of(options, steady(0.8))) as traffic:
+        assert rollout(options) == 0
+    assert shares(options) == {"v0002": 1.0}
+    arm = read_arms(options.log / ARMS).arms[0]
+    assert (arm.draft_version, arm.target_version) == ("v0002", "t1")
+    assert served(options) == "v0002"
+    assert len(engines_of(options)) == 1, "it serves on"
+    assert traffic.counts["v0002"] >= options.watch
+    state = read_state(options.drafts)
+    assert state is not None
+    assert [event["stage"] for event in state.events] == ["comparing", "watching", "finishing", "done"]
+    told = capsys.readouterr().out
+    assert "certainly more is accepted" in told
+    assert "http://127.0.0.1:9 has no traffic any more and was not started here: end it as you started it" in told
+    with pytest.raises(UserError, match="v0002 is served there already"):
+        rollout(options)
+
+
+@pytest.mark.parametrize(
+    ("new", "why"),
+    [
+        (steady(0.55), "certainly less is accepted"),
+        (steady(0.7, seconds=0.03), "certainly slower"),
+        (steady(0.7, errors=0.3), "errors rise"),
+    ],
+    ids=["less accepted", "slower", "errors"],
+)
+def test_a_worse_version_is_taken_back(options: RolloutOptions, new: Any, why: str) -> None:
+    with running_traffic(traffic_of(options, new)):
+        assert rollout(options) == TAKEN_BACK
+    assert shares(options) == {"v0001": 1.0}
+    assert read_arms(options.log / ARMS).by == "flags", "a gateway that starts again goes by its flags"
+    assert served(options) == "v0001"
+    assert engines_of(options) == []
+    last = history(options.drafts)[-1]
+    assert (last["version"], last["event"]) == ("v0002", "rejected")
+    assert why in last["by"]
+
+
+def test_one_that_slipped_through_is_taken_back_while_it_is_watched(options: RolloutOptions) -> None:
+    """Good for as long as it is compared, bad with all the traffic."""
+    traffic = traffic_of(
+        options, lambda number: (0.85 if "v0001" in shares(options) and shares(options)["v0001"] else 0.4, 0.01, 0.0)
+    )
+    with running_traffic(traffic):
+        assert rollout(replace(options, watch=20_000)) == TAKEN_BACK
+    state = read_state(options.drafts)
+    assert state is not None
+    assert [event["stage"] for event in state.events] == ["comparing", "watching", "returning", "back"]
+    assert "certainly less is accepted than before" in state.reason
+    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+
+
+def test_less_than_the_gate_promised_is_taken_back(options: RolloutOptions) -> None:
+    path = options.drafts / "v0002" / "provenance.json"
+    gate = {"gamma": 4, "tau_ci": [1.2, 1.6]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"expected_gain": gate}))
+    with running_traffic(traffic_of(options, steady(0.7))):
+        assert rollout(options) == TAKEN_BACK
+    state = read_state(options.drafts)
+    assert state is not None
+    assert "below the gate's interval of the gain in accepted / drafted, [+0.300, +0.400]" in state.reason
+
+
+@pytest.mark.parametrize("stage", ["comparing", "watching"])
+def test_when_the_engine_dies_the_traffic_goes_back(
+    options: RolloutOptions, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as soon as the stage has begun."""
+    enter = module.Rollout._enter
+
+    def killing(self: Any, entered: Any, text: str) -> None:
+        enter(self, entered, text)
+        if entered == stage:
+            os.kill(self.state.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(module.Rollout, "_enter", killing)
+    with running_traffic(traffic_of(options, steady(0.85))):
+        assert rollout(options) == TAKEN_BACK
+    state = read_state(options.drafts)
+    assert state is not None
+    assert "the engine died" in state.reason
+    assert (shares(options), served(options)) == ({"v0001": 1.0}, "v0001")
+
+
+def hang_behind(name: str) -> None:
+    """What is called so, in the module of the rollout or as a stage, is done once, and then nothing more."""
+
+    def hangs(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            found = work(*arguments)
+            if name in (work.__name__, *arguments[1:2]):
+                time.sleep(60)
+            return found
+
+        return wrapped
+
+    module.Rollout._enter = hangs(module.Rollout._enter)  # type: ignore[method-assign]
+    for act in ("start_engine", "make_current", "stop_engine", "reject"):
+        setattr(module, act, hangs(getattr(module, act)))
+
+
+def run_apart(options: RolloutOptions, behind: str, reached: Path) -> None:
+    """A rollout in a process of its own that stops behind an act, for good."""
+    sys.stdout = sys.stderr = reached.open("w")
+    hang_behind(behind)
+    os._exit(rollout(options))
+
+
+def kill_behind(act: str, options: RolloutOptions, tmp_path: Path) -> None:
+    with forked(run_apart, options, act, tmp_path / "out") as child:
+        time.sleep(0.05)
+        frames = {"start_engine": lambda: engines_of(options), "make_current": lambda: served(options) == "v0002",
+                  "stop_engine": lambda: (state := read_state(options.drafts)) and state.stage == "returning" and not engines_of(options),
+                  "reject": lambda: history(options.drafts)[-1]["event"] == "rejected"}  # fmt: skip
+        stage = lambda: (state := read_state(options.drafts)) is not None and state.stage == act  # noqa: E731
+        until(frames.get(act, stage))
+        child.kill()
+
+
+@pytest.mark.parametrize("act", ["start_engine", "comparing", "watching", "finishing", "make_current"])
+def test_killed_it_goes_on_when_it_is_given_again(options: RolloutOptions, tmp_path: Path, act: str) -> None:
+    with running_traffic(traffic_of(options, steady(0.8))):
+        kill_behind(act, options, tmp_path)
+        before = engines_of(options)
+        assert len(before) == 1, "the engine serves on without us"
+        assert rollout(options) == 0
+    assert engines_of(options) == before, "the very same, and no second one"
+    assert (shares(options), served(options)) == ({"v0002": 1.0}, "v0002")
+    assert [event["event"] for event in history(options.drafts)] == ["current", "current"]
+
+
+@pytest.mark.parametrize("act", ["returning", "stop_engine", "reject"])
+def test_killed_on_its_way_back_it_goes_on_back(options: RolloutOptions, tmp_path: Path, act: str) -> None:
+    with running_traffic(traffic_of(options, steady(0.5))):
+        kill_behind(act, options, tmp_path)
+        assert rollout(options) == TAKEN_BACK
+    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+
+
+def test_killed_and_then_the_engine_dies(options: RolloutOptions, tmp_path: Path) -> None:
+    with running_traffic(traffic_of(options, steady(0.8))):
+        kill_behind("comparing", options, tmp_path)
+        (engine,) = engines_of(options)
+        os.killpg(engine.pid, signal.SIGKILL)
+        assert rollout(options) == TAKEN_BACK
+    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+
+
+def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no rollout of .*support is under way"):
+        rollout(replace(options, back=True))
+    kill_behind("comparing", options, tmp_path)
+    add_version(options.drafts, "v0003", "v0001")
+    with pytest.raises(UserError, match=r"rollout\.json: the rollout of v0002 is not finished \(comparing\)"):
+        rollout(replace(options, version="v0003"))
+    with pytest.raises(UserError, match="v0002 is being rolled out at"):
+        rollout(replace(options, log=tmp_path))
+    assert rollout(replace(options, back=True)) == TAKEN_BACK
+    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+
+
+def test_the_engine_of_an_earlier_rollout_is_ended_when_it_has_no_traffic_any_more(options: RolloutOptions) -> None:
+    with running_traffic(traffic_of(options, steady(0.8))):
+        assert rollout(options) == 0
+    (first,) = engines_of(options)
+    add_version(options.drafts, "v0003", "v0002")
+    following = replace(options, version="v0003")
+    with running_traffic(Traffic(options.log, {"v0002": steady(0.7), "v0003": steady(0.8)})):
+        assert rollout(following) == 0
+    assert not engines.alive(first)
+    assert shares(following) == {"v0003": 1.0}
+    assert len(engines_of(following)) == 1
+
+
+def test_an_engine_that_runs_already_is_left_alone(options: RolloutOptions, tmp_path: Path) -> None:
+    port = free_port()
+    words = engines.engine_words(options.engine_command, tmp_path, port)
+    engine = engines.start_engine(words, "own", tmp_path / "log")
+    try:
+        given = replace(options, engine_command="", engine_url=f"http://127.0.0.1:{port}/v1")
+        with running_traffic(traffic_of(options, steady(0.5))):
+            assert rollout(given) == TAKEN_BACK
+        assert engine.is_running()
+    finally:
+        engines.stop_engine(engine, "own", port, 0.0)
+
+
+def test_a_gateway_that_does_not_read_its_arms_is_told_of(options: RolloutOptions) -> None:
+    traffic = traffic_of(options, steady(0.8))
+    traffic.heeds = False
+    with running_traffic(traffic), pytest.raises(UserError, match=r"arms\.json: the gateway does not heed it: none of"):
+        rollout(options)
+    assert (shares(options), engines_of(options)) == ({"v0001": 1.0}, [])
+    assert "rejected" not in {event["event"] for event in history(options.drafts)}, "the draft is not to blame"
+
+
+def test_a_forged_line_is_named_and_the_rollout_stands(options: RolloutOptions) -> None:
+    with (options.log / "log-00001.jsonl").open("a") as file:
+        file.write('{"accepted": 5}\n')
+    with running_traffic(traffic_of(options, steady(0.8))):
+        with pytest.raises(UserError, match=r"log-00001\.jsonl:1: crc32"):
+            rollout(options)
+        assert shares(options) == pytest.approx({"v0001": 0.7, "v0002": 0.3})
+        assert rollout(replace(options, back=True)) == TAKEN_BACK
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": "v0009"}, "v0009: no such version; there are: v0001, v0002"),
+        ({"engine_command": "no-such-program {draft} {port}"}, "--engine-command no-such-program: cannot be started"),
+        (
+            {"engine_command": f"{sys.executable} -S -c 'raise ValueError(7)' {{draft}} {{port}}"},
+            "ended before it answered: ValueError: 7",
+        ),
+        ({"engine_command": "vllm serve {port}"}, "it must have {draft}"),
+        ({"engine_command": "vllm 'serve"}, "No closing quotation"),
+        ({"engine_command": ""}, "give --engine-command"),
+        ({"engine_url": "ftp://x", "engine_command": ""}, "give an address"),
+        ({"share": 1.0}, "--share 1: out of its range"),
+        ({"false_alarms": 0.0}, "--false-alarms 0"),
+    ],
+    ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
+)
+def test_what_is_refused(
+    options: RolloutOptions, change: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        rollout(replace(options, **change))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert exit_status(refused.value) == 2
+    assert (shares(options), engines_of(options)) == ({"v0001": 1.0}, [])
+
+
+def test_a_port_in_use_is_refused(options: RolloutOptions) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port {port}: cannot be listened on"):
+            rollout(replace(options, port=port))
+
+
+def test_without_a_gateway_nothing_begins(options: RolloutOptions, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(UserError, match="no gateway runs on it"):
+        rollout(replace(options, log=other))
+    (other / LOCK).touch()
+    with pytest.raises(UserError, match="no gateway runs on it"):
+        rollout(replace(options, log=other))
+    assert read_state(options.drafts) is None
+
+
+def test_two_rollouts_of_one_draft_at_once_are_refused(options: RolloutOptions) -> None:
+    with module._alone(options.drafts), pytest.raises(UserError, match="another rollout of it is running"):
+        rollout(options)

@@ -1,0 +1,157 @@
+"""When a rollout goes on and when back: each reason on numbers made for it, the whole of them by simulation; and the log as it grows."""
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_arms import Traffic, gateway_directory, steady
+from simulation import trials
+
+from data.traffic.record import TrafficRecord, to_line
+from distill.live.arms import ARMS, read_arms
+from distill.live.rollout.judgement import GateGain, Law, Served, compare, served_of, watch
+from distill.live.rollout.log_tail import LogTail
+from speculative.errors import UserError
+from speculative.explain.anytime import Sums, sums_of
+
+LAW = Law(share=0.2, margin=0.0, slower=0.05, false_alarms=0.05, requests=10_000, watch=300)
+
+
+def engine(
+    rng: np.random.Generator, count: int, rate: float, seconds: float = 0.02, errors: int = 0, gamma: float = 4.0
+) -> Served:
+    """Requests whose rates lie about `rate`, so that even a few tell much."""
+    drafted = rng.integers(40, 120, count)
+    accepted = np.round(drafted * np.clip(rng.normal(rate, 0.1, count), 0, 1))
+    latency = sums_of(np.log(seconds) + rng.normal(0, 0.2, count))
+    return Served(count + errors, errors, gamma, sums_of(accepted, drafted), latency)
+
+
+@pytest.mark.parametrize(
+    ("new", "law", "action", "says"),
+    [
+        ({"rate": 0.7}, {}, "on", "certainly more is accepted: accepted / drafted 0.694 of 150"),
+        ({"rate": 0.5}, {}, "back", "certainly less is accepted"),
+        ({"rate": 0.6}, {}, "wait", "difference"),
+        ({"rate": 0.6}, {"margin": 0.05}, "on", "certainly no less than -0.05 is accepted"),
+        ({"rate": 0.6}, {"requests": 600}, "back", "undecided behind 750 requests"),
+        ({"rate": 0.7, "seconds": 0.025}, {}, "back", "certainly slower: 1.2"),
+        ({"rate": 0.7, "seconds": 0.025}, {"slower": 0.5}, "on", "more"),
+        ({"rate": 0.7, "errors": 10}, {}, "back", "errors rise: 10 in 160 requests, 0 in 600 of the old engine"),
+        ({"rate": 0.7, "errors": 2}, {}, "on", "more"),
+        ({"rate": 0.7}, {"gate": GateGain(4, 1.0, 1.2)}, "back", "below the gate's interval of the gain in accepted / drafted, [+0.250, +0.300]"),
+        ({"rate": 0.7}, {"gate": GateGain(4, 0.2, 1.2)}, "on", "more"),
+        ({"rate": 0.7, "gamma": 2.0}, {"gate": GateGain(4, 1.0, 1.2)}, "on", "more"),
+    ],
+)  # fmt: skip
+def test_a_comparison(new: dict[str, Any], law: dict[str, Any], action: str, says: str) -> None:
+    rng = np.random.default_rng(0)
+    old, found = engine(rng, 600, 0.6), engine(rng, 150, **new)
+    decision = compare(found, old, replace(LAW, **law))
+    assert decision.action == action
+    assert says in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("new", "law", "action", "says"),
+    [
+        ({"rate": 0.6}, {}, "on", "difference"),
+        ({"rate": 0.6}, {"watch": 1000}, "wait", "difference"),
+        ({"rate": 0.5}, {}, "back", "certainly less is accepted than before"),
+        ({"rate": 0.62}, {"gate": GateGain(4, 0.4, 0.8)}, "back", "below the gate's interval"),
+        ({"rate": 0.6, "seconds": 0.03}, {}, "on", "difference"),
+        ({"rate": 0.6, "seconds": 0.06}, {}, "back", "certainly slower: 2.97"),
+        ({"rate": 0.6, "errors": 20}, {}, "back", "errors rise: 20 in 320"),
+        ({"rate": 0.6, "errors": 1}, {}, "on", "difference"),
+    ],
+)
+def test_what_is_watched(new: dict[str, Any], law: dict[str, Any], action: str, says: str) -> None:
+    rng = np.random.default_rng(1)
+    decision = watch(engine(rng, 300, **new), engine(rng, 900, 0.6), replace(LAW, **law))
+    assert decision.action == action
+    assert says in decision.reason
+
+
+@pytest.mark.parametrize("silent", ["new", "old"])
+def test_an_engine_that_tells_of_no_drafts_is_no_draft(silent: str) -> None:
+    told, untold = engine(np.random.default_rng(0), 60, 0.6), Served(requests=60, latency=sums_of(np.zeros(60)))
+    decision = compare(*((untold, told) if silent == "new" else (told, untold)), LAW)
+    assert decision.action == "back"
+    assert f"the {silent} engine tells of no drafted tokens in 60 requests" in decision.reason
+
+
+@pytest.mark.parametrize("judge", [compare, watch])
+def test_of_nothing_nothing_is_said(judge: Any) -> None:
+    decision = judge(Served(), Served(), LAW)
+    assert decision.action == "wait"
+    assert decision.numbers["difference_interval"] == (-1.0, 1.0)
+
+
+def test_what_is_counted() -> None:
+    record = TrafficRecord("a", 1.0, "all", "new", "v2", "t", None, "0" * 64, response_tokens=10, accepted=6, drafted=12, blocks=4,
+                           total_s=0.5, finish="stop")  # fmt: skip
+    constrained = replace(record, constrained=True)
+    cut = replace(record, accepted=0, drafted=4, blocks=1, finish="cancelled", response_tokens=1)
+    failed = replace(record, accepted=None, drafted=None, blocks=None, response_tokens=None, finish="error")
+    found = served_of([record, constrained, cut, failed])
+    assert (found.requests, found.errors, found.gamma) == (4, 1, 16 / 5)
+    assert found.acceptance == Sums(2, 6.0, 16.0, 36.0, 72.0, 160.0)
+    assert (found.latency.requests, found.latency.numerator) == (2, pytest.approx(2 * math.log(0.05)))
+
+
+@pytest.mark.simulation
+def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
+    """Both phases, looked at every 25 requests; the limit on requests is none here."""
+    rng, streams, ends = np.random.default_rng(5), trials(60, 1000), {"on": 0, "back": 0, "wait": 0}
+    for _ in range(streams):
+        accepted, drafted = rng.beta(7, 4, 800), rng.integers(8, 160, 800)
+        mine, failed = rng.random(800) < LAW.share, rng.random(800) < 0.02
+        seconds = rng.normal(0, 0.5, 800)
+        action = "wait"
+        for seen in range(100, 801, 25):
+            parts = []
+            for arm in (mine, ~mine):
+                here = arm[:seen] & ~failed[:seen]
+                kept = np.round(accepted[:seen] * drafted[:seen])[here]
+                parts.append(Served(int(arm[:seen].sum()), int((arm & failed)[:seen].sum()), 4.0,
+                                    sums_of(kept, drafted[:seen][here]), sums_of(seconds[:seen][here])))  # fmt: skip
+            action = compare(parts[0], parts[1], LAW).action
+            if action != "wait":
+                break
+        ends[action] += 1
+    slack = 3 * math.sqrt(0.05 / streams)
+    assert ends["back"] / streams <= 0.05 + slack
+    assert ends["on"] / streams <= 0.0125 + slack
+
+
+def test_the_tail_reads_each_record_once_and_only_whole_lines(tmp_path: Path) -> None:
+    with gateway_directory(tmp_path / "traffic") as log:
+        traffic = Traffic(log, {"v0001": steady(0.7)})
+        records = [traffic.record(read_arms(log / ARMS)) for _ in range(5)]
+        lines, path = [to_line(record) for record in records], log / "log-00001.jsonl"
+        tail = LogTail(log, records[1].time)
+        assert tail.read() == []
+        path.write_bytes(lines[0] + lines[1] + lines[2][:40])
+        assert tail.read() == [records[1]], "the first came before, the last is being written"
+        path.write_bytes(lines[0] + lines[1] + lines[2])
+        (log / "log-00002.jsonl").write_bytes(lines[3])
+        assert tail.read() == records[1:4]
+        # As retention and forget do.
+        (log / "new").write_bytes(lines[1] + lines[2])
+        (log / "new").replace(path)
+        with (log / "log-00002.jsonl").open("ab") as file:
+            file.write(lines[4] + lines[3])
+        assert tail.read() == records[1:5]
+        with path.open("ab") as file:
+            file.write(lines[4].replace(b'"accepted":', b'"accepted":9'))
+        with pytest.raises(UserError, match=r"log-00001\.jsonl:3: crc32"):
+            tail.read()
+
+
+def test_files_of_the_past_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "log-00001.jsonl").write_text("not a record\n")
+    assert LogTail(tmp_path, time.time() + 60).read() == []
