@@ -42,4 +42,6 @@ class RefreshOptions:
     force: Annotated[bool, typer.Option("--force", help="train whatever the reasons say; the gate still judges")] = (
         False
     )
-    approve: Annotated[str, typer.Option(help="your name: what passes the gate becomes `current` at once")] = ""
+    approve: Annotated[
+        str, typer.Option(help="your name: what passes the gate, or has passed it and waits, becomes `current` at once")
+    ] = ""

@@ -74,13 +74,13 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
     drafts = drafts or Path("drafts") / config.name
     load_verdict(options.run)
     served = current_version(drafts)
-    if options.traffic is None or (served is None and not options.dry_run):
-        served = served or _first(options, drafts, console)
-        if options.traffic is None:
-            return 0
-    version = served.name if served else "v0001"
     home = _home(options.run, served)
-    log = _usable_log(options, home)
+    log = _usable_log(options, home) if options.traffic is not None else None
+    if served is None and not options.dry_run:
+        served = _first(options, drafts, console)
+    if log is None:
+        return 0
+    version = served.name if served else "v0001"
     with refresh_folder(options, config, drafts, version, console) as folder:
         if folder is None:
             return 0

@@ -20,7 +20,7 @@ from distill.config.run import RunConfig
 from distill.live.refresh import refresh
 from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.refresh import refresh_command
-from distill.live.versions import current_version, list_versions, make_current
+from distill.live.versions import current_version, list_versions
 from speculative.errors import UserError
 
 QUICK = [
@@ -121,9 +121,11 @@ def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]
     assert "runs/tiny/prompts/train.arrow" in config
     assert "traffic/prompts/train.arrow" in config
     # From the new version on, its own run is what acceptance is compared with.
-    make_current(place / "drafts", "v0002", "rollout")
+    assert "is current, approved by Ann" in call(place, approve="Ann")[1]
+    assert (current_version(place / "drafts") or second).name == "v0002"
     with pytest.raises(UserError, match=r"no requests with counts of the draft v0002"):
         call(place)
+    assert len(trained) == 2
 
 
 def test_a_bad_refresh_is_stopped_at_the_gate(

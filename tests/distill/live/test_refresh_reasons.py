@@ -1,0 +1,150 @@
+"""Payback and load by hand, the share of traffic, what the gate lets through, and what is refused before anything is done."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from traffic_log import record_of, write_log
+
+from distill.commands.compare.comparison import Difference
+from distill.live.refresh import refresh
+from distill.live.refresh.gate import _slice
+from distill.live.refresh.options import RefreshOptions
+from distill.live.refresh.plan import mixed
+from distill.live.refresh.reasons import concurrency, payback
+from distill.live.refresh.refresh import refresh_command
+from distill.run.verdict_record import Costs
+from speculative.errors import UserError
+
+# A block of gamma 3 takes .01 x (3 x .1 + 1.2) = .015 s.
+COSTS = Costs(
+    target_step_seconds=0.01, draft_step_seconds=0.001, cost_ratio=0.1, cost_ratio_at={1: 0.5, 3: 0.1}, verify_ratio={1: 1.1, 3: 1.2}
+)  # fmt: skip
+# 1,000 tokens in a day, never two requests at once.
+A_DAY = [record_of(number, time=number * 86_390.0, total_s=10.0, response_tokens=500, response_ids=None, accepted=500, drafted=1500, blocks=500) for number in (0, 1)]  # fmt: skip
+
+
+def test_payback_is_what_a_hand_finds() -> None:
+    # A token takes .015 / tau seconds; from tau 1.5 to 2 that saves .015 x (1 / 1.5 - 1 / 2) = .0025 s, 2.5 s a day.
+    found = payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=5.0, days=2.5)
+    assert found["tokens_per_day"] == pytest.approx(1000)
+    assert found["requests_per_day"] == pytest.approx(2)
+    assert found["block_seconds"] == pytest.approx(0.015)
+    assert found["saved_gpu_hours_per_day"] == pytest.approx(2.5 / 3600)
+    assert found["training_gpu_hours"] == pytest.approx(5 / 3600)
+    assert (found["days"], found["holds"]) == (pytest.approx(2.0), True)
+    assert not payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=7.0, days=2.5)["holds"]
+    # Two at once share every step: half of it is saved.
+    twice = [*A_DAY, *(replace(one, id=f"{one.id}b") for one in A_DAY)]
+    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5)["saved_gpu_hours_per_day"] == pytest.approx(2.5 / 3600)
+    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5)["concurrency"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("costs", "gain"), [(None, 0.5), (COSTS, 0.0), (COSTS, -0.2)])
+def test_what_saves_nothing_is_never_paid_back(costs: Costs | None, gain: float) -> None:
+    found = payback(costs, A_DAY, 1.5, gain, 5.0, 1e9)
+    assert not found["holds"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_requests_in_flight_are_counted_while_there_are_any() -> None:
+    spans = [(0.0, 10.0), (0.0, 10.0), (20.0, 10.0), (100.0, None)]
+    records = [record_of(number, time=start, total_s=took) for number, (start, took) in enumerate(spans)]
+    assert concurrency(records) == pytest.approx(1.5)  # 30 s of requests in 20 s
+    assert concurrency(records[3:]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "share", "expected"),
+    [
+        (100, 100, 0.5, (100, 100)), (1800, 100, 0.5, (100, 100)), (100, 1000, 0.5, (100, 100)), (100, 1000, 0.25, (99, 33)),
+        (900, 100, 0.25, (300, 100)), (100, 70, 1.0, (0, 70)),
+    ],
+)  # fmt: skip
+def test_the_share_is_kept_with_as_many_prompts_as_there_are(
+    old: int, new: int, share: float, expected: tuple[int, int]
+) -> None:
+    assert mixed(old, new, share) == expected
+
+
+def difference(gain: float, low: float, high: float, prompts: int = 64, certain_tau: str = "none") -> Difference:
+    certain = "gain" if low > 0 else "loss" if high < 0 else "none"
+    return Difference.model_construct(
+        alpha=SimpleNamespace(gain=gain, ci=(low, high)), tau=SimpleNamespace(gain=gain, ci=(low, high)), prompts=prompts,
+        tokens=100, fewest_prompts=6, certain=certain, certain_tau=certain_tau,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("side", "whole", "gain", "passes"),
+    [
+        ("new", True, difference(0.02, 0.001, 0.04), True),
+        ("new", True, difference(0.02, -0.001, 0.04), False),  # a gain that is not certain
+        ("new", True, difference(0.02, 0.001, 0.04, certain_tau="loss"), False),
+        ("new", False, difference(0.0, -0.01, 0.01), True),  # a slice need not gain by itself
+        ("new", False, difference(-0.02, -0.03, -0.01), False),
+        ("old", False, difference(-0.005, -0.009, 0.0), True),  # certainly worse, by less than the margin
+        ("old", False, difference(0.0, -0.011, 0.011), False),  # may have lost more than the margin
+        ("old", False, difference(0.02, 0.01, 0.03, prompts=5), False),  # too few to be certain
+    ],
+)
+def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> None:
+    found = _slice("sql", gain, side, 0.01, whole)
+    assert (found.failure == "") is passes
+    assert passes or "sql" in found.failure or "no certain gain" in found.failure
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"prompt_ids": None, "response_ids": None}, {}, r"no text of any: start the gateway with --text"),
+        ({"target_version": "other"}, {}, r"another target version \(other\)"),
+        ({}, {}, r"10 requests with text, and \d+ are the fewest"),
+        ({}, {"share": 0.0}, r"--share 0"),
+        ({}, {"approve": "Ann", "dry_run": True}, r"--dry-run writes nothing"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_done(
+    tiny_run: Path, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    target = json.loads((tiny_run / "target.json").read_text())["path"]
+    records = [record_of(number, **{"target_version": target, **changes}) for number in range(10)]
+    write_log(tmp_path / "log", records)
+    with pytest.raises(UserError, match=said) as error:
+        call(tiny_run, tmp_path, **options)
+    assert "\n" not in str(error.value)
+    assert not list(tiny_run.parent.glob("*-refresh-*"))
+
+
+def call(run: Path, place: Path, **options: Any) -> int:
+    known = RefreshOptions(run, **{"traffic": place / "log", "drafts": place / "drafts", **options})
+    return refresh_command(known, Console(file=io.StringIO()))
+
+
+def test_a_run_without_a_verdict_is_refused(tmp_path: Path, tiny_run: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes((tiny_run / "config.yaml").read_bytes())
+    with pytest.raises(UserError, match=r"verdict.json: not there; the run is not finished"):
+        call(tmp_path, tmp_path)
+    with pytest.raises(UserError, match=r"no config.yaml there"):
+        call(tmp_path / "none", tmp_path)
+
+
+def test_a_training_that_a_kill_has_left_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    folder = tmp_path / "tiny-refresh-v0002"
+    created = psutil.Process(left.pid).create_time()
+    folder.with_name(f"{folder.name}.pid").write_text(json.dumps([left.pid, created]))
+    started: list[bool] = []
+    monkeypatch.setattr(refresh, "train_apart", lambda *_: started.append(left.poll() is None))
+    own = SimpleNamespace(folder=folder, console=Console(file=io.StringIO()), options=RefreshOptions(tmp_path))
+    refresh._Refresh._apart(own, SimpleNamespace(folder=folder), tmp_path / "refresh.yaml")  # type: ignore[arg-type]
+    assert started == [False]
+    left.wait()
