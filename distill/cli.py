@@ -273,7 +273,7 @@ def traffic_export(options: ExportTrafficOptions) -> None:
 
     understudy traffic export traffic/ --run runs/demo --to exports/may
     """
-    from distill.live.traffic.command import export_command
+    from distill.live.traffic.export import export_command
 
     export_command(options, Console())
 
@@ -283,7 +283,7 @@ def traffic_forget(options: ForgetOptions) -> None:
 
     understudy traffic forget 4f1c2a --log traffic/
     """
-    from distill.live.traffic.command import forget_command
+    from distill.live.traffic.forget import forget_command
 
     forget_command(options, Console())
 

@@ -34,6 +34,11 @@ class Export:
     uses: list[str] = field(default_factory=list)
 
 
+def partial_of(folder: Path) -> Path:
+    """Where an export is while it is written."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
 def row_id(salt: bytes, record_id: str) -> str:
     """What an exported row is known by, instead of its request's id."""
     return keyed_hash(salt, "row", record_id)[:16]

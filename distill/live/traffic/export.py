@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from data.files import MANIFEST, read_manifest, write_manifest, writing
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
-from data.traffic.exports import EXPORT_SHARD, PROMPT_FILES, RESPONSES, forget_exported, note_export, row_id
+from data.traffic.exports import EXPORT_SHARD, PROMPT_FILES, RESPONSES, forget_exported, note_export, partial_of, row_id
 from data.traffic.reader import forgotten_hashes, read_traffic
 from data.traffic.record import FORGOTTEN, TrafficRecord, keyed_hash, priority, read_salt
 from data.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
@@ -24,6 +25,7 @@ from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.live.traffic.options import ExportTrafficOptions
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
@@ -47,6 +49,32 @@ class _Run:
         """Hashes of what its prompts of a file say, as tokens say it."""
         stored = StoredPrompts(self.folder / PROMPTS / name)
         return {near_hash(self.tokenizer.decode(prompt.prompt_ids)) for prompt in stored}
+
+
+def export_command(options: ExportTrafficOptions, console: Console) -> None:
+    """Exports, and says what was left out and why."""
+    made = export_traffic(
+        options.log, options.run, options.to, heldout=options.heldout, alike=options.alike, quotas=_quotas(options.quota),
+        target_version=options.target_version, assume_sampling=options.assume_sampling,
+    )  # fmt: skip
+    lines = [f"note: {warning}" for warning in made["warnings"]]
+    lines += [
+        f"{made['requests']:,} requests: {made['train']:,} to train on ({made['train_tokens']:,} tokens), {made['heldout']:,} held out"
+    ]
+    lines += [f"  {train:,} and {held:,} of slice {name}" for name, (train, held) in made["slices"].items()]
+    lines += [f"  {count:,} left out: {why}" for why, count in made["left_out"].items()]
+    for line in [*lines, f"{made['folder']}: prompts/ and responses/train/, for a run as docs/traffic.md says"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _quotas(words: list[str] | None) -> dict[str, int]:
+    found = {}
+    for word in words or ():
+        name, _, count = word.rpartition("=")
+        if not count.isdecimal() or not int(count):
+            raise UserError(f"--quota {word}: give a number of requests, 5000 or SLICE=5000")
+        found[name] = int(count)
+    return found
 
 
 def export_traffic(
@@ -165,11 +193,6 @@ def _write(
         if late:  # while this was written
             forget_exported(partial, late)
         partial.rename(to)
-
-
-def partial_of(to: Path) -> Path:
-    """Where an export is while it is written."""
-    return to.with_name(f".{to.name}.partial")
 
 
 @contextlib.contextmanager

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 from data.files import MANIFEST
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from data.traffic.exports import PROMPT_FILES, RESPONSES, list_exports, note_use, row_id
+from data.traffic.exports import PROMPT_FILES, RESPONSES, list_exports, note_use, partial_of, row_id
 from data.traffic.reader import read_traffic
 from data.traffic.record import TrafficRecord, read_salt
 from distill.cli import app
 from distill.commands.drift.drift import drift_command
 from distill.commands.options import DriftOptions
 from distill.config.load import load_config
-from distill.live.traffic.command import forget_command
-from distill.live.traffic.export import export_traffic, partial_of
+from distill.live.traffic.export import export_traffic
+from distill.live.traffic.forget import forget_command
 from distill.live.traffic.options import ForgetOptions, ShowOptions
 from distill.live.traffic.show import show_traffic
 from distill.models.load import load_tokenizer
