@@ -42,7 +42,8 @@ class TrafficRecord:
     """One response. None: not known. Shapes: B verification steps.
 
     time: of arrival, Unix seconds. sampling: the four of the law (temperature, top_p, top_k, min_p) and max_tokens, all as they
-    were in force; None when one of them is not known. prompt_hash: keyed by the directory's salt. prompt_ids, response_ids: only
+    were in force; None when one of them is not known. prompt_hash, conversation: keyed by the directory's salt; the latter is the same for
+    all turns of a conversation. prompt_ids, response_ids: only
     where text is kept. accepted, drafted, blocks: as the engine counts them. first_token_s, total_s: since arrival.
     constrained: a grammar, a bias or a penalty stood between the target and its text.
 
@@ -71,6 +72,7 @@ class TrafficRecord:
     total_s: float | None = None
     finish: str = "unknown"
     constrained: bool = False
+    conversation: str | None = None
 
     def __post_init__(self) -> None:
         _check_words(self)
@@ -101,8 +103,10 @@ def _refuse(field: str, why: str) -> NoReturn:
 
 
 def _check_words(record: TrafficRecord) -> None:
-    for name in ("id", "slice", "arm", "draft_version", "target_version", "prompt_hash"):
+    for name in ("id", "slice", "arm", "draft_version", "target_version", "prompt_hash", "conversation"):
         value = getattr(record, name)
+        if value is None and name == "conversation":
+            continue
         if not isinstance(value, str) or not SANE.fullmatch(value):
             _refuse(name, f"{value!r} is no word of up to 128 letters, digits and . _ : @ + / -")
     if record.finish not in FINISHES:
@@ -212,7 +216,7 @@ def prepare_directory(directory: Path) -> bytes:
 
 
 def keyed_hash(salt: bytes, purpose: str, content: Any) -> str:
-    """HMAC-SHA256 of JSON with sorted keys, 64 hex digits. purpose: `prompt`, `priority`, `forgotten`: hashes of one never match another's."""
+    """HMAC-SHA256 of JSON with sorted keys, 64 hex digits. purpose: such as `prompt` or `priority`: hashes of one never match another's."""
     text = json.dumps([purpose, content], sort_keys=True, separators=(",", ":"))
     return hmac.new(salt, text.encode(), hashlib.sha256).hexdigest()
 

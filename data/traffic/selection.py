@@ -1,7 +1,7 @@
 """Which requests of a log may be trained on, and which are held out: pure functions of the records.
 
 Shapes: N records in order of time. A *group* is a number shared by requests that belong on one side: near-equal prompts (as
-`data/prompts/split.py` sees them), and prompts that go on from another request's answer.
+`data/prompts/split.py` sees them), one conversation, and prompts that go on from another request's answer.
 """
 
 from collections import Counter, defaultdict
@@ -75,8 +75,10 @@ def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[in
         return number
 
     first: dict[str, int] = {}
-    for number, text in enumerate(texts):
-        parents[root(number)] = root(first.setdefault(near_hash(text), number))
+    for number, (text, record) in enumerate(zip(texts, records, strict=True)):
+        for shared in (near_hash(text), record.conversation):
+            if shared is not None:
+                parents[root(number)] = root(first.setdefault(shared, number))
     # In order of their tokens, what a sequence begins with stands before it: open are the beginnings of the present one.
     sequences = []
     for number, record in enumerate(records):

@@ -50,10 +50,14 @@ def test_near_equal_prompts_and_turns_of_a_conversation_are_one_group() -> None:
     second = record_of(1, prompt_ids=(1, 2, *answer, 9, 3), response_ids=(*answer, 2), accepted=None)
     third = record_of(2, prompt_ids=(*second.prompt_ids, *answer, 3), response_ids=(4,), accepted=None)
     retold = record_of(3, prompt_ids=(8, 8))  # in other words of the same text
+    later = record_of(5, prompt_ids=(70, 71), conversation="cd" * 32)  # its template has left the answer's thoughts out
+    second = dataclasses.replace(second, conversation="cd" * 32)
     other = record_of(4, prompt_ids=(1, 2, 3))  # begins like the first, and does not go on from its answer
-    groups = groups_of([third, other, retold, second, first], ["c", "other", "Hello, you!", "b", "hello you"])
+    groups = groups_of(
+        [third, other, retold, second, first, later], ["c", "other", "Hello, you!", "b", "hello you", "d"]
+    )
     assert len(set(groups)) == 2
-    assert groups.count(groups[0]) == 4
+    assert groups.count(groups[0]) == 5
     assert groups[1] not in (groups[0], groups[2])
 
 

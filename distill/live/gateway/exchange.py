@@ -53,6 +53,7 @@ class Exchange:
             "target_version": arm.target_version,
             "sampling": asked.sampling,
             "prompt_hash": keyed_hash(salt, "prompt", asked.content),
+            "conversation": keyed_hash(salt, "conversation", asked.conversation.decode("latin-1")),
             "first_token_s": self.first_token_s,
             "total_s": round(now - self.began, 6),
             "constrained": asked.constrained,
