@@ -7,6 +7,7 @@ from typing import Any
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
 
 MOST_BYTES = 8 << 20  # of an answer's JSON, or of one line of a stream: beyond it nothing is read
+_NOTHING = b'"finish_reason":null'  # In a text the quotes would be escaped. Such an event says nothing but text and ids.
 _LAST_EVENTS = 4  # Counts ride on one of the last: vLLM's on usage, llama.cpp's on the one that says how it ended.
 
 
@@ -61,7 +62,7 @@ class Tap:
 
     def _lines(self, lines: bytes) -> None:
         for line in lines.split(b"\n"):
-            if line.startswith(b"data:"):
+            if line.startswith(b"data:") and (self.keep_ids or _NOTHING not in line or b'"usage"' in line):
                 self._event(line[5:].strip())
 
     def _event(self, text: bytes) -> None:

@@ -1,0 +1,387 @@
+"""The gateway before scripted engines: nothing of an answer is changed, everything of it that can be is written down."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running_app import running_app
+from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
+
+from data.responses.engine_metrics import parse_page
+from data.traffic.reader import read_traffic
+from data.traffic.record import TrafficRecord, keyed_hash, read_salt
+from data.traffic.writer import LogWriter
+from distill.live.arms import ARMS, Arm, Arms, write_arms
+from distill.live.gateway import app as gateway_app
+from distill.live.gateway import limits
+from distill.live.gateway.app import Gateway, Settings
+from distill.live.gateway.command import _begin_with, arms_of, parse_sampling
+from distill.live.gateway.limits import BoundedProtocol
+from distill.live.gateway.options import GatewayOptions
+from speculative.errors import UserError
+
+PROMPT = {"model": "m", "prompt": "say", "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 6}
+HTTP = httpx.Client(verify=False, timeout=20)  # Certificates take a client 50 ms to read.
+TALK = {"model": "m", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "say"}]}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_app, "WATCH_SECONDS", 0.02)
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def direct(engine: ScriptedEngine) -> Iterator[str]:
+    with running_app(engine.app()) as url:
+        yield url
+
+
+@contextmanager
+def running_gateway(log: Path, *urls: str, plain: str = "", share: float = 0.0, **settings: Any) -> Iterator[str]:
+    arms = [Arm("a", urls[0], 1 - share, "v0001", "t")]
+    arms += [Arm("b", urls[1], share, "v0002", "t")] if urls[1:] else []
+    arms += [Arm("plain", plain, 0.0, "none", "t", drafts=False)] if plain else []
+    writer = LogWriter(log, text=settings.get("text", False))
+    write_arms(log / ARMS, Arms("flags", tuple(arms)))
+    app = Gateway(Settings(log / ARMS, **settings), Arms("flags", tuple(arms)), writer).app()
+    with running_app(app, http=BoundedProtocol, server_header=False, date_header=False) as url:
+        yield url
+
+
+def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return HTTP.post(url + path, content=content, headers={"content-type": "application/json", **headers})
+
+
+def records(log: Path) -> list[TrafficRecord]:
+    return read_traffic(log).records
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    page = parse_page(HTTP.get(f"{url}/metrics").text)
+    return sum(value for found, value in page.get(f"understudy_{name}", []) if labels.items() <= found.items())
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
+def test_nothing_is_changed_on_either_way_and_the_record_says_what_was_served(
+    engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    log = tmp_path / "log"
+    asked = (
+        b"  " + json.dumps({**body, "stream": stream, "note": "\u00e9"}, indent=1, ensure_ascii=False).encode() + b"\n"
+    )
+    with running_gateway(log, direct) as url:
+        there, through = (post(one, asked, path, authorization="Bearer secret-7") for one in (direct, url))
+        headers, sent = engine.asked[-1]
+    assert through.content == there.content
+    assert (through.status_code, through.headers["content-type"]) == (200, there.headers["content-type"])
+    assert sent == asked
+    assert headers["authorization"] == "Bearer secret-7"
+    (record,) = records(log)
+    assert through.headers["x-understudy-id"] == record.id
+    assert (record.accepted, record.drafted, record.blocks) == (3, 6, 2)
+    assert [*record.accepted_B], [*record.drafted_B] == (ACCEPTED, DRAFTED)
+    assert (record.prompt_tokens, record.response_tokens, record.response_ids) == (3, 6, None)
+    assert (record.slice, record.arm, record.draft_version, record.target_version) == ("all", "a", "v0001", "t")
+    assert record.finish == ("length" if stream else "stop")
+    content = body.get("prompt") or body["messages"]
+    assert record.prompt_hash == keyed_hash(read_salt(log), "prompt", content)
+    assert (record.sampling or {}).get("temperature") == (0.5 if path == "/v1/completions" else None)
+    assert 0 < (record.first_token_s or 0) <= (record.total_s or 0) < 20
+    written = b"".join(file.read_bytes() for file in log.iterdir())
+    assert b"secret-7" not in written
+    assert b"say" not in written
+    assert {file.stat().st_mode & 0o777 for file in log.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
+def test_with_text_ids_are_asked_for_and_kept(
+    engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    engine.usage_asked_only = True
+    with running_gateway(tmp_path, direct, text=True, usage=True) as url:
+        through = post(url, {**body, "stream": stream}, path, **{"x-request-id": "my-id"})
+        _, sent = engine.asked[-1]
+        there = post(direct, sent, path)
+    engine.usage_asked_only = False
+    more = {"return_token_ids": True, **({"stream_options": {"include_usage": True}} if stream else {})}
+    assert json.loads(sent) == {**body, "stream": stream, **more}
+    assert through.content == there.content
+    (record,) = records(tmp_path)
+    assert (record.id, record.response_ids, record.prompt_ids) == ("my-id", tuple(IDS), (1, 2, 3))
+    assert record.accepted == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "path", "reason"),
+    [
+        ({"n": 2}, "completions", "n"),
+        ({"logprobs": 0}, "completions", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 3}, "chat/completions", "logprobs"),
+        ({"prompt_logprobs": 1}, "completions", "logprobs"),
+        ({"best_of": 3}, "completions", "best_of"),
+        ({"echo": True}, "completions", "echo"),
+        ({"prompt": ["two", "prompts"]}, "completions", "content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "chat/completions",
+            "content",
+        ),
+        ({}, "embeddings", "path"),
+    ],
+)
+def test_what_cannot_be_logged_faithfully_passes_and_is_counted(
+    engine: ScriptedEngine, direct: str, tmp_path: Path, more: dict[str, Any], path: str, reason: str
+) -> None:
+    body = json.dumps({**(TALK if "chat" in path else PROMPT), **more}).encode()
+    with running_gateway(tmp_path, direct, text=True) as url:
+        assert post(url, body, f"/v1/{path}").content == post(direct, body, f"/v1/{path}").content
+        assert path == "embeddings" or engine.asked[-2][1] == body
+        assert metric(url, "not_logged", reason=reason) == 1
+    assert not list(tmp_path.glob("log-*"))
+
+
+def test_who_does_not_want_to_be_logged_is_not(direct: str, tmp_path: Path) -> None:
+    with running_gateway(tmp_path, direct, tenants=frozenset({"bank"})) as url:
+        post(url, PROMPT, **{"x-understudy-no-log": "1"})
+        post(url, PROMPT, **{"x-understudy-tenant": "bank"})
+        post(url, PROMPT, **{"x-understudy-tenant": "shop", "x-understudy-slice": "sql"})
+        assert [metric(url, "not_logged", reason=why) for why in ("asked", "tenant")] == [1, 1]
+    assert [record.slice for record in records(tmp_path)] == ["sql"]
+
+
+def test_errors_pass_through_and_an_engine_that_is_down_is_one_json_error(direct: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        down = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with running_gateway(tmp_path / "up", direct) as url:
+        for status in (400, 500):
+            there, through = (post(one, {**PROMPT, "user": str(status)}) for one in (direct, url))
+            assert (through.status_code, through.content) == (status, there.content)
+        with pytest.raises(httpx.RemoteProtocolError):
+            post(url, {**PROMPT, "user": "break", "stream": True})
+        assert HTTP.get(f"{url}/v1/models").json()["data"] == [{"id": "a"}]
+    assert [record.finish for record in records(tmp_path / "up")] == ["error", "error"]
+    with running_gateway(tmp_path / "down", down) as url:
+        answer = post(url, PROMPT)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["code"] == 502
+        health = HTTP.get(f"{url}/health").json()
+    assert health == {"status": "ok", "arms": [{"name": "a", "reached": False}], "logging": True}
+    assert [(record.finish, record.arm) for record in records(tmp_path / "down")] == [("error", "a")]
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_engine(
+    engine: ScriptedEngine, direct: str, tmp_path: Path
+) -> None:
+    before = engine.left
+    with running_gateway(tmp_path, direct) as url:
+        with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "hang", "stream": True}) as answer:
+            assert next(answer.iter_lines())
+        until(lambda: engine.left == before + 1)
+        with pytest.raises(httpx.ReadTimeout):
+            HTTP.post(f"{url}/v1/completions", json={**PROMPT, "user": "silent"}, timeout=0.2)
+        until(lambda: engine.left == before + 2)
+        until(lambda: metric(url, "cancelled") == 2)
+    assert [record.finish for record in records(tmp_path)] == ["cancelled", "cancelled"]
+
+
+def test_a_client_that_does_not_read_makes_nobody_hold_its_response(
+    engine: ScriptedEngine, direct: str, tmp_path: Path
+) -> None:
+    engine.sent = 0
+    with running_gateway(tmp_path, direct, idle_seconds=1.0) as url:
+        with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "flood", "stream": True}) as answer:
+            next(answer.iter_raw())
+            until(lambda: engine.sent > 1 << 17)
+            time.sleep(0.1)
+            stalled = engine.sent
+            assert post(url, PROMPT).status_code == 200
+            time.sleep(0.1)
+            # What sockets hold on the way; an engine that is not held back writes hundreds of MB in this time.
+            assert engine.sent == stalled < 32 << 20
+            until(lambda: metric(url, "cancelled") == 1)  # It stood still.
+        until(lambda: not metric(url, "in_flight"))
+
+
+def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path) -> None:
+    with running_gateway(tmp_path, direct, idle_seconds=0.1) as url:
+        assert post(url, {**PROMPT, "user": "silent"}).status_code == 504
+        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+            post(url, {**PROMPT, "user": "hang", "stream": True})
+
+
+def test_counts_that_contradict_themselves_are_left_out(direct: str, tmp_path: Path) -> None:
+    with running_gateway(tmp_path, direct) as url:
+        post(url, {**PROMPT, "user": "odd", "stream": True})
+        assert metric(url, "counts_refused", arm="a") == 1
+    assert [(record.accepted, record.response_tokens) for record in records(tmp_path)] == [(None, 6)]
+
+
+def test_metrics_tell_served_acceptance_by_draft_and_slice(direct: str, tmp_path: Path) -> None:
+    with running_gateway(tmp_path, direct, api_key="k") as url:
+        for slice_name in ("sql", "sql", "chat"):
+            post(url, PROMPT, **{"x-understudy-slice": slice_name, "authorization": "Bearer k"})
+        post(url, {**PROMPT, "response_format": {"type": "json_object"}}, authorization="Bearer k")
+        assert post(url, PROMPT, authorization="Bearer other").status_code == 401
+        assert HTTP.get(f"{url}/metrics").status_code == 401
+        assert HTTP.get(f"{url}/health").status_code == 200
+        page = parse_page(HTTP.get(f"{url}/metrics", headers={"authorization": "Bearer k"}).text)
+    accepted = {labels["slice"]: value for labels, value in page["understudy_served_accepted_tokens"]}
+    assert accepted == {"sql": 6, "chat": 3}
+    assert {labels["draft_version"] for labels, _ in page["understudy_served_drafted_tokens"]} == {"v0001"}
+    assert sum(value for _, value in page["understudy_requests"]) == 5
+    assert {labels["kind"]: value for labels, value in page["understudy_tokens"]} == {"prompt": 12, "response": 24}
+    assert [record.constrained for record in records(tmp_path)].count(True) == 1
+
+
+def test_a_conversation_stays_at_its_arm_and_arms_change_while_it_runs(direct: str, tmp_path: Path) -> None:
+    other = ScriptedEngine("b")
+    with ExitStack() as stack:
+        second = stack.enter_context(running_app(other.app()))
+        url = stack.enter_context(running_gateway(tmp_path, direct, second, share=0.5))
+        for number in range(12):
+            talk = [{"role": "user", "content": f"question {number}"}]
+            for turn in range(3):
+                post(url, {"messages": talk}, "/v1/chat/completions")
+                talk += [{"role": "assistant", "content": f"x{turn}"}, {"role": "user", "content": "and?"}]
+        found = [record.arm for record in records(tmp_path)]
+        assert all(len(set(found[start : start + 3])) == 1 for start in range(0, 36, 3))
+        assert len(other.asked) == found.count("b") in range(3, 34)
+        write_arms(tmp_path / ARMS, Arms("rollout x v2", (Arm("c", second, 1.0, "v0003"),)))
+        until(lambda: post(url, PROMPT).json()["id"] == "cmpl-b")
+        (tmp_path / ARMS).write_text("{}")
+        time.sleep(0.1)
+        assert post(url, PROMPT).json()["id"] == "cmpl-b"
+    assert records(tmp_path)[-1].draft_version == "v0003"
+
+
+def test_above_a_number_in_flight_the_engine_without_a_draft_is_asked(direct: str, tmp_path: Path) -> None:
+    plain = ScriptedEngine("plain")
+    with running_app(plain.app()) as without, running_gateway(tmp_path, direct, plain=without, shed_above=1) as url:
+        assert post(url, PROMPT).json()["id"] == "cmpl-a"
+        with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "hang", "stream": True}):
+            assert post(url, PROMPT).json()["id"] == "cmpl-plain"
+            assert metric(url, "shed") == 1
+    assert {record.arm for record in records(tmp_path)} == {"a", "plain"}
+
+
+def raw(url: str, content: bytes) -> tuple[socket.socket, bytes]:
+    connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=10)
+    connection.sendall(content)
+    return connection, b""
+
+
+def answered(connection: socket.socket) -> bytes:
+    found = b""
+    with connection:
+        try:
+            while piece := connection.recv(1 << 16):
+                found += piece
+        except ConnectionError:
+            pass
+    return found
+
+
+def test_hostile_clients_are_ended_and_harm_nobody(
+    direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
+    post_line = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    said = {
+        "no request": b"",
+        "slow headers": post_line,
+        "headers without end": post_line + b"a: " + b"x" * (3 << 16),
+        "no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
+        "slow body": post_line + b"content-length: 10\r\n\r\n{",
+        "a body said to be huge": post_line + b"content-length: 99999999\r\n\r\n{",
+        "a huge body in chunks": post_line + b"transfer-encoding: chunked\r\n\r\n" + b"10000\r\n" + b"x" * (1 << 16) + b"\r\n" + b"10000\r\n" + b"x" * (1 << 16) + b"\r\n",
+        "left": post_line + b"content-length: 10\r\n\r\n{",
+    }  # fmt: skip
+    with running_gateway(tmp_path, direct, max_body=1 << 16) as url:
+        began = {what: raw(url, content)[0] for what, content in said.items()}
+        began.pop("left").close()
+        assert post(url, PROMPT).status_code == 200
+        answers = {what: answered(connection) for what, connection in began.items()}
+        assert {what: answer[9:12] for what, answer in answers.items()} == {
+            "no request": b"", "slow headers": b"", "headers without end": b"", "no HTTP": b"400", "slow body": b"408",
+            "a body said to be huge": b"413", "a huge body in chunks": b"413",
+        }  # fmt: skip
+        for content in (b"{", b"[" * 60_000, b'{"prompt": 1e999}', b"\xff\xfe", b'{"prompt": "\\ud800", "x": [1e400]}'):
+            assert post(url, content).status_code in (200, 400)
+        assert metric(url, "not_logged", reason="unreadable") == 3
+        words = {"x-request-id": 'a"b\\', "x-understudy-slice": "s" * 200}
+        assert post(url, PROMPT, **words).status_code == 200
+        for number in range(70):
+            post(url, PROMPT, **{"x-understudy-slice": f"made-up-{number}"})
+        assert metric(url, "in_flight") == 0
+    found = {record.slice for record in records(tmp_path)}
+    assert len(found) == gateway_app.MOST_SLICES + 1
+    assert "others" in found
+
+
+def test_a_full_disk_stops_logging_and_never_serving(
+    direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import data.traffic.writer as module
+
+    full, write = [False], module.os.write
+
+    def limited(file: int, content: bytes) -> int:
+        if full[0]:
+            write(file, content[: len(content) // 2])
+            raise OSError(28, "No space left on device")
+        return write(file, content)
+
+    monkeypatch.setattr(module.os, "write", limited)
+    with running_gateway(tmp_path, direct) as url:
+        for state in (False, True, False):
+            full[0] = state
+            answer = post(url, {**PROMPT, "stream": True}, **{"x-request-id": f"full-{state}"})
+            assert answer.content.endswith(b"data: [DONE]\n\n")
+            assert HTTP.get(f"{url}/health").json()["logging"] is not state
+        assert metric(url, "records_failed") == 1
+    assert [record.id for record in records(tmp_path)] == ["full-False"]
+    assert len((tmp_path / "log-00001.jsonl").read_bytes().splitlines()) == 2
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+def test_flags_become_arms_and_those_of_a_rollout_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = GatewayOptions(
+        ["http://h:1/v1/", "http://h:2"], tmp_path, [0.1], ["v0001", "v0002"], "t", plain_engine="http://h:3"
+    )
+    arms = arms_of(options)
+    assert [(arm.name, arm.url, round(arm.share, 9), arm.draft_version, arm.drafts) for arm in arms.arms] == [
+        ("a", "http://h:1", 0.9, "v0001", True), ("b", "http://h:2", 0.1, "v0002", True), ("plain", "http://h:3", 0, "none", False),
+    ]  # fmt: skip
+    path = tmp_path / ARMS
+    assert _begin_with(path, arms) == arms
+    moved = Arms("rollout x v0002", (Arm("b", "http://h:2", 1.0, "v0002"),))
+    write_arms(path, moved)
+    assert _begin_with(path, arms) == moved
+    assert capsys.readouterr().out.count("rollout x v0002") == 1
+    with pytest.raises(UserError, match="--share"):
+        arms_of(GatewayOptions(["http://h:1", "http://h:2"], tmp_path))
+    assert parse_sampling("temperature=0.7,top_k=20") == {"temperature": 0.7, "top_k": 20}
+    with pytest.raises(UserError, match="--sampling heat=1"):
+        parse_sampling("heat=1")

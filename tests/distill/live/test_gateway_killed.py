@@ -1,0 +1,79 @@
+"""Kill -9 of a real gateway under load: whoever has a whole response has its record, once, and the next gateway goes on."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from running_app import running_app
+from scripted_engine import ScriptedEngine
+
+from data.traffic.reader import read_traffic
+
+SAYS = "the gateway answers at "
+
+
+@contextmanager
+def process(engine: str, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "distill.cli", "gateway", "--engine", engine, "--log", str(log), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            line = next((line for line in child.stdout if SAYS in line), "")
+            assert line, child.stderr and child.stderr.read()
+            yield child, line.removeprefix(SAYS).partition(",")[0]
+        finally:
+            child.kill()
+
+
+def ask_on(url: str, client: int, whole: list[str]) -> None:
+    """One client: streams until the gateway is gone; ids of the responses that it has whole."""
+    body = {"prompt": "say", "stream": True, "user": "slowly"}
+    with httpx.Client(verify=False, timeout=20) as http:
+        for turn in range(10_000):
+            said = f"c{client}-{turn}"
+            try:
+                with http.stream("POST", f"{url}/v1/completions", json=body, headers={"x-request-id": said}) as answer:
+                    for line in answer.iter_lines():
+                        if line == "data: [DONE]":
+                            whole.append(said)
+            except httpx.TransportError:
+                return
+
+
+def test_after_kill_9_nobody_has_a_whole_response_without_its_record(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole: list[str] = []
+    with running_app(ScriptedEngine().app()) as engine:
+        with process(engine, tmp_path) as (child, url):
+            clients = [threading.Thread(target=ask_on, args=(url, number, whole)) for number in range(8)]
+            for client in clients:
+                client.start()
+            deadline = time.monotonic() + 60
+            while len(whole) < 60 and time.monotonic() < deadline:
+                time.sleep(0.002)
+            child.kill()
+            for client in clients:
+                client.join()
+        found = [record.id for record in read_traffic(tmp_path).records]
+        assert len(whole) >= 60
+        assert set(whole) - set(found) == set()
+        file = tmp_path / "log-00001.jsonl"
+        assert len(file.read_bytes().splitlines()) == len(set(found)) <= len(whole) + 8
+        with file.open("ab") as torn:
+            torn.write(b'{"id":"half')
+        with process(engine, tmp_path) as (_, url):
+            second = subprocess.run(
+                [sys.executable, "-m", "distill.cli", "gateway", "--engine", engine, "--log", str(tmp_path), "--port", "0"],
+                capture_output=True, text=True, check=False, timeout=60,
+            )  # fmt: skip
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "say"}, timeout=20).status_code == 200
+    assert second.returncode == 2
+    assert f"{tmp_path}: another gateway writes there" in second.stderr
+    assert len(read_traffic(tmp_path).records) == len(found) + 1
