@@ -92,8 +92,10 @@ def acceptance_of(log: TrafficLog, draft_version: str = "") -> AcceptanceLog:
     ]  # fmt: skip
     versions = Counter(record.draft_version for record in told)
     if not records:
-        known = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none of any draft"
-        raise UserError(f"{log.directory}: no requests with counts of the draft {version}; there are: {known}")
+        known = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none"
+        raise UserError(
+            f"{log.directory}: no requests with counts of {f'the draft {version}' if version else 'a draft'}; there are: {known}"
+        )
     warnings = list(log.warnings)
     if len(log.records) > len(told):
         warnings.append(

@@ -103,17 +103,17 @@ def _row(records: Sequence[TrafficRecord], name: str, version: str) -> dict[str,
         "text": sum(record.response_ids is not None for record in records), "counted": len(counted),
         "drafted": int(drafted.sum()), "accepted": int(accepted.sum()),
         "rate": float(accepted.sum() / drafted.sum()) if counted else None,
-        "ci": list(ratio_interval(accepted, drafted)) if counted else None,
+        "ci": list(ratio_interval(accepted, drafted)) if len(counted) > 1 else None,
         "first_token_s": float(np.median(waits)) if waits else None,
     }  # fmt: skip
 
 
 def _rate(row: dict[str, Any]) -> str:
-    return "-" if row["rate"] is None else f"{row['rate']:.3f} {interval(row['ci'])}"
+    return "-" if row["rate"] is None else f"{row['rate']:.3f} {interval(row['ci'])}".rstrip()
 
 
 def _moment(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(" ", "minutes").removesuffix("+00:00")
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(" ", "seconds").removesuffix("+00:00")
 
 
 def plot_traffic(path: Path, result: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def plot_traffic(path: Path, result: dict[str, Any]) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for version in (row["draft_version"] for row in result["versions"]):
         rows = [row for row in result["over_time"] if row["draft_version"] == version]
-        told = [row for row in rows if row["rate"] is not None]
+        told = [row for row in rows if row["ci"] is not None]
         times = [datetime.datetime.fromtimestamp((row["since"] + row["until"]) / 2, datetime.UTC) for row in told]
         (line,) = top.plot(times, [row["rate"] for row in told], marker="o", markersize=3, label=version)  # type: ignore[arg-type]
         top.fill_between(times, *zip(*(row["ci"] for row in told), strict=True), alpha=0.2) if told else None  # type: ignore[arg-type]
@@ -132,7 +132,8 @@ def plot_traffic(path: Path, result: dict[str, Any]) -> None:
             starts, [row["requests"] for row in rows], width=width, align="edge", alpha=0.5, color=line.get_color()
         )  # type: ignore[arg-type]
     top.set(ylabel="accepted / drafted", title="served acceptance by draft version, 95 % interval")
-    top.legend(fontsize=8)
+    if result["versions"]:
+        top.legend(fontsize=8)
     top.grid(alpha=0.3)
     bottom.set(ylabel="requests")
     bottom.xaxis.set_major_formatter(ConciseDateFormatter(bottom.xaxis.get_major_locator()))
