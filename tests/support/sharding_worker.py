@@ -1,6 +1,5 @@
-"""What `test_sharding` runs under torchrun: the same tiny training on several ranks, plain and sharded.
+"""What `test_sharding` runs on several ranks: the same tiny training, plain and sharded.
 
-torchrun --nproc_per_node 2 sharding_worker.py cases FOLDER     every two-rank case, results in FOLDER/NAME.pt
 torchrun --nproc_per_node 2 sharding_worker.py train CONFIG     `distill.train` on a tiny loop, slow enough to be killed
 """
 
@@ -189,8 +188,14 @@ def teacher_case(folder: Path) -> dict[str, torch.Tensor]:
     return seen
 
 
-def cases(folder: Path) -> None:
-    """Everything that two ranks have to show, in one start of Python."""
+def leave() -> None:
+    """As `distill.train` ends: a rank that leaves without a word may abort the one that is still reading from it."""
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def cases(rank: int, folder: Path) -> None:
+    """Everything that two ranks have to show, results in FOLDER/rankN.pt."""
     results: dict[str, Any] = {}
     for name, variant, engine in (
         ("ddp", "", ""), ("fsdp", "", "FSDP"), ("fsdp tied recomputed", "tied recomputed", "FSDP"), ("fsdp lora", "lora", "FSDP"),
@@ -202,7 +207,8 @@ def cases(folder: Path) -> None:
     results["ddp grown"] = trained(steps_config(folder / "one-stopped", 2))
     results["fsdp resumed"] = trained(steps_config(folder / "fsdp-killed", 2), engine="FSDP")
     results["teacher"] = teacher_case(folder)
-    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
+    torch.save(results, folder / f"rank{rank}.pt")
+    leave()
 
 
 def zero_cases(folder: Path, engine: str) -> None:
@@ -239,10 +245,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "train":
         sys.exit(slow_train(Path(sys.argv[2])))
-    if sys.argv[1] == "cases":
-        cases(Path(sys.argv[2]))
-    else:
-        zero_cases(Path(sys.argv[2]), sys.argv[1])
-    # As `distill.train` ends: a rank that leaves without a word may abort the one that is still reading from it.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    zero_cases(Path(sys.argv[2]), sys.argv[1])
+    leave()

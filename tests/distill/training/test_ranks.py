@@ -223,7 +223,7 @@ def losses_of(config: RunConfig) -> list[float]:
     return [line["loss"] for line in metrics_of(config) if "loss" in line]
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 @pytest.mark.usefixtures("without_verdict")
 def test_accelerate_launch_is_a_run_from_config_to_verdict(small: Path) -> None:
     command = [
@@ -283,7 +283,7 @@ def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) 
     sys.exit(train.main([str(path), *overrides]))
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 @pytest.mark.usefixtures("without_verdict", "interruptible")
 def test_ranks_stay_together_where_one_sees_files_late(small: Path) -> None:
     overrides = ["student={layers: auto, depth: 2}", "judge.live=never"]

@@ -16,7 +16,8 @@ import pytest
 import torch
 import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
-from sharding_worker import STEPS, STOP, new_accelerator, new_loop, steps_config, trained
+from processes import run_ranks
+from sharding_worker import STEPS, STOP, cases, new_accelerator, new_loop, steps_config, trained
 from tiny_models import tiny_model
 from tiny_training import (
     ScriptedJudge,
@@ -82,9 +83,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("scale")
     trained(steps_config(folder / "one-stopped", 2), until=STOP)
-    process = torchrun("cases", str(folder))
-    printed = finish(process, 150)
-    assert process.returncode == 0, printed[-3000:]
+    run_ranks(cases, folder, limit=150)
     return torch.load(folder / "rank0.pt") | {"folder": folder, "rank 1": torch.load(folder / "rank1.pt")}
 
 
@@ -117,7 +116,7 @@ ARRANGEMENTS = [
 ]
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 @pytest.mark.parametrize(("case", "variant"), [("1x4", ""), *ARRANGEMENTS])
 def test_gradients_losses_and_weights_do_not_depend_on_the_arrangement(
     ranks: dict[str, Any], alone: dict[str, dict[str, Any]], case: str, variant: str
@@ -134,14 +133,14 @@ def test_gradients_losses_and_weights_do_not_depend_on_the_arrangement(
             assert step[key] == pytest.approx(expected[key], rel=1e-9)
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 def test_the_whole_model_is_put_together_on_the_main_process_only(ranks: dict[str, Any]) -> None:
     assert_same_tensors(ranks["fsdp"]["weights"], ranks["ddp"]["weights"])
     assert ranks["rank 1"]["fsdp"]["weights"] == {}
     assert any(step["grad_norm"] > 0.5 for step in ranks["fsdp"]["logged"]), "clipping was tried"
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 def test_a_sharded_run_goes_on_where_it_stood(ranks: dict[str, Any]) -> None:
     resumed = ranks["fsdp resumed"]
     assert len(resumed["logged"]) == STEPS - STOP
@@ -149,7 +148,7 @@ def test_a_sharded_run_goes_on_where_it_stood(ranks: dict[str, Any]) -> None:
         torch.testing.assert_close(resumed["weights"][name], value, rtol=0, atol=0)
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 @pytest.mark.parametrize("stopped", ["ddp-stopped", "fsdp-stopped"])
 def test_one_rank_goes_on_from_what_two_wrote(
     ranks: dict[str, Any], alone: dict[str, dict[str, Any]], stopped: str
@@ -166,7 +165,7 @@ def test_one_rank_goes_on_from_what_two_wrote(
     assert_same_tensors(resumed["weights"], alone[""]["weights"])
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 def test_two_ranks_go_on_from_what_one_wrote(ranks: dict[str, Any], alone: dict[str, dict[str, Any]]) -> None:
     grown = ranks["ddp grown"]
     assert len(grown["logged"]) == STEPS - STOP
@@ -174,7 +173,7 @@ def test_two_ranks_go_on_from_what_one_wrote(ranks: dict[str, Any], alone: dict[
     assert_same_tensors(grown["weights"], alone[""]["weights"])
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 def test_a_sharded_teacher_says_the_same_and_keeps_half(ranks: dict[str, Any]) -> None:
     for seen in (ranks["teacher"], ranks["rank 1"]["teacher"]):
         kept, whole = seen.pop("kept").tolist()
@@ -190,7 +189,7 @@ def test_a_sharded_teacher_says_the_same_and_keeps_half(ranks: dict[str, Any]) -
             )
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp_path: Path) -> None:
     def config(name: str) -> RunConfig:
         return run_config(tmp_path / name, train={"steps": 12}, judge={"every": 3})
@@ -225,7 +224,7 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
         assert float((final_weights(killed)[name] - value).abs().mean()) < 1e-4, name
 
 
-@pytest.mark.alone
+@pytest.mark.ranks
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("engine", ["ZERO2", "ZERO3"])
 def test_deepspeed_trains_as_one_process_does(tmp_path: Path, engine: str) -> None:
