@@ -3,11 +3,9 @@
 A prompt's id is the hash of its content, so adding, removing or shuffling rows moves no other row.
 """
 
-import functools
 import hashlib
 import heapq
 import json
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -183,13 +181,9 @@ def _position(prompt_id: str) -> str:
 def _normalised(text: str) -> str:
     # Casefolding can undo the normal form: hence twice.
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    words = [word.strip(_droppable()) for word in folded.split()]
+    # All of Unicode's punctuation but the meaningful.
+    droppable = (sign for sign in set(folded) if sign not in MEANINGFUL and unicodedata.category(sign).startswith("P"))
+    dropped = "".join(droppable)
+    words = [word.strip(dropped) for word in folded.split()]
     # A prompt of punctuation only is its punctuation, else all such would be one.
     return " ".join(word for word in words if word) or " ".join(folded.split())
-
-
-@functools.cache
-def _droppable() -> str:
-    """All of Unicode's punctuation but the meaningful."""
-    punctuation = (chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith("P"))
-    return "".join(character for character in punctuation if character not in MEANINGFUL)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,16 @@ from distill.models.load import load_model, load_tokenizer
 from distill.run.verdict_record import WAYS
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.cost import StepCosts
+from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.rival_replay import NGRAM_SIZES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _timed_shortly() -> Iterator[None]:
+    """Each pair of shapes is timed for a tenth of a second, not for two."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(program, "measure_costs", functools.partial(measure_costs, seconds=0.1))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -486,6 +486,7 @@ def test_the_error_line_is_ours_where_there_is_one() -> None:
     assert error_line("working\n", -9) == "killed by signal 9 (working)"
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     # Nothing is timed: that is most of so small a run.
