@@ -7,7 +7,9 @@ from typing import Any
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
 
 MOST_BYTES = 8 << 20  # of an answer's JSON, or of one line of a stream: beyond it nothing is read
-_NOTHING = b'"finish_reason":null'  # In a text the quotes would be escaped. Such an event says nothing but text and ids.
+_NOTHING = (
+    b'"finish_reason":null'  # In a text the quotes would be escaped. Such an event says nothing but text and ids.
+)
 _LAST_EVENTS = 4  # Counts ride on one of the last: vLLM's on usage, llama.cpp's on the one that says how it ended.
 
 
