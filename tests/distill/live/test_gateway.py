@@ -266,6 +266,10 @@ def test_a_conversation_stays_at_its_arm_and_arms_change_while_it_runs(direct: s
                 talk += [{"role": "assistant", "content": f"x{turn}"}, {"role": "user", "content": "and?"}]
         found = [record.arm for record in records(tmp_path)]
         assert all(len(set(found[start : start + 3])) == 1 for start in range(0, 36, 3))
+        talks = [record.conversation for record in records(tmp_path)]
+        assert [talks.index(one) for one in talks] == [number - number % 3 for number in range(36)], (
+            "each its own, in all its turns"
+        )
         assert len(other.asked) == found.count("b") in range(3, 34)
         write_arms(tmp_path / ARMS, Arms("rollout x v2", (Arm("c", second, 1.0, "v0003"),)))
         until(lambda: post(url, PROMPT).json()["id"] == "cmpl-b")
