@@ -5,8 +5,9 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -92,3 +93,17 @@ def error_line(output: str, status: int) -> str:
         return f"killed by signal {-status}" + (f" ({lines[-1][:200]})" if lines else "")
     ours = [line for line in lines if line.startswith("understudy:")]
     return (ours or lines or [f"exit status {status}"])[-1].removeprefix("understudy: ")[:400]
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends what waits for a training as Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -15,10 +15,9 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from data.files import MANIFEST, write_bytes, write_json
 from data.signals.store import INDEX
 from distill.commands.sweep.plan import SweepFile, Trial, finished, load_sweep, plan, read_tree
 from distill.commands.sweep.table import as_csv, measures, summarise, sweep_table
-from distill.commands.training_process import TrainingFailed, running_twin, train_apart
+from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import DAY, RESPONSES, SERVED, SIGNAL
 from distill.config.run import RunConfig
 from speculative.errors import UserError
@@ -53,7 +52,7 @@ def run_sweep(path: Path, launcher: str = "", dry_run: bool = False, console: Co
 
         if launcher:
             raise UserError(f"{path}: a study trains in this process, one draft after the other; leave --launcher out")
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             return run_study(read_study(path, tree), console, dry_run)
     sweep = load_sweep(path)
     trials = plan(sweep)
@@ -68,7 +67,7 @@ def run_sweep(path: Path, launcher: str = "", dry_run: bool = False, console: Co
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return {"trials": [trial.config.name for trial in trials]}
     runner = _Runner(sweep, trials, launcher, console)
-    with _terminated_as_interrupted():
+    with terminated_as_interrupted():
         runner.run()
     result = runner.report()
     console.print(sweep_table(sweep, result["rows"]))
@@ -147,20 +146,6 @@ class _Runner:
         write_json(self.folder / "sweep.json", result)
         write_bytes(self.folder / "sweep.csv", as_csv(sweep, rows).encode())
         return result
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a sweep as Ctrl-C does."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:

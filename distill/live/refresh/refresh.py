@@ -9,6 +9,7 @@ Exit status: 0 published, or not needed; 1 the gate keeps the old draft, or the 
 """
 
 import datetime
+import re
 import shlex
 import shutil
 import sys
@@ -23,8 +24,8 @@ from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from data.traffic.exports import drop_export, note_use
 from data.traffic.reader import TrafficLog, read_traffic
-from distill.commands.training_process import TrainingFailed, running_twin, train_apart
-from distill.config.layout import PROMPTS, RESPONSES, TRAINING, VERDICT
+from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
+from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.run import RunConfig
 from distill.live.arms import ARMS, read_arms
 from distill.live.refresh.folder import NOT_NEEDED, STATE, read_state, refresh_folder
@@ -86,7 +87,8 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
             return 0
         refresh = _Refresh(options, console, folder, drafts, home, served, version, log)
         try:
-            return refresh.run()
+            with terminated_as_interrupted():
+                return refresh.run()
         except TrainingFailed as failed:
             print(f"understudy: {folder}: {failed} (its log: {folder}.log); the same command goes on", file=sys.stderr)
             return 1
@@ -105,7 +107,11 @@ def _check(options: RefreshOptions) -> None:
 def _first(options: RefreshOptions, drafts: Path, console: Console) -> Version:
     """RUN's best draft as the first version, which it is: it is what is served. One that a killed call has left is taken up."""
     known = list_versions(drafts)
-    version = known[0] if known else publish(options.run.resolve(), drafts, {"approved_by": options.approve or None})
+    version = (
+        known[0]
+        if known
+        else publish(options.run.resolve(), drafts, {"approved_by": options.approve or None}, name="v0001")
+    )
     make_current(drafts, version.name, options.approve or "refresh: the draft of the run")
     _say(console, f"{version.folder}: the first version, the best draft of {options.run}; `current` points to it")
     return version
@@ -128,7 +134,7 @@ def _usable_log(options: RefreshOptions, home: Path) -> TrafficLog:
     store = Store(home / RESPONSES / TRAINING)
     own = {options.target_version} - {""} or {str(store.manifest()["target"]), run_config(home).target.path}
     others = sorted({record.target_version for record in texts} - own)
-    if len(own) and all(record.target_version in others for record in texts):
+    if all(record.target_version in others for record in texts):
         raise UserError(
             f"{options.traffic}: all text is of another target version ({', '.join(others)[:200]}) than that of {home} "
             f"({', '.join(sorted(own))}); say with --target-version what the log calls it, or train a run for the new target"
@@ -163,12 +169,18 @@ class _Refresh:
             "drafts": str(self.drafts), "parent": self.version, "version": self.folder.name.rpartition("-")[2], "asked": asked,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "reasons": {}, "outcome": None,
         }  # fmt: skip
-        for key, value in asked.items():
-            if self.state["asked"][key] != value:
-                raise UserError(
-                    f"{self.folder}: a refresh asked for with another {key} ({self.state['asked'][key]}, now {value}) did not end; give the "
-                    "same, or delete the folder"
-                )
+        other = [key for key, value in asked.items() if self.state["asked"][key] != value]
+        if other and (self.folder / CHECKPOINTS).exists():
+            raise UserError(
+                f"{self.folder}: a refresh with another {other[0]} ({self.state['asked'][other[0]]}, now {asked[other[0]]}) has begun to train "
+                "there; give the same, or delete the folder"
+            )
+        if other:
+            self._drop_traffic()
+            shutil.rmtree(self.folder / PROBE, ignore_errors=True)
+            for key in ("window", "decision"):
+                self.state.pop(key, None)
+            self.state |= {"asked": asked, "reasons": {}}
         if not self._decide():
             return self._end(NOT_NEEDED, 0)
         if options.dry_run:
@@ -272,8 +284,8 @@ class _Refresh:
         if "payback" not in self.state["reasons"]:
             verdict = load_verdict(self.home)
             config = self._config()
-            words = shlex.split(self.options.launcher)
-            devices = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
+            told = re.search(r"--num[_-]processes[ =](\d+)", self.options.launcher)
+            devices = int(told[1]) if told else 1
             others = sum(verdict.seconds.get(stage, 0.0) for stage in ("self_checks", "judge", "verdict"))
             seconds = devices * (found["train_seconds"] / self.options.probe_steps * config.train.steps + others)
             records = [record for record in self.log.records if record.draft_version == self.version]

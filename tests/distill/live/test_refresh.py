@@ -95,6 +95,23 @@ def state_of(place: Path, version: str = "v0002") -> dict[str, Any]:
     return json.loads((place / "runs" / f"tiny-refresh-{version}" / "refresh.json").read_text())
 
 
+def gain_by_hand(place: Path) -> float:
+    """Mean acceptance of the new draft less that of the served one, over all tokens of the new text."""
+    import numpy as np
+
+    from distill.run.frozen_text import load_frozen_text
+    from speculative.measure.token_scores import score_responses
+
+    run = place / "runs" / "tiny"
+    old = {response.key for response in load_frozen_text(run).responses}
+    text = load_frozen_text(run.with_name("tiny-refresh-v0002"))
+    new = [response for response in text.responses if response.key not in old]
+    means = [
+        np.concatenate(score_responses(text.draft(str(path)), new, text.sampling)).mean() for path in (text.run, run)
+    ]
+    return float(means[0] - means[1])
+
+
 def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]) -> None:
     status, words = call(place)
     state = state_of(place)
@@ -117,6 +134,7 @@ def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]
     gate = state["gate"]
     assert gate["new"][0]["certain"] == "gain"
     assert gate["old"][0]["prompts"] == 10
+    assert gate["new"][0]["alpha"] == pytest.approx(gain_by_hand(place), abs=1e-9)
     config = (place / "runs" / "tiny-refresh-v0002" / "config.yaml").read_text()
     assert "runs/tiny/prompts/train.arrow" in config
     assert "traffic/prompts/train.arrow" in config
