@@ -14,7 +14,7 @@ from rich.console import Console
 from data.files import writing
 from distill.config.run import RunConfig
 from distill.live.refresh.options import RefreshOptions
-from distill.live.versions import make_current, next_name, waiting_version
+from distill.live.versions import next_name, waiting_version
 from speculative.errors import UserError
 
 STATE, LOCK = "refresh.json", ".refresh.lock"
@@ -27,7 +27,7 @@ def refresh_folder(
 ) -> Iterator[Path | None]:
     """The folder of this refresh, locked: the one that a kill has left, or a new one; of a dry run one that vanishes.
 
-    None: a version waits for its rollout, or has waited for its approval.
+    None: a version waits for its rollout.
 
     Raises:
         UserError: another refresh is at work there, or what was left is of another version than is served.
@@ -42,9 +42,6 @@ def refresh_folder(
     waiting = waiting_version(drafts)
     if not left and waiting is not None and not options.force:
         words = "waits for its rollout; --approve makes it current, --force makes another version"
-        if options.approve:
-            make_current(drafts, waiting.name, options.approve)
-            words = f"is current, approved by {options.approve}"
         console.print(f"{waiting.folder} {words}", highlight=False, markup=False, soft_wrap=True)
         yield None
         return

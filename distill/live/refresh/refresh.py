@@ -23,7 +23,7 @@ from data.files import write_json, writing
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from data.traffic.exports import drop_export, note_use
-from data.traffic.reader import TrafficLog, read_traffic
+from data.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.run import RunConfig
@@ -49,6 +49,7 @@ from distill.live.versions import (
     make_current,
     prune,
     publish,
+    waiting_version,
 )
 from distill.run.checkpoint import judged_scores
 from distill.run.folder import load_verdict
@@ -79,9 +80,15 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
     log = _usable_log(options, home) if options.traffic is not None else None
     if served is None and not options.dry_run:
         served = _first(options, drafts, console)
+    waiting = waiting_version(drafts)
+    if waiting is not None and options.approve and not options.force:
+        make_current(drafts, waiting.name, options.approve)
+        _say(console, f"{waiting.folder} is current, approved by {options.approve}")
+        return 0
     if log is None:
         return 0
     version = served.name if served else "v0001"
+    acceptance_of(log, version)  # refused here, before there is a folder
     with refresh_folder(options, config, drafts, version, console) as folder:
         if folder is None:
             return 0

@@ -139,11 +139,12 @@ def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]
     assert "runs/tiny/prompts/train.arrow" in config
     assert "traffic/prompts/train.arrow" in config
     # From the new version on, its own run is what acceptance is compared with.
-    assert "is current, approved by Ann" in call(place, approve="Ann")[1]
+    assert "is current, approved by Ann" in call(place, approve="Ann", traffic=None)[1]
     assert (current_version(place / "drafts") or second).name == "v0002"
     with pytest.raises(UserError, match=r"no requests with counts of the draft v0002"):
         call(place)
     assert len(trained) == 2
+    assert not (place / "runs" / "tiny-refresh-v0003").exists()
 
 
 def test_a_bad_refresh_is_stopped_at_the_gate(
