@@ -1,6 +1,5 @@
 """The log of live traffic, read back: every line checked, repeats and forgotten requests left out."""
 
-import contextlib
 import datetime
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
-from data.traffic.record import FORGOTTEN, RecordError, TrafficRecord, from_line, keyed_hash, log_files, read_salt
+from data.traffic.record import (
+    FORGOTTEN,
+    RecordError,
+    TrafficRecord,
+    forgotten_hashes,
+    from_line,
+    keyed_hash,
+    log_files,
+    read_salt,
+)
 from speculative.errors import UserError
 
 
@@ -51,13 +59,6 @@ def read_traffic(directory: Path) -> TrafficLog:
     if lines > len(found):
         warnings.append(f"{lines - len(found):,} lines repeat an id: the last of each counts")
     return TrafficLog(directory, sorted(found.values(), key=lambda record: (record.time, record.id)), warnings)
-
-
-def forgotten_hashes(directory: Path) -> set[str]:
-    """Keyed hashes of the ids that were forgotten."""
-    with contextlib.suppress(FileNotFoundError):
-        return set((directory / FORGOTTEN).read_text(encoding="ascii").split())
-    return set()
 
 
 def _lines(files: Sequence[Path]) -> Iterator[tuple[int, bytes, Path]]:

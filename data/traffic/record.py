@@ -9,6 +9,7 @@ A line is flat JSON, its last field `crc32` the checksum of the bytes before `,"
     forgotten           keyed hashes of ids that are never written again, one on a line
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -224,3 +225,10 @@ def keyed_hash(salt: bytes, purpose: str, content: Any) -> str:
 def priority(salt: bytes, record_id: str) -> str:
     """A record's place in its slice's sample: the k smallest keep their text."""
     return keyed_hash(salt, "priority", record_id)
+
+
+def forgotten_hashes(directory: Path) -> set[str]:
+    """Keyed hashes of the ids that were forgotten."""
+    with contextlib.suppress(FileNotFoundError):
+        return set((directory / FORGOTTEN).read_text(encoding="ascii").split())
+    return set()

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_bytes, writing
-from data.traffic.reader import forgotten_hashes
 from data.traffic.record import (
     FORGOTTEN,
     WRITE_LOCK,
     RecordError,
     TrafficRecord,
+    forgotten_hashes,
     from_line,
     keyed_hash,
     log_files,

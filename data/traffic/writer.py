@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.traffic.reader import forgotten_hashes
 from data.traffic.record import (
     FORGOTTEN,
     LOCK,
     TrafficRecord,
+    forgotten_hashes,
     keyed_hash,
     log_files,
     prepare_directory,
@@ -123,7 +123,10 @@ class LogWriter:
     def _sweep(self) -> None:
         while not self._closed:
             try:
-                self.samples.reset(sweep(self.directory, self.retention_days, self.samples.size, time.time()).kept)
+                kept = sweep(self.directory, self.retention_days, self.samples.size, time.time()).kept
+                self.samples.reset(kept)
+                if not self.text and not any(kept.values()):
+                    return  # No text is here, and none will come.
             except (UserError, OSError, ValueError) as error:
                 print(f"{error}; old text stays until the next sweep", file=sys.stderr, flush=True)
             self._sweep_now.wait(SWEEP_SECONDS)

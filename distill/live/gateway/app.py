@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import json
 import sys
@@ -29,6 +30,7 @@ from speculative.errors import UserError
 
 APPEND_SECONDS = 1.0  # that a response's last bytes wait for its record
 WATCH_SECONDS = 0.5
+_SWITCH_SECONDS = 0.0005
 MOST_SLICES, OTHERS = 64, "others"
 # Of one connection, not of the message; and what was said to the gateway alone.
 _OWN_HEADERS = {
@@ -73,6 +75,10 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Router) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch())
+        # Many streams wait for each other: what lives as long as the process is never looked at by the garbage collector, and the thread of
+        # the log gives the interpreter back soon.
+        gc.freeze()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             yield
         finally:

@@ -18,8 +18,8 @@ from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
 from data.traffic.exports import EXPORT_SHARD, PROMPT_FILES, RESPONSES, forget_exported, note_export, partial_of, row_id
-from data.traffic.reader import forgotten_hashes, read_traffic
-from data.traffic.record import FORGOTTEN, TrafficRecord, keyed_hash, priority, read_salt
+from data.traffic.reader import read_traffic
+from data.traffic.record import FORGOTTEN, TrafficRecord, forgotten_hashes, keyed_hash, priority, read_salt
 from data.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
