@@ -1,6 +1,7 @@
 """`understudy gateway`: options into arms, a writer and a server; runs until it is ended."""
 
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from speculative.errors import UserError
 
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
 _GRACE_SECONDS = 10
+_OWN_FILES = 64
 
 
 def gateway(options: GatewayOptions) -> None:
@@ -38,6 +40,7 @@ def gateway(options: GatewayOptions) -> None:
         options.max_body,
         options.idle_seconds,
     )
+    _raise_file_limit(2 * options.max_connections + _OWN_FILES)
     with _listening(options) as listener:
         writer = LogWriter(
             options.log, text=options.text, sample_size=options.reservoir, retention_days=options.retention_days
@@ -121,6 +124,14 @@ def _key(options: GatewayOptions) -> str | None:
     if not (key := os.environ.get(options.api_key_env, "")):
         raise UserError(f"--api-key-env {options.api_key_env}: the variable is empty; export it with the key")
     return key
+
+
+def _raise_file_limit(wanted: int) -> None:
+    """A client and its engine are two open files; systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _listening(options: GatewayOptions) -> socket.socket:
