@@ -118,13 +118,14 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
         if not chosen_N.all():
             found += int((~chosen_N).sum())
             prompts.write(path, chosen_N)
-    store = Store(folder / RESPONSES)
+    store, anew = Store(folder / RESPONSES), Store((folder / RESPONSES).with_name(".anew"))
+    if not store.folder.exists() and anew.folder.exists():  # killed between the last two steps
+        anew.folder.rename(store.folder)
     if (store.folder / MANIFEST).exists():
         rows = store.read()
         kept = [row for row in rows if row.prompt_id not in row_ids]
         if len(kept) < len(rows):
             with writing(store.folder):
-                anew = Store(store.folder.with_name(".anew"))
                 shutil.rmtree(anew.folder, ignore_errors=True)
                 anew.open(store.manifest())
                 for number, start in enumerate(range(0, len(kept), EXPORT_SHARD)):

@@ -171,6 +171,8 @@ def test_exported_rows_are_forgotten_too(tmp_path: Path) -> None:
     store.open({"target": "t"})
     store.write_shard(0, [Row(name, 0, "code", [1, 2, 3], [False, False, True], (), True) for name in names[:2]])
     assert forget_exported(folder, {names[0], names[2]}) == 2
+    store.folder.rename(store.folder.with_name(".anew"))  # as if killed before its last step
+    assert forget_exported(folder, {names[0]}) == 0
     assert [prompt.prompt_id for path in PROMPT_FILES for prompt in StoredPrompts(folder / path)] == names[1:2]
     assert [(row.prompt_id, row.response_ids) for row in store.read()] == [(names[1], [3])]
     assert store.manifest() == {"target": "t"}
