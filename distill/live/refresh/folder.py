@@ -18,7 +18,8 @@ from distill.live.versions import next_name, waiting_version
 from speculative.errors import UserError
 
 STATE, LOCK = "refresh.json", ".refresh.lock"
-NOT_NEEDED = "not needed"
+NOT_NEEDED, REFUSED = "not needed", "refused the text"
+UNTRAINED = (NOT_NEEDED, REFUSED)  # outcomes of which nothing is left that would be looked at
 
 
 @contextlib.contextmanager
@@ -65,7 +66,9 @@ def refresh_folder(
 def _new_folder(stem: Path, name: str, found: dict[Path, dict[str, Any]]) -> Path:
     """That of the next number; behind one that trained in vain, which stays to be looked at."""
     number = int(name[1:])
-    while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in found and found[folder]["outcome"] != NOT_NEEDED:
+    while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in found and found[folder][
+        "outcome"
+    ] not in UNTRAINED:
         number += 1
     if folder in found:
         shutil.rmtree(folder)

@@ -1,4 +1,5 @@
-"""Three reasons for a refresh: acceptance has fallen, this student can do better, and it would pay back its training.
+"""Three reasons for a refresh: acceptance has fallen, this student can do better, and it would pay back its training. And one against it:
+the responses in the log are not the target's own.
 
 Each is {"holds", "sentence", ...}: what was found, in numbers and in words.
 """
@@ -8,14 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 
+from data.responses.store import Store
 from data.traffic.record import TrafficRecord
 from distill.commands.drift.drift import drift_command
 from distill.commands.options import DriftOptions
+from distill.config.layout import RESPONSES, TRAINING
+from distill.config.run import RunConfig
+from distill.models.target import Target
+from distill.run.responses import frozen_responses_of
 from distill.run.verdict_record import Costs, Verdict
-from speculative.explain.ceilings import closed_share
+from speculative.explain.ceilings import closed_share, target_peaks
+from speculative.explain.text_law import text_law
+from speculative.rules.sampling import SamplingSettings
 
+ASKED_RESPONSES = 64
+FAR_NATS, LIKELIEST = (
+    0.1,
+    0.9,
+)  # Below its expectation, a token; of greedy text. Rounding moves them by a tenth of that.
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3_600.0
 SHORT_SECONDS = 6 * HOUR_SECONDS  # Traffic of less says little of a whole day's.
 
@@ -29,6 +44,34 @@ def alarm(directory: Path, version: str, run: Path, false_alarms: float, drop: f
     options = DriftOptions(run, log=directory, draft_version=version, false_alarms=false_alarms, drop=drop)
     found = drift_command(options, Console(quiet=True))
     return {"holds": found["refresh"], "version": version, **found}
+
+
+def own_words(config: RunConfig, home: Path, export: Path) -> dict[str, Any]:
+    """Are the responses that would be trained on what the target says behind these prompts? Some of them, by one forward of the target.
+
+    An engine rounds otherwise, so what is told is a text that is far from the law and not one that can be told apart from it.
+    """
+    store = Store(export / RESPONSES / TRAINING)
+    rows = store.rows()
+    some = frozen_responses_of(rows[:: -(-len(rows) // ASKED_RESPONSES)])
+    if config.target.endpoint is not None:
+        return {"holds": True, "sentence": "text: not looked at, the target's weights are on a server", "responses": 0}
+    target = Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), home).model
+    sampling = SamplingSettings(**store.manifest()["sampling"])
+    if sampling.greedy:
+        share = float(np.concatenate([one.matches for one in target_peaks(target, some, sampling)]).mean())
+        holds, words = share >= LIKELIEST, f"{100 * share:.1f} % of the tokens are the target's likeliest"
+    else:
+        law = text_law(target, some, sampling)
+        holds = law.same or law.log_prob > law.expected - FAR_NATS
+        words = f"{law.log_prob:.2f} nats a token under the target, {law.expected:.2f} expected of its own"
+    words = f"text: {words} ({len(some)} responses)"
+    words += (
+        ""
+        if holds
+        else ": they are not what the target says behind these prompts (mixed up? another target? other sampling settings?)"
+    )
+    return {"holds": holds, "sentence": words, "responses": len(some)}
 
 
 def headroom(probe: Verdict, steps: int) -> dict[str, Any]:

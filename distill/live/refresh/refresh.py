@@ -28,7 +28,7 @@ from distill.commands.training_process import TrainingFailed, running_twin, term
 from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.run import RunConfig
 from distill.live.arms import ARMS, read_arms
-from distill.live.refresh.folder import NOT_NEEDED, STATE, read_state, refresh_folder
+from distill.live.refresh.folder import NOT_NEEDED, REFUSED, STATE, UNTRAINED, read_state, refresh_folder
 from distill.live.refresh.gate import judge_gate
 from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.plan import (
@@ -40,7 +40,7 @@ from distill.live.refresh.plan import (
     student_of,
     write_config,
 )
-from distill.live.refresh.reasons import alarm, headroom, payback
+from distill.live.refresh.reasons import alarm, headroom, own_words, payback
 from distill.live.traffic.export import export_traffic
 from distill.live.versions import (
     Version,
@@ -188,7 +188,11 @@ class _Refresh:
             for key in ("window", "decision"):
                 self.state.pop(key, None)
             self.state |= {"asked": asked, "reasons": {}}
-        if not self._decide():
+        needed = self._decide()
+        if not self.state["reasons"].get("text", {"holds": True})["holds"]:
+            _say(self.console, "gate: keep the old one: nothing is trained on such text, --force or not")
+            return self._end(REFUSED, 1)
+        if not needed:
             return self._end(NOT_NEEDED, 0)
         if options.dry_run:
             return 0
@@ -210,7 +214,7 @@ class _Refresh:
 
     def _end(self, outcome: str, status: int) -> int:
         """Nothing of the traffic stays that nobody needs: of a refresh that was not needed nothing does."""
-        if outcome == NOT_NEEDED:
+        if outcome in UNTRAINED:
             self._drop_traffic()
         shutil.rmtree(self.folder / PROBE, ignore_errors=True)
         if not self.options.dry_run:
@@ -243,8 +247,10 @@ class _Refresh:
         return bool(self.state["decision"]["refresh"] or self.state["decision"]["forced"])
 
     def _worth_it(self) -> bool:
-        """Headroom and payback."""
+        """The text, headroom and payback."""
         try:
+            if not self._text():
+                return False
             found = self._headroom()
             _say(self.console, found["sentence"])
             gain = self._payback(found)
@@ -267,6 +273,12 @@ class _Refresh:
             self._apart(probe, path)
             self._reason("headroom", headroom(load_verdict(probe.folder), self.options.probe_steps))
         return self.state["reasons"]["headroom"]
+
+    def _text(self) -> bool:
+        if "text" not in self.state["reasons"]:
+            self._reason("text", own_words(run_config(self.home), self.home, self._export()))
+        _say(self.console, self.state["reasons"]["text"]["sentence"])
+        return bool(self.state["reasons"]["text"]["holds"])
 
     def _export(self) -> Path:
         """The traffic of this refresh, taken once: later requests are the next one's."""

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]
     state = state_of(place)
     assert (status, state["outcome"]) == (0, "published"), words
     assert {name: found["holds"] for name, found in state["reasons"].items()} == dict.fromkeys(
-        ("alarm", "headroom", "payback"), True
+        ("alarm", "text", "headroom", "payback"), True
     )
     assert trained == ["probe", "tiny-refresh-v0002"]
     _, second = list_versions(place / "drafts")
@@ -147,24 +148,29 @@ def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]
     assert not (place / "runs" / "tiny-refresh-v0003").exists()
 
 
-def test_a_bad_refresh_is_stopped_at_the_gate(
-    place: Path, responses: list[TrafficRecord], trained: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    from dataclasses import replace
-
-    shifted = [
-        replace(one, response_ids=other.response_ids, response_tokens=other.response_tokens)
-        for one, other in zip(responses, [*responses[7:], *responses[:7]], strict=True)
-    ]
-    write_log(place / "traffic", shifted)
-    bad = {"overrides": [*QUICK, "loss.name=ce", "optim.lr=0.03"], "force": True, "approve": "Ann", "share": 1.0}
+def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str]) -> None:
+    bad = {"overrides": [*QUICK, "loss.name=ce", "optim.lr=0.05"], "force": True, "approve": "Ann", "share": 1.0}
     status, words = call(place, **bad)
     state = state_of(place)
     assert (status, state["outcome"], state["gate"]["passed"]) == (1, "kept the old one", False), words
-    assert "keep the old one" in words
+    assert "gate: keep the old one" in words
     assert [version.name for version in list_versions(place / "drafts")] == ["v0001"]
     assert (current_version(place / "drafts") or pytest.fail("none")).name == "v0001"
-    assert state["decision"]["forced"] is not state["decision"]["refresh"]
+
+
+def test_nothing_is_trained_on_responses_that_were_mixed_up(
+    place: Path, responses: list[TrafficRecord], trained: list[str]
+) -> None:
+    mixed_up = [
+        replace(one, response_ids=other.response_ids, response_tokens=other.response_tokens)
+        for one, other in zip(responses, [*responses[7:], *responses[:7]], strict=True)
+    ]
+    write_log(place / "traffic", mixed_up)
+    status, words = call(place, force=True)
+    assert (status, trained, state_of(place)["outcome"]) == (1, [], "refused the text"), words
+    assert "not what the target says behind these prompts" in words
+    write_log(place / "traffic", responses)
+    assert call(place, dry_run=True)[1].count("text: ") == 1
 
 
 def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
@@ -210,8 +216,6 @@ def test_killed_behind_every_stage_it_goes_on(place: Path, trained: list[str], m
 
 
 def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
-    from dataclasses import replace
-
     write_log(place / "traffic", [replace(one, accepted=12) for one in responses])
     status, words = call(place)
     assert (status, trained, state_of(place)["outcome"]) == (0, [], "not needed")
