@@ -14,12 +14,13 @@ import pytest
 from rich.console import Console
 from traffic_log import record_of, write_log
 
+from data.responses.store import Store
 from distill.commands.compare.comparison import Difference
 from distill.live.refresh import refresh
 from distill.live.refresh.gate import _slice
 from distill.live.refresh.options import RefreshOptions
-from distill.live.refresh.plan import mixed
-from distill.live.refresh.reasons import concurrency, payback
+from distill.live.refresh.plan import mixed, run_config
+from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError
@@ -60,6 +61,21 @@ def test_requests_in_flight_are_counted_while_there_are_any() -> None:
     records = [record_of(number, time=start, total_s=took) for number, (start, took) in enumerate(spans)]
     assert concurrency(records) == pytest.approx(1.5)  # 30 s of requests in 20 s
     assert concurrency(records[3:]) == 1.0
+
+
+def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_path: Path) -> None:
+    store = Store(tiny_run / "responses" / "heldout-greedy")
+    rows = store.read()
+    mixed_up = [
+        replace(one, input_ids=[*one.prompt_ids, *other.response_ids], loss_mask=[False] * len(one.prompt_ids) + [True] * len(other.response_ids))
+        for one, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+    ]  # fmt: skip
+    for name, some in (("own", rows), ("mixed up", mixed_up)):
+        written = Store(tmp_path / name / "responses" / "train")
+        written.open(store.manifest())
+        written.write_shard(0, some)
+        found = own_words(run_config(tiny_run), tiny_run, tmp_path / name)
+        assert (found["holds"], found["responses"]) == (name == "own", len(rows)), found
 
 
 @pytest.mark.parametrize(
