@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from yardstick import Recipe, examples_of, respond, train_ours
 
 from data.files import write_json
 from distill.config.sections import JudgeConfig, TargetConfig
+from distill.faults import exit_status
 from distill.models.carving import carve
 from distill.models.draft import load_draft
 from distill.models.mask_token import give_mask_token
@@ -212,4 +214,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UserError as error:
+        sys.exit(exit_status(error))

@@ -153,7 +153,7 @@ def _verdict_lines(serving: dict[str, Any], verdict: Verdict | None) -> list[str
     if verdict.paired is not None:
         gain = f"{verdict.paired.alpha_gain:+.3f}{_interval(verdict.paired.ci)}"
         lines += ["", f"Gain in alpha over the baseline, prompt by prompt: {gain}."]
-    lines += ["", f"Best measured gamma: {_number(verdict.best_gamma)}."]
+    lines += ["", f"Gamma of the commands: {serving['gamma']}, {serving['gamma_source']}."]
     if verdict.replay:
         expected = ", ".join(f"{gamma}: {tau:.2f}" for gamma, tau in verdict.replay.items() if 1 <= gamma <= 16)
         lines += ["", f"tau by gamma, from replay of stored responses: {expected}."]

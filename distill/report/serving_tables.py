@@ -5,7 +5,7 @@ from distill.report.tables import NOTHING, Cell, Table, interval, labels_of, num
 from distill.report.text_tables import Section
 from distill.run.result import Result
 from distill.run.served_record import ServedRecord
-from distill.run.verdict_record import Latency, Percentiles, Verdict
+from distill.run.verdict_record import WAYS, Latency, Percentiles, Verdict
 
 PERCENTILES = ("p50", "p90", "p99")
 WAITED_FOR = {
@@ -62,7 +62,7 @@ def served_lines(record: ServedRecord) -> list[str]:
     """Whether the engine agrees with replay, and its texts."""
     lines = [
         f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the "
-        f"{record.replay.text.removeprefix('the ')} (rule {record.rule}, gamma {record.asked_gamma}): z {record.z:+.1f}."
+        f"{record.replay.text.removeprefix('the ')} ({WAYS[record.drafting]}, rule {record.rule}, gamma {record.asked_gamma}): z {record.z:+.1f}."
     ]
     if record.greedy is not None:
         ties = f", {record.greedy.near_ties} more part at a near-tie" if record.greedy.near_ties else ""

@@ -1,16 +1,33 @@
 """The benches run on any pair and write the JSON they promise; what they measure is not asserted, how they count is."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_modules import bench
+from bench_modules import ROOT, bench
 
 from distill.models.load import load_tokenizer
 from speculative.errors import UserError
 
 CELL = {"device", "batch", "mode", "gamma", "drafter", "tokens_per_second", "tau", "floor_share", "vs_hf_assisted"}
+
+
+def test_a_missing_file_is_one_line(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / "bench" / "parallel.py"
+    monkeypatch.syspath_prepend(str(script.parent))
+    asked = ["--target", str(tiny_target), "--prompts", str(tmp_path / "none.jsonl"), "--prompt-column", "text"]
+    monkeypatch.setattr(sys, "argv", [str(script), *asked])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "none.jsonl" in said
+    assert said.count("\n") == 1
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,12 @@ def test_the_pages_name_what_counts(exported, target_dir):
     front = yaml.safe_load(card.split("---\n")[1])
     assert (front["base_model"], front["target_model"]) == ("org/base", str(target_dir))
     assert (front["datasets"], front["license"]) == (["gsm8k"], "apache-2.0")
-    for needle in ("0.750 [0.480, 0.520]", "3.250 [1.800, 2.000]", "+0.250 [0.200, 0.300]", "Best measured gamma: 3"):
+    for needle in (
+        "0.750 [0.480, 0.520]",
+        "3.250 [1.800, 2.000]",
+        "+0.250 [0.200, 0.300]",
+        "Gamma of the commands: 3, the best measured gamma.",
+    ):
         assert needle in card
     assert "accelerate launch x" in card
     page = (exported.path / "SERVING.md").read_text()
@@ -319,6 +324,13 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
     assert "parallel_drafting" in found["vLLM"].command
     assert '"num_speculative_tokens": 7' in found["vLLM"].command.replace('":7', '": 7')
     assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
+    assert report.gamma == 7
+    # Where the other way is what should be run, its gamma is the one that is told.
+    other = make_verdict(best_gamma=7, drafting="parallel", rivals=[rival], run="token by token")
+    report = export(marked, target_dir, tmp_path / "other", verdict=other)
+    serving = json.loads((report.path / "serving.json").read_text())
+    assert (report.gamma, serving["gamma"], serving["gamma_source"]) == (2, 2, "the best measured gamma")
+    assert "Gamma of the commands: 2, the best measured gamma." in (report.path / "README.md").read_text()
 
 
 def test_gamma_of_the_commands():
