@@ -5,14 +5,13 @@ Everything is written and checked in a temporary sibling directory, which is the
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
 from distill.config.sections import Quantization
@@ -20,7 +19,7 @@ from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.commands import others, sampling_fields
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all
-from distill.export.facts import EngineFacts, OnePass, gather_facts, shorter_context, ways_to_serve
+from distill.export.facts import EngineFacts, gather_facts, shorter_context, ways_to_serve
 from distill.export.load_table import gamma_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
@@ -104,11 +103,11 @@ def export_draft(
     rows = vocabulary_rows(target_side.config)
     student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)
     gamma, gamma_source, gain = serving_gamma(verdict)
-    ways = ways_to_serve(verdict, curves, gamma, student.model.config)
-    run_gamma = ways[2].gamma if ways[2] else ways[0]
+    token_gamma, taus, one_pass = ways_to_serve(verdict, curves, gamma, student.model.config)
+    run_gamma = one_pass.gamma if one_pass else token_gamma
     if run_gamma != gamma:  # the other way of drafting is the faster
         gamma, gamma_source = run_gamma, "the best measured gamma"
-    take_over_ids(student.model, target_side, ways[0], sampling)  # transformers drafts token by token
+    take_over_ids(student.model, target_side, token_gamma, sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, quantize)
     draft_record = _draft_record(path, student.model, export_dtype, quantize)
@@ -118,7 +117,11 @@ def export_draft(
             _save(student.model, packed, adapter, working)
             target_side.tokenizer.save_pretrained(working)
             checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
-            facts = _facts(working, path, target_side, ways, verdict, sampling, trust_remote_code)
+            facts = gather_facts(
+                target_side, load_target_side(str(working), trust_remote_code), str(path), token_gamma, taus=taus,
+                measured_rule=verdict.rule if verdict else None, sampling=sampling, one_pass=one_pass,
+                gamma_by_load=tuple(gamma_by_load(verdict, "parallel" if one_pass else "autoregressive")),
+            )  # fmt: skip
             engines = check_all(facts)
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": _target_record(target_side), "draft": draft_record,
@@ -129,18 +132,9 @@ def export_draft(
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
     return ExportReport(
-        path=path,
-        dtype=_dtype_name(export_dtype),
-        parameters=draft_record["parameters"],
-        gamma=gamma,
-        gain=gain,
-        vocabulary=student.agreement,
-        engines=engines,
-        merge_error=student.merge_error,
-        warnings=warnings,
-        checks=checks,
-        files=files,
-    )
+        path, _dtype_name(export_dtype), draft_record["parameters"], gamma, gain, student.agreement, engines, student.merge_error,
+        warnings, checks, files,
+    )  # fmt: skip
 
 
 def serving_gamma(verdict: Verdict | None) -> tuple[int, str, bool | None]:
@@ -218,33 +212,6 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
     if quantize is not None:
         warnings.append(QUANTISED + (GPUS_ALONE if quantize == "int8" else ""))
     return warnings
-
-
-def _facts(
-    working: Path,
-    path: Path,
-    target_side: TargetSide,
-    ways: tuple[int, Mapping[str, float], OnePass | None],
-    verdict: Verdict | None,
-    sampling: SamplingSettings | None,
-    trust: bool,
-) -> EngineFacts:
-    """Of the written directory itself, with the path it will have."""
-    gamma, taus, one_pass = ways
-    return gather_facts(
-        target=target_side.name,
-        draft=str(path),
-        gamma=gamma,
-        target_config=target_side.config,
-        target_tokenizer=target_side.tokenizer,
-        draft_config=AutoConfig.from_pretrained(working, trust_remote_code=trust),
-        draft_tokenizer=AutoTokenizer.from_pretrained(working, trust_remote_code=trust),
-        measured_rule=verdict.rule if verdict else None,
-        sampling=sampling,
-        taus=taus,
-        gamma_by_load=gamma_by_load(verdict, "autoregressive" if one_pass is None else "parallel"),
-        one_pass=one_pass,
-    )
 
 
 def _engines_record(facts: EngineFacts, engines: list[EngineVerdict]) -> dict[str, Any]:

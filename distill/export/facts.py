@@ -1,12 +1,13 @@
 """What the engines' rules look at, about one target and one exported draft."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distill.export.gguf import pre_tokenizer_name
 from distill.export.load_table import LoadRange
 from distill.models.quantized import quantization_of
+from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
 from distill.run.verdict_record import WAYS, Drafting, Verdict, drafting_to_serve
@@ -98,44 +99,26 @@ def ways_to_serve(
     return *single, OnePass(mask_token, *known["parallel"])
 
 
-def gather_facts(
-    *,
-    target: str,
-    draft: str,
-    gamma: int,
-    target_config: Any,
-    target_tokenizer: Any,
-    draft_config: Any,
-    draft_tokenizer: Any,
-    measured_rule: str | None = None,
-    sampling: SamplingSettings | None = None,
-    taus: Mapping[str, float] | None = None,
-    gamma_by_load: Sequence[LoadRange] = (),
-    one_pass: OnePass | None = None,
-) -> EngineFacts:
-    """The facts of a pair from its loaded configs and tokenizers."""
-    target_tokens, draft_tokens = tokens_by_id(target_tokenizer), tokens_by_id(draft_tokenizer)
+def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, **served: Any) -> EngineFacts:
+    """The facts of a pair from its loaded configs and tokenizers. path: of the draft; served: the fields with a default of their own."""
+    target_tokens, draft_tokens = tokens_by_id(target.tokenizer), tokens_by_id(draft.tokenizer)
     return EngineFacts(
-        target=target,
-        draft=draft,
+        target=target.name,
+        draft=path,
         gamma=gamma,
-        target_rows=vocabulary_rows(target_config),
-        draft_rows=vocabulary_rows(draft_config),
+        target_rows=vocabulary_rows(target.config),
+        draft_rows=vocabulary_rows(draft.config),
         first_difference=first_string_difference(target_tokens, draft_tokens),
         first_difference_from_5=first_string_difference(target_tokens, draft_tokens, LLAMA_CPP_FIRST_COMPARED_ID),
-        added_tokens_equal=target_tokenizer.get_added_vocab() == draft_tokenizer.get_added_vocab(),
-        added_ends_equal=target_tokenizer("")["input_ids"] == draft_tokenizer("")["input_ids"],
-        tokenizer_kind_equal=type(target_tokenizer) is type(draft_tokenizer),
-        target_quantised=quantization_of(target_config) is not None,
-        draft_quantised=quantization_of(draft_config) is not None,
-        pre_tokenizer=pre_tokenizer_name(target_tokenizer),
-        rerouted_type=rerouted_type(draft_config),
-        draft_context=shorter_context(draft_config, target_config),
-        measured_rule=measured_rule,
-        sampling=sampling,
-        taus=taus or {},
-        gamma_by_load=tuple(gamma_by_load),
-        one_pass=one_pass,
+        added_tokens_equal=target.tokenizer.get_added_vocab() == draft.tokenizer.get_added_vocab(),
+        added_ends_equal=target.tokenizer("")["input_ids"] == draft.tokenizer("")["input_ids"],
+        tokenizer_kind_equal=type(target.tokenizer) is type(draft.tokenizer),
+        target_quantised=quantization_of(target.config) is not None,
+        draft_quantised=quantization_of(draft.config) is not None,
+        pre_tokenizer=pre_tokenizer_name(target.tokenizer),
+        rerouted_type=rerouted_type(draft.config),
+        draft_context=shorter_context(draft.config, target.config),
+        **served,
     )
 
 

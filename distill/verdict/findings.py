@@ -286,10 +286,8 @@ def serve_commands(
     draft = str((run / EXPORT).resolve())
     gamma, taus, one_pass = ways_to_serve(verdict, curves, verdict.best_gamma or verdict.gamma, student.config)
     facts = gather_facts(
-        target=target.side.name, draft=draft, gamma=gamma, target_config=target.side.config,
-        target_tokenizer=target.tokenizer, draft_config=student.config, draft_tokenizer=student.tokenizer,
-        measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass,
-    )  # fmt: skip
+        target.side, student, draft, gamma, measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass
+    )
     return [
         ServeCommand(
             engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,

@@ -12,6 +12,7 @@ import yaml
 from distill.export.commands import others, places, with_places
 from distill.export.engines import ENGINES, check, check_all, check_directory_name, rerouted_word
 from distill.export.facts import EngineFacts, OnePass, gather_facts, rerouted_type
+from distill.models.target import TargetSide
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
@@ -341,16 +342,9 @@ def config(rows, **fields):
 
 
 def facts_of(target_tokenizer, draft_tokenizer, **target_fields):
-    return gather_facts(
-        target="t",
-        draft="/d",
-        gamma=3,
-        target_config=config(12, max_position_embeddings=256, **target_fields),
-        target_tokenizer=target_tokenizer,
-        draft_config=config(10, max_position_embeddings=64),
-        draft_tokenizer=draft_tokenizer,
-        measured_rule="greedy",
-    )
+    target = TargetSide("t", config(12, max_position_embeddings=256, **target_fields), target_tokenizer, None)
+    draft = TargetSide("d", config(10, max_position_embeddings=64), draft_tokenizer, None)
+    return gather_facts(target, draft, "/d", 3, measured_rule="greedy")
 
 
 def test_facts_of_equal_tokenizers():
