@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 from data.traffic.record import (
     FORGOTTEN,
     LOCK,
+    WRITE_LOCK,
     TrafficRecord,
     forgotten_hashes,
     keyed_hash,
@@ -94,7 +96,10 @@ class LogWriter:
             self._number = int(files[-1].stem.removeprefix("log-")) if files else 1
             if files:
                 mend_tail(directory, files[-1])
+            opened = os.open(directory / WRITE_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            self._write_lock = undo.enter_context(open(opened, "rb"))
             undo.pop_all()
+        self._file: FileIO | None = None
         self._forgotten: tuple[int, set[str]] = (0, set())
         self._sweep_now, self._closed = threading.Event(), False
         self._queue: queue.Queue[tuple[TrafficRecord, Done] | None] = queue.Queue(QUEUE_RECORDS)
@@ -118,7 +123,9 @@ class LogWriter:
         self._closed = True
         self._sweep_now.set()
         self._sweeper.join()
-        self._lock.close()
+        for file in (self._file, self._write_lock, self._lock):
+            if file is not None:
+                file.close()
 
     def _sweep(self) -> None:
         while not self._closed:
@@ -170,20 +177,30 @@ class LogWriter:
             OSError: the disk refuses.
         """
         path = self.directory / f"log-{self._number:05d}.jsonl"
-        with write_lock(self.directory):
+        fcntl.flock(self._write_lock, fcntl.LOCK_EX)
+        try:
             forgotten = self._read_forgotten()
             kept = [record for record in records if keyed_hash(self.salt, FORGOTTEN, record.id) not in forgotten]
             lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept)
-            # By its name: a rewrite of the file may have put another in its place.
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                size = os.fstat(file).st_size
-                _write_whole(file, lines, size)
-            finally:
-                os.close(file)
+            file = self._open(path).fileno()
+            size = os.fstat(file).st_size
+            _write_whole(file, lines, size)
+        finally:
+            fcntl.flock(self._write_lock, fcntl.LOCK_UN)
         if size + len(lines) >= self.file_bytes:
             self._number += 1
             self._sweep_now.set()
+
+    def _open(self, path: Path) -> FileIO:
+        """The file of that name. It stays open, so that a process with no file to spare still logs; a rewrite may have put another there."""
+        if self._file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+                    return self._file
+            self._file.close()
+            self._file = None
+        self._file = FileIO(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a")
+        return self._file
 
     def _with_or_without_text(self, record: TrafficRecord) -> TrafficRecord:
         if record.response_ids is None and record.prompt_ids is None:

@@ -40,7 +40,6 @@ def gateway(options: GatewayOptions) -> None:
         options.max_body,
         options.idle_seconds,
     )
-    _raise_file_limit(2 * options.max_connections + _OWN_FILES)
     with _listening(options) as listener:
         writer = LogWriter(
             options.log, text=options.text, sample_size=options.reservoir, retention_days=options.retention_days
@@ -58,7 +57,7 @@ def gateway(options: GatewayOptions) -> None:
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            limit_concurrency=options.max_connections,
+            limit_concurrency=_clients_for(options.max_connections),
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
         host, port = listener.getsockname()[:2]
@@ -126,12 +125,16 @@ def _key(options: GatewayOptions) -> str | None:
     return key
 
 
-def _raise_file_limit(wanted: int) -> None:
-    """A client and its engine are two open files; systems begin with 1,024."""
+def _clients_for(wanted: int) -> int:
+    """How many clients this process may have files for: each takes one, and its engine another; systems begin with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if resource.RLIM_INFINITY in (soft, hard):
+        return wanted
+    most = max(soft, min(hard, 2 * wanted + _OWN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if (clients := min(wanted, (most - _OWN_FILES) // 2)) < wanted:
+        print(f"--max-connections: {clients} and not {wanted}, for the system gives {most} open files (ulimit -n)")
+    return max(1, clients)
 
 
 def _listening(options: GatewayOptions) -> socket.socket:
