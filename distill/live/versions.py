@@ -22,8 +22,6 @@ from typing import Any, Literal
 
 from data.files import writing
 from distill.config.layout import PROVENANCE
-from distill.export.export import export_draft
-from distill.run.folder import read_run
 from speculative.errors import UserError
 
 CURRENT, HISTORY = "current", "history.jsonl"
@@ -96,6 +94,10 @@ def publish(
     Raises:
         UserError: the run has no draft yet, that number is taken, the disk refuses, or see `export_draft`.
     """
+    # Here: whoever looks at versions, or moves them, needs no torch.
+    from distill.export.export import export_draft
+    from distill.run.folder import read_run
+
     facts = dict(vars(read_run(run)))
     with _locked(drafts):
         name = name or next_name(drafts)
