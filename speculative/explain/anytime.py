@@ -15,8 +15,8 @@ which ever reaches 1 / level with probability `level` at most (Ville; Robbins 19
 
 With estimated variances this is the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas
 (arXiv 2103.06476); of two samples it is the always-valid interval of Johari, Koomen, Pekelis and Walsh (arXiv 1512.04922). The
-test of this file simulates how often it is wrong. Requests are taken as independent: those of one conversation are not, and
-many of them at once make the intervals too narrow.
+test of this file simulates how often it is wrong. Requests are taken as independent; those of one conversation are not, so
+whoever has conversations gives their sums as requests.
 
 Shapes: N requests; everything made of `Sums` is also done for arrays of sums of any one shape.
 """

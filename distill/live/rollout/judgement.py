@@ -1,11 +1,12 @@
 """What the requests of two engines say: go on, go back, or wait for more. Nothing here reads a file.
 
 Each way back (accepted less, below the gate's interval, slower, more errors) has a quarter of the false alarm rate in each of the
-two phases, and every test holds however often it is looked at. Compared are requests of the same minutes, divided by a hash; what is
+two phases, and every test holds however often it is looked at. What is drawn is a conversation. Compared are requests of the same minutes, divided by a hash; what is
 watched afterwards is compared with what the old engine did then, so a change of traffic or load is in it too.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from speculative.explain.anytime import (
 from speculative.measure.intervals import Interval
 
 WAYS_BACK = 4
-UNTOLD_REQUESTS = 50  # Without a drafted token: this engine drafts nothing, or does not tell.
+UNTOLD_CONVERSATIONS = 50  # Without a drafted token: this engine drafts nothing, or does not tell.
 LATENCY_SCALE, LATENCY_DOUBT = (
     0.2,
     1.0,
@@ -41,9 +42,12 @@ SEEN = 0.05  # The difference of which it is told how many requests show it.
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine did in one phase. gamma: drafted tokens a block. acceptance: of accepted / drafted. latency: of log seconds a token."""
+    """What an engine did in one phase. errors: conversations that met one. gamma: drafted tokens a block. acceptance: of accepted / drafted,
+    latency: of log seconds a token, both by conversation.
+    """
 
     requests: int = 0
+    conversations: int = 0
     errors: int = 0
     gamma: float | None = None
     acceptance: Sums = field(default_factory=Sums)
@@ -87,21 +91,31 @@ class Law:
 
 
 def served_of(records: Iterable[TrafficRecord]) -> Served:
-    """Counts of records; a constraint on the text says nothing of the draft, and an answer cut short nothing of its speed."""
-    records = list(records)
-    told = [record for record in records if accepts(record)]
-    timed = [
-        record.total_s / record.response_tokens
-        for record in records
-        if record.finish in WHOLE and record.total_s and record.response_tokens
-    ]
-    blocks = [(record.drafted or 0, record.blocks) for record in told if record.blocks]
+    """Sums of records; a constraint on the text says nothing of the draft, and an answer cut short nothing of its speed.
+
+    A conversation is what a hash sent to an engine, and its requests resemble each other: it is one draw, its requests added up.
+    """
+    by_conversation: dict[str, list[TrafficRecord]] = defaultdict(list)
+    for record in records:
+        by_conversation[record.conversation or record.id].append(record)
+    told, timed, drafted, blocks = [], [], 0, 0
+    for turns in by_conversation.values():
+        drafts = [turn for turn in turns if accepts(turn)]
+        told.append((sum(turn.accepted or 0 for turn in drafts), sum(turn.drafted or 0 for turn in drafts)))
+        drafted += sum(turn.drafted or 0 for turn in drafts if turn.blocks)
+        blocks += sum(turn.blocks or 0 for turn in drafts)
+        paces = [
+            math.log(turn.total_s / turn.response_tokens)
+            for turn in turns
+            if turn.finish in WHOLE and turn.total_s and turn.response_tokens
+        ]
+        timed.append((sum(paces), len(paces)))
     return Served(
-        len(records),
-        sum(record.finish == "error" for record in records),
-        sum(drafted for drafted, _ in blocks) / sum(count for _, count in blocks) if blocks else None,
-        sums_of(np.array([record.accepted for record in told]), np.array([record.drafted for record in told])),
-        sums_of(np.log(timed)),
+        sum(map(len, by_conversation.values())),
+        len(by_conversation),
+        sum(any(turn.finish == "error" for turn in turns) for turns in by_conversation.values()),
+        drafted / blocks if blocks else None,
+        *(sums_of(*np.array(pairs, dtype=np.float64).reshape(-1, 2).T) for pairs in (told, timed)),
     )
 
 
@@ -109,10 +123,8 @@ def compare(new: Served, old: Served, law: Law) -> Decision:
     """While both serve."""
     numbers = _numbers(new, old, law)
     total = new.requests + old.requests
-    # A long conversation may bring an engine more than its share.
-    share = max(law.share, (new.requests + 1) / (total + 2))
     back = (
-        _more_errors(evidence_of_more(new.errors, new.errors + old.errors, share), new, old, law)
+        _more_errors(evidence_of_more(new.errors, new.errors + old.errors, law.share), new, old, law)
         or _untold(new, old)
         or _below_gate(numbers, new, law)
         or _slower(new, old, law, law.slower)
@@ -134,9 +146,9 @@ def watch(new: Served, old: Served, law: Law) -> Decision:
     """When all traffic is the new one's. old: what the old engine did while they were compared."""
     numbers = _numbers(new, old, law)
     # Clopper-Pearson: the errors that the old engine may well have had.
-    usual = float(stats.beta.ppf(1 - law.false_alarms / 2, old.errors + 1, max(1, old.requests - old.errors)))
+    usual = float(stats.beta.ppf(1 - law.false_alarms / 2, old.errors + 1, max(1, old.conversations - old.errors)))
     back = (
-        _more_errors(evidence_of_more(new.errors, new.requests, min(usual, 0.999)), new, old, law)
+        _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)), new, old, law)
         or _below_gate(numbers, new, law)
         or _slower(new, old, law, WATCHED_SLOWER)
     )
@@ -176,7 +188,10 @@ def _told(numbers: dict[str, Any]) -> str:
 def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
     if evidence < WAYS_BACK / law.false_alarms:
         return ""
-    return f"errors rise: {new.errors:,} in {new.requests:,} requests, {old.errors:,} in {old.requests:,} of the old engine"
+    return (
+        f"errors rise: they hit {new.errors:,} of {new.conversations:,} conversations, {old.errors:,} of {old.conversations:,} with the old "
+        "engine"
+    )
 
 
 def _below_gate(numbers: dict[str, Any], new: Served, law: Law) -> str:
@@ -201,7 +216,7 @@ def _slower(new: Served, old: Served, law: Law, slower: float) -> str:
 
 def _untold(new: Served, old: Served) -> str:
     for served, which in ((new, "new"), (old, "old")):
-        if served.requests - served.errors >= UNTOLD_REQUESTS and not served.acceptance.requests:
+        if served.conversations - served.errors >= UNTOLD_CONVERSATIONS and not served.acceptance.requests:
             return (
                 f"the {which} engine tells of no drafted tokens in {served.requests:,} requests: it serves without a draft, or "
                 "does not say (vLLM: --per-request-spec-decode-metrics detailed)"

@@ -43,8 +43,8 @@ TAKEN_BACK = 3  # exit status
 _LOCK = ".rollout.lock"
 SILENT_POLLS = 3  # An engine of which the process runs but that does not answer so often is taken for dead.
 TOLD_SECONDS = 10.0
-# Requests that all miss the new engine with such a chance say that the gateway reads no arms.json; times ten, for they come in conversations.
-_UNHEEDED, _CONVERSATION = 1e-6, 10
+HEED_SECONDS = 5.0  # in which a gateway must have read its arms
+_UNHEEDED = 1e-6  # Conversations that all miss the new engine by such a chance: the gateway reads no arms.json.
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -93,7 +93,16 @@ class Rollout:
         if self.options.back and self.state.stage != "finishing":
             self._enter("returning", "asked for")
         while self.state.stage not in ENDS:
-            stages[self.state.stage]()
+            try:
+                stages[self.state.stage]()
+            except UserError as error:
+                if self.state.stage in ("finishing", "returning"):
+                    raise
+                # Nobody would watch the new engine: the old one has the traffic while the mistake is mended.
+                self.state.blames = False
+                self._enter("returning", str(error))
+                self._return()
+                raise
         return 0 if self.state.stage == "done" else TAKEN_BACK
 
     def _enter(self, stage: Stage, text: str) -> None:
@@ -105,17 +114,11 @@ class Rollout:
 
     def _start(self) -> None:
         state = self.state
-        try:
-            if state.mark:
-                process = self._engine() or self._started()
-                state.pid, state.created = process.pid, process.create_time()
-                write_state(self.options.drafts, state)
-            seconds = self._wait()
-        except UserError as error:
-            self.state.blames = False
-            self._enter("returning", str(error))
-            self._return()
-            raise
+        if state.mark:
+            process = self._engine() or self._started()
+            state.pid, state.created = process.pid, process.create_time()
+            write_state(self.options.drafts, state)
+        seconds = self._wait()
         self._enter(
             "comparing", f"{state.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations"
         )
@@ -141,25 +144,32 @@ class Rollout:
         return time.monotonic() - start
 
     def _compare(self) -> None:
-        self._direct(self.state.share)
-        law, tail = self._law(), LogTail(Path(self.state.log), self.state.since)
-        unheeded = math.ceil(_CONVERSATION * math.log(_UNHEEDED) / math.log1p(-law.share))
+        if self._direct(self.state.share):
+            # Whoever was killed before this wrote down a beginning that was none.
+            self.state.since = time.time()
+            write_state(self.options.drafts, self.state)
+        law, tail, begun = self._law(), LogTail(Path(self.state.log), self.state.since), time.time()
         for records in self._polls(tail):
             new = served_of(record for record in records if record.arm == self.state.version)
-            old = served_of(record for record in records if record.arm in self._old_arms())
-            if not new.requests and old.requests >= unheeded:
-                self.state.blames = False
-                self._enter("returning", f"none of {old.requests:,} requests reached it")
-                self._return()
-                raise UserError(
-                    f"{self.arms_file}: the gateway does not heed it: none of {old.requests:,} requests reached the new engine; "
-                    "is it `understudy gateway` that serves, with this --log?"
+            old_records = [record for record in records if record.arm in self._old_arms()]
+            old = served_of(old_records)
+            if not new.requests:
+                self._check_heeded(
+                    served_of(one for one in old_records if one.time > begun + HEED_SECONDS).conversations
                 )
             decision = compare(new, old, law)
             if decision.action == "on":
                 self.state.old = old
             if self._decided(decision, "watching"):
                 return
+
+    def _check_heeded(self, missed: int) -> None:
+        """Raises UserError when so many conversations can hardly all have missed the new engine."""
+        if missed * math.log1p(-self.state.share) < math.log(_UNHEEDED):
+            raise UserError(
+                f"{self.arms_file}: the gateway does not heed it: none of {missed:,} conversations reached the new engine; is it "
+                "`understudy gateway` that serves, with this --log?"
+            )
 
     def _watch(self) -> None:
         self._direct(1.0)
@@ -217,8 +227,8 @@ class Rollout:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
         self._enter("back", reason)
 
-    def _direct(self, share: float, alone: bool = False) -> None:
-        """Gives the new engine this share, the others what is left; ``alone``: the others are no longer named."""
+    def _direct(self, share: float, alone: bool = False) -> bool:
+        """Gives the new engine this share, the others what is left; whether that is new. ``alone``: the others are no longer named."""
         before = self._before()
         others = [
             dataclasses.replace(arm, share=arm.share * (1 - share)) if arm.drafts else arm
@@ -227,7 +237,10 @@ class Rollout:
         ]
         target = next(arm for arm in before.arms if arm.drafts).target_version
         new = Arm(self.state.version, self.state.url, share, self.state.version, target)
-        write_arms(self.arms_file, Arms(f"rollout {self.options.drafts.name} {self.state.version}", (*others, new)))
+        arms = Arms(f"rollout {self.options.drafts.name} {self.state.version}", (*others, new))
+        if changed := read_arms(self.arms_file) != arms:
+            write_arms(self.arms_file, arms)
+        return changed
 
     def _before(self) -> Arms:
         return Arms(self.state.before["by"], tuple(Arm(**arm) for arm in self.state.before["arms"]))

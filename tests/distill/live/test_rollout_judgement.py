@@ -28,7 +28,7 @@ def engine(
     drafted = rng.integers(40, 120, count)
     accepted = np.round(drafted * np.clip(rng.normal(rate, 0.1, count), 0, 1))
     latency = sums_of(np.log(seconds) + rng.normal(0, 0.2, count))
-    return Served(count + errors, errors, gamma, sums_of(accepted, drafted), latency)
+    return Served(count + errors, count + errors, errors, gamma, sums_of(accepted, drafted), latency)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def engine(
         ({"rate": 0.6}, {"requests": 600}, "back", "undecided behind 750 requests"),
         ({"rate": 0.7, "seconds": 0.025}, {}, "back", "certainly slower: 1.2"),
         ({"rate": 0.7, "seconds": 0.025}, {"slower": 0.5}, "on", "more"),
-        ({"rate": 0.7, "errors": 10}, {}, "back", "errors rise: 10 in 160 requests, 0 in 600 of the old engine"),
+        ({"rate": 0.7, "errors": 10}, {}, "back", "errors rise: they hit 10 of 160 conversations, 0 of 600 with the old engine"),
         ({"rate": 0.7, "errors": 2}, {}, "on", "more"),
         ({"rate": 0.7}, {"gate": GateGain(4, 1.0, 1.2)}, "back", "below the gate's interval of the gain in accepted / drafted, [+0.250, +0.300]"),
         ({"rate": 0.7}, {"gate": GateGain(4, 0.2, 1.2)}, "on", "more"),
@@ -65,7 +65,7 @@ def test_a_comparison(new: dict[str, Any], law: dict[str, Any], action: str, say
         ({"rate": 0.62}, {"gate": GateGain(4, 0.4, 0.8)}, "back", "below the gate's interval"),
         ({"rate": 0.6, "seconds": 0.03}, {}, "on", "difference"),
         ({"rate": 0.6, "seconds": 0.06}, {}, "back", "certainly slower: 2.97"),
-        ({"rate": 0.6, "errors": 20}, {}, "back", "errors rise: 20 in 320"),
+        ({"rate": 0.6, "errors": 20}, {}, "back", "errors rise: they hit 20 of 320"),
         ({"rate": 0.6, "errors": 1}, {}, "on", "difference"),
     ],
 )
@@ -78,7 +78,10 @@ def test_what_is_watched(new: dict[str, Any], law: dict[str, Any], action: str, 
 
 @pytest.mark.parametrize("silent", ["new", "old"])
 def test_an_engine_that_tells_of_no_drafts_is_no_draft(silent: str) -> None:
-    told, untold = engine(np.random.default_rng(0), 60, 0.6), Served(requests=60, latency=sums_of(np.zeros(60)))
+    told, untold = (
+        engine(np.random.default_rng(0), 60, 0.6),
+        Served(requests=60, conversations=60, latency=sums_of(np.zeros(60))),
+    )
     decision = compare(*((untold, told) if silent == "new" else (told, untold)), LAW)
     assert decision.action == "back"
     assert f"the {silent} engine tells of no drafted tokens in 60 requests" in decision.reason
@@ -98,9 +101,17 @@ def test_what_is_counted() -> None:
     cut = replace(record, accepted=0, drafted=4, blocks=1, finish="cancelled", response_tokens=1)
     failed = replace(record, accepted=None, drafted=None, blocks=None, response_tokens=None, finish="error")
     found = served_of([record, constrained, cut, failed])
-    assert (found.requests, found.errors, found.gamma) == (4, 1, 16 / 5)
+    assert (found.requests, found.conversations, found.errors, found.gamma) == (4, 1, 1, 16 / 5), "of one id, so one"
+    assert found.acceptance == Sums(1, 6.0, 16.0, 36.0, 96.0, 256.0)
+    assert (found.latency.requests, found.latency.denominator) == (1, 2.0)
+    assert found.latency.numerator == pytest.approx(2 * math.log(0.05))
+    turns = [
+        replace(one, id=str(number), conversation="c" if number else "d")
+        for number, one in enumerate([record, cut, failed])
+    ]
+    found = served_of(turns)
+    assert (found.requests, found.conversations, found.errors) == (3, 2, 1)
     assert found.acceptance == Sums(2, 6.0, 16.0, 36.0, 72.0, 160.0)
-    assert (found.latency.requests, found.latency.numerator) == (2, pytest.approx(2 * math.log(0.05)))
 
 
 @pytest.mark.simulation
@@ -117,7 +128,7 @@ def test_a_draft_as_good_as_the_old_one_is_seldom_taken_back_or_on() -> None:
             for arm in (mine, ~mine):
                 here = arm[:seen] & ~failed[:seen]
                 kept = np.round(accepted[:seen] * drafted[:seen])[here]
-                parts.append(Served(int(arm[:seen].sum()), int((arm & failed)[:seen].sum()), 4.0,
+                parts.append(Served(int(arm[:seen].sum()), int(arm[:seen].sum()), int((arm & failed)[:seen].sum()), 4.0,
                                     sums_of(kept, drafted[:seen][here]), sums_of(seconds[:seen][here])))  # fmt: skip
             action = compare(parts[0], parts[1], LAW).action
             if action != "wait":
