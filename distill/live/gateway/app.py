@@ -38,6 +38,10 @@ _OWN_HEADERS = {
     b"transfer-encoding", b"upgrade", b"host", b"content-length", b"accept-encoding", b"expect",
 }  # fmt: skip
 _PREFIX = b"x-understudy-"
+_HINT = (
+    "a stream said nothing of drafts, so its acceptance is unknown: vLLM says it when it is started with "
+    "--per-request-spec-decode-metrics detailed, in streams that ask for usage (--usage, or vLLM's --enable-force-include-usage)"
+)
 Send = Callable[[dict[str, Any]], Any]
 
 
@@ -65,7 +69,7 @@ class Gateway:
         self.exchanges: set[Exchange] = set()
         self._slices: set[str] = set()
         self._unreachable: set[str] = set()
-        self._log_is_late = False
+        self._log_is_late = self._hinted = False
 
     def app(self) -> Router:
         """With /health and /metrics of the gateway's own; all else goes to an engine."""
@@ -152,6 +156,9 @@ class Gateway:
             if shutting_down:
                 raise
             task.uncancel()
+        except httpcore.LocalProtocolError as error:  # The client's doing: no error of the arm's.
+            exchange.recorded = True
+            await self._fail(exchange, scope, send, 400, str(error))
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
             self._unreachable.add(arm.name)
             await self._fail(exchange, scope, send, 502, f"the engine cannot be reached ({type(error).__name__})")
@@ -226,6 +233,15 @@ class Gateway:
             return
         if tap is not None and tap.odd_counts:
             self.metrics.odd_counts.labels(exchange.arm.name).inc()
+        if (
+            tap is not None
+            and tap.counts is None
+            and exchange.arm.drafts
+            and tap.stream
+            and not (finish or self._hinted)
+        ):
+            self._hinted = True
+            print(_HINT, file=sys.stderr, flush=True)
         self.metrics.count(record)
         await self._append(record, wait)
 
@@ -235,6 +251,7 @@ class Gateway:
 
         def done(written: bool) -> None:
             self._log_is_late = self._log_is_late and not written
+            self.metrics.records_failed.inc(not written)
             if not on_disk.done():
                 on_disk.set_result(written)
 
@@ -247,11 +264,10 @@ class Gateway:
             return
         try:
             async with asyncio.timeout(APPEND_SECONDS):
-                written = await on_disk
+                await on_disk
         except TimeoutError:
             # Only one response waits for a disk that hangs; the next ones go on at once until it answers.
-            written, self._log_is_late = False, True
-        self.metrics.records_failed.inc(not written)
+            self._log_is_late = True
 
     async def _fail(self, exchange: Exchange, scope: Any, send: Send, status: int, why: str) -> None:
         """An answer that is not whole: one JSON error if none has begun, else a connection cut off, so that nobody takes it for whole."""

@@ -4,25 +4,23 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from gateway_server import running_gateway
 from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
 
 from data.responses.engine_metrics import parse_page
 from data.traffic.reader import read_traffic
 from data.traffic.record import TrafficRecord, keyed_hash, read_salt
-from data.traffic.writer import LogWriter
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.gateway import limits
-from distill.live.gateway.app import Gateway, Settings
 from distill.live.gateway.command import _begin_with, arms_of, parse_sampling
-from distill.live.gateway.limits import BoundedProtocol
 from distill.live.gateway.options import GatewayOptions
 from speculative.errors import UserError
 
@@ -44,18 +42,6 @@ def engine() -> ScriptedEngine:
 @pytest.fixture(scope="module")
 def direct(engine: ScriptedEngine) -> Iterator[str]:
     with running_app(engine.app()) as url:
-        yield url
-
-
-@contextmanager
-def running_gateway(log: Path, *urls: str, plain: str = "", share: float = 0.0, **settings: Any) -> Iterator[str]:
-    arms = [Arm("a", urls[0], 1 - share, "v0001", "t")]
-    arms += [Arm("b", urls[1], share, "v0002", "t")] if urls[1:] else []
-    arms += [Arm("plain", plain, 0.0, "none", "t", drafts=False)] if plain else []
-    writer = LogWriter(log, text=settings.get("text", False))
-    write_arms(log / ARMS, Arms("flags", tuple(arms)))
-    app = Gateway(Settings(log / ARMS, **settings), Arms("flags", tuple(arms)), writer).app()
-    with running_app(app, http=BoundedProtocol, server_header=False, date_header=False) as url:
         yield url
 
 
@@ -228,6 +214,18 @@ def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path) ->
         assert post(url, {**PROMPT, "user": "silent"}).status_code == 504
         with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
             post(url, {**PROMPT, "user": "hang", "stream": True})
+
+
+def test_streams_without_counts_are_said_once(
+    engine: ScriptedEngine, direct: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine.usage_asked_only = True
+    with running_gateway(tmp_path, direct) as url:
+        for _ in range(2):
+            post(url, {**PROMPT, "stream": True})
+    engine.usage_asked_only = False
+    assert capfd.readouterr().err.count("--per-request-spec-decode-metrics") == 1
+    assert [(record.drafted, record.response_tokens) for record in records(tmp_path)] == [(None, None)] * 2
 
 
 def test_counts_that_contradict_themselves_are_left_out(direct: str, tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from gateway_server import running_gateway
 from house_server import running_house
 
 from data.responses.engine_client import counters_of
 from data.responses.engine_counts import read_counts
+from data.traffic.reader import read_traffic
 from distill.config.sections import TargetConfig
 from distill.live.house_decoding import HouseEngine
 from distill.models.draft import load_draft
@@ -109,6 +111,29 @@ def test_a_constraint_and_a_withheld_token_keep_the_counts_whole(url: str, pair:
     counts = read_counts(cut)
     assert counts is not None  # the block is counted as it was verified, though less of it was said
     assert place < counts.accepted + counts.blocks + 1  # type: ignore[operator]
+
+
+def test_through_the_gateway_gates_and_constraints_keep_the_books(
+    url: str, pair: tuple[Target, ModelDrafter], tmp_path: Path
+) -> None:
+    free = ask(url)["choices"][0]["token_ids"]
+    with (
+        running_house(HouseEngine(*pair, GAMMA, "greedy-draft", name="tiny", withheld=[free[4]])) as gated,
+        running_gateway(tmp_path, gated, text=True, usage=True) as through,
+    ):
+        said = [ask(through), ask(through, logit_bias={str(free[4]): -100})]
+        pieces = streamed(through)
+    gate, biased, stream = read_traffic(tmp_path).records
+    for answer, record in zip(said, (gate, biased), strict=True):
+        counts = read_counts(answer)
+        assert counts is not None
+        assert (record.accepted, record.drafted, record.blocks) == (counts.accepted, counts.drafted, counts.blocks)
+        assert [*(record.response_ids or ())] == answer["choices"][0]["token_ids"]
+    assert [*(stream.response_ids or ())] == [*(gate.response_ids or ())] == free[: free.index(free[4])]
+    assert (stream.accepted_B, stream.finish) == (gate.accepted_B, "stop")
+    assert pieces[-1]["usage"]["completion_tokens"] == stream.response_tokens
+    # ignore_eos, which all of them ask for, is a constraint too.
+    assert [record.constrained for record in (gate, biased, stream)] == [True] * 3
 
 
 def test_who_leaves_is_decoded_no_further(url: str) -> None:
