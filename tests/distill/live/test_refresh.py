@@ -27,6 +27,7 @@ from speculative.errors import UserError
 QUICK = [
     "train.steps=24", "judge.live=never", "loss.name=forward_kl", "train.batch_size=16", "train.micro_batch_size=16",
 ]  # fmt: skip
+FIRST = 90  # requests before anything is refreshed
 LONG_PATIENCE = {"payback_days": 1e12, "margin": 0.1, "probe_steps": 16, "false_alarms": 0.2, "drop": 0.15}
 
 
@@ -46,7 +47,7 @@ def responses(tiny_run: Path) -> list[TrafficRecord]:
     config = load_config(tiny_run / "config.yaml")
     target = Target(config.target, torch.device("cpu"), tiny_run)
     path = tiny_run.parent / "traffic-heads.jsonl"
-    write_heads(path, ["argparse", "pickle", "tarfile", "zipfile", "optparse"], 90)
+    write_heads(path, ["argparse", "pickle", "tarfile", "zipfile", "optparse", "doctest"], 130)
     texts = [row.text or "" for row in load_source(PromptSource(path=str(path)))]
     prompts = [(f"request-{number}", target.tokenizer(text)["input_ids"][:60]) for number, text in enumerate(texts)]
     found, _ = decode(target.model, None, prompts, decode_settings(config.serving, 7, target), batch_size=32)
@@ -65,7 +66,7 @@ def place(tmp_path: Path, tiny_run: Path, responses: list[TrafficRecord]) -> Pat
     shutil.copytree(tiny_run, tmp_path / "runs" / "tiny", symlinks=True)
     (tmp_path / "traffic").mkdir(mode=0o700)
     (tmp_path / "traffic" / "salt").write_text("07" * 32)  # which requests are held out hangs on it
-    write_log(tmp_path / "traffic", responses)
+    write_log(tmp_path / "traffic", responses[:FIRST])
     return tmp_path
 
 
@@ -113,7 +114,9 @@ def gain_by_hand(place: Path) -> float:
     return float(means[0] - means[1])
 
 
-def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]) -> None:
+def test_a_good_refresh_becomes_the_next_version(
+    place: Path, responses: list[TrafficRecord], trained: list[str]
+) -> None:
     status, words = call(place)
     state = state_of(place)
     assert (status, state["outcome"]) == (0, "published"), words
@@ -146,6 +149,14 @@ def test_a_good_refresh_becomes_the_next_version(place: Path, trained: list[str]
         call(place)
     assert len(trained) == 2
     assert not (place / "runs" / "tiny-refresh-v0003").exists()
+    # The second refresh begins where the first one ended, and what was new then is old now.
+    write_log(place / "traffic", responses[:FIRST], [replace(one, draft_version="v0002") for one in responses[FIRST:]])
+    assert call(place, force=True, overrides=[*QUICK, "train.steps=2"])[0] in (0, 1)
+    state = state_of(place, "v0003")
+    assert (state["parent"], state["home"]) == ("v0002", str(place / "runs" / "tiny-refresh-v0002"))
+    assert state["reasons"]["alarm"]["run"] == state["home"]
+    assert state["window"]["left_out"]["held out by the run"] > 0
+    assert {part["name"] for part in state["gate"]["old"]} == {"stdlib", "code"}
 
 
 def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str]) -> None:
