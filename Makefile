@@ -56,6 +56,7 @@ bench: setup     ## the numbers in README and docs; writes bench/results/
 	$(BIN)/python bench/pipeline.py --out bench/results/pipeline.json
 	$(BIN)/python bench/decode.py --out bench/results/decode.json
 	$(BIN)/python bench/replay.py --out bench/results/replay.json
+	$(BIN)/python bench/gateway.py --out bench/results/gateway.json
 	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python bench/train_step.py --out bench/results/train_step.json
 

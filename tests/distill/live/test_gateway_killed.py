@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 from running_app import running_app
 from scripted_engine import ScriptedEngine
 
@@ -46,9 +45,7 @@ def ask_on(url: str, client: int, whole: list[str]) -> None:
                 return
 
 
-def test_after_kill_9_nobody_has_a_whole_response_without_its_record(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_after_kill_9_nobody_has_a_whole_response_without_its_record(tmp_path: Path) -> None:
     whole: list[str] = []
     with running_app(ScriptedEngine().app()) as engine:
         with process(engine, tmp_path) as (child, url):
@@ -69,11 +66,5 @@ def test_after_kill_9_nobody_has_a_whole_response_without_its_record(
         with file.open("ab") as torn:
             torn.write(b'{"id":"half')
         with process(engine, tmp_path) as (_, url):
-            second = subprocess.run(
-                [sys.executable, "-m", "distill.cli", "gateway", "--engine", engine, "--log", str(tmp_path), "--port", "0"],
-                capture_output=True, text=True, check=False, timeout=60,
-            )  # fmt: skip
             assert httpx.post(f"{url}/v1/completions", json={"prompt": "say"}, timeout=20).status_code == 200
-    assert second.returncode == 2
-    assert f"{tmp_path}: another gateway writes there" in second.stderr
     assert len(read_traffic(tmp_path).records) == len(found) + 1
