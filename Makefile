@@ -28,16 +28,15 @@ check: setup     ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Four runs: tests on all workers; beside them, one by one, those on the pretend CUDA device, which has to be there before torch, and
-# those that start ranks; then those that measure time. Each runs whatever the others said. Python may keep what it compiles: pytest's rewriting
+# Three runs: tests on all workers; beside them, one by one, those on the pretend CUDA device, which has to be there before torch, and
+# those that start ranks. Each runs whatever the others said. Python may keep what it compiles: pytest's rewriting
 # of the tests takes each process ten seconds.
 test: setup      ## all tests (about 10 minutes on 2 cores; more cores: make test WORKERS=8)
 	@unset PYTHONDONTWRITEBYTECODE; started=$$(date +%s); status=0; said=$$(mktemp); \
 	{ beside=0; $(BIN)/python -m pytest -m device || beside=1; $(BIN)/python -m pytest -m ranks || beside=1; exit $$beside; } > $$said 2>&1 & \
 	beside=$$!; trap 'kill $$beside 2> /dev/null; rm -f $$said' EXIT; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not device and not engine and not ranks" || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not ranks" || status=1; \
 	wait $$beside || status=1; cat $$said; \
-	$(BIN)/python -m pytest -m alone || status=1; \
 	seconds=$$(($$(date +%s) - started)); echo "make test took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$status
 
 ENGINE := .venv-vllm

@@ -11,7 +11,7 @@ on_device = pytest.mark.device
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked"), [(["-m", "device"], True), (["-m", "not alone and not device"], False), (["device"], False)]
+    ("arguments", "asked"), [(["-m", "device"], True), (["-m", "not ranks and not device"], False), (["device"], False)]
 )
 def test_it_is_there_when_its_tests_are_chosen(arguments: list[str], asked: bool) -> None:
     assert library.asked_for(["pytest", *arguments]) is asked

@@ -5,6 +5,7 @@ Shapes: R rows, C columns of the token buffer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -106,11 +107,17 @@ def repeating_prompts(count: int = 8) -> list[tuple[str, list[int]]]:
     ][:count]
 
 
+@functools.cache
+def _plain_texts() -> list[Any]:
+    settings = DecodeSettings(GREEDY, 0, "greedy", max_tokens=40, eos_ids=(7, 19))
+    return decode(TARGET, None, repeating_prompts(), settings)[0]
+
+
 def assert_greedy_text_is_plain(drafter: Drafter, rule: str = "greedy") -> list[Any]:
     """Plain text at every batch size, with rows recycled and compacted; returns the responses of the whole batch."""
     prompts = repeating_prompts()
     settings = DecodeSettings(GREEDY, 5, rule, max_tokens=40, eos_ids=(7, 19))
-    plain, _ = decode(TARGET, None, prompts, DecodeSettings(GREEDY, 0, "greedy", max_tokens=40, eos_ids=(7, 19)))
+    plain = _plain_texts()
     for batch_size, count in ((1, 3), (3, 8), (8, 8)):
         responses, _ = decode(TARGET, drafter, prompts[:count], settings, batch_size=batch_size)
         assert [one.response_ids for one in responses] == [one.response_ids for one in plain[:count]], batch_size

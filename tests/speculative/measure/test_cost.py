@@ -1,11 +1,14 @@
 """What a tau is worth at a measured price."""
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_models import perturbed, tiny_model
 
+from speculative.decoder import stage_clock
 from speculative.measure.cost import (
     StepCosts,
     _agreed,
@@ -101,8 +104,13 @@ def test_costs_are_ratios_within_a_repeat_and_their_medians_over_repeats():
     assert _agreed(repeats, (2, 4), 1, 64).spread == pytest.approx(1.2533 * 1.4826 * deviation)
 
 
-@pytest.mark.alone
-def test_measured_costs_are_positive_and_complete():
+@pytest.fixture
+def cpu_clock(monkeypatch):
+    """Stages are timed by this process's own seconds: what else runs here counts for nothing."""
+    monkeypatch.setattr(stage_clock, "time", SimpleNamespace(perf_counter=time.process_time))
+
+
+def test_measured_costs_are_positive_and_complete(cpu_clock):
     target = tiny_model(num_hidden_layers=6)
     costs = measure_costs(target, perturbed(tiny_model()), gammas=(1, 4), batch_size=2, context=16, blocks=2, repeats=1)
     assert set(costs.draft_seconds) == set(costs.verify_seconds) == {1, 4}
@@ -118,8 +126,7 @@ def test_measured_costs_are_positive_and_complete():
     assert block.draft_seconds[8] < 4 * block.draft_seconds[1], "eight calls would take eight times as long"
 
 
-@pytest.mark.alone
-def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free():
+def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free(cpu_clock):
     target = tiny_model(num_hidden_layers=6)
     costs = measure_costs(target, None, gammas=(1, 4), batch_size=2, context=16, blocks=3, repeats=2)
     assert set(costs.verify_seconds) == {1, 4}
