@@ -186,8 +186,8 @@ def _defaults(result: Row, rows: Sequence[Row]) -> list[str]:
             f"| {_law_words(rule, temperature)} | {told['objective']} | {told_seeds} | {'; '.join(parts) or 'no difference'} |"
         )
     rule = (
-        f"`{result['reference']}` is the default. A contestant takes its place where the gain in tau is certain on at least two pairs and the "
-        "loss on none, with several seeds; one seed decides nothing."
+        f"All are compared with `{result['reference']}`. A contestant takes its place where the gain in tau is certain on at least two pairs "
+        "and the loss on none, with several seeds; one seed decides nothing. `loss.name: null` follows this table."
     )
     return [*lines, "", rule] if rows else ["Nothing is finished yet."]
 

@@ -273,7 +273,7 @@ class LossConfig(Section):
 
     name: LossName | None = Field(
         None,
-        description="objective, see distill/loss/definitions.py (accepted_length: of blocks of judge.gamma, distill/loss/accepted.py); null = by serving.rule (lk_hybrid for each; docs/training.md)",
+        description="objective, see distill/loss/definitions.py (accepted_length: of blocks of judge.gamma, distill/loss/accepted.py); null = by serving.rule (jsd for sample, lk_hybrid for the others; docs/objectives.md)",
     )
     warmup: WarmupConfig | None = Field(
         None, description="another objective first, e.g. {name: forward_kl, ratio: 0.2}"

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from bench_modules import bench
 
+from distill.config.run import DEFAULT_OBJECTIVE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -77,3 +79,13 @@ def test_the_page_in_the_house_is_that_of_its_results(tmp_path: Path) -> None:
             keys = {"pair", "rule", "temperature", "objective", "seed", "lr", "alpha", "tau"}
             assert all(set(cell) == keys for cell in result["cells"])
             assert (ROOT / "configs" / "sweeps" / f"{result['study']}.yaml").exists()
+
+
+def test_the_defaults_are_those_that_the_study_chose() -> None:
+    result = json.loads((ROOT / bench("objectives").RESULTS / "objectives_cpu.json").read_text())
+    told = bench("objectives").chosen(result, bench("objectives").comparisons(result))
+    names = {"lk_hybrid_3": "lk_hybrid"}
+    chosen: dict[str, set[str]] = {}
+    for (rule, _), law in told.items():
+        chosen.setdefault(rule, set()).add(names.get(law["objective"], law["objective"]))
+    assert chosen == {rule: {str(DEFAULT_OBJECTIVE[rule])} for rule in ("sample", "greedy-draft", "greedy")}
