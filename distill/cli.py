@@ -246,7 +246,7 @@ def refresh(options: RefreshOptions) -> int:
 def rollout(options: RolloutOptions) -> int:
     """Serve a version beside the current one, compare the two on live traffic, then move all of it, or go back.
 
-    understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port}"
+    understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port} -- --per-request-spec-decode-metrics detailed"
 
     Exit status: 0 the version serves, 3 it was taken back, 2 a mistake.
     """

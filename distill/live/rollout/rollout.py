@@ -7,22 +7,18 @@ goes on where it stood, when it is given again.
 Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import math
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from data.files import writing
-from data.traffic.record import LOCK
 from distill.faults import Interrupted
-from distill.live.arms import ARMS, Arm, Arms, is_address, read_arms, write_arms
+from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.rollout import engine as engines
+from distill.live.rollout.beginning import alone, asked_version, begin, check_options, check_same, gateway_runs
 from distill.live.rollout.engine import (
     answers,
     engine_words,
@@ -35,12 +31,11 @@ from distill.live.rollout.engine import (
 from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, compare, served_of, watch
 from distill.live.rollout.log_tail import LogTail
 from distill.live.rollout.options import RolloutOptions
-from distill.live.rollout.state import ENDS, STATE, Stage, State, read_state, write_state
-from distill.live.versions import Version, list_versions, make_current, read_version, reject
+from distill.live.rollout.state import ENDS, Stage, State, read_state, write_state
+from distill.live.versions import Version, make_current, reject
 from speculative.errors import UserError
 
 TAKEN_BACK = 3  # exit status
-_LOCK = ".rollout.lock"
 SILENT_POLLS = 3  # An engine of which the process runs but that does not answer so often is taken for dead.
 TOLD_SECONDS = 10.0
 HEED_SECONDS = 5.0  # in which a gateway must have read its arms
@@ -55,19 +50,19 @@ def rollout(options: RolloutOptions) -> int:
             that does not read arms.json, an engine that does not start, a port in use, an option out of its range.
         Interrupted: Ctrl-C; both engines stay as they are.
     """
-    _check(options)
+    check_options(options)
     if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():
         options = dataclasses.replace(options, drafts=named)
-    version = _version(options)
-    with _alone(options.drafts):
+    version = asked_version(options)
+    with alone(options.drafts):
         state = read_state(options.drafts)
         if state is not None and state.stage not in ENDS:
-            _check_same(state, options)
+            check_same(state, options)
             print(f"goes on: {state.version} was {state.stage}", flush=True)
         elif options.back:
             raise UserError(f"--back: no rollout of {options.drafts} is under way")
         else:
-            state = _begin(options, version, state)
+            state = begin(options, version, state)
         try:
             return Rollout(options, version, state).run()
         except KeyboardInterrupt:
@@ -193,8 +188,11 @@ class Rollout:
             died = bool(self.state.mark) and self._engine() is None
             silent = 0 if answers(self.state.url) else silent + 1
             if died or silent >= SILENT_POLLS:
+                said = last_line(self._engine_log())
                 what = (
-                    f"the engine died: {last_line(self._engine_log())}" if died else f"{self.state.url} does not answer"
+                    f"the engine died; it said last: {said or 'nothing'}"
+                    if died
+                    else f"{self.state.url} does not answer"
                 )
                 self._enter("returning", what)
                 return
@@ -272,92 +270,8 @@ class Rollout:
             if to_see is None or self.state.stage != "comparing"
             else f"; {SEEN:g} shows in about {to_see:,} requests"
         )
-        more += "" if _gateway_runs(Path(self.state.log)) else "; no gateway runs"
+        more += "" if gateway_runs(Path(self.state.log)) else "; no gateway runs"
         print(f"{time.strftime('%H:%M:%S')} {self.state.stage}: {decision.reason}{more}", flush=True)
-
-
-def _check(options: RolloutOptions) -> None:
-    for name, value, right, example in (
-        ("share", options.share, 0 < options.share < 1, "0.1"),
-        ("margin", options.margin, 0 <= options.margin < 1, "0.01"),
-        ("slower", options.slower, 0 <= options.slower < math.inf, "0.05"),
-        ("false-alarms", options.false_alarms, 0 < options.false_alarms <= 0.5, "0.05"),
-        ("start-timeout", options.start_timeout, 0 < options.start_timeout < math.inf, "900"),
-        ("drain", options.drain, 0 <= options.drain < math.inf, "30"),
-    ):
-        if not right:
-            raise UserError(f"--{name} {value:g}: out of its range; give e.g. {example}")
-    if bool(options.engine_command) == bool(options.engine_url) and not options.back:
-        raise UserError(
-            "give --engine-command (what starts the new engine) or --engine-url (where it runs already), one of them"
-        )
-    if options.engine_url and not is_address(options.engine_url):
-        raise UserError(f"--engine-url {options.engine_url}: give an address such as http://127.0.0.1:8002")
-    if options.engine_command:
-        engine_words(options.engine_command, Path(), 0)
-
-
-def _version(options: RolloutOptions) -> Version:
-    if not (options.drafts / options.version).is_dir():
-        known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
-        raise UserError(f"{options.drafts / options.version}: no such version; there are: {known}")
-    return read_version(options.drafts / options.version)
-
-
-@contextlib.contextmanager
-def _alone(drafts: Path) -> Iterator[None]:
-    """One rollout of a draft at a time; the system takes the lock from one that is killed."""
-    with writing(drafts), (drafts / _LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{drafts}: another rollout of it is running; wait for it or end it") from error
-        yield
-
-
-def _check_same(state: State, options: RolloutOptions) -> None:
-    """An unfinished rollout comes first."""
-    if state.version != options.version:
-        raise UserError(
-            f"{options.drafts / STATE}: the rollout of {state.version} is not finished ({state.stage}); give it again, or with --back"
-        )
-    if Path(state.log) != options.log.resolve():
-        raise UserError(f"--log {options.log}: {state.version} is being rolled out at {state.log}; give that")
-    _check_gateway(options.log)
-
-
-def _check_gateway(log: Path) -> None:
-    if not _gateway_runs(log):
-        raise UserError(f"--log {log}: no gateway runs on it; start `understudy gateway --log {log} ...` first")
-
-
-def _gateway_runs(log: Path) -> bool:
-    """Whether somebody holds the log directory's lock."""
-    with contextlib.suppress(FileNotFoundError), (log / LOCK).open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _begin(options: RolloutOptions, version: Version, last: State | None) -> State:
-    """The first state of a rollout, written down."""
-    _check_gateway(options.log)
-    before = read_arms(options.log / ARMS)
-    if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
-        raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
-    port = 0 if options.engine_url else free_port(options.port)
-    state = State(
-        version.name, str(options.log.resolve()), "starting", options.share,
-        options.engine_url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}", port, dataclasses.asdict(before),
-        mark="" if options.engine_url else uuid.uuid4().hex, since=time.time(),
-    )  # fmt: skip
-    if last is not None and last.stage == "done" and last.mark:
-        names = ("url", "port", "mark", "pid", "created")
-        state.before_engine = {name: getattr(last, name) for name in names}
-    write_state(options.drafts, state)
-    return state
 
 
 def _gate_of(version: Version) -> GateGain | None:

@@ -21,6 +21,7 @@ from distill.faults import exit_status
 from distill.live.arms import ARMS, read_arms
 from distill.live.rollout import engine as engines
 from distill.live.rollout import rollout as module
+from distill.live.rollout.beginning import alone
 from distill.live.rollout.engine import MARK
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
@@ -361,5 +362,5 @@ def test_without_a_gateway_nothing_begins(options: RolloutOptions, tmp_path: Pat
 
 
 def test_two_rollouts_of_one_draft_at_once_are_refused(options: RolloutOptions) -> None:
-    with module._alone(options.drafts), pytest.raises(UserError, match="another rollout of it is running"):
+    with alone(options.drafts), pytest.raises(UserError, match="another rollout of it is running"):
         rollout(options)

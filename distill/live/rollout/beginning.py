@@ -1,0 +1,109 @@
+"""How a rollout begins: what is refused before anything is done, and its first state."""
+
+import contextlib
+import dataclasses
+import fcntl
+import math
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.files import writing
+from data.traffic.record import LOCK
+from distill.live.arms import ARMS, is_address, read_arms
+from distill.live.rollout.engine import engine_words, free_port
+from distill.live.rollout.options import RolloutOptions
+from distill.live.rollout.state import STATE, State, write_state
+from distill.live.versions import Version, list_versions, read_version
+from speculative.errors import UserError
+
+_LOCK = ".rollout.lock"
+
+
+def check_options(options: RolloutOptions) -> None:
+    """Raises UserError for an option out of its range."""
+    for name, value, right, example in (
+        ("share", options.share, 0 < options.share < 1, "0.1"),
+        ("margin", options.margin, 0 <= options.margin < 1, "0.01"),
+        ("slower", options.slower, 0 <= options.slower < math.inf, "0.05"),
+        ("false-alarms", options.false_alarms, 0 < options.false_alarms <= 0.5, "0.05"),
+        ("start-timeout", options.start_timeout, 0 < options.start_timeout < math.inf, "900"),
+        ("drain", options.drain, 0 <= options.drain < math.inf, "30"),
+    ):
+        if not right:
+            raise UserError(f"--{name} {value:g}: out of its range; give e.g. {example}")
+    if bool(options.engine_command) == bool(options.engine_url) and not options.back:
+        raise UserError(
+            "give --engine-command (what starts the new engine) or --engine-url (where it runs already), one of them"
+        )
+    if options.engine_url and not is_address(options.engine_url):
+        raise UserError(f"--engine-url {options.engine_url}: give an address such as http://127.0.0.1:8002")
+    if options.engine_command:
+        engine_words(options.engine_command, Path(), 0)
+
+
+def asked_version(options: RolloutOptions) -> Version:
+    """The version that is to serve. Raises UserError where there is none."""
+    if not (options.drafts / options.version).is_dir():
+        known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
+        raise UserError(f"{options.drafts / options.version}: no such version; there are: {known}")
+    return read_version(options.drafts / options.version)
+
+
+@contextlib.contextmanager
+def alone(drafts: Path) -> Iterator[None]:
+    """One rollout of a draft at a time; the system takes the lock from one that is killed. Raises UserError."""
+    with writing(drafts), (drafts / _LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{drafts}: another rollout of it is running; wait for it or end it") from error
+        yield
+
+
+def check_same(state: State, options: RolloutOptions) -> None:
+    """Raises UserError where an unfinished rollout is another one, which comes first, or there is no gateway to go on with."""
+    if state.version != options.version:
+        raise UserError(
+            f"{options.drafts / STATE}: the rollout of {state.version} is not finished ({state.stage}); give it again, or with --back"
+        )
+    if Path(state.log) != options.log.resolve():
+        raise UserError(f"--log {options.log}: {state.version} is being rolled out at {state.log}; give that")
+    if not options.back:
+        check_gateway(options.log)
+
+
+def check_gateway(log: Path) -> None:
+    """Raises UserError where no gateway runs."""
+    if not gateway_runs(log):
+        raise UserError(f"--log {log}: no gateway runs on it; start `understudy gateway --log {log} ...` first")
+
+
+def gateway_runs(log: Path) -> bool:
+    """Whether somebody holds the log directory's lock."""
+    with contextlib.suppress(FileNotFoundError), (log / LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def begin(options: RolloutOptions, version: Version, last: State | None) -> State:
+    """The first state of a rollout, written down. Raises UserError: no gateway, the version is served, a port in use."""
+    check_gateway(options.log)
+    before = read_arms(options.log / ARMS)
+    if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
+        raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
+    port = 0 if options.engine_url else free_port(options.port)
+    state = State(
+        version.name, str(options.log.resolve()), "starting", options.share,
+        options.engine_url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}", port, dataclasses.asdict(before),
+        mark="" if options.engine_url else uuid.uuid4().hex, since=time.time(),
+    )  # fmt: skip
+    if last is not None and last.stage == "done" and last.mark:
+        names = ("url", "port", "mark", "pid", "created")
+        state.before_engine = {name: getattr(last, name) for name in names}
+    write_state(options.drafts, state)
+    return state
