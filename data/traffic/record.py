@@ -140,17 +140,11 @@ def _check_counts(record: TrafficRecord) -> None:
         _refuse("accepted_B", "the steps do not add up to accepted and drafted")
     if record.accepted_B and blocks is not None and len(record.accepted_B) != blocks:
         _refuse("blocks", f"{blocks}, yet {len(record.accepted_B)} steps are listed")
+    # How many tokens came of so many steps is no law: a stop or a gate emits fewer, and engines take steps that draft nothing uncounted.
     for name, count in (("prompt_ids", record.prompt_tokens), ("response_ids", record.response_tokens)):
         ids = getattr(record, name)
         if ids is not None and count is not None and len(ids) != count:
             _refuse(name, f"{len(ids)} of {count} tokens")
-    # A step may emit fewer tokens than it accepted (a stop, a gate), never more than one beyond; under a constraint an engine
-    # also takes steps that draft nothing and are not counted.
-    tokens = record.response_tokens
-    if accepted is None or not blocks or tokens is None or record.constrained:
-        return
-    if tokens > accepted + blocks + 1:
-        _refuse("response_tokens", f"{tokens} from {accepted} accepted in {blocks} steps")
 
 
 def to_line(record: TrafficRecord) -> bytes:
