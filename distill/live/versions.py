@@ -85,14 +85,15 @@ def current_version(drafts: Path) -> Version | None:
 def publish(
     run: Path, drafts: Path, provenance: Mapping[str, Any], *, parent: str | None = None, name: str | None = None
 ) -> Version:
-    """Exports a run's best draft as the next version (or as ``name``, where the caller has kept that number), never to change.
+    """Exports a run's best draft as the next version, never to change.
 
     Args:
         run: its folder, or one of its checkpoints.
         provenance: data_window, traffic, approved_by, and what else is to be told; see `Version`.
+        name: the number that the caller has kept for this run; what a killed call has left of it is finished.
 
     Raises:
-        UserError: the run has no draft yet, that number is taken, the disk refuses, or see `export_draft`.
+        UserError: the run has no draft yet, that number is another run's, the disk refuses, or see `export_draft`.
     """
     # Here: whoever looks at versions, or moves them, needs no torch.
     from distill.export.export import export_draft
@@ -102,18 +103,21 @@ def publish(
     with _locked(drafts):
         name = name or next_name(drafts)
         folder = drafts / name
-        if folder.exists():
-            raise UserError(f"{folder}: is there already, and a version never changes")
-        verdict = facts["verdict"]
-        told = {
-            "version": name, "parent": parent, "run": str(run), "data_window": None, "traffic": None,
-            "verdict": None if verdict is None else verdict.sentence, "approved_by": None, "made": _now(),
-        }  # fmt: skip
-        export_draft(**facts | {"provenance": facts["provenance"] | told | dict(provenance)}, to=folder)
-        _append(drafts, name, "published", str(provenance.get("approved_by") or "refresh"))
+        if not folder.exists():
+            verdict = facts["verdict"]
+            told = {
+                "version": name, "parent": parent, "run": str(run), "data_window": None, "traffic": None,
+                "verdict": None if verdict is None else verdict.sentence, "approved_by": None, "made": _now(),
+            }  # fmt: skip
+            export_draft(**facts | {"provenance": facts["provenance"] | told | dict(provenance)}, to=folder)
+        version = read_version(folder)
+        if version.provenance["run"] != str(run):
+            raise UserError(f"{folder}: is there already, of {version.provenance['run']}, and a version never changes")
         for path in (*folder.rglob("*"), folder):
             path.chmod(path.stat().st_mode & ~0o222)
-        return read_version(folder)
+        if name not in {event["version"] for event in history(drafts)}:
+            _append(drafts, name, "published", str(provenance.get("approved_by") or "refresh"))
+        return version
 
 
 def make_current(drafts: Path, name: str, by: str) -> None:

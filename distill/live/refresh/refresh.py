@@ -45,7 +45,6 @@ from distill.live.traffic.export import export_traffic
 from distill.live.versions import (
     Version,
     current_version,
-    list_versions,
     make_current,
     prune,
     publish,
@@ -86,8 +85,11 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
         _say(console, f"{waiting.folder} is current, approved by {options.approve}")
         return 0
     if log is None:
+        _say(console, f"{drafts}: {served.name if served else 'no version'} is current")
         return 0
     version = served.name if served else "v0001"
+    if served is not None and served.parent is not None and home == options.run:
+        _say(console, f"note: {served.provenance['run']} is gone, so {version} is compared with the text of {home}")
     acceptance_of(log, version)  # refused here, before there is a folder
     with refresh_folder(options, config, drafts, version, console) as folder:
         if folder is None:
@@ -113,12 +115,8 @@ def _check(options: RefreshOptions) -> None:
 
 def _first(options: RefreshOptions, drafts: Path, console: Console) -> Version:
     """RUN's best draft as the first version, which it is: it is what is served. One that a killed call has left is taken up."""
-    known = list_versions(drafts)
-    version = (
-        known[0]
-        if known
-        else publish(options.run.resolve(), drafts, {"approved_by": options.approve or None}, name="v0001")
-    )
+    told = {"approved_by": options.approve or None}
+    version = publish(options.run.resolve(), drafts, told, name="v0001")
     make_current(drafts, version.name, options.approve or "refresh: the draft of the run")
     _say(console, f"{version.folder}: the first version, the best draft of {options.run}; `current` points to it")
     return version
@@ -363,18 +361,15 @@ class _Refresh:
 
     def _publish(self) -> None:
         name, options = self.state["version"], self.options
-        known = {version.name: version for version in list_versions(self.drafts)}
-        if name not in known:
-            gate, window = self.state["gate"], self.state["window"]
-            told = {
-                "data_window": [_moment(window["since"]), _moment(window["until"])], "traffic": str(options.traffic),
-                "traffic_requests": window["train"], "share": options.share, "approved_by": options.approve or None,
-                "gate": {side: {part["name"]: part["alpha"] for part in gate[side]} for side in ("new", "old")},
-                "expected_gain": {"gamma": gate["gamma"], "tau_ci": gate["new"][0]["tau_ci"]},
-            }  # fmt: skip
-            known[name] = publish(self.folder.resolve(), self.drafts, told, parent=self.version, name=name)
-        self.state["published"] = str(known[name].folder)
-        _say(self.console, f"{known[name].folder}: published")
+        gate, window = self.state["gate"], self.state["window"]
+        told = {
+            "data_window": [_moment(window["since"]), _moment(window["until"])], "traffic": str(options.traffic),
+            "traffic_requests": window["train"], "share": options.share, "approved_by": options.approve or None,
+            "gate": {side: {part["name"]: part["alpha"] for part in gate[side]} for side in ("new", "old")},
+        }  # fmt: skip
+        version = publish(self.folder.resolve(), self.drafts, told, parent=self.state["parent"], name=name)
+        self.state["published"] = str(version.folder)
+        _say(self.console, f"{version.folder}: published")
         if options.approve:
             make_current(self.drafts, name, options.approve)
         arms = options.traffic / ARMS if options.traffic else None

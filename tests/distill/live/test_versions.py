@@ -41,8 +41,14 @@ def test_a_run_becomes_a_version_that_loads_and_cannot_be_written(tiny_run: Path
     assert not [path for path in (first.folder, *first.folder.rglob("*")) if path.stat().st_mode & stat.S_IWUSR]
     second = publish(tiny_run, drafts, {}, parent="v0001")
     assert (second.name, second.parent) == ("v0002", "v0001")
+    # What a kill behind the export has left is finished under its number; another run does not get it.
+    second.folder.chmod(0o755)
+    (drafts / "history.jsonl").unlink()
+    assert publish(tiny_run, drafts, {"approved_by": "Bob"}, name="v0002") == second
+    assert not second.folder.stat().st_mode & stat.S_IWUSR
+    assert [event["version"] for event in history(drafts)] == ["v0002"]
     with pytest.raises(UserError, match="never changes"):
-        publish(tiny_run, drafts, {}, name="v0002")
+        publish(tiny_run / "checkpoints" / "step-000004", drafts, {}, name="v0002")
 
 
 def test_a_killed_export_leaves_no_version(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
