@@ -5,20 +5,27 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from gateway_server import running_gateway
 from live_arms import Traffic, gateway_directory, running_traffic, steady
 from processes import forked, free_port
+from running_app import running_app
+from scripted_engine import ScriptedEngine
+from starlette.responses import JSONResponse
 
 from data.traffic.record import LOCK
 from distill.faults import exit_status
 from distill.live.arms import ARMS, read_arms
+from distill.live.gateway import app as gateway_app
 from distill.live.rollout import engine as engines
 from distill.live.rollout import rollout as module
 from distill.live.rollout.beginning import alone
@@ -288,6 +295,64 @@ def test_an_engine_that_runs_already_is_left_alone(options: RolloutOptions, tmp_
         assert engine.is_running()
     finally:
         engines.stop_engine(engine, "own", port, 0.0)
+
+
+class Newer(ScriptedEngine):
+    """Five of six drafted tokens are accepted, where the other engine's are three; or it fails."""
+
+    fails = False
+
+    async def answer(self, request: Any) -> Any:
+        return JSONResponse({"error": {}}, 500) if self.fails else await super().answer(request)
+
+    def _stats(self, todo: str | None) -> dict[str, Any]:
+        return super()._stats(todo) | {"num_accepted_draft_tokens": 5, "per_step_accepted": [3, 2]}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_behind_the_real_gateway(
+    tmp_path: Path, options: RolloutOptions, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(gateway_app, "WATCH_SECONDS", 0.02)
+    engine, ended, log = Newer(), threading.Event(), tmp_path / "log"
+    engine.fails = fails
+
+    def ask(url: str) -> None:
+        with httpx.Client(verify=False) as client:
+            for number in range(100_000):
+                if ended.is_set():
+                    return
+                client.post(f"{url}/v1/completions", json={"model": "m", "prompt": f"say {number}"})
+
+    with running_app(ScriptedEngine().app()) as old, running_app(engine.app()) as new, running_gateway(log, old) as url:
+        client = threading.Thread(target=ask, args=(url,), daemon=True)
+        client.start()
+        try:
+            # The two share a process with the client: how fast they are says nothing.
+            asked = replace(options, log=log, engine_command="", engine_url=new, share=0.5, watch=20, slower=10.0)
+            assert rollout(asked) == (TAKEN_BACK if fails else 0)
+        finally:
+            ended.set()
+            client.join()
+    assert {arm.url: arm.share for arm in read_arms(log / ARMS).arms} == {old if fails else new: 1.0}
+    assert served(options) == ("v0001" if fails else "v0002")
+
+
+def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_TIMEOUT", 0.05)
+    direct = module.Rollout._direct
+
+    def stopping(self: Any, *arguments: Any) -> bool:
+        os.kill(self.state.pid, signal.SIGSTOP)
+        return direct(self, *arguments)
+
+    monkeypatch.setattr(module.Rollout, "_direct", stopping)
+    monkeypatch.setattr(engines, "GRACE_SECONDS", 0.1)
+    assert rollout(options) == TAKEN_BACK
+    state = read_state(options.drafts)
+    assert state is not None
+    assert "does not answer" in state.reason
+    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
 
 
 def test_a_gateway_that_does_not_read_its_arms_is_told_of(
