@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from effects import holm, seed_effect
 from matplotlib.figure import Figure
 
 from data.files import write_bytes
-from distill.commands.sweep.effects import holm, seed_effect
 from distill.commands.sweep.study_file import UNTRAINED, next_lr, read_study
 from distill.report.plot import write_figure
 

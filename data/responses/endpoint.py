@@ -45,6 +45,8 @@ class SignalSink(Protocol):
 class EndpointTarget:
     """A target whose weights are elsewhere. Safe to use from threads; nothing is asked before the first call."""
 
+    no_completion = "the answer is no completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server, with /v1 at its end"
+
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
         """``tokenizer``: the target's, to read responses of servers that give text only; ``vocab_rows``: rows of its head.
 
@@ -321,14 +323,15 @@ class EndpointTarget:
         try:
             return call()
         except openai.OpenAIError as error:
-            raise UserError(_one_line(error, self.endpoint, self._model, k)) from error
+            raise UserError(self._refusal(error, k)) from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(
-                f"{self.endpoint.url}: the answer is no completion ({type(error).__name__}); target.endpoint.url must be that "
-                "of an OpenAI-compatible server, with /v1 at its end"
-            ) from error
+            said = f"{type(error).__name__}: {str(error)[:80]}"
+            raise UserError(f"{self.endpoint.url}: {self.no_completion.format(said=said)}") from error
+
+    def _refusal(self, error: Any, k: int | None) -> str:
+        return _one_line(error, self.endpoint, self._model, k)
 
     def _foreign(self, ids: Sequence[int]) -> UserError:
         largest = max(ids, key=abs)

@@ -7,7 +7,7 @@ import re
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class Answer:
 
 class EngineClient(EndpointTarget):
     """A server that is asked one prompt at a time; a request is never made twice, since the server's counters would count both."""
+
+    no_completion = "not the answer of an OpenAI-compatible server ({said})"
 
     def __init__(
         self, url: str, tokenizer: Any, vocab_rows: int, *, model: str | None, timeout: float, concurrency: int
@@ -164,22 +166,13 @@ class EngineClient(EndpointTarget):
                 break
         return found
 
-    def _ask(self, call: Callable[[], Any], k: int | None = None) -> Any:
+    def _refusal(self, error: Any, k: int | None) -> str:
         import openai
 
-        try:
-            return call()
-        except openai.OpenAIError as error:
-            said = " ".join(str(getattr(error, "message", error)).split())[:200]
-            gone = isinstance(error, openai.APIConnectionError)
-            what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
-            raise UserError(f"{self.endpoint.url}: {what}") from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{self.endpoint.url}: not the answer of an OpenAI-compatible server ({type(error).__name__}: {str(error)[:80]})"
-            ) from error
+        said = " ".join(str(getattr(error, "message", error)).split())[:200]
+        gone = isinstance(error, openai.APIConnectionError)
+        what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
+        return f"{self.endpoint.url}: {what}"
 
     def _prompt(self, prompt_ids: Sequence[int]) -> Any:
         """Token ids; an engine that refuses them gets the text."""

@@ -1,13 +1,17 @@
 """The page of the studies says what their JSON says, and no more than that allows."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bench_modules import bench
+from scipy import stats
 
 from distill.config.run import DEFAULT_OBJECTIVE
+from speculative.measure.effects import standard_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +93,37 @@ def test_the_defaults_are_those_that_the_study_chose() -> None:
     for (rule, _), law in told.items():
         chosen.setdefault(rule, set()).add(names.get(law["objective"], law["objective"]))
     assert chosen == {rule: {str(DEFAULT_OBJECTIVE[rule])} for rule in ("sample", "greedy-draft", "greedy")}
+
+
+def test_holm_by_hand() -> None:
+    # Sorted .005 .01 .03 .04: times 4, 3, 2, 1, never falling.
+    assert bench("effects").holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert bench("effects").holm([0.9, 0.8]) == [1.0, 1.0]
+    assert bench("effects").holm([]) == []
+
+
+def test_an_effect_over_seeds_by_hand() -> None:
+    # Prompts .03^2, seeds (.01^2) / 2: .0095 in all; Welch's degrees of freedom.
+    gains = [0.2 - math.sqrt(0.5) * 0.1, 0.2 + math.sqrt(0.5) * 0.1]
+    found = bench("effects").seed_effect(gains, 0.03, 11)
+    error, freedom = math.sqrt(0.0009 + 0.005), 0.0059**2 / (0.0009**2 / 10 + 0.005**2 / 1)
+    half = stats.t.ppf(0.975, freedom) * error
+    assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half))
+    assert found.p_value == pytest.approx(2 * stats.t.cdf(-0.2 / error, freedom))
+    alone = bench("effects").seed_effect([0.2], 0.1, 11)
+    assert alone.p_value == pytest.approx(2 * stats.t.cdf(-2.0, 10))
+    assert bench("effects").seed_effect([0.0], 0.0, 11).p_value == 1.0
+
+
+def test_effects_say_a_difference_about_as_often_as_promised_when_there_is_none() -> None:
+    random, effects = np.random.default_rng(0), bench("effects")
+    says = []
+    for _ in range(200):
+        tokens = random.integers(20, 60, 80) * 3
+        # Three seeds, each with a gain of its own that is not repeatable.
+        sides = [[random.binomial(tokens // 3, random.normal(0.7, 0.01)) for _ in range(3)] for _ in range(2)]
+        pooled = [np.sum(side, 0) for side in sides]
+        error, _ = standard_errors(np.stack([tokens, *pooled, tokens, tokens], 1))
+        gains = [float((a - b).sum() / tokens.sum() * 3) for a, b in zip(*sides, strict=True)]
+        says.append(effects.seed_effect(gains, error, len(tokens)).p_value < 0.05)
+    assert 0.01 <= np.mean(says) <= 0.07

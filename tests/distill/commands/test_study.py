@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +14,12 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from scipy import stats
 from tiny_models import tiny_model
 from tiny_training import examples_of, forget_accelerators
 
 from data.batches.collate import collate
 from distill.commands.sweep import study as study_module
 from distill.commands.sweep import texts as texts_module
-from distill.commands.sweep.effects import holm, seed_effect
 from distill.commands.sweep.plan import read_tree
 from distill.commands.sweep.study import Books
 from distill.commands.sweep.study_file import Study, Training, next_lr, read_study, texts_key, trainings, tuning
@@ -32,7 +29,6 @@ from distill.faults import Interrupted
 from distill.loss.definitions import DIVERGENCES
 from distill.training.teacher import RememberingTeacher, Teacher
 from speculative.errors import UserError
-from speculative.measure.effects import standard_errors
 from speculative.measure.token_scores import TokenScores
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -246,40 +242,6 @@ def test_a_changed_study_trains_again_what_was_judged_otherwise(tmp_path: Path, 
     for training in trainings(wider, {}):
         Books(wider).keep(training, {"judged": {"sample": sums, "block": sums}, "trained_tokens": 7})
     assert finished() == [("sample", 0), ("sample", 1)], "a rule that nobody asks for any more"
-
-
-def test_holm_by_hand() -> None:
-    # Sorted .005 .01 .03 .04: times 4, 3, 2, 1, never falling.
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
-def test_an_effect_over_seeds_by_hand() -> None:
-    # Prompts .03^2, seeds (.01^2) / 2: .0095 in all; Welch's degrees of freedom.
-    gains = [0.2 - math.sqrt(0.5) * 0.1, 0.2 + math.sqrt(0.5) * 0.1]
-    found = seed_effect(gains, 0.03, 11)
-    error, freedom = math.sqrt(0.0009 + 0.005), 0.0059**2 / (0.0009**2 / 10 + 0.005**2 / 1)
-    half = stats.t.ppf(0.975, freedom) * error
-    assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half))
-    assert found.p_value == pytest.approx(2 * stats.t.cdf(-0.2 / error, freedom))
-    alone = seed_effect([0.2], 0.1, 11)
-    assert alone.p_value == pytest.approx(2 * stats.t.cdf(-2.0, 10))
-    assert seed_effect([0.0], 0.0, 11).p_value == 1.0
-
-
-def test_effects_say_a_difference_about_as_often_as_promised_when_there_is_none() -> None:
-    random = np.random.default_rng(0)
-    says = []
-    for _ in range(200):
-        tokens = random.integers(20, 60, 80) * 3
-        # Three seeds, each with a gain of its own that is not repeatable.
-        sides = [[random.binomial(tokens // 3, random.normal(0.7, 0.01)) for _ in range(3)] for _ in range(2)]
-        pooled = [np.sum(side, 0) for side in sides]
-        error, _ = standard_errors(np.stack([tokens, *pooled, tokens, tokens], 1))
-        gains = [float((a - b).sum() / tokens.sum() * 3) for a, b in zip(*sides, strict=True)]
-        says.append(seed_effect(gains, error, len(tokens)).p_value < 0.05)
-    assert 0.01 <= np.mean(says) <= 0.07
 
 
 def test_what_is_remembered_of_the_target_is_what_it_says() -> None:
