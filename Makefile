@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo target check test engines prove bench clean
+.PHONY: help setup demo loop target check test engines prove bench clean
 
 help:            ## what there is
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -18,6 +18,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 demo: setup      ## distil, judge and export a draft for the embedded target (7 minutes on 2 cores)
 	$(BIN)/understudy demo
+
+loop: setup      ## the closed loop: traffic shifts, the draft is trained anew and takes over (10 minutes on 2 cores; in vLLM after `make engines`)
+	$(BIN)/understudy loop-demo
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
 	$(BIN)/python -m distill.models.embedded.train_target --to runs/target-12 --run runs/target

@@ -27,6 +27,7 @@ from distill.config.command_line import RespondOptions, TrainOptions, command_of
 from distill.config.layout import EXPORT
 from distill.faults import check_imports, exit_status
 from distill.live.gateway.options import GatewayOptions
+from distill.live.loop.options import LoopOptions
 from distill.live.refresh.options import RefreshOptions
 from distill.live.rollout.options import RolloutOptions
 from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
@@ -253,6 +254,17 @@ def rollout(options: RolloutOptions) -> int:
     from distill.live.rollout.rollout import rollout
 
     return rollout(options)
+
+
+@command
+def loop_demo(options: LoopOptions) -> int:
+    """The closed loop shown whole: traffic shifts, an alarm rings, a draft is trained anew and takes over; everything is killed once.
+
+    Exit status: 0 all went as it should, 1 something did not (loop.json says what), 2 a mistake.
+    """
+    from distill.live.loop.loop import loop_demo
+
+    return loop_demo(options)
 
 
 traffic = typer.Typer(

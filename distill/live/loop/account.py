@@ -1,0 +1,93 @@
+"""What a loop has shown: acceptance before, behind the shift and with the new draft; what the log has of what clients have."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.traffic.reader import accepts, read_traffic
+from data.traffic.record import TrafficRecord, from_line, log_files
+from distill.live.loop.clients import Clients
+
+
+@dataclass
+class LoopResult:
+    """Filled as the loop goes. events: (seconds since the beginning, what). shifted_at, recovered_at: Unix seconds."""
+
+    engine: str
+    alarm_within: int
+    events: list[tuple[float, str]] = field(default_factory=list)
+    kills: list[dict[str, Any]] = field(default_factory=list)
+    rolled_back: list[dict[str, Any]] = field(default_factory=list)
+    alarm_after_requests: int | None = None
+    shifted_at: float = 0.0
+    recovered_at: float = 0.0
+
+
+def false_alarms(found: dict[str, Any]) -> int:
+    """Alarms in what `reasons.alarm` found."""
+    return sum(len(part["alarms"]) for part in found["slices"])
+
+
+def told_alarm(found: dict[str, Any], traffic: Path, shifted_at: float) -> int | None:
+    """Requests behind the shift until the alarm rang, None while it has not. There is one slice, of one draft version."""
+    before = sum(record.time < shifted_at for record in counted(read_traffic(traffic).records, "v0001"))
+    rung = [alarm["at"] - before for part in found["slices"] for alarm in part["alarms"] if alarm["at"] > before]
+    return min(rung, default=None)
+
+
+def counted(records: Sequence[TrafficRecord], version: str) -> list[TrafficRecord]:
+    """Those whose acceptance says something of a draft version."""
+    return [record for record in records if accepts(record) and record.draft_version == version]
+
+
+def account(traffic: Path, clients: Clients, result: LoopResult, seconds: float) -> dict[str, Any]:
+    """loop.json: {engine, seconds, requests, acceptance: {before, shifted, after}, alarm_after_requests, alarm_within, records_lost,
+    records_doubled, kills, rolled_back, constrained, shed, asked_again, events, failures}.
+
+    records_lost: answers that a client has whole and that have no record, or one of another text. records_doubled: lines beyond one
+    for each time that a request was asked, and ids that were never asked. acceptance: accepted / drafted, without constrained requests.
+    """
+    log = read_traffic(traffic)
+    records = {record.id: record for record in log.records}
+    lost = [name for name, ids in clients.whole.items() if name not in records or records[name].response_ids != ids]
+    lines = Counter(from_line(line).id for path in log_files(traffic) for line in path.read_bytes().splitlines())
+    doubled = sum(max(0, count - clients.attempts[name]) for name, count in lines.items())
+    first, second = counted(log.records, "v0001"), counted(log.records, "v0002")
+    found: dict[str, Any] = {
+        "engine": result.engine, "seconds": seconds, "requests": len(clients.whole),
+        "acceptance": {
+            "before": _rate([record for record in first if record.time < result.shifted_at]),
+            "shifted": _rate([record for record in first if record.time >= result.shifted_at]),
+            "after": _rate([record for record in second if record.time >= result.recovered_at]),
+        },
+        "alarm_after_requests": result.alarm_after_requests, "alarm_within": result.alarm_within,
+        "records_lost": len(lost), "records_doubled": doubled, "kills": result.kills, "rolled_back": result.rolled_back,
+        "constrained": sum(record.constrained for record in log.records),
+        "shed": sum(record.draft_version == "none" for record in log.records),
+        "asked_again": sum(count > 1 for count in clients.attempts.values()), "events": result.events,
+    }  # fmt: skip
+    return found | {"failures": _failures(found, clients)}
+
+
+def _rate(records: Sequence[TrafficRecord]) -> float | None:
+    drafted = sum(record.drafted or 0 for record in records)
+    return sum(record.accepted or 0 for record in records) / drafted if drafted else None
+
+
+def _failures(found: dict[str, Any], clients: Clients) -> list[str]:
+    """What did not go as it should."""
+    rates, rung = found["acceptance"], found["alarm_after_requests"]
+    fell = None not in rates.values() and rates["shifted"] < min(rates["before"], rates["after"])
+    sent_back = [entry["version"] for entry in found["rolled_back"] if entry["stage"] == "back"]
+    checks = (
+        (found["records_lost"] == 0, f"{found['records_lost']} answers without their record"),
+        (found["records_doubled"] == 0, f"{found['records_doubled']} records too many"),
+        (fell, f"acceptance did not fall and rise again: {rates}"),
+        (rung is not None and rung <= found["alarm_within"], f"the alarm rang behind {rung} requests, not {found['alarm_within']}"),
+        (bool(sent_back), "the bad version was not sent back"),
+        (found["constrained"] == len(clients.constrained & clients.whole.keys()), "constrained requests are not all marked"),
+        (found["shed"] > 0 or found["engine"] == "vllm", "no request went to the engine without a draft"),
+    )  # fmt: skip
+    return [words for holds, words in checks if not holds]

@@ -1,0 +1,132 @@
+"""Users of the gateway: they ask, and when an answer does not come whole they ask again under the same id.
+
+Half of them read streams. What each has whole is kept, so that the log can be compared with it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from speculative.errors import UserError
+
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.3, 3.0  # longer each time
+CONSTRAINED_EVERY = 25  # requests: one with a bias on a token
+PATIENCE_SECONDS = 900.0  # without one answer
+
+
+class Clients:
+    """So many requests at once, again and again, until they are paused; from a thread of their own.
+
+    whole: id -> token ids of each answer that is whole. attempts: id -> how often it was asked. prompts, at_once: may be changed
+    while they ask.
+    """
+
+    def __init__(self, url: str, asked: dict[str, Any], bias: dict[str, float]) -> None:
+        """``asked``: sampling settings of every request. ``bias``: logit_bias of those that are constrained."""
+        self.url, self.asked, self.bias = f"{url}/v1/completions", asked, bias
+        self.prompts: Sequence[list[int]] = ()
+        self.at_once = 0
+        self.whole: dict[str, tuple[int, ...]] = {}
+        self.attempts: Counter[str] = Counter()
+        self.constrained: set[str] = set()
+        self._numbers = itertools.count()
+        self._running = 0
+        self._refused = ""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._keep_asking(), self._loop)
+
+    def wait(self, answers: int, check: Callable[[], None]) -> None:
+        """Returns behind so many further answers.
+
+        Raises:
+            UserError: none came for a long time; or what ``check`` raises, which is called meanwhile.
+        """
+        begun = len(self.whole)
+        self.wait_until(lambda: len(self.whole) - begun >= answers, check)
+
+    def pause(self, check: Callable[[], None]) -> None:
+        """Nothing new is asked; returns when all is answered."""
+        self.at_once = 0
+        self.wait_until(lambda: self._running == 0, check)
+
+    def wait_until(self, over: Callable[[], bool], check: Callable[[], None]) -> None:
+        """As `wait`, for anything."""
+        last, count = time.monotonic(), len(self.whole)
+        while not over():
+            check()
+            if self._refused:
+                raise UserError(self._refused)
+            if len(self.whole) > count or not self.at_once:
+                last, count = time.monotonic(), len(self.whole)
+            if time.monotonic() - last > PATIENCE_SECONDS:
+                raise UserError(f"{self.url}: no answer for {PATIENCE_SECONDS:g} s")
+            time.sleep(0.05)
+
+    async def _keep_asking(self) -> None:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            tasks: set[asyncio.Task[None]] = set()
+            while True:
+                while self._running < self.at_once:
+                    self._running += 1
+                    task = asyncio.create_task(self._answered(client, next(self._numbers)))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                await asyncio.sleep(0.02)
+
+    async def _answered(self, client: httpx.AsyncClient, number: int) -> None:
+        """One request until its answer is whole."""
+        name = f"loop-{number:05d}"
+        body = self.asked | {
+            "prompt": self.prompts[number % len(self.prompts)],
+            "seed": number,
+            "return_token_ids": True,
+        }
+        if number % CONSTRAINED_EVERY == CONSTRAINED_EVERY - 1:
+            body |= {"logit_bias": self.bias}
+            self.constrained.add(name)
+        if number % 2:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        try:
+            while True:
+                self.attempts[name] += 1
+                with contextlib.suppress(httpx.HTTPError):
+                    ids = await self._ask(client, name, body)
+                    if ids is not None:
+                        self.whole[name] = ids
+                        return
+                await asyncio.sleep(min(LONGEST_RETRY_SECONDS, RETRY_SECONDS * self.attempts[name]))
+        finally:
+            self._running -= 1
+
+    async def _ask(self, client: httpx.AsyncClient, name: str, body: dict[str, Any]) -> tuple[int, ...] | None:
+        """Token ids of an answer; None where it did not come whole."""
+        headers = {"x-request-id": name}
+        if "stream" not in body:
+            answer = await client.post(self.url, json=body, headers=headers)
+            self._check(answer, answer.text)
+            return tuple(answer.json()["choices"][0]["token_ids"]) if answer.status_code == httpx.codes.OK else None
+        ids: list[int] = []
+        async with client.stream("POST", self.url, json=body, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                self._check(answer, line)
+                if line == "data: [DONE]":
+                    return tuple(ids)
+                if answer.status_code == httpx.codes.OK and line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        return None
+                    ids += (chunk.get("choices") or [{}])[0].get("token_ids") or []
+        return None
+
+    def _check(self, answer: httpx.Response, said: str) -> None:
+        if 400 <= answer.status_code < 500 and said:  # Asking again would not help.
+            self._refused = f"{self.url}: {answer.status_code} {said[:200]}"

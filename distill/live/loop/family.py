@@ -1,0 +1,88 @@
+"""Processes that end with us, however we end: also those that they start in sessions of their own, and also when we are killed.
+
+All of them carry a mark in their environment, and a watcher, who notices our end by a pipe, kills what carries it.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from speculative.errors import UserError
+
+MARK = "UNDERSTUDY_LOOP"
+_POLL_SECONDS = 0.1
+
+
+class Family:
+    """Context manager of the processes of one folder; on entering, what an earlier one has left is ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = str(folder.resolve())
+        self.folder = folder
+
+    def __enter__(self) -> "Family":
+        end_marked(self.mark)
+        # Its own mark would be its end.
+        words = [sys.executable, "-m", "distill.live.loop.family", self.mark]
+        self._watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._watcher.stdin is not None
+        self._watcher.stdin.close()
+        self._watcher.wait()
+
+    def start(self, name: str, words: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """A process whose output goes to NAME.log of the folder."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | environment | {MARK: self.mark},
+            )  # fmt: skip
+
+    def last_line(self, name: str) -> str:
+        """What it said last."""
+        said = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return said[-1] if said else "nothing was said"
+
+    def check(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """Raises UserError when it has ended."""
+        if process.poll() is not None:
+            raise UserError(f"{name} ended with exit status {process.returncode}: {self.last_line(name)}")
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """kill -9 of a process and of all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(process.pid)
+        for one in [leader, *leader.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()
+
+
+def end_marked(mark: str) -> None:
+    """Kills every process that carries the mark, and returns when none is left."""
+    while left := list(_marked(mark)):
+        for one in left:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        time.sleep(_POLL_SECONDS)
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    end_marked(sys.argv[1])

@@ -1,0 +1,369 @@
+"""`understudy loop-demo`: the closed loop from a first draft to a better one in service, with everything killed once on the way.
+
+    to/run/            the first draft's run: kept, so that another loop begins with it
+    to/drafts/, to/traffic/, to/*.log   versions, the gateway's log, what each program said: made anew
+    to/loop.json, to/loop.png           what was seen
+
+Exit status: 0 all went as it should, 1 something did not (loop.json says what), 2 a mistake.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.files import write_json, writing
+from distill.commands.serve import BUILT
+from distill.config.layout import VERDICT, list_steps
+from distill.config.load import load_config
+from distill.config.run import RunConfig
+from distill.faults import INTERRUPTED
+from distill.live.loop.account import LoopResult, account, false_alarms, told_alarm
+from distill.live.loop.clients import Clients
+from distill.live.loop.family import Family, kill
+from distill.live.loop.options import LoopOptions
+from distill.live.loop.picture import plot_loop
+from distill.live.loop.prompts import shifted_prompts, traffic_prompts
+from distill.live.loop.versions import shuffled_version
+from distill.live.refresh.reasons import alarm
+from distill.live.rollout.engine import answers
+from speculative.errors import UserError
+
+RUN, DRAFTS, TRAFFIC, RESULT, PICTURE = "run", "drafts", "traffic", "loop.json", "loop.png"
+FIRST, SECOND, TARGET = "v0001", "v0002", "target"
+ALARM_WITHIN = 150  # requests behind the shift: later it is a failure
+FALSE_ALARMS, DROP = 0.01, 0.05
+START_SECONDS = 600.0
+# What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
+VLLM_WORDS = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
+VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Requests before the shift, behind it until the draft is refreshed, and with the new draft; how many at once; a rush, for shedding."""
+
+    before: int = 200
+    shifted: int = 360
+    after: int = 200
+    at_once: int = 8
+    rush: int = 32
+
+    @property
+    def shed_above(self) -> int:
+        return self.rush - self.at_once
+
+
+class LoopDemo:
+    """One loop; `run` goes through it from the beginning."""
+
+    def __init__(self, options: LoopOptions, config: RunConfig, engine: str, family: Family) -> None:
+        self.options, self.config, self.engine, self.family = options, config, engine, family
+        self.to, self.plan = options.to, Plan(80, 150, 80) if options.fast else Plan()
+        self.traffic, self.drafts = self.to / TRAFFIC, self.to / DRAFTS
+        self.ports = dict(zip(("engine", "plain", "gateway"), _free_ports(3), strict=True))
+        self.alive: dict[str, subprocess.Popen[bytes]] = {}
+        self.result = LoopResult(engine, ALARM_WITHIN)
+        self.started = self.began = time.time()
+        serving = config.serving
+        asked = {
+            "max_tokens": serving.max_tokens, "temperature": serving.temperature, "top_p": serving.top_p,
+            "top_k": serving.top_k or -1, "min_p": serving.min_p,
+        }  # fmt: skip
+        self.clients = Clients(f"http://127.0.0.1:{self.ports['gateway']}", asked, {"4": -100.0})
+
+    def run(self) -> None:
+        """All stages.
+
+        Raises:
+            UserError: a program that does not do its part, with its last line.
+        """
+        self._first_draft()
+        self.began = time.time()
+        self._serve()
+        self._before()
+        self._shift()
+        self._refresh()
+        self._rollout()
+        self._bad_version()
+        self.clients.pause(self._check)
+        self.note("end")
+
+    def note(self, event: str) -> None:
+        """A moment for the picture, said on the screen too."""
+        seconds = time.time() - self.began
+        self.result.events.append((seconds, event))
+        print(f"{seconds:6.1f} s  {len(self.clients.whole):5d} answers  {event}", flush=True)
+
+    # The parts.
+
+    def _first_draft(self) -> None:
+        run = self.config.folder
+        if not (run / VERDICT).exists():
+            print(f"the first draft is distilled: {run}, log in {self.to / 'train.log'}", flush=True)
+            words = ["-m", "distill.train", self.options.config, *self._overrides()]
+            self._finish("train", self.family.start("train", [sys.executable, *words]))
+        self._command("refresh", str(run), "--drafts", str(self.drafts))
+
+    def _serve(self) -> None:
+        self.alive["engine"] = self._start_engine("engine")
+        if self.engine == "house":
+            self.alive["plain"] = self._start_engine("plain")
+        self._start_gateway()
+        self._answering("engine")
+        if "plain" in self.alive:
+            self._answering("plain")
+        self.note(f"{self.engine} serves {FIRST}")
+
+    def _before(self) -> None:
+        """Traffic of the domain that the draft was made for; the gateway dies in the middle of it, and for a moment too many ask."""
+        clients, plan = self.clients, self.plan
+        clients.prompts, clients.at_once = traffic_prompts(self.config), plan.at_once
+        clients.wait(plan.before // 2, self._check)
+        with self._killed("gateway"):
+            self._start_gateway()
+        clients.wait(plan.before // 4, self._check)
+        if "plain" in self.alive:
+            clients.at_once = plan.rush
+            clients.wait(plan.rush, self._check)
+            clients.at_once = plan.at_once
+        clients.wait(plan.before // 4, self._check)
+        clients.pause(self._check)
+        if false_alarms(self._alarm()):
+            raise UserError(f"{self.traffic}: the alarm rang before anything shifted")
+
+    def _shift(self) -> None:
+        """Traffic of another domain; an engine dies; the alarm is looked for again and again."""
+        clients, plan, rung = self.clients, self.plan, False
+        clients.prompts, clients.at_once = shifted_prompts(self.config, self.options.shifted), plan.at_once
+        self.result.shifted_at = time.time()
+        self.note("the traffic shifts")
+        begun = len(clients.whole)
+        while not rung:
+            clients.wait(15, self._check)
+            self.result.alarm_after_requests = told_alarm(self._alarm(), self.traffic, self.result.shifted_at)
+            rung = self.result.alarm_after_requests is not None
+            if len(clients.whole) - begun > 2 * ALARM_WITHIN:
+                raise UserError(f"{self.traffic}: no alarm within {2 * ALARM_WITHIN} requests behind the shift")
+        self.note(f"the alarm rings, {self.result.alarm_after_requests} requests later")
+        with self._killed("engine"):
+            self.alive["engine"] = self._start_engine("engine")
+            self._answering("engine")
+        clients.wait(max(1, plan.shifted - (len(clients.whole) - begun)), self._check)
+
+    def _refresh(self) -> None:
+        """The draft is trained anew while traffic goes on; the trainer dies once."""
+        self.clients.at_once = max(1, self.plan.at_once // 4)
+        words = (
+            "refresh", str(self.config.folder), "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
+            TARGET, "--margin", "0.02",
+        )  # fmt: skip
+        self.note("refresh begins")
+        folder = self.config.folder.with_name(f"{self.config.name}-refresh-{SECOND}")
+        first = self._start(*words)
+        self._reach("refresh", first, lambda: bool(list_steps(folder)[1:]))
+        note = folder.with_name(f"{folder.name}.pid")
+        with self._killed("trainer"), contextlib.suppress(OSError, ValueError):
+            _kill_number(json.loads(note.read_text(encoding="utf-8"))[0])
+            first.wait()
+        self._command(*words)
+        self.note("the gate passes: v0002 is published")
+
+    def _rollout(self) -> None:
+        """The new draft beside the old one, then alone; the rollout itself dies once."""
+        self.clients.at_once = self.plan.at_once
+        words = self._rollout_words(SECOND, share=0.5)
+        first = self._start(*words)
+        self.note(f"rollout of {SECOND} begins")
+        self._reach("rollout", first, lambda: "comparing" in (self.to / "rollout.log").read_text(encoding="utf-8"))
+        with self._killed("rollout"):
+            _kill_number(first.pid)
+            first.wait()
+        self._command(*words)
+        self.note(f"{SECOND} serves all traffic")
+        self.result.recovered_at = time.time()
+        kill(self.alive.pop("engine"))
+        self.clients.wait(self.plan.after, self._check)
+
+    def _bad_version(self) -> None:
+        """A draft that is no draft slips through and is sent back."""
+        name = shuffled_version(self.drafts, SECOND)
+        self.note(f"rollout of {name} begins: shuffled weights")
+        self._command(*self._rollout_words(name, share=0.5), status=3)
+        told = json.loads((self.drafts / "rollout.json").read_text(encoding="utf-8"))
+        self.result.rolled_back.append({"version": name, "stage": told["stage"], "reason": told["reason"]})
+        self.note(f"{name} is sent back")
+        self.clients.wait(max(1, self.plan.after // 4), self._check)
+
+    # What the parts are made of.
+
+    def _alarm(self) -> dict[str, Any]:
+        return alarm(self.traffic, FIRST, self.config.folder, FALSE_ALARMS, DROP)
+
+    def _overrides(self) -> list[str]:
+        return [*(self.options.overrides or []), f"output={self.to}", f"name={RUN}"]
+
+    def _engine_words(self, draft: str, port: str, log: str) -> list[str]:
+        config = self.config
+        gamma, rule = config.judge.gamma, "sample" if config.judge_rule == "sample" else "greedy-draft"
+        if self.engine == "house":
+            words = [
+                "-m",
+                "distill.live.house_engine",
+                config.target.path,
+                draft,
+                "--gamma",
+                str(gamma),
+                "--rule",
+                rule,
+            ]
+            return [sys.executable, *words, "--port", port]
+        method = {"method": "draft_model", "model": draft, "num_speculative_tokens": gamma}
+        method |= {"draft_sample_method": "probabilistic"} if rule == "sample" else {}
+        words = ["-m", "distill.cli", "serve", draft, "--port", port, "--log", log, "--", *VLLM_WORDS]
+        return [sys.executable, *words, "--speculative-config", json.dumps(method)]
+
+    def _start_engine(self, name: str) -> subprocess.Popen[bytes]:
+        draft = str((self.drafts / FIRST).resolve()) if name == "engine" else "none"
+        words = self._engine_words(draft, str(self.ports[name]), str(self.to / "vllm.log"))
+        return self.family.start(name, words, **VLLM_ENVIRONMENT)
+
+    def _start_gateway(self) -> None:
+        words = [
+            "gateway", "--engine", self._url("engine"), "--draft-version", FIRST, "--target-version", TARGET, "--log",
+            str(self.traffic), "--text", "--port", str(self.ports["gateway"]),
+        ]  # fmt: skip
+        if "plain" in self.alive:
+            words += ["--plain-engine", self._url("plain"), "--shed-above", str(self.plan.shed_above)]
+        self.alive["gateway"] = self._start(*words)
+        self._answering("gateway")
+
+    def _rollout_words(self, version: str, share: float) -> tuple[str, ...]:
+        command = shlex.join(self._engine_words("{draft}", "{port}", str(self.to / f"vllm-{version}.log")))
+        watch = str(self.plan.after // 2)
+        return (
+            "rollout", str(self.drafts), version, "--log", str(self.traffic), "--engine-command", command, "--share", str(share),
+            "--watch", watch, "--start-timeout", str(START_SECONDS), "--slower", "1",
+        )  # fmt: skip
+
+    def _url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.ports[name]}"
+
+    def _answering(self, name: str) -> None:
+        """Waits for a server.
+
+        Raises:
+            UserError: it ended, or stays silent.
+        """
+        start = time.monotonic()
+        while not answers(self._url(name)):
+            self.family.check(name, self.alive[name])
+            if time.monotonic() - start > START_SECONDS:
+                raise UserError(f"{name} does not answer within {START_SECONDS:g} s: {self.to / f'{name}.log'}")
+            time.sleep(0.1)
+
+    def _check(self) -> None:
+        for name, process in self.alive.items():
+            self.family.check(name, process)
+
+    @contextlib.contextmanager
+    def _killed(self, name: str) -> Iterator[None]:
+        """kill -9 of a server, or of what the block kills; the block brings it back, when it can."""
+        self.note(f"kill -9: {name}")
+        moment = time.time()
+        if name in self.alive:
+            kill(self.alive.pop(name))
+        yield
+        self.result.kills.append({"what": name, "seconds": moment - self.began, "down_seconds": time.time() - moment})
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        """One of our own commands."""
+        return self.family.start(words[0], [sys.executable, "-m", "distill.cli", *words], **VLLM_ENVIRONMENT)
+
+    def _reach(self, name: str, process: subprocess.Popen[bytes], place: Callable[[], bool]) -> None:
+        """Waits until one of our commands is there, where it is to be killed."""
+
+        def check() -> None:
+            self._check()
+            self.family.check(name, process)
+
+        self.clients.wait_until(place, check)
+
+    def _command(self, *words: str, status: int = 0) -> None:
+        self._finish(words[0], self._start(*words), status)
+
+    def _finish(self, name: str, process: subprocess.Popen[bytes], status: int = 0) -> None:
+        self.clients.wait_until(lambda: process.poll() is not None, self._check)
+        if process.returncode != status:
+            raise UserError(
+                f"{name}: exit status {process.returncode}, not {status}: {self.family.last_line(name)} (all in {self.to / f'{name}.log'})"
+            )
+
+
+def loop_demo(options: LoopOptions) -> int:
+    """Runs the loop; writes loop.json and loop.png. Returns the exit status.
+
+    Raises:
+        UserError: an engine that is not there, or a program that does not do its part.
+    """
+    engine = _engine_of(options.engine)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(INTERRUPTED))
+    with writing(options.to):
+        options.to.mkdir(parents=True, exist_ok=True)
+    config = load_config(options.config, [*(options.overrides or []), f"output={options.to}", f"name={RUN}"])
+    with Family(options.to) as family:
+        _clear(options.to)
+        demo = LoopDemo(options, config, engine, family)
+        demo.run()
+        found = account(demo.traffic, demo.clients, demo.result, time.time() - demo.started)
+    with writing(options.to):
+        write_json(options.to / RESULT, found)
+        plot_loop(options.to / PICTURE, demo.traffic, demo.result, demo.began)
+    for line in found["failures"]:
+        print(f"understudy: {line}", file=sys.stderr)
+    print(f"{options.to / RESULT}, {options.to / PICTURE}")
+    return 1 if found["failures"] else 0
+
+
+def _engine_of(asked: str) -> str:
+    if asked not in ("auto", "house", "vllm"):
+        raise UserError(f"--engine {asked}: auto, vllm or house")
+    installed = (BUILT / "vllm").exists() or shutil.which("vllm") is not None
+    if asked == "vllm" and not installed:
+        raise UserError("--engine vllm: it is not installed; `make engines` builds it for CPUs, or give --engine house")
+    return "vllm" if installed and asked != "house" else "house"
+
+
+def _clear(to: Path) -> None:
+    """What an earlier loop has left goes, but for the first draft's run."""
+    for path in to.iterdir():
+        if path.name == RUN:
+            continue
+        if path.is_dir():
+            for folder in (path, *path.rglob("*/")):  # versions are read-only
+                folder.chmod(0o755)
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _kill_number(number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(number, signal.SIGKILL)

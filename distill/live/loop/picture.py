@@ -1,0 +1,66 @@
+"""Served acceptance of a loop over time, with what happened."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from data.traffic.reader import read_traffic
+from distill.live.loop.account import LoopResult, counted
+from distill.report.plot import write_figure
+from speculative.measure.intervals import ratio_interval
+
+BIN_REQUESTS = 20
+
+
+def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> None:
+    """A line a draft version, each point of so many requests with their 95 % interval; events as numbered lines."""
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    axis, beside = figure.subplots(1, 2, width_ratios=(3, 1))
+    records = read_traffic(traffic).records
+    for version in dict.fromkeys(record.draft_version for record in records):
+        own = counted(records, version)
+        bins = [own[start : start + BIN_REQUESTS] for start in range(0, len(own), BIN_REQUESTS)]
+        bins = [part for part in bins if len(part) >= BIN_REQUESTS // 2]
+        if not bins:
+            continue
+        times = [float(np.mean([record.time for record in part])) - began for part in bins]
+        counts = [np.array([[one.accepted, one.drafted] for one in part], dtype=np.float64).T for part in bins]
+        rates = [accepted.sum() / drafted.sum() for accepted, drafted in counts]
+        (line,) = axis.plot(times, rates, marker="o", markersize=3, label=f"draft {version}")
+        low, high = zip(*(ratio_interval(accepted, drafted) for accepted, drafted in counts), strict=True)
+        axis.fill_between(times, low, high, alpha=0.2, color=line.get_color())
+    _write_events(axis, beside, result.events)
+    axis.set(
+        xlabel="seconds",
+        ylabel="accepted / drafted, served",
+        ylim=(0, None),
+        title=f"The closed loop, engine: {result.engine}",
+    )
+    axis.legend(fontsize=8, loc="upper left")
+    axis.grid(alpha=0.3)
+    write_figure(figure, path)
+
+
+def _write_events(axis: Any, beside: Any, events: Sequence[tuple[float, str]]) -> None:
+    """A line an event with its number above, one number beside the other where they are close; the words stand beside the picture."""
+    beside.axis("off")
+    width, above = np.diff(axis.get_xlim())[0] / 50, dict[float, list[str]]()
+    for number, (seconds, words) in enumerate(events, start=1):
+        killed = words.startswith("kill")
+        color = "tab:red" if killed else "dimgrey"
+        axis.axvline(seconds, color=color, linewidth=0.8, linestyle=":" if killed else "-")
+        place = next((known for known in above if seconds - known < width), seconds)
+        above.setdefault(place, []).append(str(number))
+        beside.text(
+            0,
+            1 - number / (len(events) + 1),
+            f"{number}  {seconds:.0f} s  {words}",
+            color=color,
+            fontsize=8,
+            va="center",
+        )
+    for place, numbers in above.items():
+        axis.annotate(",".join(numbers), (place, 1.01), xycoords=("data", "axes fraction"), fontsize=7, ha="center")

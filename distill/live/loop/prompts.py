@@ -1,0 +1,46 @@
+"""The two domains: what is asked before the shift, and what behind it."""
+
+import random
+from collections.abc import Sequence
+
+from data.prompts.sources import PromptRow
+from data.prompts.stdlib import unit_test_heads
+from data.prompts.template import render_prompt
+from data.responses.rendered import StoredPrompts
+from distill.config.layout import PROMPTS
+from distill.config.run import RunConfig
+from distill.models.load import load_tokenizer
+from distill.run.prompts import HELDOUT_FILE, asked_rows, rows_of
+
+
+def traffic_prompts(config: RunConfig) -> list[list[int]]:
+    """Token ids of the run's held-out sources, of prompts that it was not judged on where there are any.
+
+    Raises:
+        UserError: see `load_source` and `render_prompt`.
+    """
+    asked = _rendered(config, rows_of(config.data.heldout or config.data.train)[0])
+    judged = {tuple(prompt.prompt_ids) for prompt in StoredPrompts(config.folder / PROMPTS / HELDOUT_FILE)}
+    return [ids for ids in asked if tuple(ids) not in judged] or asked
+
+
+def shifted_prompts(config: RunConfig, path: str) -> list[list[int]]:
+    """Those of a file, or the default domain.
+
+    Raises:
+        UserError: as `traffic_prompts`.
+    """
+    if path:
+        return _rendered(config, asked_rows(path)[0])
+    heads = unit_test_heads()
+    random.Random(config.seed).shuffle(heads)
+    return _rendered(
+        config, [PromptRow(head, None, None, "tests", f"tests:{number}") for number, head in enumerate(heads)]
+    )
+
+
+def _rendered(config: RunConfig, rows: Sequence[PromptRow]) -> list[list[int]]:
+    template, tokenizer = config.data.template, load_tokenizer(config.target.path)
+    how = {"mode": template.mode, "chat_template_kwargs": template.chat_template_kwargs}
+    asked = [render_prompt(row, tokenizer, **how) for row in rows]  # type: ignore[arg-type]
+    return [ids for ids in asked if len(ids) <= (config.data.max_prompt_tokens or len(ids))]

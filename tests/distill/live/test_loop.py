@@ -1,0 +1,173 @@
+"""The loop's own parts: processes that end with us, users that ask again, what the log is compared with, the bad version, the picture."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from house_server import running_house
+from processes import free_port
+from safetensors.torch import load_file, save_file
+from traffic_log import record_of, write_log
+
+from distill.config.sections import TargetConfig
+from distill.live.house_decoding import HouseEngine
+from distill.live.loop.account import LoopResult, account, told_alarm
+from distill.live.loop.clients import CONSTRAINED_EVERY, Clients
+from distill.live.loop.family import Family
+from distill.live.loop.picture import plot_loop
+from distill.live.loop.versions import shuffled_version
+from distill.live.versions import read_version
+from distill.models.draft import load_draft
+from distill.models.target import Target
+from speculative.drafters.drafter import ModelDrafter
+
+ASKED = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1, "min_p": 0.0}
+# A family of one that sleeps in a session of its own, started by another that has ended.
+PARENT = """
+import sys, time
+from pathlib import Path
+from distill.live.loop.family import Family
+with Family(Path(sys.argv[1])) as family:
+    family.start("sleeper", ["sh", "-c", "setsid sleep 600 & echo $! > " + sys.argv[1] + "/pid"])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_however_we_end_nothing_of_ours_goes_on(tmp_path: Path, number: int) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    try:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert parent.poll() is None
+            time.sleep(0.02)
+        sleeper = psutil.Process(int((tmp_path / "pid").read_text()))
+    finally:
+        parent.send_signal(number)
+        parent.wait()
+    psutil.wait_procs([sleeper], timeout=20)
+    assert not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_family_says_what_a_program_said_last(tmp_path: Path) -> None:
+    from speculative.errors import UserError
+
+    with Family(tmp_path) as family:
+        process = family.start("talker", ["sh", "-c", "echo first; echo last; exit 3"])
+        process.wait()
+        with pytest.raises(UserError, match="talker ended with exit status 3: last"):
+            family.check("talker", process)
+
+
+@pytest.fixture
+def engine(tiny_target: Path) -> Any:
+    target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
+    pair = HouseEngine(target, ModelDrafter(load_draft(str(tiny_target), target)), 3, "greedy-draft", name="tiny")
+    with running_house(pair) as url:
+        yield url
+
+
+def gateway_words(engine: str, log: Path, port: int) -> list[str]:
+    words = [
+        "gateway",
+        "--engine",
+        engine,
+        "--draft-version",
+        "v0001",
+        "--log",
+        str(log),
+        "--port",
+        str(port),
+        "--text",
+    ]
+    return [sys.executable, "-m", "distill.cli", *words, "--plain-engine", engine, "--shed-above", "6"]
+
+
+def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp_path: Path) -> None:
+    """Users ask through it while it is killed and started again; constraints and a rush are told apart in the log."""
+    port = free_port()
+    clients = Clients(f"http://127.0.0.1:{port}", ASKED, {"4": -100.0})
+    clients.prompts = [[1, 40 + number, 50] for number in range(20)]
+    with Family(tmp_path) as family:
+        process = family.start("gateway", gateway_words(engine, tmp_path / "log", port))
+        clients.at_once = 4
+        clients.wait(12, lambda: family.check("gateway", process))
+        process.kill()
+        process.wait()
+        process = family.start("gateway", gateway_words(engine, tmp_path / "log", port))
+        clients.at_once = 12
+        clients.wait(2 * CONSTRAINED_EVERY, lambda: family.check("gateway", process))
+        clients.pause(lambda: family.check("gateway", process))
+    found = account(tmp_path / "log", clients, LoopResult("house", 10), 1.0)
+    assert (found["records_lost"], found["records_doubled"]) == (0, 0)
+    assert found["requests"] == len(clients.whole) >= 12 + 2 * CONSTRAINED_EVERY
+    assert found["constrained"] == len(clients.constrained & clients.whole.keys()) >= 2
+    assert found["shed"] > 0
+    assert found["asked_again"] > 0
+
+
+def fake_clients(whole: dict[str, tuple[int, ...]], attempts: dict[str, int]) -> Any:
+    return SimpleNamespace(whole=whole, attempts=Counter(attempts), constrained=set())
+
+
+def test_lost_doubled_and_acceptance_by_hand(tmp_path: Path) -> None:
+    def served(number: int, time: float, version: str, accepted: int, **more: Any) -> Any:
+        known = {"time": time, "draft_version": version, "accepted": accepted, "drafted": 30, "blocks": 10}
+        return record_of(number, **known | {"response_ids": (number, 7)} | more)
+
+    records = [
+        served(0, 10.0, "v0001", 12), served(1, 11.0, "v0001", 18), served(2, 12.0, "v0001", 0, constrained=True),
+        served(3, 20.0, "v0001", 3), served(4, 40.0, "v0002", 15), served(4, 40.0, "v0002", 15), served(5, 30.0, "v0002", 30),
+    ]  # fmt: skip
+    (tmp_path / "log").mkdir()
+    write_log(tmp_path / "log", records)
+    names = [record.id for record in records]
+    whole = {names[0]: (0, 7), names[1]: (1, 8), names[4]: (4, 7), "other": (1,)}
+    clients = fake_clients(whole, dict.fromkeys(names, 1))
+    result = LoopResult("house", 10, shifted_at=15.0, recovered_at=35.0)
+    found = account(tmp_path / "log", clients, result, 60.0)
+    # Request 1 has another text in its record, `other` has none; request 4 was asked once and has two lines.
+    assert (found["records_lost"], found["records_doubled"]) == (2, 1)
+    assert found["acceptance"] == {"before": 30 / 60, "shifted": 3 / 30, "after": 15 / 30}
+    told = " ".join(found["failures"])
+    assert "2 answers without their record" in told
+    assert "not sent back" in told
+    # Of the requests that count two came before the shift, so the alarm at the third is the first behind it.
+    slices = [{"alarms": [{"at": 2}, {"at": 3}]}]
+    assert told_alarm({"slices": slices}, tmp_path / "log", 15.0) == 1
+    assert told_alarm({"slices": [{"alarms": [{"at": 2}]}]}, tmp_path / "log", 15.0) is None
+
+
+def test_the_picture_shows_each_version_and_each_event(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    known = {"accepted": 5, "drafted": 30, "blocks": 10}
+    write_log(
+        tmp_path / "log", [record_of(n, time=100.0 + n, draft_version=f"v000{1 + n // 40}", **known) for n in range(80)]
+    )
+    result = LoopResult("house", 10, events=[(3.0, "the traffic shifts"), (9.0, "kill -9: gateway")])
+    plot_loop(tmp_path / "loop.svg", tmp_path / "log", result, 100.0)
+    text = (tmp_path / "loop.svg").read_text()
+    for words in ("draft v0001", "draft v0002", "1  3 s  the traffic shifts", "2  9 s  kill -9: gateway"):
+        assert f"<!-- {words} -->" in text, words
+
+
+def test_the_bad_version_is_a_version_with_other_weights(tmp_path: Path) -> None:
+    good = tmp_path / "v0001"
+    good.mkdir()
+    save_file({"w": torch.arange(40.0).view(20, 2), "norm": torch.arange(9.0)}, good / "model.safetensors")
+    (good / "provenance.json").write_text(json.dumps({"version": "v0001", "parent": None}))
+    good.chmod(0o555)
+    name = shuffled_version(tmp_path, "v0001")
+    assert (name, read_version(tmp_path / name).parent) == ("v0002", "v0001")
+    before, after = (load_file(tmp_path / version / "model.safetensors") for version in ("v0001", name))
+    for key, weights in before.items():
+        assert not torch.equal(weights, after[key])
+        assert torch.equal(weights.flatten().sort()[0], after[key].flatten().sort()[0])

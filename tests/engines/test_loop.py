@@ -1,0 +1,35 @@
+"""The closed loop as a user starts it, in our own decoder and in a real vLLM: minutes each, so no part of `make test`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distill.live.loop.family import MARK
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = pytest.param(
+    "vllm", marks=pytest.mark.skipif(not (ROOT / ".venv-vllm" / "ready").exists(), reason="`make engines` builds vLLM")
+)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("engine", ["house", VLLM])
+def test_the_loop_comes_round(tmp_path: Path, engine: str) -> None:
+    words = ["loop-demo", "--engine", engine, "--to", str(tmp_path / "loop"), "--fast"]
+    done = subprocess.run(
+        [sys.executable, "-m", "distill.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "loop" / "loop.json").read_text())
+    assert (found["engine"], found["records_lost"], found["records_doubled"]) == (engine, 0, 0)
+    assert found["acceptance"]["shifted"] < min(found["acceptance"]["before"], found["acceptance"]["after"])
+    assert found["alarm_after_requests"] <= found["alarm_within"]
+    assert [kill["what"] for kill in found["kills"]] == ["gateway", "engine", "trainer", "rollout"]
+    assert [back["version"] for back in found["rolled_back"]] == ["v0003"]
+    assert (tmp_path / "loop" / "loop.png").stat().st_size > 0
+    mark = str((tmp_path / "loop").resolve())
+    assert not [one for one in psutil.process_iter() if MARK in (one.environ() or {}) and one.environ()[MARK] == mark]
