@@ -59,6 +59,17 @@ from speculative.errors import UserError
 TRAFFIC = "traffic"
 KEPT, PUBLISHED = "kept the old one", "published"
 FEWEST_PROMPTS = 24  # to train on; a probe of fewer tells nothing
+OWN_KEYS = (
+    "name",
+    "output",
+    "resume",
+    "target",
+    "serving",
+    "data.train",
+    "data.heldout",
+    "student.init",
+    "student.path",
+)
 # Options that decide what a refresh is: one that goes on must be asked for with the same.
 ASKED = ("share", "probe_steps", "margin", "false_alarms", "drop", "payback_days", "target_version", "assume_sampling")
 
@@ -109,6 +120,9 @@ def _check(options: RefreshOptions) -> None:
             raise UserError(f"--{name} {value:g}: give a number above 0, at most 1")
     if options.probe_steps < 1 or options.keep < 1 or options.payback_days <= 0:
         raise UserError("--probe-steps, --keep and --payback-days: give numbers above 0")
+    for word in options.overrides or ():
+        if word.startswith(OWN_KEYS):
+            raise UserError(f"{word}: a refresh sets this key itself; leave it out")
     if options.dry_run and options.approve:
         raise UserError("--dry-run writes nothing, so there is nothing to --approve: leave one of them out")
 
@@ -238,9 +252,9 @@ class _Refresh:
                 needed = self._worth_it() and needed
             missing = [name for name, found in self.state["reasons"].items() if not found["holds"]]
             words = "do it" if needed else f"do not (no {', no '.join(missing)})"
-            if options.force and not needed:
-                words += "; done all the same (--force)"
-            self._keep(decision={"refresh": needed, "forced": options.force and not needed, "sentence": words})
+            forced = options.force and not needed and "text" not in missing
+            words += "; done all the same (--force)" if forced else ""
+            self._keep(decision={"refresh": needed, "forced": forced, "sentence": words})
         _say(self.console, f"decision: {self.state['decision']['sentence']}")
         return bool(self.state["decision"]["refresh"] or self.state["decision"]["forced"])
 
@@ -308,7 +322,8 @@ class _Refresh:
             records = [record for record in self.log.records if record.draft_version == self.version]
             days = self.options.payback_days
             tau, gain = found.get("tau", 1.0), found.get("tau_gain", 0.0)
-            self._reason("payback", payback(verdict.costs, records, tau, gain, seconds, days))
+            costs = verdict.costs or load_verdict(self.options.run).costs  # of models of the same shapes
+            self._reason("payback", payback(costs, records, tau, gain, seconds, days))
         return self.state["reasons"]["payback"]
 
     def _config(self) -> RunConfig:

@@ -125,6 +125,7 @@ def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> Non
         ({"target_version": "other"}, {}, r"another target version \(other\)"),
         ({}, {}, r"10 requests with text, and \d+ are the fewest"),
         ({}, {"share": 0.0}, r"--share 0"),
+        ({}, {"overrides": ["data.train.0.limit=5"]}, r"data.train.0.limit=5: a refresh sets this key itself"),
         ({}, {"approve": "Ann", "dry_run": True}, r"--dry-run writes nothing"),
     ],
 )
