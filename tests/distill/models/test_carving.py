@@ -221,8 +221,8 @@ def test_chosen_layers_beat_the_usual_ones_on_other_text() -> None:
         wholes = (whole for _, source in modules(heldout) for _, whole in functions(source))
         return [tokenizer(whole)["input_ids"][:96] for whole in itertools.islice(wholes, 0, 12 * count, 12)]
 
-    choice = choose_layers(target, 2, texts(False, 16), tokens=128)
-    scorer = LayerScorer(target, texts(True, 8))
+    choice = choose_layers(target, 2, texts(False, 8), tokens=64)
+    scorer = LayerScorer(target, texts(True, 6))
     chosen, first_last, first_two = scorer.alphas([choice.layers, (0, 11), (0, 1)])
     assert chosen > first_last + 0.02
     assert chosen >= first_two
