@@ -85,16 +85,6 @@ def model_drafter(draft: PreTrainedModel, drafting: Drafting = "autoregressive")
     return ParallelDrafter(draft) if drafting == "parallel" else ModelDrafter(draft)
 
 
-def draftings_of(draft: PreTrainedModel, wanted: str = "auto") -> tuple[Drafting, ...]:
-    """The ways to draft that are meant by `auto` (all that the draft's config offers), `both` or the name of one.
-
-    Raises UserError for another word, and where the draft cannot draft in parallel and is asked to.
-    """
-    if wanted == "auto":
-        return DRAFTINGS if mask_token_of(draft.config) is not None else DRAFTINGS[:1]
-    chosen = DRAFTINGS if wanted == "both" else tuple(name for name in DRAFTINGS if name == wanted)
-    if not chosen:
-        raise UserError(f"drafting {wanted}: auto, both, {', '.join(DRAFTINGS)}")
-    if "parallel" in chosen:
-        ParallelDrafter(draft)
-    return chosen
+def draftings_of(draft: PreTrainedModel) -> tuple[Drafting, ...]:
+    """The ways to draft that the draft's config offers."""
+    return DRAFTINGS if mask_token_of(draft.config) is not None else DRAFTINGS[:1]

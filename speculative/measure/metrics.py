@@ -29,9 +29,7 @@ def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequenc
     return [float((accepted >= j).sum() / max(1, (drafted >= j).sum())) for j in range(1, gamma + 1)]
 
 
-def live_metrics(
-    responses: Sequence[Response], gamma: int, prompt_keys: Sequence[Hashable] | None = None
-) -> dict[str, Any]:
+def live_metrics(responses: Sequence[Response], gamma: int) -> dict[str, Any]:
     """Numbers of a live run at one gamma >= 1.
 
     tau: emitted tokens per target call, bonus or corrected token included, with its interval. The last block of a
@@ -42,7 +40,7 @@ def live_metrics(
     overlap: mean sum_v min(target, draft) at the tested positions, the low-variance twin of accepted_per_tested. Both
     see only positions that blocks reach, which are harder than the average one: neither is alpha.
     """
-    keys = [response.key for response in responses] if prompt_keys is None else prompt_keys
+    keys = [response.key for response in responses]
     tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
     blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))
     counts = [count for response in responses for count in response.accepted_counts]

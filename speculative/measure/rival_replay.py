@@ -116,15 +116,13 @@ def cascade_blocks(
     rule: str,
     gammas: Sequence[int],
     then_gammas: Sequence[int] | None = None,
-    *,
-    stop_below: float = 0.0,
 ) -> RivalBlocks:
     """Expected blocks at each gamma of `Cascade(who keeps kept, the draft that was scored)`; `others_NK` the draft's.
 
     kept: as for `certain_blocks`. then_gammas: (K,) the draft's beside each of `gammas`; None = the same.
-    rule: as in `replay.expected_blocks_of`, with `stop_below`.
+    rule: as in `replay.expected_blocks_of`.
     """
-    texts = texts_of(scores, rule, stop_below, kept)
+    texts = texts_of(scores, rule, sure=kept)
     return RivalBlocks(*blocks_by_proposer(texts, then_gammas or gammas, gammas))
 
 
