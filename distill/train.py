@@ -20,12 +20,7 @@ from distill.export.quantize import require_quantizer
 from distill.faults import Interrupted, check_imports, exit_status
 from distill.models.heads import SplitModel
 from distill.models.load import tokenizer_fingerprint
-from distill.models.student import (
-    carved_by_measurement,
-    first_student,
-    refuse_impossible,
-    run_context,
-)
+from distill.models.student import carved_by_measurement, first_student, refuse_impossible, run_context
 from distill.models.target import Target
 from distill.report.plot import plot_run
 from distill.report.wandb_panels import log_result
@@ -63,9 +58,7 @@ def start(config: RunConfig) -> Accelerator:
     require_quantizer(config.export.quantize)
     precision, disagreement = settled_precision(config.train.mixed_precision)
     accelerator = new_accelerator(
-        mixed_precision=precision,
-        log_with=list(config.tracking.trackers) or None,
-        project_dir=str(config.folder),
+        mixed_precision=precision, log_with=list(config.tracking.trackers) or None, project_dir=str(config.folder)
     )
     if disagreement is not None:
         accelerator.print(disagreement)

@@ -90,11 +90,7 @@ def collate(examples: Sequence[Example], pad_id: int, indices: Sequence[int] = (
 
 
 def collate_rows(
-    rows: Sequence[Sequence[Example]],
-    pad_id: int,
-    width: int,
-    indices: Sequence[int],
-    packed: bool = False,
+    rows: Sequence[Sequence[Example]], pad_id: int, width: int, indices: Sequence[int], packed: bool = False
 ) -> Batch:
     """Sequences one behind the other in rows of `width`, the rest padded; no position predicts the first id of a sequence.
 

@@ -256,10 +256,7 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
         ),
         ("serving settings", ", ".join(f"{key} {value}" for key, value in sampling.items())),
         ("command", shlex.join(map(str, argv)) if argv else ""),
-        (
-            "commit",
-            f"{commit}{f' with uncommitted changes ({dirty})' if dirty else ''}" if commit else "",
-        ),
+        ("commit", f"{commit}{f' with uncommitted changes ({dirty})' if dirty else ''}" if commit else ""),
         ("machine", ", ".join(machine) + (f", {threads} threads" if threads else "")),
         ("prompts timed", f"{len(result.timed_prompts)}" if result.timed_prompts else ""),
         ("timed at", f"batch {costs.batch_size}, context {costs.context} tokens" if costs else ""),

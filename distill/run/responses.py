@@ -102,12 +102,7 @@ class RunStores:
         }
 
     def _make(
-        self,
-        name: str,
-        prompts: Sequence[RenderedPrompt],
-        settings: DecodeSettings,
-        samples: int,
-        select: bool = True,
+        self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int, select: bool = True
     ) -> StoredRows:
         store, manifest = Store(self.folder / name), self.manifest(settings)
         if self.accelerator.is_main_process:

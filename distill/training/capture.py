@@ -59,12 +59,7 @@ def topk_signal(
 
 @torch.no_grad()
 def sampled_signal(
-    head: Head,
-    hidden_RD: Tensor,
-    samples: int,
-    uniforms_R: Tensor,
-    temperature: float = 1.0,
-    chunk: int | None = None,
+    head: Head, hidden_RD: Tensor, samples: int, uniforms_R: Tensor, temperature: float = 1.0, chunk: int | None = None
 ) -> SampledSignal:
     """Draws of softmax(head(hidden) / temperature) as distinct ids with weights count / samples, E[weight] = probability.
 

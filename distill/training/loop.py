@@ -20,16 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Batch
 from data.files import write_json
-from distill.config.layout import (
-    ADAPTER,
-    AVERAGED,
-    JUDGEMENT,
-    PROGRESS,
-    STATE,
-    STUDENT,
-    list_steps,
-    step_folder,
-)
+from distill.config.layout import ADAPTER, AVERAGED, JUDGEMENT, PROGRESS, STATE, STUDENT, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.run import checkpoint

@@ -72,11 +72,7 @@ def parameter_groups(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     tables |= {id(parameter) for name, parameter in named if "lm_head" in name or "embed" in name}
     matrices = [p for _, p in named if p.dim() >= 2 and id(p) not in tables]
-    return (
-        matrices,
-        [p for _, p in named if p.dim() >= 2 and id(p) in tables],
-        [p for _, p in named if p.dim() < 2],
-    )
+    return (matrices, [p for _, p in named if p.dim() >= 2 and id(p) in tables], [p for _, p in named if p.dim() < 2])
 
 
 def _adamw(groups: list[dict[str, Any]], lr: float, optim: OptimConfig) -> torch.optim.Optimizer:

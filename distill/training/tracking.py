@@ -91,11 +91,7 @@ def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def start_trackers(
-    accelerator: Accelerator,
-    trackers: tuple[str, ...],
-    project: str,
-    name: str,
-    config: Mapping[str, Any],
+    accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]
 ) -> None:
     """Starts Accelerate's trackers; wandb goes offline when nobody is logged in, and learns how to show each section.
 

@@ -110,9 +110,7 @@ class Evidence:
 
 
 def score_all(
-    settings: DecodeSettings,
-    contestants: Sequence[Contestant],
-    texts: Mapping[Rule, list[HeldoutResponse]],
+    settings: DecodeSettings, contestants: Sequence[Contestant], texts: Mapping[Rule, list[HeldoutResponse]]
 ) -> dict[Rule, dict[str, list[TokenScores]]]:
     """One pass of every draft over every text; that of the last contestant with its confidence."""
     return {

@@ -300,10 +300,7 @@ def draft_outlook(
         "now": now,
         "reachable": reachable,
         "ceiling": ceiling,
-        "headroom": {
-            "alpha": ceiling_alpha - alpha,
-            "speed_up": ceiling["speed_up"] - now["speed_up"],
-        },
+        "headroom": {"alpha": ceiling_alpha - alpha, "speed_up": ceiling["speed_up"] - now["speed_up"]},
         "together": together,
         "decision": decide(
             costs,

@@ -8,16 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from speculative.decoder.text import UNDECODED
 
-CLASSES = (
-    "word start",
-    "word continuation",
-    "identifier",
-    "digits",
-    "punctuation",
-    "whitespace",
-    "special",
-    "other",
-)
+CLASSES = ("word start", "word continuation", "identifier", "digits", "punctuation", "whitespace", "special", "other")
 NAME_RUN = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 # fooBar, HTTPServer; acronyms in the plural (URLs) are words.
 HUMP = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")

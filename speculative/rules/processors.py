@@ -93,11 +93,7 @@ class LogitsRules:
         self._check_something_is_left(set(self.allowed_ids or range(vocab_size)))
 
     def __call__(
-        self,
-        logits_RV: torch.Tensor,
-        tokens_RC: torch.Tensor,
-        lengths_R: torch.Tensor,
-        prompt_lengths_R: torch.Tensor,
+        self, logits_RV: torch.Tensor, tokens_RC: torch.Tensor, lengths_R: torch.Tensor, prompt_lengths_R: torch.Tensor
     ) -> torch.Tensor:
         """Logits (R, V) after the rules: a new tensor, float32 (float64 stays float64).
 

@@ -125,8 +125,7 @@ class _Runner:
         found, minutes = measures(self.sweep, trial), (time.perf_counter() - started) / 60
         speed = "" if found["speed_up"] is None else f" {found['speed_up']:.2f}x,"
         self.console.print(
-            f"    alpha {found['alpha']:.3f}, tau {found['tau']:.2f},{speed} {minutes:.1f} min",
-            highlight=False,
+            f"    alpha {found['alpha']:.3f}, tau {found['tau']:.2f},{speed} {minutes:.1f} min", highlight=False
         )
 
     def _log(self, name: str) -> Path:

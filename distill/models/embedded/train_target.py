@@ -26,12 +26,7 @@ import torch
 import typer
 from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    get_linear_schedule_with_warmup,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_linear_schedule_with_warmup
 
 from data.batches.windows import cut_windows
 from data.files import open_modes, write_json
