@@ -381,6 +381,7 @@ class _Refresh:
             "data_window": [_moment(window["since"]), _moment(window["until"])], "traffic": str(options.traffic),
             "traffic_requests": window["train"], "share": options.share, "approved_by": options.approve or None,
             "gate": {side: {part["name"]: part["alpha"] for part in gate[side]} for side in ("new", "old")},
+            "expected_gain": {"gamma": gate["gamma"], "tau_ci": gate["new"][0]["tau_ci"]},  # a rollout goes by it
         }  # fmt: skip
         version = publish(self.folder.resolve(), self.drafts, told, parent=self.state["parent"], name=name)
         self.state["published"] = str(version.folder)

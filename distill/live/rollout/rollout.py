@@ -256,7 +256,7 @@ class Rollout:
         options = self.options
         return Law(
             self.state.share, options.margin, options.slower, options.false_alarms, options.requests, options.watch,
-            _gate_of(self.version),
+            gate_of(self.version, {arm.draft_version for arm in self._before().arms if arm.drafts and arm.share}),
         )  # fmt: skip
 
     def _tell(self, decision: Decision) -> None:
@@ -274,8 +274,10 @@ class Rollout:
         print(f"{time.strftime('%H:%M:%S')} {self.state.stage}: {decision.reason}{more}", flush=True)
 
 
-def _gate_of(version: Version) -> GateGain | None:
-    """What the gate judged, as `understudy refresh` wrote it down; None for a version that passed none."""
+def gate_of(version: Version, served: set[str]) -> GateGain | None:
+    """What the gate judged, as `understudy refresh` wrote it down; None for a version that passed none, or beside another than its parent."""
+    if served != {version.parent}:
+        return None
     try:
         expected = version.provenance["expected_gain"]
         low, high = expected["tau_ci"]

@@ -21,6 +21,7 @@ from distill.config.run import RunConfig
 from distill.live.refresh import refresh
 from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.refresh import refresh_command
+from distill.live.rollout.rollout import gate_of
 from distill.live.versions import current_version, list_versions
 from speculative.errors import UserError
 
@@ -130,6 +131,11 @@ def test_a_good_refresh_becomes_the_next_version(
     assert told["run"] == str(place / "runs" / "tiny-refresh-v0002")
     assert told["data_window"] is not None
     assert told["verdict"]
+    gain = gate_of(second, {"v0001"})
+    assert gain is not None
+    whole = state["gate"]["new"][0]
+    assert (gain.gamma, gain.tau_low, gain.tau_high) == (state["gate"]["gamma"], *whole["tau_ci"])
+    assert gain.tau_low < whole["tau"] < gain.tau_high
     # Only a rollout or --approve moves `current`.
     assert (current_version(place / "drafts") or second).name == "v0001"
     assert "waits for its rollout" in call(place)[1]

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse
 
 from data.traffic.record import LOCK
 from distill.faults import exit_status
-from distill.live.arms import ARMS, read_arms
+from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.rollout import engine as engines
 from distill.live.rollout import rollout as module
@@ -171,6 +171,15 @@ def test_less_than_the_gate_promised_is_taken_back(options: RolloutOptions) -> N
     state = read_state(options.drafts)
     assert state is not None
     assert "below the gate's interval of the gain in accepted / drafted, [+0.300, +0.400]" in state.reason
+
+
+def test_what_the_gate_promised_over_another_version_is_not_asked(options: RolloutOptions) -> None:
+    """Back to v0001's child from v0003: that the gate saw it gain much over v0001 is no promise here."""
+    path = options.drafts / "v0002" / "provenance.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"expected_gain": {"gamma": 4, "tau_ci": [1.2, 1.6]}}))
+    write_arms(options.log / ARMS, Arms("flags", (Arm("v0001", "http://127.0.0.1:9", 1.0, "v0003", "t1"),)))
+    with running_traffic(traffic_of(options, steady(0.8))):
+        assert rollout(options) == 0
 
 
 @pytest.mark.parametrize("stage", ["comparing", "watching"])
