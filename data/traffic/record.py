@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import math
 import re
 import secrets
 import zlib
@@ -122,8 +121,13 @@ def _check_sampling(sampling: Any) -> None:
     if not isinstance(sampling, dict):
         _refuse("sampling", "neither an object nor null")
     for key, value in sampling.items():
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        if value is not None and not is_setting(value):
             _refuse(f"sampling.{key}", f"{value!r} is no number")
+
+
+def is_setting(value: Any) -> bool:
+    """Whether this is a number that a sampling setting may be."""
+    return type(value) in (int, float) and abs(value) < _MOST
 
 
 def _check_counts(record: TrafficRecord) -> None:

@@ -7,7 +7,7 @@ import hmac
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,7 @@ class Gateway:
             tenants=settings.tenants,
             text=settings.text,
             usage=settings.usage,
+            salt=self.writer.salt,
         )
         shed = len(self.exchanges) >= settings.shed_above and scope["path"] in PATHS
         arm = self.arms.choose(asked.conversation, shed)
@@ -172,16 +173,19 @@ class Gateway:
         """The engine's answer, piece by piece: the next one is asked for when the client took the last."""
         loop, asked, arm = asyncio.get_running_loop(), exchange.asked, exchange.arm
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        sent = [(n, v) for n, v in scope["headers"] if n not in _OWN_HEADERS and not n.startswith(_PREFIX)]
-        async with self.upstream.ask(scope["method"], arm.url, target, sent, asked.body) as response:
+        async with self.upstream.ask(
+            scope["method"], arm.url, target, _passed_on(scope["headers"]), asked.body
+        ) as response:
             self._unreachable.discard(arm.name)
             received = [(name.lower(), value) for name, value in response.headers]
             told = dict(received)
-            left = int(told[b"content-length"]) if told.get(b"content-length", b"").isdigit() else None
+            if b"transfer-encoding" in told:
+                told.pop(b"content-length", None)  # Whoever says both means the chunks.
+            left = int(told[b"content-length"]) if b"content-length" in told else None
             if not exchange.recorded:
                 self._tap(exchange, response.status, told)
             tap = exchange.tap
-            kept = [(n, v) for n, v in received if n not in _OWN_HEADERS or n == b"content-length"]
+            kept = _passed_on(received) + ([(b"content-length", b"%d" % left)] if left is not None else [])
             exchange.status = response.status
             await send(
                 {
@@ -228,7 +232,7 @@ class Gateway:
         now = asyncio.get_running_loop().time()
         try:
             record = exchange.record(now, finish or (tap.finish if tap is not None else "error"), self.writer.salt)
-        except RecordError:
+        except (RecordError, RecursionError):
             self.metrics.not_logged.labels("answer").inc()
             return
         if tap is not None and tap.odd_counts:
@@ -313,6 +317,12 @@ async def _watch_client(receive: Any, exchange: Exchange) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     exchange.end("cancelled")
+
+
+def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Of either way those of the message; what `connection` lists is the connection's too."""
+    named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
+    return [(n, v) for n, v in headers if n not in _OWN_HEADERS and n not in named and not n.startswith(_PREFIX)]
 
 
 def _error(status: int, why: str) -> dict[str, Any]:

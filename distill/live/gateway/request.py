@@ -1,13 +1,12 @@
 """What a request asks for: whether its response can be logged faithfully, under which sampling settings, in which conversation."""
 
 import json
-import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.traffic.record import SANE
+from data.traffic.record import SANE, is_setting, keyed_hash
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 LOGGED_BODY_BYTES = 1 << 20  # Reading a body takes the time of all others: a larger one passes through unread.
@@ -55,11 +54,15 @@ def read_request(
     tenants: frozenset[str],
     text: bool,
     usage: bool,
+    salt: bytes = b"",
 ) -> Asked:
-    """Reads a POST. ``defaults``: sampling settings of the engine where a request says nothing. ``text``, ``usage``: what the engine is asked
+    """Reads a POST. ``salt``: the log's secret. ``defaults``: sampling settings of the engine where a request says nothing. ``text``, ``usage``: what the engine is asked
     for besides, in the body that goes to it; else that is the client's, byte for byte.
     """
     record_id, slice_name = _word(headers, b"x-request-id", _ID_CHARACTERS), _word(headers, SLICE)
+    caller = [headers.get(name, b"").decode("latin-1") for name in (b"authorization", TENANT)]
+    if record_id and any(caller):  # Of one id the last record counts: nobody else's may take its place.
+        record_id += f"-{keyed_hash(salt, 'caller', caller)[:16]}"
     parsed = _parse(body) if path in PATHS else None
     content = None if parsed is None else parsed.get("messages" if path == PATHS[0] else "prompt")
     why_not = _why_not(path, headers, parsed, content, tenants) or ("large" if len(body) > LOGGED_BODY_BYTES else "")
@@ -135,14 +138,14 @@ def _is_plain(message: dict[str, Any]) -> bool:
 def _sampling(parsed: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, float | int | None] | None:
     """The four settings of the law and max_tokens; None when one of the four is not known or no number."""
     found = {key: defaults.get(key) if parsed.get(key) is None else parsed[key] for key in LAW}
-    if any(type(value) not in (int, float, type(None)) or not math.isfinite(value or 0) for value in found.values()):
+    if any(value is not None and not is_setting(value) for value in found.values()):
         return None
     if found["temperature"] == 0:  # What is cut does not change the first choice.
         found = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if None in found.values():
         return None
     most = parsed.get("max_completion_tokens", parsed.get("max_tokens"))
-    return {**found, "max_tokens": most if type(most) is int else None}
+    return {**found, "max_tokens": most if type(most) is int and is_setting(most) else None}
 
 
 def _constrained(parsed: dict[str, Any]) -> bool:
@@ -161,7 +164,7 @@ def _asking(parsed: dict[str, Any], body: bytes, text: bool, usage: bool) -> byt
         more["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
     try:
         return json.dumps({**parsed, **more}, allow_nan=False).encode() if more else body
-    except ValueError:  # A number that JSON cannot say: the engine's to refuse.
+    except (ValueError, RecursionError):  # A number that JSON cannot say: the engine's to refuse.
         return body
 
 

@@ -4,7 +4,7 @@ import json
 from collections import deque
 from typing import Any
 
-from data.responses.engine_counts import CountsError, RequestCounts, read_counts
+from data.responses.engine_counts import RequestCounts, read_counts
 
 MOST_BYTES = 8 << 20  # of an answer's JSON, or of one line of a stream: beyond it nothing is read
 _NOTHING = (
@@ -53,7 +53,7 @@ class Tap:
         for event in reversed(self._last):
             try:
                 self.counts = self.counts or read_counts(event)
-            except CountsError:
+            except ValueError:
                 self.odd_counts = True
         for side in ("prompt", "response"):
             ids, tokens = getattr(self, f"{side}_ids"), getattr(self, f"{side}_tokens")

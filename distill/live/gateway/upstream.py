@@ -41,7 +41,7 @@ class _Stream(httpcore.AsyncNetworkStream):
         self.writer.close()
 
     def get_extra_info(self, info: str) -> Any:
-        return self.reader.at_eof() if info == "is_readable" else None
+        return self.reader.at_eof() or bool(self.reader._buffer) if info == "is_readable" else None  # type: ignore[attr-defined]
 
 
 class Upstream:
@@ -77,7 +77,8 @@ class Upstream:
                 await response.aclose()
         finally:
             idle = self._idle.setdefault(str(request.url.origin), [])
-            if connection.is_idle() and len(idle) < _IDLE_MOST:
+            # An engine that said more than its answer is not asked again there: the next client would get the rest.
+            if connection.is_idle() and not connection._h11_state.trailing_data[0] and len(idle) < _IDLE_MOST:
                 idle.append(connection)
             else:
                 await connection.aclose()

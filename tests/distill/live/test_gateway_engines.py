@@ -1,0 +1,78 @@
+"""Engines whose HTTP is odd, and what must not come through: of a connection, of the gateway's own, of another client."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from gateway_server import running_gateway
+from raw_engine import raw_engine
+
+from data.traffic.reader import read_traffic
+
+HTTP = httpx.Client(verify=False, timeout=20)
+COUNTS = {"num_spec_steps": 1, "num_accepted_draft_tokens": 1, "num_draft_tokens": 3}
+WHOLE = b'{"choices":[{"finish_reason":"stop","text":"hi"}],"usage":{"prompt_tokens":1,"completion_tokens":2}}'
+
+
+def answer(content: bytes, headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 200 OK\r\n%scontent-length: %d\r\n\r\n%s" % (headers, len(content), content)
+
+
+def ask(url: str, body: bytes = b'{"prompt":"p"}', **headers: str) -> httpx.Response:
+    return HTTP.post(f"{url}/v1/completions", content=body, headers=headers)
+
+
+def test_what_an_engine_says_beyond_its_answer_reaches_no_other_client(tmp_path: Path) -> None:
+    with raw_engine(answer(WHOLE) + answer(b"of another"), answer(WHOLE)) as (engine, _), running_gateway(tmp_path, engine) as url:  # fmt: skip
+        assert [ask(url).content for _ in range(3)] == [WHOLE] * 3
+
+
+def test_what_is_of_one_connection_or_of_the_gateway_stays_there(tmp_path: Path) -> None:
+    own = b"Connection: x-hop, keep-alive\r\nX-Hop: 1\r\nx-understudy-id: forged\r\nx-kept: 2\r\n"
+    with raw_engine(answer(WHOLE, own)) as (engine, heads), running_gateway(tmp_path, engine) as url:
+        found = ask(url, connection="close, X-Mine", **{"x-mine": "1", "x-understudy-slice": "s"})
+    assert {"x-hop", "x-mine"} & set(found.headers) == set()
+    assert found.headers["x-kept"] == "2"
+    assert found.headers.get_list("x-understudy-id") == [record.id for record in read_traffic(tmp_path).records]
+    assert b"x-mine" not in heads[0].lower()
+    assert b"x-understudy" not in heads[0].lower()
+
+
+def test_of_a_length_and_chunks_the_chunks_count(tmp_path: Path) -> None:
+    said = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(WHOLE), WHOLE)  # fmt: skip
+    with raw_engine(said) as (engine, _), running_gateway(tmp_path, engine) as url:
+        assert ask(url).content == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        (b'{"prompt":"p","temperature":1%s}' % (b"0" * 400), {}),
+        (b'{"prompt":"p","temperature":0,"max_tokens":1%s}' % (b"0" * 400), {}),
+        (b'{"prompt":"p"}', {**COUNTS, "acceptance_histogram": {"9" * 5000: 1}}),
+    ],
+)
+def test_numbers_beyond_all_numbers_pass(tmp_path: Path, body: bytes, counts: dict[str, object]) -> None:
+    said = json.dumps({**json.loads(WHOLE), "metrics": {"speculative_decoding": counts}}).encode()
+    with raw_engine(answer(said)) as (engine, _), running_gateway(tmp_path, engine) as url:
+        found = ask(url, body)
+    assert (found.status_code, found.content) == (200, said)
+    assert [(record.response_tokens, record.drafted) for record in read_traffic(tmp_path).records] == [(2, None)]
+
+
+def test_nobody_takes_the_place_of_anothers_record(tmp_path: Path) -> None:
+    with raw_engine(answer(WHOLE)) as (engine, _), running_gateway(tmp_path, engine) as url:
+        callers = [{"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {"x-understudy-tenant": "t"}, {}]
+        told = [ask(url, **{"x-request-id": "one", **caller}).headers["x-understudy-id"] for caller in callers]
+        assert ask(url, **{"x-request-id": "one", **callers[0]}).headers["x-understudy-id"] == told[0]
+    assert sorted(record.id for record in read_traffic(tmp_path).records) == sorted(set(told))
+    assert told[3] == "one"
+    assert len(set(told)) == 4
+
+
+def test_a_body_nested_as_deep_as_can_be_read_gets_its_answer(tmp_path: Path) -> None:
+    with raw_engine(*[answer(WHOLE)] * 99) as (engine, _), running_gateway(tmp_path, engine) as url:
+        for depth in range(900, 1000, 2):
+            nested = b'{"messages":[{"role":"user","x":%s%s}]}' % (b"[" * depth, b"]" * depth)
+            assert HTTP.post(f"{url}/v1/chat/completions", content=nested).content == WHOLE

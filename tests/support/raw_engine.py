@@ -1,0 +1,35 @@
+"""An engine that says given bytes, whatever HTTP makes of them."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def raw_engine(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """Its url, and the heads of what it was asked. One connection gets the answers in turn, the next from the first on."""
+    heads: list[bytes] = []
+
+    class Connection(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            for answer in answers:
+                head = b"".join(iter(self.rfile.readline, b"\r\n"))
+                if not head:
+                    return
+                lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                self.rfile.read(int(lengths[0].split(b":")[1]) if lengths else 0)
+                heads.append(head)
+                self.wfile.write(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Connection) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", heads
+        finally:
+            server.shutdown()
+            thread.join()
