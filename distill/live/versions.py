@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from data.files import writing
+from data.files import write_bytes, writing
 from distill.config.layout import PROVENANCE
 from speculative.errors import UserError
 
@@ -128,13 +128,13 @@ def make_current(drafts: Path, name: str, by: str) -> None:
     """
     read_version(drafts / name)
     with _locked(drafts), writing(drafts / CURRENT):
-        if (drafts / CURRENT).is_symlink() and (drafts / CURRENT).readlink() == Path(name):
-            return
-        temporary = drafts / f".{CURRENT}.{os.getpid()}.tmp"
+        temporary = drafts / f".{CURRENT}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
         os.replace(temporary, drafts / CURRENT)
-        _append(drafts, name, "current", by)
+        # Also behind a kill that came between the two.
+        if [event["version"] for event in history(drafts) if event["event"] == "current"][-1:] != [name]:
+            _append(drafts, name, "current", by)
 
 
 def reject(drafts: Path, name: str, by: str) -> None:
@@ -172,9 +172,12 @@ def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
         gone = [version for version in versions if version.name not in spared]
         for version in gone:
             _append(drafts, version.name, "pruned", f"keep {keep}")
-            for path in (version.folder, *filter(Path.is_dir, version.folder.rglob("*"))):
+            # First the name: half a version would be in everybody's way.
+            os.replace(version.folder, drafts / f".{version.name}.pruned")
+        for folder in drafts.glob(".v*.pruned"):
+            for path in (folder, *filter(Path.is_dir, folder.rglob("*"))):
                 path.chmod(0o755)
-            shutil.rmtree(version.folder)
+            shutil.rmtree(folder)
         return [version.name for version in gone]
 
 
@@ -196,9 +199,9 @@ def _locked(drafts: Path) -> Iterator[None]:
 
 
 def _append(drafts: Path, name: str, event: Event, by: str) -> None:
-    line = json.dumps({"version": name, "event": event, "by": by, "time": _now()})
-    with writing(drafts / HISTORY), (drafts / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    events = [*history(drafts), {"version": name, "event": event, "by": by, "time": _now()}]
+    with writing(drafts / HISTORY):
+        write_bytes(drafts / HISTORY, "".join(json.dumps(one) + "\n" for one in events).encode())
 
 
 def _now() -> str:

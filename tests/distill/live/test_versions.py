@@ -97,6 +97,41 @@ def test_what_is_needed_stays(tmp_path: Path) -> None:
     assert next_name(tmp_path) == "v0007"  # the number of one that is gone is not given again
 
 
+def test_pruning_that_was_killed_leaves_no_half_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, parent in (("v0001", None), ("v0002", "v0001"), ("v0003", "v0002")):
+        write_version(tmp_path, name, parent)
+        (tmp_path / name).chmod(0o555)
+    make_current(tmp_path, "v0003", "Ann")
+
+    def killed(folder: Path) -> None:
+        (folder / "provenance.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, keep=1)
+    assert [version.name for version in list_versions(tmp_path)] == ["v0002", "v0003"]
+    assert prune(tmp_path, keep=1) == []
+    assert not list(tmp_path.glob("*v0001*")), "what was left is gone too"
+
+
+def test_a_switch_that_was_killed_is_told_when_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_version(tmp_path, "v0001", None)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "_append", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_current(tmp_path, "v0001", "Ann")
+    make_current(tmp_path, "v0001", "Ann")
+    assert [event["event"] for event in history(tmp_path)] == ["current"]
+
+
 def test_what_is_no_version_is_refused(tmp_path: Path) -> None:
     write_version(tmp_path, "v0001", None)
     (tmp_path / "v0001").rename(tmp_path / "v0009")
