@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.files import writing
 from data.traffic.record import LOCK
-from distill.live.arms import ARMS, is_address, read_arms
+from distill.live.arms import ARMS, BY_FLAGS, Arms, is_address, read_arms
 from distill.live.rollout.engine import engine_words, free_port
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.state import STATE, State, write_state
@@ -90,10 +90,18 @@ def gateway_runs(log: Path) -> bool:
     return False
 
 
+def arms_before(log: Path) -> Arms:
+    """The arms that a rollout finds. Raises UserError where those are of another rollout that has not ended."""
+    before = read_arms(log / ARMS)
+    if before.by != BY_FLAGS and sum(arm.drafts for arm in before.arms) > 1:
+        raise UserError(f"{log / ARMS}: {before.by} has not ended; give it again, or with --back, first")
+    return before
+
+
 def begin(options: RolloutOptions, version: Version, last: State | None) -> State:
     """The first state of a rollout, written down. Raises UserError: no gateway, the version is served, a port in use."""
     check_gateway(options.log)
-    before = read_arms(options.log / ARMS)
+    before = arms_before(options.log)
     if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
         raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
     port = 0 if options.engine_url else free_port(options.port)
@@ -105,5 +113,7 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
     if last is not None and last.stage == "done" and last.mark:
         names = ("url", "port", "mark", "pid", "created")
         state.before_engine = {name: getattr(last, name) for name in names}
+    elif last is not None and last.stage == "back":
+        state.before_engine = last.before_engine
     write_state(options.drafts, state)
     return state

@@ -1,6 +1,7 @@
 """The engine that a rollout starts: it outlives the rollout, since it is to serve, and is found again behind a kill."""
 
 import contextlib
+import json
 import os
 import shlex
 import socket
@@ -59,10 +60,11 @@ def start_engine(words: list[str], mark: str, log: Path) -> psutil.Process:
         UserError: no such program.
     """
     try:
+        # SPT_NOENV: setproctitle, by which vLLM names its workers, else writes over the environment that they are found by.
         with log.open("ab") as out:
             child = psutil.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {MARK: mark},
+                env=os.environ | {MARK: mark, "SPT_NOENV": "1"},
             )  # fmt: skip
     except OSError as error:
         raise UserError(f"--engine-command {words[0]}: cannot be started ({error.strerror})") from error
@@ -77,7 +79,9 @@ def find_engine(mark: str, number: int | None, created: float | None) -> psutil.
     if number is not None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(number)
-            return process if process.create_time() == created and alive(process) else None
+            # A clock that was set moves the start; a number that was given again has another mark.
+            same = process.create_time() == created or process.environ().get(MARK) == mark
+            return process if same and alive(process) else None
         return None
     # Whatever it starts has its mark too; it alone leads the session.
     return next((process for process in _marked(mark) if os.getsid(process.pid) == process.pid), None)
@@ -148,6 +152,15 @@ def answers(url: str) -> bool:
         except (OSError, ValueError):
             return False
     return False
+
+
+def models(url: str) -> set[str]:
+    """The names of the models that an engine serves; none where it does not say."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=_TIMEOUT) as reply:
+            return {str(model["id"]) for model in json.load(reply)["data"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return set()
 
 
 def last_line(log: Path) -> str:

@@ -113,10 +113,15 @@ def served_of(records: Iterable[TrafficRecord]) -> Served:
     return Served(
         sum(map(len, by_conversation.values())),
         len(by_conversation),
-        sum(any(turn.finish == "error" for turn in turns) for turns in by_conversation.values()),
+        sum(any(map(_failed, turns)) for turns in by_conversation.values()),
         drafted / blocks if blocks else None,
         *(sums_of(*np.array(pairs, dtype=np.float64).reshape(-1, 2).T) for pairs in (told, timed)),
     )
+
+
+def _failed(turn: TrafficRecord) -> bool:
+    """An error, or nobody waited for the first word: so does an engine look that is healthy and hangs."""
+    return turn.finish == "error" or (turn.finish == "cancelled" and turn.first_token_s is None)
 
 
 def compare(new: Served, old: Served, law: Law) -> Decision:
@@ -146,9 +151,11 @@ def watch(new: Served, old: Served, law: Law) -> Decision:
     """When all traffic is the new one's. old: what the old engine did while they were compared."""
     numbers = _numbers(new, old, law)
     # Clopper-Pearson: the errors that the old engine may well have had.
-    usual = float(stats.beta.ppf(1 - law.false_alarms / 2, old.errors + 1, max(1, old.conversations - old.errors)))
+    doubt = law.false_alarms / WAYS_BACK / 2  # half of this way's share is the bound's, half the evidence's
+    usual = float(stats.beta.ppf(1 - doubt, old.errors + 1, max(1, old.conversations - old.errors)))
     back = (
-        _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)), new, old, law)
+        _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old, law)
+        or _untold(new, old)
         or _below_gate(numbers, new, law)
         or _slower(new, old, law, WATCHED_SLOWER)
     )

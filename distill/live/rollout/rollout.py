@@ -7,6 +7,7 @@ goes on where it stood, when it is given again.
 Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -18,13 +19,22 @@ import psutil
 from distill.faults import Interrupted
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.rollout import engine as engines
-from distill.live.rollout.beginning import alone, asked_version, begin, check_options, check_same, gateway_runs
+from distill.live.rollout.beginning import (
+    alone,
+    arms_before,
+    asked_version,
+    begin,
+    check_options,
+    check_same,
+    gateway_runs,
+)
 from distill.live.rollout.engine import (
     answers,
     engine_words,
     find_engine,
     free_port,
     last_line,
+    models,
     start_engine,
     stop_engine,
 )
@@ -32,7 +42,7 @@ from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, compar
 from distill.live.rollout.log_tail import LogTail
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.state import ENDS, Stage, State, read_state, write_state
-from distill.live.versions import Version, make_current, reject
+from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
 
 TAKEN_BACK = 3  # exit status
@@ -114,6 +124,9 @@ class Rollout:
             state.pid, state.created = process.pid, process.create_time()
             write_state(self.options.drafts, state)
         seconds = self._wait()
+        # A gateway may have begun anew meanwhile, with other flags.
+        self.state.before = dataclasses.asdict(arms_before(self.arms_file.parent))
+        self._check_models()
         self._enter(
             "comparing", f"{state.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations"
         )
@@ -137,6 +150,16 @@ class Rollout:
                 )
             time.sleep(engines.POLL_SECONDS)
         return time.monotonic() - start
+
+    def _check_models(self) -> None:
+        """Raises UserError when a request for the old engine's model would be refused by the new one."""
+        known = models(self.state.url)
+        missing = {name for arm in self._before().arms if arm.drafts and arm.share for name in models(arm.url)} - known
+        if known and missing:
+            raise UserError(
+                f"{self.state.url}: serves {', '.join(sorted(known))}, and requests are for {', '.join(sorted(missing))}: start it with "
+                "the same target under the same name (--served-model-name)"
+            )
 
     def _compare(self) -> None:
         if self._direct(self.state.share):
@@ -215,7 +238,8 @@ class Rollout:
     def _return(self) -> None:
         """All traffic to where it went before, and the new engine ended where it is ours."""
         reason = self.state.reason
-        write_arms(self.arms_file, self._before())
+        if self._directs():
+            write_arms(self.arms_file, self._before())
         for arm in self._before().arms:
             if arm.share and not answers(arm.url):
                 print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
@@ -223,7 +247,24 @@ class Rollout:
             stop_engine(self._engine(), self.state.mark, self.state.port, self.options.drain)
         if self.state.blames:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
+            self._point_back()
         self._enter("back", reason)
+
+    def _point_back(self) -> None:
+        """A version that was approved before its rollout is not served now: `current` is what is."""
+        current = current_version(self.options.drafts)
+        served = max(self._before().arms, key=lambda arm: arm.share).draft_version
+        if current is not None and current.name == self.state.version and (self.options.drafts / served).is_dir():
+            make_current(self.options.drafts, served, "rollout")
+
+    def _directs(self) -> bool:
+        """Whether arms.json is this rollout's, or nobody's."""
+        with contextlib.suppress(UserError):
+            return read_arms(self.arms_file).by == self._by()
+        return True
+
+    def _by(self) -> str:
+        return f"rollout {self.options.drafts.name} {self.state.version}"
 
     def _direct(self, share: float, alone: bool = False) -> bool:
         """Gives the new engine this share, the others what is left; whether that is new. ``alone``: the others are no longer named."""
@@ -235,7 +276,7 @@ class Rollout:
         ]
         target = next(arm for arm in before.arms if arm.drafts).target_version
         new = Arm(self.state.version, self.state.url, share, self.state.version, target)
-        arms = Arms(f"rollout {self.options.drafts.name} {self.state.version}", (*others, new))
+        arms = Arms(self._by(), (*others, new))
         if changed := read_arms(self.arms_file) != arms:
             write_arms(self.arms_file, arms)
         return changed

@@ -293,6 +293,79 @@ def test_the_engine_of_an_earlier_rollout_is_ended_when_it_has_no_traffic_any_mo
     assert len(engines_of(following)) == 1
 
 
+def test_behind_one_that_was_taken_back_the_engine_of_the_rollout_before_is_still_ours(options: RolloutOptions) -> None:
+    with running_traffic(traffic_of(options, steady(0.8))):
+        assert rollout(options) == 0
+    (first,) = engines_of(options)
+    for name in ("v0003", "v0004"):
+        add_version(options.drafts, name, "v0002")
+    worse, better = replace(options, version="v0003"), replace(options, version="v0004")
+    with running_traffic(Traffic(options.log, {"v0002": steady(0.7), "v0003": steady(0.4), "v0004": steady(0.8)})):
+        assert rollout(worse) == TAKEN_BACK
+        assert engines.alive(first)
+        assert rollout(better) == 0
+    assert not engines.alive(first)
+
+
+def test_a_rollout_of_another_draft_that_has_not_ended_comes_first(options: RolloutOptions, tmp_path: Path) -> None:
+    with running_traffic(traffic_of(options, steady(0.8))):
+        kill_behind("watching", options, tmp_path)
+        other = replace(options, drafts=tmp_path / "drafts" / "other", version="v0001")
+        add_version(other.drafts, "v0001", None)
+        with pytest.raises(UserError, match=r"arms\.json: rollout support v0002 has not ended; give it again"):
+            rollout(other)
+        assert rollout(replace(options, back=True)) == TAKEN_BACK
+
+
+def test_arms_that_changed_while_the_engine_started_are_kept(
+    options: RolloutOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that began anew with other flags, and a rollout that goes on or back."""
+    wait, now = module.Rollout._wait, Arms("flags", (Arm("v0001", "http://127.0.0.1:19", 1.0, "v0001", "t1"),))
+
+    def changing(self: Any) -> float:
+        write_arms(options.log / ARMS, now)
+        if self.state.version == "v0003":
+            raise UserError("it does not start")
+        return wait(self)
+
+    monkeypatch.setattr(module.Rollout, "_wait", changing)
+    with running_traffic(traffic_of(options, steady(0.4))):
+        assert rollout(options) == TAKEN_BACK
+    assert read_arms(options.log / ARMS) == now
+    now = replace(now, arms=(replace(now.arms[0], url="http://127.0.0.1:29"),))
+    add_version(options.drafts, "v0003", "v0001")
+    with pytest.raises(UserError, match="it does not start"):
+        rollout(replace(options, version="v0003"))
+    assert read_arms(options.log / ARMS) == now
+
+
+def test_one_that_was_approved_before_is_current_no_more_when_it_is_taken_back(options: RolloutOptions) -> None:
+    make_current(options.drafts, "v0002", "Ann")
+    with running_traffic(traffic_of(options, steady(0.4))):
+        assert rollout(options) == TAKEN_BACK
+    assert served(options) == "v0001"
+
+
+def test_an_engine_with_another_model_gets_no_request(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "models", lambda url: {"ours"} if url.endswith(":9") else {"theirs"})
+    with pytest.raises(UserError, match="serves theirs, and requests are for ours: start it with the same target"):
+        rollout(options)
+    assert (shares(options), engines_of(options)) == ({"v0001": 1.0}, [])
+    assert "rejected" not in {event["event"] for event in history(options.drafts)}
+
+
+def test_an_engine_is_known_by_its_mark_when_the_clock_was_set(options: RolloutOptions, tmp_path: Path) -> None:
+    engine = engines.start_engine(["sleep", "60"], "own", tmp_path / "log")
+    try:
+        until(lambda: engine.environ().get(MARK) == "own")
+        assert engines.find_engine("own", engine.pid, engine.create_time() - 1) == engine
+        assert engines.find_engine("other", engine.pid, engine.create_time() - 1) is None
+    finally:
+        engine.kill()
+        engine.wait(5)
+
+
 def test_an_engine_that_runs_already_is_left_alone(options: RolloutOptions, tmp_path: Path) -> None:
     port = free_port()
     words = engines.engine_words(options.engine_command, tmp_path, port)

@@ -87,6 +87,24 @@ def test_an_engine_that_tells_of_no_drafts_is_no_draft(silent: str) -> None:
     assert f"the {silent} engine tells of no drafted tokens in 60 requests" in decision.reason
 
 
+def test_an_engine_that_is_healthy_and_hangs_is_seen() -> None:
+    """Nobody gets a word; clients, or the gateway's patience, end it."""
+    record = TrafficRecord("a", 1.0, "all", "new", "v2", "t", None, "0" * 64, finish="cancelled", total_s=300.0)
+    hung = [replace(record, id=str(number)) for number in range(60)]
+    old = engine(np.random.default_rng(0), 600, 0.6)
+    for judge in (compare, watch):
+        decision = judge(served_of(hung), old, LAW)
+        assert (decision.action, "errors rise: they hit 60 of 60" in decision.reason) == ("back", True)
+    left_later = [replace(one, first_token_s=0.1, total_s=1.0) for one in hung]
+    assert served_of(left_later).errors == 0
+
+
+def test_an_engine_that_tells_of_no_drafts_any_more_is_not_watched_to_its_end() -> None:
+    silent = Served(requests=400, conversations=400, latency=sums_of(np.full(400, -4.0)))
+    decision = watch(silent, engine(np.random.default_rng(0), 600, 0.6), LAW)
+    assert (decision.action, "tells of no drafted tokens" in decision.reason) == ("back", True)
+
+
 @pytest.mark.parametrize("judge", [compare, watch])
 def test_of_nothing_nothing_is_said(judge: Any) -> None:
     decision = judge(Served(), Served(), LAW)
