@@ -25,7 +25,7 @@ from data.files import write_bytes, writing
 from speculative.errors import UserError
 
 SALT, LOCK, WRITE_LOCK, FORGOTTEN = "salt", "lock", "write.lock", "forgotten"
-LOG_FILES = "log-*.jsonl"
+LOG_FILES = f"log-{5 * '[0-9]'}.jsonl"
 FINISHES = ("stop", "length", "tool_calls", "abort", "cancelled", "error", "unknown")
 SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # An id, a slice, a version: nothing that breaks a line or a label.
 _CHECKSUM = b',"crc32":"'

@@ -13,6 +13,7 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
+from data.files import writing
 from data.traffic.record import (
     FORGOTTEN,
     LOCK,
@@ -82,7 +83,7 @@ class LogWriter:
         self.samples = Samples(sample_size)
         self.records = self.failed = self.dropped = 0
         self.writing = True
-        with contextlib.ExitStack() as undo:
+        with writing(directory), contextlib.ExitStack() as undo:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = undo.enter_context(open(os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600), "rb"))
             try:
@@ -100,7 +101,7 @@ class LogWriter:
             self._write_lock = undo.enter_context(open(opened, "rb"))
             undo.pop_all()
         self._file: FileIO | None = None
-        self._forgotten: tuple[int, set[str]] = (0, set())
+        self._forgotten: tuple[tuple[int, int], set[str]] = ((0, 0), set())
         self._sweep_now, self._closed = threading.Event(), False
         self._queue: queue.Queue[tuple[TrafficRecord, Done] | None] = queue.Queue(QUEUE_RECORDS)
         self._thread = threading.Thread(target=self._run, name="traffic log", daemon=True)
@@ -212,10 +213,11 @@ class LogWriter:
     def _read_forgotten(self) -> set[str]:
         """What is never written again; read anew when the file changed."""
         try:
-            changed = (self.directory / FORGOTTEN).stat().st_mtime_ns
+            found = (self.directory / FORGOTTEN).stat()
         except FileNotFoundError:
             return set()
-        if changed != self._forgotten[0]:
+        # Its clock ticks only every few milliseconds; with each id it grows.
+        if (changed := (found.st_mtime_ns, found.st_size)) != self._forgotten[0]:
             self._forgotten = changed, forgotten_hashes(self.directory)
         return self._forgotten[1]
 

@@ -102,7 +102,7 @@ def read_arms(path: Path) -> Arms:
         return Arms(str(found["by"]), tuple(_arm(arm) for arm in found["arms"]))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as arms ({type(error).__name__}: {error})") from error
 
 

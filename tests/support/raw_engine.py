@@ -9,16 +9,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def raw_engine(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """Its url, and the heads of what it was asked. One connection gets the answers in turn, the next from the first on."""
+def raw_engine(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """Its url, and the heads of what it was asked."""
     heads: list[bytes] = []
 
     class Connection(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            for answer in answers:
-                head = b"".join(iter(self.rfile.readline, b"\r\n"))
-                if not head:
-                    return
+            while head := b"".join(iter(self.rfile.readline, b"\r\n")):
                 lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
                 self.rfile.read(int(lengths[0].split(b":")[1]) if lengths else 0)
                 heads.append(head)

@@ -1,6 +1,7 @@
 """The log's writer: rotation, a torn tail, samples, what is to be forgotten, a queue that is full."""
 
 import dataclasses
+import os
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from test_traffic_record import RECORD
 
 from data.traffic import writer as module
 from data.traffic.reader import read_traffic
-from data.traffic.record import from_line, log_files, priority
+from data.traffic.record import FORGOTTEN, from_line, log_files, priority
 from data.traffic.retention import forget, write_lock
 from data.traffic.writer import LogWriter, Samples
 from speculative.errors import UserError
@@ -115,3 +116,25 @@ def test_a_disk_that_hangs_fills_a_bounded_queue(tmp_path: Path, monkeypatch: py
     writer.close()
     assert told[0] is False
     assert writer.dropped == 1
+
+
+def test_what_is_forgotten_within_one_tick_of_the_clock_is_seen_too(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path)
+    for name in ("a", "b"):
+        forget(tmp_path, [name])
+        os.utime(tmp_path / FORGOTTEN, ns=(10**9, 10**9))
+        write(writer, named(name))
+    writer.close()
+    assert log_files(tmp_path)[0].read_bytes() == b""
+
+
+def test_what_cannot_be_its_file_is_named_or_left_alone(tmp_path: Path) -> None:
+    LogWriter(tmp_path).close()
+    (tmp_path / "log-notes.jsonl").write_text("mine")
+    writer = LogWriter(tmp_path)
+    write(writer, named("a"))
+    writer.close()
+    assert len(read_traffic(tmp_path).records) == 1
+    (tmp_path / "log-00002.jsonl").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        LogWriter(tmp_path)

@@ -80,6 +80,7 @@ def test_arms_that_cannot_be_are_refused_by_file_and_key(tmp_path: Path, change:
     path.write_text(json.dumps(found))
     with pytest.raises(UserError, match=rf"arms\.json: .*{said}"):
         read_arms(path)
-    path.write_text("[]")
-    with pytest.raises(UserError, match="cannot be read as arms"):
-        read_arms(path)
+    for odd in ("[]", "[" * 100_000):
+        path.write_text(odd)
+        with pytest.raises(UserError, match="cannot be read as arms"):
+            read_arms(path)

@@ -212,8 +212,10 @@ def test_a_client_that_does_not_read_makes_nobody_hold_its_response(
 def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path) -> None:
     with running_gateway(tmp_path, direct, idle_seconds=0.1) as url:
         assert post(url, {**PROMPT, "user": "silent"}).status_code == 504
-        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
-            post(url, {**PROMPT, "user": "hang", "stream": True})
+    # Long enough for a first event on a busy machine.
+    broken = pytest.raises((httpx.RemoteProtocolError, httpx.ReadError))
+    with running_gateway(tmp_path, direct, idle_seconds=1.5) as url, broken:
+        post(url, {**PROMPT, "user": "hang", "stream": True})
 
 
 def test_streams_without_counts_are_said_once(

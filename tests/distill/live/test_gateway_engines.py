@@ -7,8 +7,10 @@ import httpx
 import pytest
 from gateway_server import running_gateway
 from raw_engine import raw_engine
+from typer.testing import CliRunner
 
 from data.traffic.reader import read_traffic
+from distill.cli import app
 
 HTTP = httpx.Client(verify=False, timeout=20)
 COUNTS = {"num_spec_steps": 1, "num_accepted_draft_tokens": 1, "num_draft_tokens": 3}
@@ -24,7 +26,7 @@ def ask(url: str, body: bytes = b'{"prompt":"p"}', **headers: str) -> httpx.Resp
 
 
 def test_what_an_engine_says_beyond_its_answer_reaches_no_other_client(tmp_path: Path) -> None:
-    with raw_engine(answer(WHOLE) + answer(b"of another"), answer(WHOLE)) as (engine, _), running_gateway(tmp_path, engine) as url:  # fmt: skip
+    with raw_engine(answer(WHOLE) + answer(b"of another")) as (engine, _), running_gateway(tmp_path, engine) as url:  # fmt: skip
         assert [ask(url).content for _ in range(3)] == [WHOLE] * 3
 
 
@@ -72,7 +74,14 @@ def test_nobody_takes_the_place_of_anothers_record(tmp_path: Path) -> None:
 
 
 def test_a_body_nested_as_deep_as_can_be_read_gets_its_answer(tmp_path: Path) -> None:
-    with raw_engine(*[answer(WHOLE)] * 99) as (engine, _), running_gateway(tmp_path, engine) as url:
+    with raw_engine(answer(WHOLE)) as (engine, _), running_gateway(tmp_path, engine) as url:
         for depth in range(900, 1000, 2):
             nested = b'{"messages":[{"role":"user","x":%s%s}]}' % (b"[" * depth, b"]" * depth)
             assert HTTP.post(f"{url}/v1/chat/completions", content=nested).content == WHOLE
+
+
+@pytest.mark.parametrize("option", ["--port=99999", "--reservoir=-1", "--retention-days=-1", "--max-body=0"])
+def test_numbers_that_cannot_be_are_refused_by_name(option: str, tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["gateway", "--engine", "http://127.0.0.1:1", "--log", str(tmp_path), option])
+    assert (found.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert option.partition("=")[0] in found.output
