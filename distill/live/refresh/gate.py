@@ -5,7 +5,7 @@ are those of `understudy compare`: 95 % for all slices together, widened for the
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from distill.commands.compare.contestants import PARALLEL, Entry
 from distill.commands.drift.baseline import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.verdict_record import Drafting, Record
-from speculative.explain.cusum import FEWEST_REQUESTS
+from speculative.measure.effects import fewest_prompts
 
 
 class GateSlice(Record):
@@ -79,14 +79,25 @@ def judge_gate(
 def _compared(
     text: FrozenText, entries: Sequence[Entry], old_keys: Collection[str], old: bool, gamma: int, looks: int
 ) -> Comparison | None:
-    """The two drafts on one side of the text; None without text. Slices of too few prompts are taken together."""
+    """The two drafts on one side of the text; None without text."""
     chosen = [index for index, one in enumerate(text.responses) if (one.key in old_keys) == old]
     if not chosen:
         return None
     own = [text.responses[index] for index in chosen]
-    sizes = Counter(domain for domain, _ in {(one.domain, one.prompt) for one in own})
-    own = [one if sizes[one.domain] >= FEWEST_REQUESTS else replace(one, domain=OTHERS) for one in own]
+    small = small_slices(Counter(domain for domain, _ in {(one.domain, one.prompt) for one in own}), looks)
+    own = [replace(one, domain=OTHERS) if one.domain in small else one for one in own]
     return comparison(replace(text, responses=own), [entry.chosen(chosen) for entry in entries], gamma, looks)
+
+
+def small_slices(sizes: Mapping[str, int], looks: int) -> set[str]:
+    """Those of too few prompts to be ever certain, which are taken together: with the next larger ones until all of them are enough."""
+    fewest = fewest_prompts(1 - 0.05 / (looks * max(1, len(sizes))))
+    small: set[str] = set()
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if sizes[name] >= fewest and (not small or sum(sizes[one] for one in small) >= fewest):
+            break
+        small.add(name)
+    return small if len(small) > 1 else set()
 
 
 def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlice]:

@@ -335,11 +335,12 @@ class _Refresh:
         return write_config(self.folder / "refresh.yaml", tree, self.options.overrides or [])
 
     def _train(self) -> None:
+        if (self.folder / VERDICT).exists():
+            return
         config = self._config()
-        if not (self.folder / VERDICT).exists():
-            adopt_stores(self.folder, [self.home, self.folder / TRAFFIC, self.folder / PROBE])
-            _say(self.console, f"training {self.folder}: {config.train.steps} steps, log in {self.folder}.log")
-            self._apart(config, self.folder / "refresh.yaml")
+        adopt_stores(self.folder, [self.home, self.folder / TRAFFIC, self.folder / PROBE])
+        _say(self.console, f"training {self.folder}: {config.train.steps} steps, log in {self.folder}.log")
+        self._apart(config, self.folder / "refresh.yaml")
 
     def _apart(self, config: RunConfig, path: Path) -> None:
         """Trains in a process of its own, unless it is finished; one that a killed refresh has left is waited for."""

@@ -17,7 +17,7 @@ from traffic_log import record_of, write_log
 from data.responses.store import Store
 from distill.commands.compare.comparison import Difference
 from distill.live.refresh import refresh
-from distill.live.refresh.gate import _slice
+from distill.live.refresh.gate import _slice, small_slices
 from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.plan import mixed, run_config
 from distill.live.refresh.reasons import concurrency, own_words, payback
@@ -116,6 +116,27 @@ def test_the_gate(side: str, whole: bool, gain: Difference, passes: bool) -> Non
     found = _slice("sql", gain, side, 0.01, whole)
     assert (found.failure == "") is passes
     assert passes or "sql" in found.failure or "no certain gain" in found.failure
+
+
+@pytest.mark.parametrize(
+    ("sizes", "looks", "small"),
+    [
+        ({"sql": 50, "chat": 40}, 2, set()),
+        (
+            {"sql": 50, "rare": 1, "odd": 2, "chat": 8},
+            2,
+            {"rare", "odd", "chat"},
+        ),  # 9 are needed of four: 1 + 2 + 8 are 11
+        ({"sql": 50, "rare": 3}, 2, {"rare", "sql"}),  # alone it would keep the old draft for ever
+        ({"sql": 8, "chat": 8, "code": 50}, 2, set()),  # 1 - .05 / 6: 1 + ceil(6.9) are needed
+        ({"sql": 7, "chat": 8, "code": 50}, 2, {"sql", "chat"}),
+        ({"sql": 3}, 1, set()),
+    ],
+)
+def test_slices_that_could_never_be_certain_are_taken_together(
+    sizes: dict[str, int], looks: int, small: set[str]
+) -> None:
+    assert small_slices(sizes, looks) == small
 
 
 @pytest.mark.parametrize(
