@@ -62,7 +62,7 @@ class Samples:
 class LogWriter:
     """The one writer of a log directory. `append` may be called from any thread; counts are read by whoever wants to show them.
 
-    records: written. failed: refused by the disk. dropped: the queue was full. writing: whether the last try went well.
+    dropped: the queue was full. writing: whether the last try went well.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LogWriter:
         """
         self.directory, self.text, self.file_bytes, self.retention_days = directory, text, file_bytes, retention_days
         self.samples = Samples(sample_size)
-        self.records = self.failed = self.dropped = 0
+        self.dropped = 0
         self.writing = True
         with writing(directory), contextlib.ExitStack() as undo:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,12 +157,10 @@ class LogWriter:
         try:
             self._write(records)
         except (OSError, ValueError) as error:
-            self.failed += len(records)
             self._say(
                 False, f"cannot be written ({getattr(error, 'strerror', None) or error}); serving goes on without a log"
             )
             return False
-        self.records += len(records)
         self._say(True, "is written again")
         return True
 
