@@ -18,7 +18,7 @@ import httpx
 from speculative.errors import UserError
 
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.3, 3.0  # longer each time
-CONSTRAINED_EVERY = 25  # requests: one with a bias on a token
+CONSTRAINED_EVERY = 25  # requests: one with a constraint on its text
 PATIENCE_SECONDS = 900.0  # without one answer
 
 
@@ -29,9 +29,9 @@ class Clients:
     while they ask.
     """
 
-    def __init__(self, url: str, asked: dict[str, Any], bias: dict[str, float]) -> None:
-        """``asked``: sampling settings of every request. ``bias``: logit_bias of those that are constrained."""
-        self.url, self.asked, self.bias = f"{url}/v1/completions", asked, bias
+    def __init__(self, url: str, asked: dict[str, Any], constraint: dict[str, Any]) -> None:
+        """``asked``: sampling settings of every request. ``constraint``: what some say besides."""
+        self.url, self.asked, self.constraint = f"{url}/v1/completions", asked, constraint
         self.prompts: Sequence[list[int]] = ()
         self.at_once = 0
         self.whole: dict[str, tuple[int, ...]] = {}
@@ -91,7 +91,7 @@ class Clients:
             "return_token_ids": True,
         }
         if number % CONSTRAINED_EVERY == CONSTRAINED_EVERY - 1:
-            body |= {"logit_bias": self.bias}
+            body |= self.constraint
             self.constrained.add(name)
         if number % 2:
             body |= {"stream": True, "stream_options": {"include_usage": True}}

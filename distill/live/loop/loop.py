@@ -8,6 +8,7 @@ Exit status: 0 all went as it should, 1 something did not (loop.json says what),
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -39,7 +40,7 @@ from distill.live.refresh.reasons import alarm
 from distill.live.rollout.engine import answers
 from speculative.errors import UserError
 
-RUN, DRAFTS, TRAFFIC, RESULT, PICTURE = "run", "drafts", "traffic", "loop.json", "loop.png"
+RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
 FIRST, SECOND, TARGET = "v0001", "v0002", "target"
 ALARM_WITHIN = 150  # requests behind the shift: later it is a failure
 FALSE_ALARMS, DROP = 0.01, 0.05
@@ -47,6 +48,10 @@ START_SECONDS = 600.0
 # What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
 VLLM_WORDS = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
 VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+# vLLM takes no logit_bias beside a draft, ours no grammar.
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "vllm": {"response_format": {"type": "json_object"}}, "house": {"logit_bias": {"4": -100.0}}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class LoopDemo:
             "max_tokens": serving.max_tokens, "temperature": serving.temperature, "top_p": serving.top_p,
             "top_k": serving.top_k or -1, "min_p": serving.min_p,
         }  # fmt: skip
-        self.clients = Clients(f"http://127.0.0.1:{self.ports['gateway']}", asked, {"4": -100.0})
+        self.clients = Clients(f"http://127.0.0.1:{self.ports['gateway']}", asked, CONSTRAINTS[engine])
 
     def run(self) -> None:
         """All stages.
@@ -116,13 +121,11 @@ class LoopDemo:
         self._command("refresh", str(run), "--drafts", str(self.drafts))
 
     def _serve(self) -> None:
-        self.alive["engine"] = self._start_engine("engine")
-        if self.engine == "house":
-            self.alive["plain"] = self._start_engine("plain")
+        for name in ("engine", "plain"):
+            self.alive[name] = self._start_engine(name)
+        for name in ("engine", "plain"):
+            self._answering(name)
         self._start_gateway()
-        self._answering("engine")
-        if "plain" in self.alive:
-            self._answering("plain")
         self.note(f"{self.engine} serves {FIRST}")
 
     def _before(self) -> None:
@@ -133,10 +136,9 @@ class LoopDemo:
         with self._killed("gateway"):
             self._start_gateway()
         clients.wait(plan.before // 4, self._check)
-        if "plain" in self.alive:
-            clients.at_once = plan.rush
-            clients.wait(plan.rush, self._check)
-            clients.at_once = plan.at_once
+        clients.at_once = plan.rush
+        clients.wait(plan.rush, self._check)
+        clients.at_once = plan.at_once
         clients.wait(plan.before // 4, self._check)
         clients.pause(self._check)
         if false_alarms(self._alarm()):
@@ -228,23 +230,24 @@ class LoopDemo:
                 rule,
             ]
             return [sys.executable, *words, "--port", port]
+        served = ["-m", "distill.cli", "serve", "--port", port, "--log", log]
+        if draft == "none":
+            return [sys.executable, *served, str(self.drafts / FIRST), "--alone", "--", *VLLM_WORDS]
         method = {"method": "draft_model", "model": draft, "num_speculative_tokens": gamma}
         method |= {"draft_sample_method": "probabilistic"} if rule == "sample" else {}
-        words = ["-m", "distill.cli", "serve", draft, "--port", port, "--log", log, "--", *VLLM_WORDS]
-        return [sys.executable, *words, "--speculative-config", json.dumps(method)]
+        return [sys.executable, *served, draft, "--", *VLLM_WORDS, "--speculative-config", json.dumps(method)]
 
     def _start_engine(self, name: str) -> subprocess.Popen[bytes]:
         draft = str((self.drafts / FIRST).resolve()) if name == "engine" else "none"
-        words = self._engine_words(draft, str(self.ports[name]), str(self.to / "vllm.log"))
+        words = self._engine_words(draft, str(self.ports[name]), str(self.to / f"vllm-{name}.log"))
         return self.family.start(name, words, **VLLM_ENVIRONMENT)
 
     def _start_gateway(self) -> None:
         words = [
             "gateway", "--engine", self._url("engine"), "--draft-version", FIRST, "--target-version", TARGET, "--log",
             str(self.traffic), "--text", "--port", str(self.ports["gateway"]),
+            "--plain-engine", self._url("plain"), "--shed-above", str(self.plan.shed_above),
         ]  # fmt: skip
-        if "plain" in self.alive:
-            words += ["--plain-engine", self._url("plain"), "--shed-above", str(self.plan.shed_above)]
         self.alive["gateway"] = self._start(*words)
         self._answering("gateway")
 
@@ -317,13 +320,11 @@ def loop_demo(options: LoopOptions) -> int:
         UserError: an engine that is not there, or a program that does not do its part.
     """
     engine = _engine_of(options.engine)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(INTERRUPTED))
     with writing(options.to):
         options.to.mkdir(parents=True, exist_ok=True)
     config = load_config(options.config, [*(options.overrides or []), f"output={options.to}", f"name={RUN}"])
-    with Family(options.to) as family:
-        _clear(options.to)
+    with _alone(options.to), _ended_by_signals(), Family(options.to) as family:
+        clear_folder(options.to)
         demo = LoopDemo(options, config, engine, family)
         demo.run()
         found = account(demo.traffic, demo.clients, demo.result, time.time() - demo.started)
@@ -345,10 +346,32 @@ def _engine_of(asked: str) -> str:
     return "vllm" if installed and asked != "house" else "house"
 
 
-def _clear(to: Path) -> None:
+@contextlib.contextmanager
+def _alone(to: Path) -> Iterator[None]:
+    with (to / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{to}: another loop is at work there; wait for it, or give another --to") from error
+        yield
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Asked to end, we leave as from any fault: so does all that was started."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda *_: sys.exit(INTERRUPTED)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def clear_folder(to: Path) -> None:
     """What an earlier loop has left goes, but for the first draft's run."""
     for path in to.iterdir():
-        if path.name == RUN:
+        if path.name in (RUN, LOCK):
             continue
         if path.is_dir():
             for folder in (path, *path.rglob("*/")):  # versions are read-only

@@ -1,5 +1,6 @@
 """The loop's own parts: processes that end with us, users that ask again, what the log is compared with, the bad version, the picture."""
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -23,13 +24,17 @@ from distill.live.house_decoding import HouseEngine
 from distill.live.loop.account import LoopResult, account, told_alarm
 from distill.live.loop.clients import CONSTRAINED_EVERY, Clients
 from distill.live.loop.family import Family
+from distill.live.loop.loop import LOCK, clear_folder, loop_demo
+from distill.live.loop.options import LoopOptions
 from distill.live.loop.picture import plot_loop
 from distill.live.loop.versions import shuffled_version
 from distill.live.versions import read_version
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.drafters.drafter import ModelDrafter
+from speculative.errors import UserError
 
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "loop.yaml"
 ASKED = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1, "min_p": 0.0}
 # A family of one that sleeps in a session of its own, started by another that has ended.
 PARENT = """
@@ -58,8 +63,6 @@ def test_however_we_end_nothing_of_ours_goes_on(tmp_path: Path, number: int) -> 
 
 
 def test_a_family_says_what_a_program_said_last(tmp_path: Path) -> None:
-    from speculative.errors import UserError
-
     with Family(tmp_path) as family:
         process = family.start("talker", ["sh", "-c", "echo first; echo last; exit 3"])
         process.wait()
@@ -94,7 +97,7 @@ def gateway_words(engine: str, log: Path, port: int) -> list[str]:
 def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp_path: Path) -> None:
     """Users ask through it while it is killed and started again; constraints and a rush are told apart in the log."""
     port = free_port()
-    clients = Clients(f"http://127.0.0.1:{port}", ASKED, {"4": -100.0})
+    clients = Clients(f"http://127.0.0.1:{port}", ASKED, {"logit_bias": {"4": -100.0}})
     clients.prompts = [[1, 40 + number, 50] for number in range(20)]
     with Family(tmp_path) as family:
         process = family.start("gateway", gateway_words(engine, tmp_path / "log", port))
@@ -112,6 +115,25 @@ def test_a_killed_gateway_loses_no_record_and_counts_stay_whole(engine: str, tmp
     assert found["constrained"] == len(clients.constrained & clients.whole.keys()) >= 2
     assert found["shed"] > 0
     assert found["asked_again"] > 0
+
+
+def test_two_loops_in_one_folder_and_an_engine_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with (tmp_path / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another loop is at work there"):
+            loop_demo(LoopOptions(str(CONFIG), engine="house", to=tmp_path))
+    with pytest.raises(UserError, match="--engine fast: auto, vllm or house"):
+        loop_demo(LoopOptions(str(CONFIG), engine="fast", to=tmp_path))
+
+
+def test_a_loop_begins_anew_but_for_the_first_draft(tmp_path: Path) -> None:
+    for folder in ("run", "drafts/v0001", "traffic"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "file").touch()
+    (tmp_path / "loop.json").touch()
+    (tmp_path / "drafts" / "v0001").chmod(0o555)
+    clear_folder(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "file"]
 
 
 def fake_clients(whole: dict[str, tuple[int, ...]], attempts: dict[str, int]) -> Any:
