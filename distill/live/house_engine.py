@@ -30,7 +30,7 @@ from distill.live.house_decoding import REASONS, HouseEngine, Job
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import Event
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import DRAFTINGS, model_drafter
 from speculative.errors import UserError
 
 VERSION = "0.32.0"  # of the vLLM whose protocol this is
@@ -46,6 +46,7 @@ class EngineOptions:
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1"
     gamma: Annotated[int, typer.Option(help="drafted tokens a block")] = 3
     rule: Annotated[str, typer.Option(help="how it accepts when sampling: greedy-draft or sample")] = "greedy-draft"
+    drafting: Annotated[str, typer.Option(help="autoregressive, or parallel: a block in one pass")] = DRAFTINGS[0]
     batch_size: Annotated[int, typer.Option(help="most requests decoded together")] = 16
     threads: Annotated[int, typer.Option(help="of torch")] = 1
     withhold: Annotated[str, typer.Option(help="token ids, with commas: a response ends before the first of them")] = ""
@@ -218,9 +219,11 @@ def open_engine(options: EngineOptions) -> HouseEngine:
     """
     if options.rule not in ("greedy-draft", "sample"):
         raise UserError(f"--rule {options.rule}: greedy-draft or sample")
+    if options.drafting not in DRAFTINGS:
+        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
     torch.set_num_threads(options.threads)
     target = Target(TargetConfig(path=options.target), torch.device("cpu"), what="target")
-    drafter = None if options.draft == "none" else ModelDrafter(load_draft(options.draft, target))
+    drafter = None if options.draft == "none" else model_drafter(load_draft(options.draft, target), options.drafting)
     withheld = [int(token) for token in options.withhold.split(",") if token]
     return HouseEngine(
         target, drafter, options.gamma, options.rule, name=options.target, batch_size=options.batch_size,  # type: ignore[arg-type]

@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from distill.live.loop.family import MARK
+from distill.live.loop.family import marked
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = pytest.param(
@@ -31,5 +30,4 @@ def test_the_loop_comes_round(tmp_path: Path, engine: str) -> None:
     assert [kill["what"] for kill in found["kills"]] == ["gateway", "engine", "trainer", "rollout"]
     assert [back["version"] for back in found["rolled_back"]] == ["v0003"]
     assert (tmp_path / "loop" / "loop.png").stat().st_size > 0
-    mark = str((tmp_path / "loop").resolve())
-    assert not [one for one in psutil.process_iter() if MARK in (one.environ() or {}) and one.environ()[MARK] == mark]
+    assert not list(marked(str((tmp_path / "loop").resolve())))

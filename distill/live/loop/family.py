@@ -69,14 +69,15 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def end_marked(mark: str) -> None:
     """Kills every process that carries the mark, and returns when none is left."""
-    while left := list(_marked(mark)):
+    while left := list(marked(mark)):
         for one in left:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         time.sleep(_POLL_SECONDS)
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
+def marked(mark: str) -> Iterator[psutil.Process]:
+    """Living processes that carry the mark."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_json, writing
-from distill.commands.serve import BUILT
 from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import INTERRUPTED
 from distill.live.loop.account import LoopResult, account, false_alarms, told_alarm
 from distill.live.loop.clients import Clients
+from distill.live.loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
 from distill.live.loop.family import Family, kill
 from distill.live.loop.options import LoopOptions
 from distill.live.loop.picture import plot_loop
@@ -45,13 +45,6 @@ FIRST, SECOND, TARGET = "v0001", "v0002", "target"
 ALARM_WITHIN = 150  # requests behind the shift: later it is a failure
 FALSE_ALARMS, DROP = 0.01, 0.05
 START_SECONDS = 600.0
-# What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
-VLLM_WORDS = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
-VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-# vLLM takes no logit_bias beside a draft, ours no grammar.
-CONSTRAINTS: dict[str, dict[str, Any]] = {
-    "vllm": {"response_format": {"type": "json_object"}}, "house": {"logit_bias": {"4": -100.0}}
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ class LoopDemo:
         """The draft is trained anew while traffic goes on; the trainer dies once."""
         self.clients.at_once = max(1, self.plan.at_once // 4)
         words = (
-            "refresh", str(self.config.folder), "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
+            "refresh", str(self.config.folder), "judge.live=never", "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
             TARGET, "--margin", "0.02",
         )  # fmt: skip
         self.note("refresh begins")
@@ -215,32 +208,20 @@ class LoopDemo:
     def _overrides(self) -> list[str]:
         return [*(self.options.overrides or []), f"output={self.to}", f"name={RUN}"]
 
-    def _engine_words(self, draft: str, port: str, log: str) -> list[str]:
-        config = self.config
-        gamma, rule = config.judge.gamma, "sample" if config.judge_rule == "sample" else "greedy-draft"
-        if self.engine == "house":
-            words = [
-                "-m",
-                "distill.live.house_engine",
-                config.target.path,
-                draft,
-                "--gamma",
-                str(gamma),
-                "--rule",
-                rule,
-            ]
-            return [sys.executable, *words, "--port", port]
-        served = ["-m", "distill.cli", "serve", "--port", port, "--log", log]
-        if draft == "none":
-            return [sys.executable, *served, str(self.drafts / FIRST), "--alone", "--", *VLLM_WORDS]
-        method = {"method": "draft_model", "model": draft, "num_speculative_tokens": gamma}
-        method |= {"draft_sample_method": "probabilistic"} if rule == "sample" else {}
-        return [sys.executable, *served, draft, "--", *VLLM_WORDS, "--speculative-config", json.dumps(method)]
-
     def _start_engine(self, name: str) -> subprocess.Popen[bytes]:
         draft = str((self.drafts / FIRST).resolve()) if name == "engine" else "none"
-        words = self._engine_words(draft, str(self.ports[name]), str(self.to / f"vllm-{name}.log"))
-        return self.family.start(name, words, **VLLM_ENVIRONMENT)
+        words = self._engine_words(draft, str(self.ports[name]), name)
+        return self.family.start(name, words, **ENVIRONMENT)
+
+    def _engine_words(self, draft: str, port: str, name: str) -> list[str]:
+        return engine_words(
+            self.engine,
+            self.config,
+            draft,
+            port,
+            str(self.to / f"vllm-{name}.log"),
+            str((self.drafts / FIRST).resolve()),
+        )
 
     def _start_gateway(self) -> None:
         words = [
@@ -252,7 +233,7 @@ class LoopDemo:
         self._answering("gateway")
 
     def _rollout_words(self, version: str, share: float) -> tuple[str, ...]:
-        command = shlex.join(self._engine_words("{draft}", "{port}", str(self.to / f"vllm-{version}.log")))
+        command = shlex.join(self._engine_words("{draft}", "{port}", version))
         watch = str(self.plan.after // 2)
         return (
             "rollout", str(self.drafts), version, "--log", str(self.traffic), "--engine-command", command, "--share", str(share),
@@ -291,7 +272,7 @@ class LoopDemo:
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
         """One of our own commands."""
-        return self.family.start(words[0], [sys.executable, "-m", "distill.cli", *words], **VLLM_ENVIRONMENT)
+        return self.family.start(words[0], [sys.executable, "-m", "distill.cli", *words], **ENVIRONMENT)
 
     def _reach(self, name: str, process: subprocess.Popen[bytes], place: Callable[[], bool]) -> None:
         """Waits until one of our commands is there, where it is to be killed."""
@@ -319,7 +300,7 @@ def loop_demo(options: LoopOptions) -> int:
     Raises:
         UserError: an engine that is not there, or a program that does not do its part.
     """
-    engine = _engine_of(options.engine)
+    engine = engine_of(options.engine)
     with writing(options.to):
         options.to.mkdir(parents=True, exist_ok=True)
     config = load_config(options.config, [*(options.overrides or []), f"output={options.to}", f"name={RUN}"])
@@ -335,15 +316,6 @@ def loop_demo(options: LoopOptions) -> int:
         print(f"understudy: {line}", file=sys.stderr)
     print(f"{options.to / RESULT}, {options.to / PICTURE}")
     return 1 if found["failures"] else 0
-
-
-def _engine_of(asked: str) -> str:
-    if asked not in ("auto", "house", "vllm"):
-        raise UserError(f"--engine {asked}: auto, vllm or house")
-    installed = (BUILT / "vllm").exists() or shutil.which("vllm") is not None
-    if asked == "vllm" and not installed:
-        raise UserError("--engine vllm: it is not installed; `make engines` builds it for CPUs, or give --engine house")
-    return "vllm" if installed and asked != "house" else "house"
 
 
 @contextlib.contextmanager

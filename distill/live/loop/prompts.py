@@ -1,5 +1,6 @@
 """The two domains: what is asked before the shift, and what behind it."""
 
+import json
 import random
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ from data.prompts.sources import PromptRow
 from data.prompts.stdlib import unit_test_heads
 from data.prompts.template import render_prompt
 from data.responses.rendered import StoredPrompts
-from distill.config.layout import PROMPTS
+from distill.config.layout import PROMPTS, TARGET_FACTS
 from distill.config.run import RunConfig
 from distill.models.load import load_tokenizer
 from distill.run.prompts import HELDOUT_FILE, asked_rows, rows_of
@@ -43,4 +44,6 @@ def _rendered(config: RunConfig, rows: Sequence[PromptRow]) -> list[list[int]]:
     template, tokenizer = config.data.template, load_tokenizer(config.target.path)
     how = {"mode": template.mode, "chat_template_kwargs": template.chat_template_kwargs}
     asked = [render_prompt(row, tokenizer, **how) for row in rows]  # type: ignore[arg-type]
-    return [ids for ids in asked if len(ids) <= (config.data.max_prompt_tokens or len(ids))]
+    context = json.loads((config.folder / TARGET_FACTS).read_text(encoding="utf-8"))["context_length"]
+    limits = (config.data.max_prompt_tokens, context and context - config.serving.max_tokens)
+    return [ids for ids in asked if all(limit is None or len(ids) <= limit for limit in limits)]

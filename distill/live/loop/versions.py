@@ -23,8 +23,8 @@ def shuffled_version(drafts: Path, good: str) -> str:
     generator = torch.Generator().manual_seed(0)
     for path in folder.glob("*.safetensors"):
         weights = load_file(path)
-        mixed = {key: value[torch.randperm(len(value), generator=generator)] for key, value in weights.items()}
-        save_file(mixed, path, {"format": "pt"})
+        orders = {key: torch.randperm(len(value), generator=generator) for key, value in weights.items() if value.dim()}
+        save_file(weights | {key: weights[key][order] for key, order in orders.items()}, path, {"format": "pt"})
     told = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     write_json(
         folder / PROVENANCE, told | {"version": name, "parent": good, "approved_by": "nobody: its weights are shuffled"}

@@ -1,0 +1,57 @@
+"""The engines of a loop: how each is started with a draft or without, and what a constrained request says to it."""
+
+import json
+import shutil
+import sys
+from typing import Any
+
+from distill.commands.serve import BUILT
+from distill.config.run import RunConfig
+from distill.run.folder import load_verdict
+from distill.run.verdict_record import drafting_to_serve
+from speculative.errors import UserError
+
+# What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
+_VLLM = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+# vLLM takes no logit_bias beside a draft, ours no grammar.
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "vllm": {"response_format": {"type": "json_object"}}, "house": {"logit_bias": {"4": -100.0}}
+}  # fmt: skip
+
+
+def engine_of(asked: str) -> str:
+    """`vllm` or `house`.
+
+    Raises:
+        UserError: another word, or vLLM where there is none.
+    """
+    if asked not in ("auto", "house", "vllm"):
+        raise UserError(f"--engine {asked}: auto, vllm or house")
+    installed = (BUILT / "vllm").exists() or shutil.which("vllm") is not None
+    if asked == "vllm" and not installed:
+        raise UserError("--engine vllm: it is not installed; `make engines` builds it for CPUs, or give --engine house")
+    return "vllm" if installed and asked != "house" else "house"
+
+
+def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str, exported: str) -> list[str]:
+    """The words that start an engine as the run judges: its gamma, rule and way of drafting.
+
+    Args:
+        draft: a version's folder, or `none`.
+        log: of vLLM itself.
+        exported: any version's folder: it says how the target is served.
+    """
+    verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
+    drafting = drafting_to_serve(verdict, verdict.drafting == "parallel")
+    rule = "sample" if config.judge_rule == "sample" else "greedy-draft"
+    if engine == "house":
+        words = ["distill.live.house_engine", config.target.path, draft, "--gamma", gamma, "--rule", rule]
+        return [sys.executable, "-m", *words, "--drafting", drafting, "--port", port]
+    serve = [sys.executable, "-m", "distill.cli", "serve", "--port", port, "--log", log]
+    if draft == "none":
+        return [*serve, exported, "--alone", "--", *_VLLM]
+    method: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": config.judge.gamma}
+    method |= {"draft_sample_method": "probabilistic"} if rule == "sample" else {}
+    method |= {"parallel_drafting": True} if drafting == "parallel" else {}
+    return [*serve, draft, "--", *_VLLM, "--speculative-config", json.dumps(method)]
