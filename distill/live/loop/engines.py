@@ -13,7 +13,10 @@ from speculative.errors import UserError
 
 # What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
 _VLLM = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+# Several engines share the cores: each of them would bind itself to the first one.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"
+}  # fmt: skip
 # vLLM takes no logit_bias beside a draft, ours no grammar.
 CONSTRAINTS: dict[str, dict[str, Any]] = {
     "vllm": {"response_format": {"type": "json_object"}}, "house": {"logit_bias": {"4": -100.0}}

@@ -158,7 +158,7 @@ class LoopDemo:
 
     def _refresh(self) -> None:
         """The draft is trained anew while traffic goes on; the trainer dies once."""
-        self.clients.at_once = max(1, self.plan.at_once // 4)
+        self.clients.at_once = 1
         words = (
             "refresh", str(self.config.folder), "judge.live=never", "--traffic", str(self.traffic), "--drafts", str(self.drafts), "--target-version",
             TARGET, "--margin", "0.02",
