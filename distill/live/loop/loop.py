@@ -38,6 +38,7 @@ from distill.live.loop.prompts import shifted_prompts, traffic_prompts
 from distill.live.loop.versions import shuffled_version
 from distill.live.refresh.reasons import alarm
 from distill.live.rollout.engine import answers
+from distill.live.rollout.rollout import TAKEN_BACK
 from speculative.errors import UserError
 
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
@@ -176,11 +177,8 @@ class LoopDemo:
 
     def _rollout(self) -> None:
         """The new draft beside the old one, then alone; the rollout itself dies once."""
-        self.clients.at_once = self.plan.at_once
         words = self._rollout_words(SECOND, share=0.5)
-        first = self._start(*words)
-        self.note(f"rollout of {SECOND} begins")
-        self._reach("rollout", first, lambda: "comparing" in (self.to / "rollout.log").read_text(encoding="utf-8"))
+        first = self._start_rollout(SECOND, words)
         with self._killed("rollout"):
             _kill_number(first.pid)
             first.wait()
@@ -190,11 +188,21 @@ class LoopDemo:
         kill(self.alive.pop("engine"))
         self.clients.wait(self.plan.after, self._check)
 
+    def _start_rollout(self, what: str, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        """Starts it; little is asked until the two engines are compared."""
+        self.note(f"rollout of {what} begins")
+        self.clients.at_once = 1
+        process = self._start(*words)
+        said, version = self.to / "rollout.log", words[2]
+        self._reach("rollout", process, lambda: f"{version} comparing" in said.read_text(encoding="utf-8"))
+        self.clients.at_once = self.plan.at_once
+        return process
+
     def _bad_version(self) -> None:
         """A draft that is no draft slips through and is sent back."""
         name = shuffled_version(self.drafts, SECOND)
-        self.note(f"rollout of {name} begins: shuffled weights")
-        self._command(*self._rollout_words(name, share=0.5), status=3)
+        process = self._start_rollout(f"{name}, with shuffled weights,", self._rollout_words(name, share=0.5))
+        self._finish("rollout", process, status=TAKEN_BACK)
         told = json.loads((self.drafts / "rollout.json").read_text(encoding="utf-8"))
         self.result.rolled_back.append({"version": name, "stage": told["stage"], "reason": told["reason"]})
         self.note(f"{name} is sent back")

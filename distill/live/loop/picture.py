@@ -12,17 +12,19 @@ from distill.live.loop.account import LoopResult, counted
 from distill.report.plot import write_figure
 from speculative.measure.intervals import ratio_interval
 
-BIN_REQUESTS = 20
+BIN_REQUESTS, MOST_POINTS = 20, 40  # of a line
 
 
 def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> None:
-    """A line a draft version, each point of so many requests with their 95 % interval; events as numbered lines."""
+    """A line a draft version, each point of some requests of one domain with their 95 % interval; events as numbered lines."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     axis, beside = figure.subplots(1, 2, width_ratios=(3, 1))
     records = read_traffic(traffic).records
     for version in dict.fromkeys(record.draft_version for record in records):
         own = counted(records, version)
-        bins = [own[start : start + BIN_REQUESTS] for start in range(0, len(own), BIN_REQUESTS)]
+        size = max(BIN_REQUESTS, len(own) // MOST_POINTS)
+        sides = ([one for one in own if (one.time < result.shifted_at) == before] for before in (True, False))
+        bins = [side[start : start + size] for side in sides for start in range(0, len(side), size)]
         bins = [part for part in bins if len(part) >= BIN_REQUESTS // 2]
         if not bins:
             continue

@@ -174,7 +174,7 @@ def test_the_picture_shows_each_version_and_each_event(tmp_path: Path) -> None:
     write_log(
         tmp_path / "log", [record_of(n, time=100.0 + n, draft_version=f"v000{1 + n // 40}", **known) for n in range(80)]
     )
-    result = LoopResult("house", 10, events=[(3.0, "the traffic shifts"), (9.0, "kill -9: gateway")])
+    result = LoopResult("house", 10, shifted_at=110.0, events=[(3.0, "the traffic shifts"), (9.0, "kill -9: gateway")])
     plot_loop(tmp_path / "loop.svg", tmp_path / "log", result, 100.0)
     text = (tmp_path / "loop.svg").read_text()
     for words in ("draft v0001", "draft v0002", "1  3 s  the traffic shifts", "2  9 s  kill -9: gateway"):
