@@ -66,9 +66,8 @@ def refresh_folder(
 def _new_folder(stem: Path, name: str, found: dict[Path, dict[str, Any]]) -> Path:
     """That of the next number; behind one that trained in vain, which stays to be looked at."""
     number = int(name[1:])
-    while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in found and found[folder][
-        "outcome"
-    ] not in UNTRAINED:
+    taken = {path for path, state in found.items() if state["outcome"] not in UNTRAINED}
+    while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in taken:
         number += 1
     if folder in found:
         shutil.rmtree(folder)

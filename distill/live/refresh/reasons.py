@@ -27,10 +27,8 @@ from speculative.explain.text_law import text_law
 from speculative.rules.sampling import SamplingSettings
 
 ASKED_RESPONSES = 64
-FAR_NATS, LIKELIEST = (
-    0.1,
-    0.9,
-)  # Below its expectation, a token; of greedy text. Rounding moves them by a tenth of that.
+# Below its expectation, a token; of greedy text. Rounding moves them by a tenth of that.
+FAR_NATS, LIKELIEST = 0.1, 0.9
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3_600.0
 SHORT_SECONDS = 6 * HOUR_SECONDS  # Traffic of less says little of a whole day's.
 

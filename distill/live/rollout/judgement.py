@@ -31,10 +31,8 @@ from speculative.measure.intervals import Interval
 
 WAYS_BACK = 4
 UNTOLD_CONVERSATIONS = 50  # Without a drafted token: this engine drafts nothing, or does not tell.
-LATENCY_SCALE, LATENCY_DOUBT = (
-    0.2,
-    1.0,
-)  # Of log seconds: differences looked for, and how far off an unseen request may be.
+# Of log seconds: differences looked for, and how far off an unseen request may be.
+LATENCY_SCALE, LATENCY_DOUBT = 0.2, 1.0
 WATCHED_SLOWER = 1.0  # Twice as slow: behind the move one engine has the load of two.
 WHOLE = ("stop", "length", "tool_calls")  # finishes of answers that were not cut short
 SEEN = 0.05  # The difference of which it is told how many requests show it.
@@ -170,7 +168,6 @@ def _numbers(new: Served, old: Served, law: Law) -> dict[str, Any]:
     difference = difference_of(estimate_of(new.acceptance), estimate_of(old.acceptance))
     numbers: dict[str, Any] = {
         "requests": {"new": new.requests, "old": old.requests},
-        "errors": {"new": new.errors, "old": old.errors},
         "rate": {"new": _rate(new.acceptance), "old": _rate(old.acceptance)},
         "difference": float(difference.value) if math.isfinite(difference.variance) else None,
         "difference_interval": _interval(difference, law.level),
