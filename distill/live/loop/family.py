@@ -43,7 +43,7 @@ class Family:
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=os.environ | environment | {MARK: self.mark},
+                env=os.environ | environment | {MARK: self.mark, "SPT_NOENV": "1"},  # vLLM's workers keep their environment
             )  # fmt: skip
 
     def last_line(self, name: str) -> str:
