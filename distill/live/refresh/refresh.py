@@ -41,6 +41,7 @@ from distill.live.refresh.plan import (
     write_config,
 )
 from distill.live.refresh.reasons import alarm, headroom, own_words, payback
+from distill.live.rollout.state import read_state as read_rollout
 from distill.live.traffic.export import export_traffic
 from distill.live.versions import (
     Version,
@@ -391,6 +392,8 @@ class _Refresh:
             make_current(self.drafts, name, options.approve)
         arms = options.traffic / ARMS if options.traffic else None
         named = {arm.draft_version for arm in read_arms(arms).arms} if arms is not None and arms.exists() else set()
+        if (rolled := read_rollout(self.drafts)) is not None:  # It may have begun and be in no arms yet.
+            named.add(rolled.version)
         gone = prune(self.drafts, options.keep, {*named, name})
         if gone:
             _say(self.console, f"pruned: {', '.join(gone)}")

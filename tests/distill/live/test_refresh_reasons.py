@@ -22,6 +22,8 @@ from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.plan import mixed, run_config
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
+from distill.live.rollout.state import State, write_state
+from distill.live.versions import list_versions, make_current, read_version
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError
 
@@ -186,3 +188,20 @@ def test_a_training_that_a_kill_has_left_is_waited_for(tmp_path: Path, monkeypat
     refresh._Refresh._apart(own, SimpleNamespace(folder=folder), tmp_path / "refresh.yaml")  # type: ignore[arg-type]
     assert started == [False]
     left.wait()
+
+
+def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate(("v0001", "v0002", "v0003", "v0004", "v0005")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "provenance.json").write_text(json.dumps({"version": name, "parent": f"v000{number}"}))
+    make_current(tmp_path, "v0002", "Ann")
+    write_state(tmp_path, State("v0003", str(tmp_path / "log"), "starting", 0.1, "http://127.0.0.1:9", 9, {}))
+    monkeypatch.setattr(refresh, "publish", lambda *_, **__: read_version(tmp_path / "v0005"))
+    gate = {"gamma": 3, "new": [{"name": "all traffic", "alpha": 0.1, "tau_ci": [0.1, 0.2]}], "old": []}
+    window = {"since": 0.0, "until": 1.0, "train": 1}
+    own = SimpleNamespace(
+        folder=tmp_path, drafts=tmp_path, console=Console(file=io.StringIO()), options=RefreshOptions(tmp_path, keep=1),
+        state={"version": "v0005", "parent": "v0002", "gate": gate, "window": window},
+    )  # fmt: skip
+    refresh._Refresh._publish(own)  # type: ignore[arg-type]
+    assert [version.name for version in list_versions(tmp_path)] == ["v0001", "v0002", "v0003", "v0005"]
