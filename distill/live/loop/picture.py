@@ -39,8 +39,8 @@ def plot_loop(path: Path, traffic: Path, result: LoopResult, began: float) -> No
         xlabel="seconds",
         ylabel="accepted / drafted, served",
         ylim=(0, None),
-        title=f"The closed loop, engine: {result.engine}",
     )
+    axis.set_title(f"The closed loop, engine: {result.engine}", pad=16)
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)
     write_figure(figure, path)
