@@ -12,7 +12,7 @@ from distill.run.verdict_record import drafting_to_serve
 from speculative.errors import UserError
 
 # What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
-_VLLM = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
+_VLLM, _COUNTS = ("--enforce-eager", "--dtype", "float32"), ("--per-request-spec-decode-metrics", "detailed")
 # Several engines share the cores: each of them would bind itself to the first one.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"
@@ -57,4 +57,4 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
     method: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": config.judge.gamma}
     method |= {"draft_sample_method": "probabilistic"} if rule == "sample" else {}
     method |= {"parallel_drafting": True} if drafting == "parallel" else {}
-    return [*serve, draft, "--", *_VLLM, "--speculative-config", json.dumps(method)]
+    return [*serve, draft, "--", *_VLLM, *_COUNTS, "--speculative-config", json.dumps(method)]

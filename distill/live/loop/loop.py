@@ -39,6 +39,7 @@ from distill.live.loop.versions import shuffled_version
 from distill.live.refresh.reasons import alarm
 from distill.live.rollout.engine import answers
 from distill.live.rollout.rollout import TAKEN_BACK
+from distill.run.folder import claim_folder
 from speculative.errors import UserError
 
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
@@ -312,6 +313,7 @@ def loop_demo(options: LoopOptions) -> int:
     with writing(options.to):
         options.to.mkdir(parents=True, exist_ok=True)
     config = load_config(options.config, [*(options.overrides or []), f"output={options.to}", f"name={RUN}"])
+    claim_folder(config)
     with _alone(options.to), _ended_by_signals(), Family(options.to) as family:
         clear_folder(options.to)
         demo = LoopDemo(options, config, engine, family)
