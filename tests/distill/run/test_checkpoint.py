@@ -16,6 +16,7 @@ import torch
 from file_modes import other_modes, umask
 from tiny_training import fresh_accelerator, make_loop, run_config, tiny_tokenizer
 
+from data import files
 from distill.config.layout import PROGRESS, list_steps, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
@@ -260,14 +261,14 @@ def test_a_full_disk_is_one_line_and_harms_no_earlier_checkpoint(
 
     failures: dict[str, tuple[Any, str, Any]] = {
         "tokenizer": (type(run.loop.tokenizer), "save_pretrained", full_in_rust),
-        "json": (Path, "write_bytes", full),
+        "json": (files, "open", full),
         "rename": (os, "replace", full),
     }
     # The optimizer's file is larger than the weights: one limit stops the first writer, the other the second.
     room = {"safetensors": weights // 2, "torch": weights + 4096}.get(writer, 1 << 40)
     with monkeypatch.context() as patched, files_no_larger_than(room):
         if writer in failures:
-            patched.setattr(*failures[writer])
+            patched.setattr(*failures[writer], raising=False)
         with pytest.raises(UserError, match="cannot be written") as error:
             run.save()
     text = one_line(error)
