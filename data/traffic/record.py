@@ -228,5 +228,5 @@ def priority(salt: bytes, record_id: str) -> str:
 def forgotten_hashes(directory: Path) -> set[str]:
     """Keyed hashes of the ids that were forgotten."""
     with contextlib.suppress(FileNotFoundError):
-        return set((directory / FORGOTTEN).read_text(encoding="ascii").split())
+        return set((directory / FORGOTTEN).read_text(encoding="ascii", errors="replace").split())
     return set()
