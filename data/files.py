@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and manifests that say what a folder of them was made from."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +23,24 @@ def writing(place: str | Path, left: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{place}: cannot be written ({error.strerror or error}){left}") from error
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str = "") -> Iterator[None]:
+    """Holds the lock of a file; the system takes it from whoever is killed. busy: what to say when another holds it; empty: wait for it.
+
+    Raises:
+        UserError: another holds it, or the disk refuses.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError as error:
+            raise UserError(busy) from error
+        yield
 
 
 def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:

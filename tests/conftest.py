@@ -26,7 +26,7 @@ from function_heads import write_heads
 
 # torch, and what imports it, is imported where it is used: workers start when the process that hands out tests has read this.
 _device = contextlib.ExitStack()
-APART = ("device", "engine", "ranks")  # marks of tests that `make test` runs by themselves, or not at all
+APART = ("device", "engine", "loop", "ranks")  # marks of tests that `make test` runs by themselves, or not at all
 
 
 def pytest_configure(config: pytest.Config) -> None:

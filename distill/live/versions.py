@@ -8,19 +8,17 @@
 A version appears whole or not at all. `current` moves by `make_current` alone: a rollout that has gone well, or `--approve`.
 """
 
-import contextlib
 import datetime
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from data.files import write_bytes, writing
+from data.files import locked, write_bytes, writing
 from distill.config.layout import PROVENANCE
 from speculative.errors import UserError
 
@@ -100,7 +98,7 @@ def publish(
     from distill.run.folder import read_run
 
     facts = dict(vars(read_run(run)))
-    with _locked(drafts):
+    with locked(drafts / _LOCK):
         name = name or next_name(drafts)
         folder = drafts / name
         if not folder.exists():
@@ -127,7 +125,7 @@ def make_current(drafts: Path, name: str, by: str) -> None:
         UserError: no such version, or the disk refuses.
     """
     read_version(drafts / name)
-    with _locked(drafts), writing(drafts / CURRENT):
+    with locked(drafts / _LOCK), writing(drafts / CURRENT):
         temporary = drafts / f".{CURRENT}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
@@ -144,7 +142,7 @@ def reject(drafts: Path, name: str, by: str) -> None:
         UserError: no such version, or the disk refuses.
     """
     read_version(drafts / name)
-    with _locked(drafts):
+    with locked(drafts / _LOCK):
         _append(drafts, name, "rejected", by)
 
 
@@ -165,7 +163,7 @@ def history(drafts: Path) -> list[dict[str, str]]:
 
 def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
     """Removes all but the newest ``keep`` versions, never the current one, its parent, or one ``in_use``; returns what went."""
-    with _locked(drafts):
+    with locked(drafts / _LOCK):
         versions, current = list_versions(drafts), current_version(drafts)
         spared = {version.name for version in versions[max(0, len(versions) - keep) :]} | set(in_use)
         spared |= {current.name, current.parent or ""} if current is not None else set()
@@ -175,27 +173,21 @@ def prune(drafts: Path, keep: int, in_use: Collection[str] = ()) -> list[str]:
             # First the name: half a version would be in everybody's way.
             os.replace(version.folder, drafts / f".{version.name}.pruned")
         for folder in drafts.glob(".v*.pruned"):
-            for path in (folder, *filter(Path.is_dir, folder.rglob("*"))):
-                path.chmod(0o755)
-            shutil.rmtree(folder)
+            remove_read_only(folder)
         return [version.name for version in gone]
+
+
+def remove_read_only(folder: Path) -> None:
+    """Deletes a folder with versions in it, or one of them."""
+    for path in (folder, *filter(Path.is_dir, folder.rglob("*"))):
+        path.chmod(0o755)
+    shutil.rmtree(folder)
 
 
 def next_name(drafts: Path) -> str:
     """The number behind the highest that was ever given, also to a version that is gone."""
     given = [path.name for path in drafts.glob("v*")] + [event["version"] for event in history(drafts)]
     return f"v{1 + max((int(name[1:]) for name in given if _NAME.fullmatch(name)), default=0):04d}"
-
-
-@contextlib.contextmanager
-def _locked(drafts: Path) -> Iterator[None]:
-    """One writer at a time. Raises UserError where the disk refuses."""
-    with writing(drafts):
-        drafts.mkdir(parents=True, exist_ok=True)
-        lock = (drafts / _LOCK).open("a")
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _append(drafts: Path, name: str, event: Event, by: str) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from distill.live.loop.family import marked
+from distill.live.loop.family import MARK
+from distill.live.processes import marked
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = pytest.param(
     "vllm", marks=pytest.mark.skipif(not (ROOT / ".venv-vllm" / "ready").exists(), reason="`make engines` builds vLLM")
 )
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("engine", ["house", VLLM])
@@ -30,4 +31,4 @@ def test_the_loop_comes_round(tmp_path: Path, engine: str) -> None:
     assert [kill["what"] for kill in found["kills"]] == ["gateway", "engine", "trainer", "rollout"]
     assert [back["version"] for back in found["rolled_back"]] == ["v0003"]
     assert (tmp_path / "loop" / "loop.png").stat().st_size > 0
-    assert not list(marked(str((tmp_path / "loop").resolve())))
+    assert not list(marked(MARK, str((tmp_path / "loop").resolve())))

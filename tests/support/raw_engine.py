@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ def raw_engine(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
 
     class Connection(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            while head := b"".join(iter(self.rfile.readline, b"\r\n")):
+            while head := b"".join(itertools.takewhile(lambda line: line != b"\r\n", self.rfile)):
                 lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
                 self.rfile.read(int(lengths[0].split(b":")[1]) if lengths else 0)
                 heads.append(head)

@@ -4,15 +4,15 @@ All of them carry a mark in their environment, and a watcher, who notices our en
 """
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from distill.live.processes import last_line, marked, marked_environment
 from speculative.errors import UserError
 
 MARK = "UNDERSTUDY_LOOP"
@@ -43,13 +43,12 @@ class Family:
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=os.environ | environment | {MARK: self.mark, "SPT_NOENV": "1"},  # vLLM's workers keep their environment
+                env=marked_environment(MARK, self.mark) | environment,
             )  # fmt: skip
 
     def last_line(self, name: str) -> str:
         """What it said last."""
-        said = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return said[-1] if said else "nothing was said"
+        return last_line(self.folder / f"{name}.log") or "nothing was said"
 
     def check(self, name: str, process: subprocess.Popen[bytes]) -> None:
         """Raises UserError when it has ended."""
@@ -69,19 +68,11 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def end_marked(mark: str) -> None:
     """Kills every process that carries the mark, and returns when none is left."""
-    while left := list(marked(mark)):
+    while left := list(marked(MARK, mark)):
         for one in left:
             with contextlib.suppress(psutil.Error):
                 one.kill()
         time.sleep(_POLL_SECONDS)
-
-
-def marked(mark: str) -> Iterator[psutil.Process]:
-    """Living processes that carry the mark."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ Exit status: 0 all went as it should, 1 something did not (loop.json says what),
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json, writing
+from data.files import locked, write_json, writing
+from distill.commands.training_process import terminated_as_interrupted
 from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.faults import INTERRUPTED
 from distill.live.loop.account import LoopResult, account, false_alarms, told_alarm
 from distill.live.loop.clients import Clients
 from distill.live.loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
@@ -39,6 +37,7 @@ from distill.live.loop.versions import shuffled_version
 from distill.live.refresh.reasons import alarm
 from distill.live.rollout.engine import answers
 from distill.live.rollout.rollout import TAKEN_BACK
+from distill.live.versions import remove_read_only
 from distill.run.folder import claim_folder
 from speculative.errors import UserError
 
@@ -314,7 +313,8 @@ def loop_demo(options: LoopOptions) -> int:
         options.to.mkdir(parents=True, exist_ok=True)
     config = load_config(options.config, [*(options.overrides or []), f"output={options.to}", f"name={RUN}"])
     claim_folder(config)
-    with _alone(options.to), _ended_by_signals(), Family(options.to) as family:
+    busy = f"{options.to}: another loop is at work there; wait for it, or give another --to"
+    with locked(options.to / LOCK, busy), terminated_as_interrupted(), Family(options.to) as family:
         clear_folder(options.to)
         demo = LoopDemo(options, config, engine, family)
         demo.run()
@@ -328,37 +328,13 @@ def loop_demo(options: LoopOptions) -> int:
     return 1 if found["failures"] else 0
 
 
-@contextlib.contextmanager
-def _alone(to: Path) -> Iterator[None]:
-    with (to / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{to}: another loop is at work there; wait for it, or give another --to") from error
-        yield
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Asked to end, we leave as from any fault: so does all that was started."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: sys.exit(INTERRUPTED)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
 def clear_folder(to: Path) -> None:
     """What an earlier loop has left goes, but for the first draft's run."""
     for path in to.iterdir():
         if path.name in (RUN, LOCK):
             continue
         if path.is_dir():
-            for folder in (path, *path.rglob("*/")):  # versions are read-only
-                folder.chmod(0o755)
-            shutil.rmtree(path)
+            remove_read_only(path)
         else:
             path.unlink()
 

@@ -1,7 +1,6 @@
 """The folder of a refresh: numbered, locked, found again after a kill."""
 
 import contextlib
-import fcntl
 import json
 import shutil
 import tempfile
@@ -11,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from data.files import writing
+from data.files import locked
 from distill.config.run import RunConfig
 from distill.live.refresh.options import RefreshOptions
 from distill.live.versions import next_name, waiting_version
@@ -52,14 +51,7 @@ def refresh_folder(
         raise UserError(
             f"{folder}: a refresh of {state['parent']} that did not end, and {version} is served now; delete it"
         )
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{folder}: another refresh is at work there; wait for it") from error
+    with locked(folder / LOCK, f"{folder}: another refresh is at work there; wait for it"):
         yield folder
 
 

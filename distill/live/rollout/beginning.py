@@ -6,10 +6,8 @@ import fcntl
 import math
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-from data.files import writing
 from data.traffic.record import LOCK
 from distill.live.arms import ARMS, BY_FLAGS, Arms, is_address, read_arms
 from distill.live.rollout.engine import engine_words, free_port
@@ -18,7 +16,7 @@ from distill.live.rollout.state import STATE, State, write_state
 from distill.live.versions import Version, list_versions, read_version
 from speculative.errors import UserError
 
-_LOCK = ".rollout.lock"
+ROLLOUT_LOCK = ".rollout.lock"
 
 
 def check_options(options: RolloutOptions) -> None:
@@ -49,17 +47,6 @@ def asked_version(options: RolloutOptions) -> Version:
         known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
         raise UserError(f"{options.drafts / options.version}: no such version; there are: {known}")
     return read_version(options.drafts / options.version)
-
-
-@contextlib.contextmanager
-def alone(drafts: Path) -> Iterator[None]:
-    """One rollout of a draft at a time; the system takes the lock from one that is killed. Raises UserError."""
-    with writing(drafts), (drafts / _LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{drafts}: another rollout of it is running; wait for it or end it") from error
-        yield
 
 
 def check_same(state: State, options: RolloutOptions) -> None:

@@ -9,11 +9,12 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
+from distill.live.processes import alive, marked, marked_environment
 from speculative.errors import UserError
 
 # In the engine's environment: a rollout that was killed before it wrote down a process number finds the engine by it.
@@ -21,7 +22,6 @@ MARK = "UNDERSTUDY_ROLLOUT"
 GRACE_SECONDS = 15.0  # for an engine to end by itself
 POLL_SECONDS = 0.5
 _TIMEOUT = 5.0
-_TOLD = 200  # characters of an engine's last line
 
 
 def engine_words(command: str, draft: Path, port: int) -> list[str]:
@@ -60,11 +60,10 @@ def start_engine(words: list[str], mark: str, log: Path) -> psutil.Process:
         UserError: no such program.
     """
     try:
-        # SPT_NOENV: setproctitle, by which vLLM names its workers, else writes over the environment that they are found by.
         with log.open("ab") as out:
             child = psutil.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {MARK: mark, "SPT_NOENV": "1"},
+                env=marked_environment(MARK, mark),
             )  # fmt: skip
     except OSError as error:
         raise UserError(f"--engine-command {words[0]}: cannot be started ({error.strerror})") from error
@@ -84,23 +83,7 @@ def find_engine(mark: str, number: int | None, created: float | None) -> psutil.
             return process if same and alive(process) else None
         return None
     # Whatever it starts has its mark too; it alone leads the session.
-    return next((process for process in _marked(mark) if os.getsid(process.pid) == process.pid), None)
-
-
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    """The living processes of an engine."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if mark and process.environ().get(MARK) == mark and alive(process):
-                yield process
-
-
-def alive(process: psutil.Process) -> bool:
-    """Whether it runs: one that has ended and is not yet waited for does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return next((process for process in marked(MARK, mark) if os.getsid(process.pid) == process.pid), None)
 
 
 def stop_engine(process: psutil.Process | None, mark: str, port: int, drain: float) -> None:
@@ -113,7 +96,7 @@ def stop_engine(process: psutil.Process | None, mark: str, port: int, drain: flo
         with contextlib.suppress(psutil.Error):
             process.terminate()
         _until(lambda: not alive(process), GRACE_SECONDS)
-    left = list(_marked(mark))
+    left = list(marked(MARK, mark))
     for one in left:
         with contextlib.suppress(psutil.Error):
             one.kill()
@@ -161,11 +144,3 @@ def models(url: str) -> set[str]:
             return {str(model["id"]) for model in json.load(reply)["data"]}
     except (OSError, ValueError, LookupError, TypeError):
         return set()
-
-
-def last_line(log: Path) -> str:
-    """What an engine printed last; empty where it printed nothing."""
-    with contextlib.suppress(OSError):
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip()[-_TOLD:] for line in reversed(lines) if line.strip()), "")
-    return ""

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import psutil
 
+from data.files import locked
 from distill.faults import Interrupted
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
+from distill.live.processes import last_line
 from distill.live.rollout import engine as engines
 from distill.live.rollout.beginning import (
-    alone,
+    ROLLOUT_LOCK,
     arms_before,
     asked_version,
     begin,
@@ -33,7 +35,6 @@ from distill.live.rollout.engine import (
     engine_words,
     find_engine,
     free_port,
-    last_line,
     models,
     start_engine,
     stop_engine,
@@ -64,7 +65,8 @@ def rollout(options: RolloutOptions) -> int:
     if not options.drafts.is_dir() and (named := Path("drafts") / options.drafts).is_dir():
         options = dataclasses.replace(options, drafts=named)
     version = asked_version(options)
-    with alone(options.drafts):
+    busy = f"{options.drafts}: another rollout of it is running; wait for it or end it"
+    with locked(options.drafts / ROLLOUT_LOCK, busy):
         state = read_state(options.drafts)
         if state is not None and state.stage not in ENDS:
             check_same(state, options)

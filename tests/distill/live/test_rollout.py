@@ -22,13 +22,14 @@ from running_app import running_app
 from scripted_engine import ScriptedEngine
 from starlette.responses import JSONResponse
 
+from data.files import locked
 from data.traffic.record import LOCK
 from distill.faults import exit_status
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.rollout import engine as engines
 from distill.live.rollout import rollout as module
-from distill.live.rollout.beginning import alone
+from distill.live.rollout.beginning import ROLLOUT_LOCK
 from distill.live.rollout.engine import MARK
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
@@ -509,5 +510,5 @@ def test_without_a_gateway_nothing_begins(options: RolloutOptions, tmp_path: Pat
 
 
 def test_two_rollouts_of_one_draft_at_once_are_refused(options: RolloutOptions) -> None:
-    with alone(options.drafts), pytest.raises(UserError, match="another rollout of it is running"):
+    with locked(options.drafts / ROLLOUT_LOCK), pytest.raises(UserError, match="another rollout of it is running"):
         rollout(options)

@@ -7,6 +7,7 @@ import copy
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,10 @@ def test_a_script_error_would_be_seen(browser: Chrome, tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text("<script>missing.call()</script><img src='missing.png'>")
     browser.get((tmp_path / "bad.html").as_uri())
     seen: list[Any] = []  # They come when they come, and each is told once.
-    while len(seen) < 2:
+    until = time.monotonic() + 60
+    while len(seen) < 2 and time.monotonic() < until:
         seen += [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert len(seen) == 2
 
 
 def test_the_verdict_comes_first(browser: Chrome, result: dict[str, Any]) -> None:
