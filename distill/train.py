@@ -27,6 +27,7 @@ from distill.report.wandb_panels import log_result
 from distill.run import checkpoint
 from distill.run.checkpoint import resume_point
 from distill.run.folder import claim_folder
+from distill.run.others import OtherTarget, open_others
 from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
@@ -110,6 +111,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         train, told = with_synthetic(config, dated, sets.train, stores, context, accelerator)
         rows = stores.training(train) if wanted else None  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
+        others = open_others(config, accelerator, target, sets.train, sets.heldout, context)
     if student is None:
         student = first_student(config, accelerator, target, rows or (), prompts)
     provenance = describe_run(config.seed) | {
@@ -117,8 +119,10 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
     } | ({"synthetic_prompts": told} if told else {})  # fmt: skip
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
-    judge = DraftJudge(config.judge, judged_at, accelerator, target, heldout, drafting)
-    loop = _loop(config, accelerator, target, student, train, rows, judge, progress, provenance, context)
+    judge = DraftJudge(
+        config.judge, judged_at, accelerator, target, heldout, drafting, [(one.weight, one.heldout) for one in others]
+    )
+    loop = _loop(config, accelerator, target, student, train, rows, judge, progress, provenance, context, others)
     loop.fit()
     if config.target.shard:
         target.release()  # no piece is of use to the verdict, for which the main process loads the whole
@@ -129,7 +133,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         gc.collect()
     if accelerator.is_main_process:
         domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
-        _conclude(config, accelerator, target, heldout, checks, progress, context, domains)
+        _conclude(config, accelerator, target, heldout, checks, progress, context, domains, others)
     accelerator.wait_for_everyone()
 
 
@@ -144,6 +148,7 @@ def _loop(
     progress: checkpoint.Progress,
     provenance: dict[str, Any],
     context: int,
+    others: Sequence[OtherTarget],
 ) -> Loop:
     """The student with everything that trains it: objective, teacher, batches."""
     module = DraftModule(student, make_objective(config), make_survival(config))
@@ -157,7 +162,8 @@ def _loop(
     examples = rows.examples if rows is not None else as_examples(())
     if config.target.shard and accelerator.num_processes > 1 and config.signal.source == "online":
         target.hold(sharded_teacher(accelerator, target))
-    teacher = make_teacher(config, target, examples, accelerator)
+    teacher = make_teacher(config, target, examples, accelerator, others)
+    shares = [(one.weight, one.examples) for one in others]
     reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
         check_packing(SplitModel(module.inner))
@@ -166,7 +172,7 @@ def _loop(
         if target.in_memory:  # it then reads packed rows too; a store was made from padded ones
             check_packing(SplitModel(target.model))
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
-    batches = make_batches(config, accelerator, target, prompts, examples, context, teacher, mask_token)
+    batches = make_batches(config, accelerator, target, prompts, examples, context, teacher, mask_token, shares)
     if accelerator.is_main_process:
         target.remember()
     if config.signal.source == "store" and config.judge.live != "checkpoint":
@@ -189,6 +195,7 @@ def _conclude(
     progress: checkpoint.Progress,
     context: int,
     trained_on: Sequence[str],
+    others: Sequence[OtherTarget],
 ) -> None:
     """Verdict, report and plot, on the main process."""
     started = time.perf_counter()
@@ -198,7 +205,7 @@ def _conclude(
         progress.spend("verdict", time.perf_counter() - started)
         return progress.seconds
 
-    result = conclude_run(config, target, heldout, checks, seconds, context, trained_on)
+    result = conclude_run(config, target, heldout, checks, seconds, context, trained_on, others)
     write_conclusion(config.folder, result)
     log_result(accelerator, result)
     accelerator.print(result.verdict.sentence)

@@ -140,6 +140,11 @@ class RunConfig(Section):
             raise ValueError("data.mix.student: loss ce alone would teach the draft its own words; use a divergence")
         if (mix.text > 0) != bool(self.data.text):
             raise ValueError("data.mix.text goes with data.text, and only with it")
+        if self.target.others and (self.signal.source != "store" or not mix.target or self.objective_names() == {"ce"}):
+            raise ValueError(
+                "target.others is learnt from what was stored of each target: set signal.source: store, data.mix.target above 0 and a "
+                "loss that asks the target; first `understudy respond CONFIG --signal topk`, for each target"
+            )
         made = mix.student or mix.speculative or mix.text
         if made and self.signal.source != "online":
             raise ValueError(

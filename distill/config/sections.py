@@ -30,6 +30,15 @@ class EndpointConfig(Endpoint, Section):
     """The target behind an OpenAI-compatible server (vLLM; SGLang gives responses only)."""
 
 
+class OtherTargetConfig(Section):
+    """Another target that the draft is to be good for: a run of that target, answered and stored (`understudy respond --signal`)."""
+
+    run: str = Field(description="its run's folder; same tokenizer, data and serving")
+    weight: float = Field(
+        1.0, gt=0, description="share of every step, and of the score, relative to this run's own target"
+    )
+
+
 class TargetConfig(Section):
     """The model to be imitated (the teacher while the draft learns)."""
 
@@ -53,6 +62,10 @@ class TargetConfig(Section):
     )
     endpoint: EndpointConfig | None = Field(
         None, description="a server answers and scores; `path` names the same model, its weights are never loaded"
+    )
+    others: tuple[OtherTargetConfig, ...] = Field(
+        (),
+        description="one draft for several targets: the others, each from what its own run has stored; signal.source: store",
     )
 
 

@@ -32,6 +32,7 @@ from distill.report.tables import (
     rules_table,
     signed,
     slice_tables,
+    targets_table,
     times,
 )
 from distill.report.text_tables import Section, text_sections
@@ -341,6 +342,8 @@ def markdown(result: Result, given: GivenTimes, prices: Prices | None = None) ->
         ),
     ]
     parts += _section_parts(text_sections(result))
+    others = targets_table(result)
+    parts += ["## Other targets", markdown_table(others)] if others else []
     forgotten = forgetting_table(result)
     parts += ["## Forgetting", markdown_table(forgotten)] if forgotten else []
     parts += ["## Held-out responses", missing.get("tokens") or markdown_table(_responses_table(result))]

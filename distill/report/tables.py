@@ -369,6 +369,22 @@ def _slice_cells(row: SliceRow, names: Sequence[str], worst: bool, has_gain: boo
     ]
 
 
+def targets_table(result: Result) -> Table | None:
+    """The draft on every target that it learned from."""
+    verdict = result.verdict
+    if not verdict.targets:
+        return None
+    rows = [
+        [
+            Cell(one.target), Cell(number(one.weight, 2)), Cell(number(one.alpha)), Cell(number(one.tau, 2)), Cell(number(one.baseline_tau, 2)),
+            Cell(signed(one.alpha_gain.gain), interval(one.alpha_gain.ci, sign=True)),
+        ]
+        for one in verdict.targets
+    ]  # fmt: skip
+    columns = ("other target", "weight", "alpha", "tau", "tau undistilled", "gain in alpha")
+    return Table(columns, rows, "The same draft on the other targets")
+
+
 def forgetting_table(result: Result) -> Table | None:
     """Every domain, trained on or not: alpha of each contestant and the change from baseline to best."""
     rows, labels = result.forgetting, labels_of(result)

@@ -100,7 +100,10 @@ class Judgement(OnText):
     """judgement.json of a checkpoint: what `speculative.evaluate.judge` (or replay alone) found, and when."""
 
     step: int | None = Field(None, description="of the checkpoint; null: none of this run")
-    score: float | None = Field(None, description="what checkpoints are picked by: tau under the configured rule")
+    score: float | None = Field(
+        None,
+        description="what checkpoints are picked by: tau under the configured rule, with target.others the weighted mean over targets",
+    )
     tau: float = Field(description="tokens per target call: counted live, else by replay")
     rule: str | None = Field(None, description="engine rule")
     gamma: int | None = Field(None, description="drafted tokens per block")
@@ -294,6 +297,19 @@ class Roofline(Record):
     )
 
 
+class OnTarget(Record):
+    """How the best draft does on the held-out responses of another target (target.others), by replay, beside the undistilled one."""
+
+    target: str = Field(description="its path")
+    weight: float = Field(description="its share, relative to the run's own target")
+    prompts: int = Field(description="held-out prompts")
+    tokens: int = Field(description="tokens of their frozen responses")
+    alpha: float = Field(description="acceptance rate")
+    tau: float = Field(description="tokens per target call at the judged gamma")
+    baseline_tau: float = Field(description="of the undistilled draft")
+    alpha_gain: Gain = Field(description="over the undistilled draft, paired by prompt, widened for the looks")
+
+
 class Verdict(Record):
     """verdict.json: baseline against best, paired, timed, with the best gamma. Null: not measured, or nothing to compare."""
 
@@ -342,6 +358,7 @@ class Verdict(Record):
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
     domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")
+    targets: list[OnTarget] = Field([], description="the best draft on each other target (target.others), by replay")
     repetition: Repetition | None = Field(None, description="of the frozen text")
     pays_off: bool | None = Field(
         None, description="whether the target with the draft alone is certainly faster than without"

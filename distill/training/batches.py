@@ -61,8 +61,9 @@ class BatchSource:
         text_examples: Sequence[Example] | None = None,
         longest_rollout: int = 0,
         mask_token: int | None = None,
+        others: Sequence[tuple[float, Examples]] = (),
     ) -> None:
-        """`examples`: responses of the target. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
+        """`examples`: responses of the target; `others`: (weight, responses) of other targets. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
 
         Raises:
             UserError: a sequence that is longer than `train.packing`, or holds the mask token of a parallel draft.
@@ -72,7 +73,12 @@ class BatchSource:
             "target": (mix.target, None), "student": (mix.student, every), "speculative": (mix.speculative, every),
             "text": (mix.text, None),
         }  # fmt: skip
+        own = {"target": examples} | {f"target {place}": one for place, (_, one) in enumerate(others, 2)}
+        shares |= {f"target {place}": (weight * mix.target, None) for place, (weight, _) in enumerate(others, 2)}
         pools = [Pool(name, share, steps) for name, (share, steps) in shares.items() if share > 0]
+        # Whose sequences the teacher knows by number, and the number of their first.
+        counts = [len(given) for given in own.values()]
+        self._first = dict(zip(own, itertools.accumulate(counts, initial=0), strict=False))
         self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, rank, ranks, rollouts
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
         # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
@@ -85,7 +91,7 @@ class BatchSource:
             None  # (step, micro-batch size) of what it makes
         )
         self._held: dict[str, tuple[int, Examples]] = {}  # the generation of each pool that is at hand
-        for name, given in (("target", examples), ("text", text_examples)):
+        for name, given in (*own.items(), ("text", text_examples)):
             if name in self.mixture.pools:
                 self._hold(name, 0, () if given is None else given)
 
@@ -95,7 +101,7 @@ class BatchSource:
         Where no rollouts are, a thread makes those of the next step while this one is computed.
 
         Without packing every micro-batch has `micro_batch_size` sequences; with it at most so many rows, and the last one of a
-        rank may be without response tokens. `indices` of a batch are numbers in `examples`, -1 for other sequences.
+        rank may be without response tokens. `indices` of a batch are numbers in `examples`, then `others`; -1 for other sequences.
         """
         asked = step, self.micro_batch_size
         prepared, self._ahead = self._ahead, None
@@ -154,7 +160,8 @@ class BatchSource:
             chosen = self.mixture.chosen(name, step, examples.lengths_N).tolist()
             taught = [self._weighted(name, examples[number]) for number in chosen]
             documents += [self._in_blocks(one, step, place) for place, one in enumerate(taught, len(documents))]
-            numbers += chosen if name == "target" else [-1] * count
+            first = self._first.get(name)
+            numbers += [-1] * count if first is None else [first + number for number in chosen]
         return documents, numbers
 
     def _hold(self, name: str, generation: int, sequences: Examples | Sequence[Example]) -> None:
@@ -244,10 +251,11 @@ def make_batches(
     context: int,
     teacher: TeacherSource | None = None,
     mask_token: int | None = None,
+    others: Sequence[tuple[float, Examples]] = (),
 ) -> BatchSource:
     """The source of micro-batches, with rollouts and general text where the mix has a share of them.
 
-    ``teacher``: one that reads a store does so a step ahead. ``mask_token``: of a parallel draft.
+    ``teacher``: one that reads a store does so a step ahead. ``mask_token``: of a parallel draft. ``others``: as for `BatchSource`.
     """
     mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
     rollouts, text, longest = None, None, 0
@@ -270,7 +278,7 @@ def make_batches(
         text = text_examples(data.text, tokenizer, data.text_window)
     source = BatchSource(
         config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text,
-        longest, mask_token,
+        longest, mask_token, others,
     )  # fmt: skip
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead

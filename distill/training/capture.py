@@ -5,7 +5,9 @@ ones among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,6 +119,23 @@ class StoredTeacher:
         """
         signal = self._read.pop(batch.indices, None)
         return (signal or self.store.read(batch.indices)).to(batch.rows_R.device)
+
+
+class JoinedTeacher:
+    """Several targets, each from its store: the examples of the second are numbered behind those of the first."""
+
+    def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int], entries: int) -> None:
+        """``stores``: open, all of one kind and ``entries`` (k of topk); ``counts``: the examples of each."""
+        self.stores, self.entries, self._ends_S = stores, entries, np.cumsum(counts)
+
+    def signal(self, batch: Batch) -> StoredSignal:
+        """As `StoredTeacher.signal`."""
+        parts: list[Any] = []
+        for index in batch.indices:
+            place = int(np.searchsorted(self._ends_S, index, side="right"))
+            parts.append(self.stores[place].read([index - int(self._ends_S[place - 1] if place else 0)]))
+        joined = join_topk(parts, self.entries) if self.stores[0].kind == "topk" else join_sampled(parts)
+        return joined.to(batch.rows_R.device)
 
 
 class CapturingTeacher(StoredTeacher):

@@ -19,7 +19,8 @@ from distill.config.sections import SignalConfig
 from distill.models.load import load_model
 from distill.models.target import Target, TargetFacts
 from distill.models.vocabulary import vocabulary_rows
-from distill.training.capture import CapturingTeacher, StoredTeacher
+from distill.run.others import OtherTarget
+from distill.training.capture import CapturingTeacher, JoinedTeacher, StoredTeacher
 from distill.training.teacher import Teacher, TeacherSource
 from speculative.errors import UserError
 
@@ -116,9 +117,15 @@ def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
 
 
 def make_teacher(
-    config: RunConfig, target: Target, examples: Examples | Sequence[Example], accelerator: Accelerator
+    config: RunConfig,
+    target: Target,
+    examples: Examples | Sequence[Example],
+    accelerator: Accelerator,
+    others: Sequence[OtherTarget] = (),
 ) -> TeacherSource | None:
     """The target itself, the store of what it said, or the target asked once for each sequence; None when no objective needs one.
+
+    With `others`, the stores of all targets behind each other.
 
     Raises:
         UserError: a store that is missing, incomplete, damaged or of something else.
@@ -130,8 +137,12 @@ def make_teacher(
         return Teacher(target.model)
     store = open_signal_store(config, examples, target.facts, accelerator, repair=signal.source == "capture")
     if signal.source != "capture":
-        store.check_files()  # each record is checked when it is read, on the rank that reads it
-        return StoredTeacher(store)
+        known = [(one.config, one.examples, one.target.facts) for one in others]
+        stores = [store, *(open_signal_store(*one, accelerator, repair=False) for one in known)]
+        for one in stores:
+            one.check_files()  # each record is checked when it is read, on the rank that reads it
+        counts = [len(examples), *(len(of_other) for _, of_other, _ in known)]
+        return JoinedTeacher(stores, counts, signal.k) if others else StoredTeacher(store)
     return CapturingTeacher(
         Teacher(target.model), store, signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
     )

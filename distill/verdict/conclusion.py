@@ -16,15 +16,17 @@ from distill.models.load import load_model
 from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.checkpoint import load_judgements
+from distill.run.others import OtherTarget
 from distill.run.responses import decode_settings, past_responses
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay, line_up
 from distill.verdict.findings import findings_of, serve_commands
 from distill.verdict.load import under_load
+from distill.verdict.others import on_others
 from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
-from distill.verdict.verdict import verdict_of
+from distill.verdict.verdict import looks_of, verdict_of
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -42,6 +44,7 @@ def conclude_run(
     seconds: Callable[[], Mapping[str, float]],
     context: int,
     trained_on: Sequence[str],
+    others: Sequence[OtherTarget] = (),
 ) -> Result:
     """The result of a run whose last checkpoint is judged, finished: verdict and findings.
 
@@ -52,6 +55,7 @@ def conclude_run(
         seconds: asked when everything is found: by stage, this one included.
         context: tokens of prompt and response that both models take.
         trained_on: domains of the training prompts.
+        others: other targets that the draft learned from; judged by replay.
     """
     run, live = config.folder, config.judge.live != "never"
     serving = decode_settings(config.serving, config.seed, target)
@@ -76,6 +80,8 @@ def conclude_run(
         evidence = gather_by_replay(config.judge, settings, contestants, heldout, first | {BEST: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     verdict = under_load(verdict, evidence, target) if live else verdict
+    if others:
+        verdict = on_others(verdict, evidence, others, looks_of(records))
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
         provenance=_provenance(step_folder(run, best.step or 0)), config=dump_config(config),

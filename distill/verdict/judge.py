@@ -43,13 +43,14 @@ class DraftJudge:
         target: Target,
         heldout: dict[Rule, list[HeldoutResponse]],
         drafting: Drafting = "autoregressive",
+        others: Sequence[tuple[float, list[HeldoutResponse]]] = (),
     ) -> None:
         """``settings``: with the rule and gamma to judge under. ``heldout``: frozen target responses by rule, that one first.
 
-        ``drafting``: how the draft will be served.
+        ``drafting``: how the draft will be served. ``others``: weight and frozen responses of other targets, whose tau counts in the score.
         """
         self.judging, self.settings, self.drafting = judging, settings, drafting
-        self.accelerator, self.target, self.heldout = accelerator, target, heldout
+        self.accelerator, self.target, self.heldout, self.others = accelerator, target, heldout, others
 
     def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
@@ -64,9 +65,16 @@ class DraftJudge:
     def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
         draft = as_exported(module.exported(), self.target)
         by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
+        taus = [
+            (weight, judge_by_replay(draft, text, self.settings, drafting=self.drafting)["tau"])
+            for weight, text in self.others
+        ]
         release()  # Training needs the memory until the next checkpoint is judged.
         main = by_rule.pop(self.settings.rule)
-        return {"step": step, "score": main["tau"], **main, **by_rule}
+        score = main["tau"]
+        if taus:
+            score = (score + sum(weight * tau for weight, tau in taus)) / (1.0 + sum(weight for weight, _ in taus))
+        return {"step": step, "score": score, **main, **by_rule}
 
     def dial(self, module: DraftModule) -> dict[str, float]:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""

@@ -1,0 +1,178 @@
+"""One draft for several targets: each target's own store, a share of every step, a row of the verdict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import perturbed
+from tiny_training import examples_of, run_config
+
+from data.batches.examples import as_examples
+from data.signals.codec import join_topk
+from data.signals.signal import TopKSignal
+from distill import respond as respond_command
+from distill import train
+from distill.models.load import load_model, load_tokenizer
+from distill.report.page import report_command
+from distill.run.folder import load_verdict
+from distill.training.batches import BatchSource
+from distill.training.capture import JoinedTeacher
+from speculative.errors import UserError
+
+ASKED = ["signal.source=store", "signal.k=64", "judge.live=never", "judge.gamma=3"]
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, tiny_config: Path) -> Path:
+    """The answered run of a target that is the first one, changed."""
+    folder = tmp_path_factory.mktemp("second")
+    perturbed(load_model("first", str(tiny_target)), 0.05).save_pretrained(folder / "target")
+    load_tokenizer(str(tiny_target)).save_pretrained(folder / "target")
+    overrides = [*ASKED, "name=second", f"output={folder}", f"target.path={folder / 'target'}"]
+    assert respond_command.run(tiny_config, overrides) is not None
+    return folder / "second"
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
+    """The answered run of the first target, to be copied."""
+    folder = tmp_path_factory.mktemp("first")
+    assert respond_command.run(tiny_config, [*ASKED, "name=both", f"output={folder}"]) is not None
+    return folder / "both"
+
+
+def trained(tiny_config: Path, first: Path, to: Path, *overrides: str) -> int:
+    shutil.copytree(first, to / "both")
+    return train.main([str(tiny_config), *ASKED, "name=both", f"output={to}", *overrides])
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_draft_of_two_targets_has_a_row_for_each_and_is_picked_by_both(
+    tiny_config: Path, first: Path, second: Path, tmp_path: Path
+) -> None:
+    others = f"target.others=[{{run: {second}, weight: 3}}]"
+    assert trained(tiny_config, first, tmp_path / "two", others, "train.steps=24", "judge.every=12") == 0
+    assert trained(tiny_config, first, tmp_path / "one", "train.steps=24", "judge.every=12") == 0
+    verdict, alone = (load_verdict(tmp_path / name / "both") for name in ("two", "one"))
+    assert alone.targets == []
+    (row,) = verdict.targets
+    assert (row.target, row.weight, row.prompts) == (str(second.parent / "target"), 3.0, 10)
+    assert row.alpha_gain.gain > 0.02
+    assert row.tau > row.baseline_tau
+    assert row.target in verdict.sentence
+    best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
+    assert best.score == pytest.approx((best.tau + 3 * row.tau) / 4)
+    # Half of what the first target taught went to the second.
+    assert verdict.best.alpha < alone.best.alpha
+    report_command(tmp_path / "two" / "both")
+    for page in ("report.html", "report.md"):
+        assert "ther targets" in (tmp_path / "two" / "both" / page).read_text(encoding="utf-8")
+
+
+def test_every_sequence_learns_from_its_own_target() -> None:
+    config = run_config(
+        Path("unused"), target={"others": [{"run": "other", "weight": 3}]}, signal={"source": "store"}, train={"batch_size": 8}
+    )  # fmt: skip
+    own, other = as_examples(examples_of([6, 7, 8, 9, 10])), as_examples(examples_of([11, 12, 13, 14], seed=1))
+    source = BatchSource(config, own, 0, 0, 1, others=[(3.0, other)])
+    windows = [batch for step in range(6) for batch in source.micro_batches(step)]
+    numbers = np.array([number for batch in windows for number in batch.indices])
+    assert set(numbers.tolist()) == set(range(9))
+    assert (numbers >= 5).mean() == pytest.approx(3 / 4)
+
+    class Told:
+        """A store whose example i says `base + i`."""
+
+        kind = "topk"
+
+        def __init__(self, base: int, lengths: Any) -> None:
+            self.base, self.lengths = base, lengths
+
+        def read(self, indices: list[int]) -> TopKSignal:
+            parts = [
+                TopKSignal(torch.full((int(self.lengths[i]), 2), self.base + i), torch.zeros(int(self.lengths[i]), 2), torch.zeros(int(self.lengths[i])))
+                for i in indices
+            ]  # fmt: skip
+            return join_topk(parts, 2)
+
+    teacher = JoinedTeacher([Told(100, own.predicted_N), Told(200, other.predicted_N)], [5, 4], 2)  # type: ignore[list-item]
+    for batch in windows:
+        said = teacher.signal(batch)
+        told = [100 + number if number < 5 else 200 + number - 5 for number in batch.indices]
+        counts = torch.bincount(batch.rows_R // batch.input_ids_BT.shape[1], minlength=len(batch.indices))
+        assert said.ids_RK[:, 0].tolist() == torch.repeat_interleave(torch.tensor(told), counts).tolist()
+
+
+@pytest.mark.usefixtures("without_verdict")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["target.others=[{run: SECOND}]", "signal.source=online"], "signal.source: store"),
+        (["target.others=[{run: nowhere}]"], "no run that was answered"),
+        (["target.others=[{run: SECOND, weight: 0}]"], "target.others.0.weight"),
+        (["target.others=[{run: SECOND}]", "loss.temperature=2"], "loss.temperature is 1.0 there and 2.0 here"),
+        (["target.others=[{run: SECOND}]", "serving.temperature=0.5"], "serving.temperature is 0.7 there and 0.5 here"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    tiny_config: Path, second: Path, tmp_path: Path, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [word.replace("SECOND", str(second)) for word in overrides]
+    assert train.main([str(tiny_config), *ASKED, "name=both", f"output={tmp_path}", *asked]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.usefixtures("without_verdict")
+@pytest.mark.parametrize(
+    ("key", "said"), [("target/tokenizer.json", "another tokenizer"), ("second/target.json", "vocabulary rows")]
+)
+def test_a_target_of_another_family_is_refused(
+    tiny_config: Path,
+    first: Path,
+    second: Path,
+    tmp_path: Path,
+    key: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(second.parent, other)
+    for name in ("config.yaml", "target.json"):
+        path = other / "second" / name
+        path.write_text(path.read_text().replace(str(second.parent), str(other)))
+    path = other / key
+    tree = json.loads(path.read_text())
+    if key == "second/target.json":
+        tree["vocab_rows"] -= 1
+    else:
+        vocabulary = tree["model"]["vocab"]
+        one, two = sorted(vocabulary)[-2:]
+        vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    path.write_text(json.dumps(tree))
+    others = f"target.others=[{{run: {other / 'second'}}}]"
+    assert trained(tiny_config, first, tmp_path / "run", others) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_one_run_holds_out_the_other_may_not_train_on() -> None:
+    from distill.run.others import _require_apart
+
+    def prompts(*numbers: int) -> list[Any]:
+        return [SimpleNamespace(prompt_ids=(number,)) for number in numbers]
+
+    _require_apart("target.others.0.run", (prompts(1, 2), prompts(3)), (prompts(1, 4), prompts(3)))
+    for own, other, whose in (
+        ((prompts(1, 2), prompts(3)), (prompts(4), prompts(2)), "this run trains on 1"),
+        ((prompts(1), prompts(3)), (prompts(3), prompts(5)), "that run trains on 1"),
+    ):
+        with pytest.raises(UserError, match=whose):
+            _require_apart("target.others.0.run", own, other)
