@@ -30,7 +30,8 @@ from rich.table import Table
 from yardstick import Recipe, examples_of, respond, train_ours
 
 from data.files import write_json
-from distill.config.sections import JudgeConfig, TargetConfig
+from distill.config.sections import JudgeConfig
+from distill.config.target import TargetConfig
 from distill.faults import exit_status
 from distill.models.carving import carve
 from distill.models.draft import load_draft

@@ -17,10 +17,10 @@ from distill.config.sections import (
     ServingConfig,
     SignalConfig,
     StudentConfig,
-    TargetConfig,
     TrackingConfig,
     TrainConfig,
 )
+from distill.config.target import TargetConfig
 from speculative.rules.rule import Rule, draft_draws
 
 # Objective by engine rule when loss.name is null, by the rule of docs/objectives.md: a certain gain on two of three pairs, no loss.

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from distill.config.command_line import run_program
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.faults import exit_status
 from distill.live.house_decoding import REASONS, HouseEngine, Job
 from distill.models.draft import load_draft

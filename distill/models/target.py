@@ -16,7 +16,7 @@ from data.files import write_json
 from data.responses.chat import ChatTarget
 from data.responses.endpoint import EndpointTarget
 from distill.config.layout import RESPONSES, SERVED, TARGET_FACTS
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.models.load import (
     dtype_of,
     find_model,

@@ -100,6 +100,7 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
         checkpoints=[record.without_sums() for record in checkpoints],
         self_checks=self_checks,
         domains=best.domains,
+        targets=[],
         repetition=repeated,
         pays_off=pays,
         outcome=outcome,

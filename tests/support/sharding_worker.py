@@ -29,7 +29,8 @@ from tiny_training import (
 from data.batches.collate import Example, collate
 from distill import train
 from distill.config.run import RunConfig
-from distill.config.sections import ParallelConfig, TargetConfig
+from distill.config.sections import ParallelConfig
+from distill.config.target import TargetConfig
 from distill.loss.definitions import Objective
 from distill.models.mask_token import give_mask_token
 from distill.models.student import add_lora

@@ -17,7 +17,7 @@ from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
 from distill.commands.output import check_writable, write_asked
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.faults import Interrupted
 from distill.models.draft import cast_weights, load_draft
 from distill.models.target import Target

@@ -26,7 +26,7 @@ from distill.commands.probe.screen import (
     overall_sentence,
     ways_sentence,
 )
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.models.draft import as_exported, read_draft
 from distill.models.load import model_fingerprint, resolve, saved_dtype
 from distill.models.target import Target

@@ -33,7 +33,7 @@ from data.signals.store import ENTRY, INDEX, SignalStore
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.models.target import Target, TargetFacts
 from distill.respond import main, run
 from distill.run import session as session_module

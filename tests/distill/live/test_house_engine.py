@@ -15,7 +15,7 @@ from house_server import running_house
 from data.responses.engine_client import counters_of
 from data.responses.engine_counts import read_counts
 from data.traffic.reader import read_traffic
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.live.house_decoding import HouseEngine
 from distill.models.draft import load_draft
 from distill.models.target import Target

@@ -19,7 +19,7 @@ from processes import free_port
 from safetensors.torch import load_file, save_file
 from traffic_log import record_of, write_log
 
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.live.house_decoding import HouseEngine
 from distill.live.loop.account import LoopResult, account, told_alarm
 from distill.live.loop.clients import CONSTRAINED_EVERY, Clients

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer, write_target
 
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import decode

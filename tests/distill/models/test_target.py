@@ -9,7 +9,7 @@ from accelerate import PartialState
 from tiny_training import write_prompts, write_target
 
 from distill.config.run import RunConfig
-from distill.config.sections import TargetConfig
+from distill.config.target import TargetConfig
 from distill.models.load import _refuse_offloaded
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
