@@ -26,7 +26,7 @@ OWN_STYLE = "bold yellow"
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """Target alone, baseline and best draft side by side."""
+    """What could be run, side by side: the target alone, the drafts, what costs no training."""
     table = screen_table(
         f"{verdict.prompts} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}, gamma {verdict.gamma}",
         ("draft", "alpha", "tau", "accepted\n/drafted", "tokens/s", "speed"),
@@ -40,7 +40,8 @@ def verdict_table(verdict: Verdict) -> Table:
         table.add_row(
             "target alone", "", "1.00", "", f"{alone:.0f}", "1.00x", style="bold" if verdict.run == "target" else ""
         )
-    for name, key in (("undistilled", "baseline"), ("served today", "served"), ("distilled", "best")):
+    judged = "distilled" if verdict.baseline is not None else "the draft"
+    for name, key in (("undistilled", "baseline"), ("served today", "served"), (judged, "best")):
         row = getattr(verdict, key)
         if row is None:
             continue
