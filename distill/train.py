@@ -27,7 +27,7 @@ from distill.report.wandb_panels import log_result
 from distill.run import checkpoint
 from distill.run.checkpoint import resume_point
 from distill.run.folder import claim_folder
-from distill.run.others import OtherTarget, open_others
+from distill.run.others import OtherTarget, open_others, require_unchanged
 from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
@@ -111,13 +111,17 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         train, told = with_synthetic(config, dated, sets.train, stores, context, accelerator)
         rows = stores.training(train) if wanted else None  # on-policy alone trains on nothing of them
         heldout = stores.heldout_by_rule(sets.heldout)
-        others = open_others(config, accelerator, target, sets.train, sets.heldout, context)
+        others = open_others(config, accelerator, target, train, sets.heldout, context)
     if student is None:
         student = first_student(config, accelerator, target, rows or (), prompts)
     provenance = describe_run(config.seed) | {
         "target": config.target.path, "target_fingerprint": target.facts.fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer), "sampling": settings.sampling.as_dict(),
     } | ({"synthetic_prompts": told} if told else {})  # fmt: skip
+    if others:
+        provenance["other_targets"] = [one.told() for one in others]
+        if accelerator.is_main_process:
+            require_unchanged(config, provenance["other_targets"])
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
     judge = DraftJudge(
         config.judge, judged_at, accelerator, target, heldout, drafting, [(one.weight, one.heldout) for one in others]

@@ -1,20 +1,24 @@
 """Other targets that one draft learns from: runs of their own, answered and stored before, of one tokenizer and one way of serving."""
 
-from collections.abc import Collection
+import hashlib
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from data.batches.examples import Examples
 from data.responses.rendered import RenderedPrompt
-from distill.config.layout import CONFIG, TARGET_FACTS
+from distill.config.layout import CONFIG, PROVENANCE, TARGET_FACTS
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import run_context
 from distill.models.target import Target
+from distill.run.checkpoint import resume_point
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
 from distill.run.session import dated_tokenizer
@@ -24,7 +28,7 @@ from speculative.evaluate import HeldoutResponse
 
 # Keys of the config that both runs must have alike: the draft is served one way, and one objective reads all signals.
 ALIKE = (
-    "serving.temperature", "serving.top_p", "serving.top_k", "serving.min_p", "serving.max_tokens", "judge.rule", "signal.kind", "signal.k",
+    "serving.temperature", "serving.top_p", "serving.top_k", "serving.min_p", "serving.max_tokens", "signal.kind", "signal.k",
     "signal.samples", "loss.temperature", "loss.prompt_weight",
 )  # fmt: skip
 
@@ -40,6 +44,15 @@ class OtherTarget:
     examples: Examples
     heldout: list[HeldoutResponse]
 
+    def told(self) -> dict[str, Any]:
+        """What a run that learned from it says of it: which target, what share, and a hash of all that it answered."""
+        digest = hashlib.sha256(self.examples.keys_N.tobytes())
+        digest.update(json.dumps([(one.prompt_ids, one.response_ids) for one in self.heldout]).encode())
+        return {
+            "target": self.name, "target_fingerprint": self.target.facts.fingerprint, "weight": self.weight,
+            "responses": digest.hexdigest()[:16],
+        }  # fmt: skip
+
 
 def open_others(
     config: RunConfig,
@@ -54,10 +67,11 @@ def open_others(
     ``train``, ``heldout``: the run's own prompts.
 
     Raises:
-        UserError: no run there, or one not answered; of another tokenizer, vocabulary or way of serving; one run trains on what the other
-            holds out; a sequence longer than ``context``.
+        UserError: no run there, or one not answered; of another tokenizer, vocabulary or way of serving; a target named twice; one run
+            trains on what the other holds out; a sequence longer than ``context``.
     """
-    found = []
+    found: list[OtherTarget] = []
+    known = {target.facts.fingerprint: "this run"}
     for number, other in enumerate(config.target.others):
         key, folder = f"target.others.{number}.run", Path(other.run)
         if not (folder / TARGET_FACTS).exists():
@@ -67,7 +81,14 @@ def open_others(
             )
         own = load_config(folder / CONFIG).model_copy(update={"output": str(folder.parent), "name": folder.name})
         _require_alike(config, own, key)
-        one = Target(own.target, torch.device("cpu"), folder, f"{key}: target.path")
+        # Its store is read here, whoever speaks when that run itself is trained.
+        own = own.model_copy(update={"signal": config.signal})
+        one = Target(own.target, accelerator.device, folder, f"{key}: target.path")
+        if one.facts.fingerprint in known:
+            raise UserError(
+                f"{key} {folder}: {own.target.path} is the target of {known[one.facts.fingerprint]} too; name each target once"
+            )
+        known[one.facts.fingerprint] = key
         if tokenizer_fingerprint(one.tokenizer) != tokenizer_fingerprint(target.tokenizer):
             raise UserError(f"{key} {folder}: {own.target.path} has another tokenizer than {config.target.path}")
         if one.facts.vocab_rows != target.facts.vocab_rows:
@@ -78,25 +99,51 @@ def open_others(
         sets = load_prompts(
             own.data, tokenizer, limit, own.serving.max_tokens, own.judge.prompts, run=folder, accelerator=accelerator
         )  # fmt: skip
-        _require_apart(key, (train, heldout), (sets.train, sets.heldout))
-        stores = RunStores(own, accelerator, one)
+        stores = RunStores(own, accelerator, one, answers=False)
         prompts, _ = with_synthetic(own, tokenizer, sets.train, stores, limit, accelerator)
-        examples = stores.training(prompts).examples
-        if len(examples) and (longest := int(examples.lengths_N.max())) > context:
-            raise UserError(f"{key} {folder}: a sequence of {longest} tokens; this run's pair takes {context}")
-        found.append(
-            OtherTarget(
-                own.target.path, other.weight, own, one, examples, stores.heldout(sets.heldout, config.judge_rule)
+        _require_apart(key, (train, heldout), (prompts, sets.heldout))
+        examples, text = stores.training(prompts).examples, stores.heldout(sets.heldout, config.judge_rule)
+        longest = max((len(said.prompt_ids) + len(said.response_ids) for said in text), default=0)
+        longest = max(longest, int(examples.lengths_N.max(initial=0)))
+        if longest > context:
+            raise UserError(
+                f"{key} {folder}: a sequence of {longest} tokens; this run's pair takes {context}: answer there with data.context_length: "
+                f"{context}"
             )
-        )
+        found.append(OtherTarget(own.target.path, other.weight, own, one, examples, text))
         one.release()
     return found
 
 
+def require_unchanged(config: RunConfig, told: Sequence[dict[str, Any]]) -> None:
+    """Refuses to go on from a checkpoint that learned from other answers of the other targets: numbers and scores would change meaning.
+
+    ``told``: `OtherTarget.told` of each. The main process calls it.
+
+    Raises:
+        UserError: they have answered anew, or the checkpoint does not say what it learned from.
+    """
+    checkpoint = resume_point(config.folder)[1]
+    if checkpoint is None:
+        return
+    path = checkpoint / PROVENANCE
+    try:
+        before = json.loads(path.read_text(encoding="utf-8")).get("other_targets", [])
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read, so nothing tells what was learned from; delete {checkpoint}"
+        ) from error
+    for number, (then, now) in enumerate(zip(before, told, strict=False)):
+        if then != now:
+            raise UserError(
+                f"target.others.{number}.run {config.target.others[number].run}: its responses are no longer those that {checkpoint} learned "
+                "from; choose another name=..., or delete that run's checkpoints"
+            )
+
+
 def _require_alike(config: RunConfig, other: RunConfig, key: str) -> None:
-    for name in ALIKE:
-        section, field = name.split(".")
-        ours, theirs = (getattr(getattr(one, section), field) for one in (config, other))
+    pairs = {name: [attrgetter(name)(one) for one in (config, other)] for name in ALIKE}
+    for name, (ours, theirs) in (pairs | {"judge.rule": [config.judge_rule, other.judge_rule]}).items():
         if ours != theirs:
             raise UserError(
                 f"{key} {other.folder}: {name} is {theirs} there and {ours} here; one draft needs them alike"
@@ -110,8 +157,9 @@ def _require_apart(
 ) -> None:
     """Raises UserError where one of two runs trains on a prompt that the other holds out."""
     for (trained, _), (_, kept), whose in ((own, other, "this run"), (other, own, "that run")):
-        held_out = {tuple(prompt.prompt_ids) for prompt in kept}
-        both = sum(tuple(prompt.prompt_ids) in held_out for prompt in trained)
+        # Templates may differ between targets, or write the date: the same words are other ids then.
+        ids, words = {tuple(prompt.prompt_ids) for prompt in kept}, {prompt.prompt_id for prompt in kept}
+        both = sum(tuple(prompt.prompt_ids) in ids or prompt.prompt_id in words for prompt in trained)
         if both:
             raise UserError(
                 f"{key}: {whose} trains on {both} prompts that the other holds out; give both the same data"

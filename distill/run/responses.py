@@ -13,13 +13,14 @@ from data.responses.chat import ChatTarget
 from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
-from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, USER_TURNS
+from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, USER_TURNS
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target
 from distill.run.lag import await_seen, await_written
 from speculative.decoder.responses import DecodeSettings
+from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
@@ -37,9 +38,12 @@ def decode_settings(serving: ServingConfig, seed: int, target: Target) -> Decode
 class RunStores:
     """Makes and reads the stores of a run; every rank makes its share."""
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator, target: Target) -> None:
-        """Fingerprints target and tokenizer; nothing is written yet."""
-        self.folder, self.serving = config.folder / RESPONSES, config.serving
+    def __init__(self, config: RunConfig, accelerator: Accelerator, target: Target, *, answers: bool = True) -> None:
+        """Fingerprints target and tokenizer; nothing is written yet.
+
+        ``answers``: whether the target makes what is missing; otherwise that is refused, and nothing is ever written.
+        """
+        self.folder, self.serving, self.answers = config.folder / RESPONSES, config.serving, answers
         self.accelerator, self.target = accelerator, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
         self.kept_top = config.signal.k if config.signal.source == "response_logprobs" else 0
@@ -58,11 +62,10 @@ class RunStores:
         if not self.of_dataset:
             return self._make(TRAINING, prompts, self.settings, self.serving.samples_per_prompt)
         store, size = Store(self.folder / TRAINING), self.serving.shard_size
+        manifest = self.manifest(self.settings) | {"responses": "reference", "prompts": prompts_fingerprint(prompts)}
+        if not self.answers:
+            return self._found(store, manifest, ResponsePlan(prompts, 1, size))
         if self.accelerator.is_main_process:
-            manifest = self.manifest(self.settings) | {
-                "responses": "reference",
-                "prompts": prompts_fingerprint(prompts),
-            }
             store_references(store, manifest, prompts, self.serving.max_tokens, size)
         return self._in_order(store, ResponsePlan(prompts, 1, size))
 
@@ -105,10 +108,12 @@ class RunStores:
         self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int, select: bool = True
     ) -> StoredRows:
         store, manifest = Store(self.folder / name), self.manifest(settings)
+        plan = ResponsePlan(prompts, samples, self.serving.shard_size)
+        if not self.answers:
+            return self._found(store, manifest, plan)
         if self.accelerator.is_main_process:
             store.open(manifest)
         self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it
-        plan = ResponsePlan(prompts, samples, self.serving.shard_size)
         # The main process looks, before the first rank writes.
         (whole,) = broadcast_object_list([bool(store.present(plan.keys).all())])
         if not whole:
@@ -127,6 +132,21 @@ class RunStores:
         if not whole and self.accelerator.is_main_process:
             await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
         return self._in_order(store, plan, select)
+
+    def _found(self, store: Store, manifest: dict[str, Any], plan: ResponsePlan) -> StoredRows:
+        """The plan's rows as an earlier program left them.
+
+        Raises:
+            UserError: they are not all there, or were made with something else.
+        """
+        there = (store.folder / MANIFEST).exists()
+        if there:
+            store.open(manifest)
+        if not there or not store.present(plan.keys).all():
+            raise UserError(
+                f"{store.folder}: not every prompt of that run is answered; run `understudy respond {self.folder.parent / CONFIG}` first"
+            )
+        return self._in_order(store, plan, select=False)
 
     def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
         """The plan's rows, checked and put in its order: to stay so, by the main process, and the others find them so."""

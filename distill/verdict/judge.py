@@ -110,6 +110,8 @@ class DraftJudge:
         """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""
         low, high = record["alpha_ci"]
         averaged = "  (averaged weights)" if record.get("weights") == "ema" else ""
+        if self.others:
+            averaged = f"  score {record['score']:.3f} on {1 + len(self.others)} targets{averaged}"
         start = f"step {record['step']:>5}  {record['rule']}  alpha {record['alpha']:.3f} [{low:.3f}, {high:.3f}]  "
         if not record.get("live", True):
             return f"{start}tau {record['tau']:.2f} at gamma {record['gamma']} by replay{averaged}"

@@ -11,17 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from tiny_models import perturbed
-from tiny_training import examples_of, run_config
+from tiny_training import examples_of, forget_accelerators, run_config
 
 from data.batches.examples import as_examples
 from data.signals.codec import join_topk
 from data.signals.signal import TopKSignal
 from distill import respond as respond_command
 from distill import train
+from distill.config.load import load_config
+from distill.models import target as target_module
 from distill.models.load import load_model, load_tokenizer
+from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.folder import load_verdict
+from distill.run.others import open_others
 from distill.training.batches import BatchSource
 from distill.training.capture import JoinedTeacher
 from speculative.errors import UserError
@@ -55,11 +60,13 @@ def trained(tiny_config: Path, first: Path, to: Path, *overrides: str) -> int:
 
 @pytest.mark.usefixtures("without_figures")
 def test_a_draft_of_two_targets_has_a_row_for_each_and_is_picked_by_both(
-    tiny_config: Path, first: Path, second: Path, tmp_path: Path
+    tiny_config: Path, first: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = f"target.others=[{{run: {second}, weight: 3}}]"
     assert trained(tiny_config, first, tmp_path / "two", others, "train.steps=24", "judge.every=12") == 0
+    shown = capsys.readouterr().out
     assert trained(tiny_config, first, tmp_path / "one", "train.steps=24", "judge.every=12") == 0
+    assert "targets" not in capsys.readouterr().out
     verdict, alone = (load_verdict(tmp_path / name / "both") for name in ("two", "one"))
     assert alone.targets == []
     (row,) = verdict.targets
@@ -69,6 +76,7 @@ def test_a_draft_of_two_targets_has_a_row_for_each_and_is_picked_by_both(
     assert row.target in verdict.sentence
     best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
     assert best.score == pytest.approx((best.tau + 3 * row.tau) / 4)
+    assert f"score {best.score:.3f} on 2 targets" in shown
     # Half of what the first target taught went to the second.
     assert verdict.best.alpha < alone.best.alpha
     report_command(tmp_path / "two" / "both")
@@ -119,12 +127,22 @@ def test_every_sequence_learns_from_its_own_target() -> None:
         (["target.others=[{run: SECOND, weight: 0}]"], "target.others.0.weight"),
         (["target.others=[{run: SECOND}]", "loss.temperature=2"], "loss.temperature is 1.0 there and 2.0 here"),
         (["target.others=[{run: SECOND}]", "serving.temperature=0.5"], "serving.temperature is 0.7 there and 0.5 here"),
+        (["target.others=[{run: SECOND}]", "serving.rule=block"], "judge.rule is sample there and block here"),
+        (["target.others=[{run: SECOND}, {run: SECOND}]"], "is the target of target.others.0.run too"),
+        (["target.others=[{run: OWN}]"], "is the target of this run too"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(
-    tiny_config: Path, second: Path, tmp_path: Path, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    tiny_config: Path,
+    first: Path,
+    second: Path,
+    tmp_path: Path,
+    overrides: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = [word.replace("SECOND", str(second)) for word in overrides]
+    shutil.copytree(first, tmp_path / "own")
+    asked = [word.replace("SECOND", str(second)).replace("OWN", str(tmp_path / "own")) for word in overrides]
     assert train.main([str(tiny_config), *ASKED, "name=both", f"output={tmp_path}", *asked]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -167,8 +185,12 @@ def test_what_one_run_holds_out_the_other_may_not_train_on() -> None:
     from distill.run.others import _require_apart
 
     def prompts(*numbers: int) -> list[Any]:
-        return [SimpleNamespace(prompt_ids=(number,)) for number in numbers]
+        return [SimpleNamespace(prompt_ids=(number,), prompt_id=f"{number}") for number in numbers]
 
+    # Another template: the same words, other ids.
+    other_ids = [SimpleNamespace(prompt_ids=(100,), prompt_id="2")]
+    with pytest.raises(UserError, match="this run trains on 1"):
+        _require_apart("target.others.0.run", (prompts(1, 2), prompts(3)), (prompts(1), other_ids))
     _require_apart("target.others.0.run", (prompts(1, 2), prompts(3)), (prompts(1, 4), prompts(3)))
     for own, other, whose in (
         ((prompts(1, 2), prompts(3)), (prompts(4), prompts(2)), "this run trains on 1"),
@@ -176,3 +198,90 @@ def test_what_one_run_holds_out_the_other_may_not_train_on() -> None:
     ):
         with pytest.raises(UserError, match=whose):
             _require_apart("target.others.0.run", own, other)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if not path.is_dir()}
+
+
+@pytest.mark.usefixtures("without_verdict")
+@pytest.mark.parametrize("lost", ["responses/train/shard-00001.arrow", "responses/heldout"])
+def test_another_run_is_read_as_it_is_and_never_answered_by_this_one(
+    tiny_config: Path, first: Path, second: Path, tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "half"
+    shutil.copytree(second, other)
+    for path in [other / lost] if (other / lost).is_file() else sorted((other / lost).iterdir()):
+        path.unlink()
+    before = files_of(other)
+    assert trained(tiny_config, first, tmp_path, f"target.others=[{{run: {other}}}]") == 2
+    said = capsys.readouterr().err
+    assert "not every prompt of that run is answered" in said
+    assert str(other / "config.yaml") in said
+    assert files_of(other) == before
+
+
+@pytest.mark.usefixtures("without_verdict")
+def test_a_run_does_not_go_on_from_what_it_learned_of_other_answers(
+    tiny_config: Path, first: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "second"
+    shutil.copytree(second, other)
+    asked = (f"target.others=[{{run: {other}, weight: 2}}]", "train.steps=8", "judge.every=4")
+    assert trained(tiny_config, first, tmp_path, *asked) == 0
+    told = json.loads((tmp_path / "both" / "checkpoints" / "step-000004" / "provenance.json").read_text())
+    (named,) = told["other_targets"]
+    assert (named["target"], named["weight"]) == (str(second.parent / "target"), 2.0)
+    assert named["target_fingerprint"] != told["target_fingerprint"]
+    again = [str(tiny_config), *ASKED, "name=both", f"output={tmp_path}", *asked]
+    shutil.rmtree(tmp_path / "both" / "checkpoints" / "step-000008")
+    assert train.main(again) == 0
+    shutil.rmtree(tmp_path / "both" / "checkpoints" / "step-000008")
+    more = [*ASKED, "name=second", f"output={tmp_path}", f"target.path={second.parent / 'target'}"]
+    assert respond_command.run(tiny_config, [*more, "serving.samples_per_prompt=2"]) is not None
+    capsys.readouterr()
+    assert train.main(again) == 2
+    assert "no longer those that" in capsys.readouterr().err
+    (tmp_path / "both" / "checkpoints" / "step-000004" / "provenance.json").write_text("{")
+    assert train.main(again) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_verdict")
+def test_held_out_text_that_the_draft_has_no_room_for_is_refused(
+    tiny_config: Path, first: Path, second: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(second.parent / "target", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 512}))
+    words = " ".join(f"word{number}" for number in range(100))
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": f"{n} {words}"}) + "\n" for n in range(3)))
+    overrides = [f"target.path={tmp_path / 'target'}", f"data.heldout=[{{path: {tmp_path / 'long.jsonl'}}}]"]
+    overrides += ["data.max_prompt_tokens=480", "name=long", f"output={tmp_path}"]
+    assert respond_command.run(tiny_config, [*ASKED, *overrides]) is not None
+    assert trained(tiny_config, first, tmp_path, f"target.others=[{{run: {tmp_path / 'long'}}}]") == 2
+    assert "this run's pair takes 128" in capsys.readouterr().err
+
+
+def test_what_was_answered_on_a_gpu_is_known_on_one_without_the_weights(
+    first: Path, second: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(second, tmp_path / "second")
+    path = tmp_path / "second" / "target.json"
+    facts = json.loads(path.read_text())
+    facts["asked"]["device"] = "cuda"
+    path.write_text(json.dumps(facts))
+    config = load_config(first / "config.yaml", [f"target.others=[{{run: {tmp_path / 'second'}}}]"])
+    own = Target(config.target, torch.device("cpu"), first)
+    forget_accelerators()
+    PartialState(cpu=True)
+    gpu: Any = SimpleNamespace(
+        device=torch.device("cuda"), is_main_process=True, num_processes=1, process_index=0, wait_for_everyone=lambda: None
+    )  # fmt: skip
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights are loaded")
+
+    monkeypatch.setattr(target_module, "load_model", loaded)
+    (found,) = open_others(config, gpu, own, (), (), 128)
+    assert (len(found.heldout), found.target.in_memory) == (10, False)
