@@ -109,7 +109,7 @@ class StoredTeacher:
 
     def read_ahead(self, windows: Sequence[Batch]) -> None:
         """Reads what the next micro-batches will ask for; another thread may do it. What was read before and not taken is dropped."""
-        self._read = {batch.indices: self.store.read(batch.indices) for batch in windows}
+        self._read = {batch.indices: self._stored(batch.indices) for batch in windows}
 
     def signal(self, batch: Batch) -> StoredSignal:
         """The stored distributions at the rows of a micro-batch, on its device.
@@ -118,24 +118,26 @@ class StoredTeacher:
             UserError: an example whose signal is missing or damaged.
         """
         signal = self._read.pop(batch.indices, None)
-        return (signal or self.store.read(batch.indices)).to(batch.rows_R.device)
+        return (signal or self._stored(batch.indices)).to(batch.rows_R.device)
+
+    def _stored(self, indices: Sequence[int]) -> StoredSignal:
+        return self.store.read(indices)
 
 
-class JoinedTeacher:
+class JoinedTeacher(StoredTeacher):
     """Several targets, each from its store: the examples of the second are numbered behind those of the first."""
 
     def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int], entries: int) -> None:
         """``stores``: open, all of one kind and ``entries`` (k of topk); ``counts``: the examples of each."""
+        super().__init__(stores[0])
         self.stores, self.entries, self._ends_S = stores, entries, np.cumsum(counts)
 
-    def signal(self, batch: Batch) -> StoredSignal:
-        """As `StoredTeacher.signal`."""
+    def _stored(self, indices: Sequence[int]) -> StoredSignal:
         parts: list[Any] = []
-        for index in batch.indices:
+        for index in indices:
             place = int(np.searchsorted(self._ends_S, index, side="right"))
             parts.append(self.stores[place].read([index - int(self._ends_S[place - 1] if place else 0)]))
-        joined = join_topk(parts, self.entries) if self.stores[0].kind == "topk" else join_sampled(parts)
-        return joined.to(batch.rows_R.device)
+        return join_topk(parts, self.entries) if self.stores[0].kind == "topk" else join_sampled(parts)
 
 
 class CapturingTeacher(StoredTeacher):

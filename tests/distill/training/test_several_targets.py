@@ -116,6 +116,10 @@ def test_every_sequence_learns_from_its_own_target() -> None:
         told = [100 + number if number < 5 else 200 + number - 5 for number in batch.indices]
         counts = torch.bincount(batch.rows_R // batch.input_ids_BT.shape[1], minlength=len(batch.indices))
         assert said.ids_RK[:, 0].tolist() == torch.repeat_interleave(torch.tensor(told), counts).tolist()
+    teacher.read_ahead(windows[:2])
+    teacher.stores = ()
+    for batch in windows[:2]:
+        assert len(teacher.signal(batch).ids_RK) == len(batch.rows_R)
 
 
 @pytest.mark.usefixtures("without_verdict")
