@@ -62,7 +62,7 @@ def open_others(
     heldout: Collection[RenderedPrompt],
     context: int,
 ) -> list[OtherTarget]:
-    """What `target.others` name, in their order; all ranks call it. Their weights are not loaded where everything is answered.
+    """What `target.others` name, in their order; all ranks call it. Their weights are never loaded, and nothing is written there.
 
     ``train``, ``heldout``: the run's own prompts.
 
