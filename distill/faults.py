@@ -89,7 +89,8 @@ def exit_status(error: BaseException, trackers: Iterable[Any] = ()) -> int:
 def _end_rank(text: str, status: int, trackers: Iterable[Any], witness: bool) -> NoReturn:
     """Says why and leaves, for the launcher to end the other ranks. `witness`: another rank was the first to fail."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text + "\n")  # in one piece: print would leave its newline to mix with another rank's line
+        sys.stderr.flush()
         report = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if report and not witness:
             # torchrun ends with a table of its own, and calls the first failure in it, by whole seconds, the root cause.

@@ -47,7 +47,8 @@ class Tracker:
     def finish(self) -> None:
         if self.stuck:
             time.sleep(60)
-        print("tracker finished", file=sys.stderr, flush=True)
+        sys.stderr.write("tracker finished\n")
+        sys.stderr.flush()
 
 
 class BrokenTracker:
@@ -63,8 +64,9 @@ def _fails_with_trackers(rank: int, folder: Path) -> None:
 
 
 def test_trackers_are_finished_behind_the_line_and_hold_nobody(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # each write is a call of its own, between which the other rank's may come
     assert rank_statuses(_fails_with_trackers, tmp_path, limit=20) == [2, 2]
     assert sorted(capfd.readouterr().err.splitlines()) == ["tracker finished"] * 2 + ["understudy: mend it"] * 2
     with pytest.raises(ZeroDivisionError):
