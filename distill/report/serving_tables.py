@@ -80,6 +80,7 @@ def _load(result: Result) -> Section | None:
     verdict = result.verdict
     if not verdict.load:
         return None
+    names = labels_of(result) | {"target": "the target alone", "best": "the draft"}
     rows = [
         [
             Cell(str(row.concurrency)),
@@ -88,11 +89,19 @@ def _load(result: Result) -> Section | None:
             Cell(number(row.tokens_per_second, 0), strong=row.speed_up > 1.0),
             Cell(times(row.speed_up), interval(row.speed_up_ci, 2), "plain is faster" if row.speed_up < 1.0 else ""),
             Cell(times(row.predicted)),
+            *(
+                Cell(
+                    times(one.speed_up), f"{interval(one.speed_up_ci, 2)} gamma {one.gamma}", strong=one.name == row.run
+                )
+                for one in row.rivals
+            ),
+            *([Cell(names.get(row.run, row.run))] if row.run else []),
         ]
         for row in verdict.load
     ]
-    columns = ("concurrent requests", "best gamma", "tokens/s alone", "with the draft", "speed-up", "predicted")
-    return Section("load", "Under load", load_lines(verdict), [Table(columns, rows)])
+    columns = ["concurrent requests", "best gamma", "tokens/s alone", "with the draft", "speed-up", "predicted"]
+    columns += [one.name for one in verdict.load[0].rivals] + (["run"] if verdict.load[0].run else [])
+    return Section("load", "Under load", load_lines(verdict), [Table(tuple(columns), rows)])
 
 
 def load_lines(verdict: Verdict) -> list[str]:
@@ -101,6 +110,11 @@ def load_lines(verdict: Verdict) -> list[str]:
         "Requests decoded at once, every row taken, prefill aside; tokens/s are of all of them together. The gamma is the best one at that "
         "load by prediction, which rests on the steps of both models and on tau of the held-out text."
     ]
+    if verdict.load[0].run:
+        lines.append(
+            "What to run is the fastest of what is certainly faster than the target alone there; prompt lookup's sizes and gammas are those "
+            "that take the fewest target steps at that load."
+        )
     most = max(row.concurrency for row in verdict.load)
     wins = verdict.plain_wins_from
     if wins is None:

@@ -272,6 +272,17 @@ class Latency(Record):
     per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
 
 
+class LoadRival(Record):
+    """What else could be run at one load, measured as the draft is. Sizes and gammas are those of the fewest target steps there."""
+
+    name: str = Field(description="`prompt lookup` or `lookup + draft`")
+    gamma: int = Field(description="tokens it proposes at most")
+    ngrams: tuple[int, int] = Field(description="(longest, shortest) n-gram that is looked up")
+    then_gamma: int | None = Field(None, description="drafted tokens where nothing was found; null: no draft behind it")
+    speed_up: float = Field(description="measured, over plain decoding at the same load")
+    speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null: too few prompts")
+
+
 class LoadRow(Record):
     """Decoding with the best draft and without at one load, every row taken, prefill aside."""
 
@@ -282,6 +293,11 @@ class LoadRow(Record):
     predicted: float = Field(description="by `roofline` and tau of `replay`")
     plain_tokens_per_second: float = Field(description="of all requests together, without a draft")
     tokens_per_second: float = Field(description="with the draft: `speed_up` times that")
+    rivals: list[LoadRival] = Field([], description="prompt lookup, and lookup before the draft, at this load")
+    run: str | None = Field(
+        None,
+        description="the fastest here of what is certainly faster than plain: `best`, a rival's name; else `target`",
+    )
 
 
 class Roofline(Record):

@@ -62,7 +62,7 @@ class Evidence:
     """The last contestant is the one in question.
 
     texts, scores: by the rule that the frozen text is for, the run's own first; scores by contestant then. Scores and costs
-    have `others` too: see `Field`.
+    have `others` too: see `Field`. history: what the target answered to other prompts under the run's own rule.
     judged: by contestant, live or by replay alone.
     responses: of the live run of the last contestant. contest: speeds at batch 1; costs: by contestant. None where the
     target's weights are not here.
@@ -78,6 +78,7 @@ class Evidence:
     contest: Contest | None = None
     costs: Mapping[str, StepCosts] | None = None
     others: tuple[Contestant, ...] = ()
+    history: Sequence[StoredText] = ()
 
     @property
     def rule(self) -> Rule:
@@ -205,7 +206,17 @@ def gather(
     with cpu_threads(judging.speed_threads):
         contest = hold(judging, settings, target.model, entrants, contestants[-1].name, frozen)
     return Evidence(
-        judging, settings, contestants, texts, field.scores, judged, responses, contest, field.costs, field.others
+        judging,
+        settings,
+        contestants,
+        texts,
+        field.scores,
+        judged,
+        responses,
+        contest,
+        field.costs,
+        field.others,
+        history,
     )
 
 

@@ -1,22 +1,37 @@
-"""The verdict under load: the draft in question timed beside plain decoding at each of judge.load."""
+"""The verdict under load: the draft in question, and what is free, timed beside plain decoding at each of judge.load."""
 
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.run.verdict_record import LoadRow, Roofline, Verdict
-from distill.verdict.evidence import Evidence, cpu_threads, typical_length
+from distill.run.verdict_record import LoadRival, LoadRow, Roofline, Verdict
+from distill.verdict.contest import LOOKUP, TOGETHER, TUNED_ON
+from distill.verdict.evidence import BEST, Evidence, cpu_threads, typical_length
 from speculative.decode import context_of
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import Drafter
+from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.parallel import model_drafter
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.full_batch import TIMED_BLOCKS, full_batch_seconds
 from speculative.measure.intervals import sum_by_prompt
-from speculative.measure.load import LoadCurve, fit_roofline, loaded_speed
+from speculative.measure.load import LoadCurve, LoadedSpeed, fit_roofline, loaded_speed
+from speculative.measure.race import ALONE
 from speculative.measure.replay import expected_blocks_of, law_of
+from speculative.measure.rival_replay import (
+    cascade_blocks,
+    certain_blocks,
+    kept_by_lookup,
+    tuned_cascade,
+    tuned_lookup,
+)
 from speculative.measure.token_scores import scored_gammas
 
 MOST_GAMMA = 16
@@ -31,32 +46,39 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
     """The verdict with `load`, `plain_wins_from` and `roofline`; as it is where judge.load is empty.
 
     Two passes over the loads: the steps of both models, which give the roofline and, with replay's tau on all held-out
-    prompts, each load's best gamma; then blocks at that gamma and plain steps in turn, every row taken. A load that the
-    machine has no memory for is left out with a warning.
+    prompts, each load's best gamma; then blocks at that gamma and plain steps in turn, every row taken, and the same of
+    prompt lookup, alone and before the draft. A load that the machine has no memory for is left out with a warning.
     """
-    judging, settings, draft = evidence.judge, evidence.settings, evidence.best.draft
+    judging, best = evidence.judge, evidence.best
     if not judging.load:
         return verdict
-    drafting = evidence.best.drafting
-    context, _ = context_of(target.model, model_drafter(draft, drafting))
-    texts = [(text.prompt_ids, text.response_ids) for text in evidence.frozen]
+    drafter = functools.partial(model_drafter, best.draft, best.drafting)
+    context, _ = context_of(target.model, drafter())
     with cpu_threads(judging.speed_threads):
-        costs, warnings = _costs_at_loads(target.model, draft, evidence, context)
+        costs, warnings = _costs_at_loads(target.model, best.draft, evidence, context)
         if not costs:
             return verdict.model_copy(update={"warnings": [*verdict.warnings, *warnings]})
         tokens_P, blocks_PG = _sums(evidence, _most_gamma(evidence, context))
         taus = {g: float(tokens_P.sum() / blocks_P.sum()) for g, blocks_P in enumerate(blocks_PG.T, start=1)}
         curve, rows = LoadCurve(fit_roofline(costs), taus), []
-        for load in (one.batch_size for one in costs):
+        for at_load in costs:
+            load = at_load.batch_size
             gamma = curve.best_gamma(load)
             try:
-                at_gamma = settings.under(settings.rule, gamma)
-                seconds = full_batch_seconds(target.model, draft, texts, at_gamma, load, drafting=drafting)
+                found = _timed(target.model, evidence, load, _Way(gamma, drafter, blocks_PG[:, gamma - 1], mixed=False))
+                rivals = [
+                    LoadRival(name=name, **said, **_speed(_timed(target.model, evidence, load, way)))
+                    for name, way, said in _rivals(evidence, at_load, drafter)
+                ]
             except UserError as error:
                 warnings.append(_left_out(load, error))
                 continue
-            found = loaded_speed(load, tokens_P, blocks_PG[:, gamma - 1], *seconds)
-            rows.append(LoadRow(concurrency=load, gamma=gamma, predicted=curve.predicted(load, gamma), **asdict(found)))
+            rows.append(
+                LoadRow(
+                    concurrency=load, gamma=gamma, predicted=curve.predicted(load, gamma), rivals=rivals,
+                    run=_to_run(found, rivals), **asdict(found),
+                )
+            )  # fmt: skip
     measured = {row.concurrency: row.speed_up / row.predicted for row in rows}
     update = {
         "load": rows,
@@ -65,6 +87,59 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
         "warnings": [*verdict.warnings, *warnings],
     }
     return verdict.model_copy(update=update)
+
+
+class _Way(NamedTuple):
+    """A way to decode: blocks_P by prompt at this gamma. mixed: its blocks are of two kinds, found ones and others."""
+
+    gamma: int
+    drafter: Callable[[], Drafter]
+    blocks_P: np.ndarray
+    mixed: bool = True
+
+
+def _timed(target: PreTrainedModel, evidence: Evidence, load: int, way: _Way) -> LoadedSpeed:
+    texts = [(text.prompt_ids, text.response_ids) for text in evidence.frozen]
+    settings = evidence.settings.under(evidence.settings.rule, way.gamma)
+    # A median of two kinds of blocks is of either kind; that of one kind is not moved by a disturbed block.
+    typical = np.mean if way.mixed else np.median
+    plain_T, drafted_T = (
+        typical(blocks_TB, axis=1) for blocks_TB in full_batch_seconds(target, way.drafter, texts, settings, load)
+    )
+    return loaded_speed(load, _by_prompt(evidence, [len(said) for _, said in texts]), way.blocks_P, plain_T, drafted_T)
+
+
+def _rivals(
+    evidence: Evidence, costs: StepCosts, drafter: Callable[[], Drafter]
+) -> Iterator[tuple[str, _Way, dict[str, Any]]]:
+    """Prompt lookup and lookup before the draft, as they are best at this load: (name, how, what is said of it)."""
+    frozen, law = evidence.frozen, law_of(evidence.rule, evidence.settings.sampling)
+    gammas = range(1, max(costs.verify_seconds) + 1)
+    alone = tuned_lookup(evidence.history[:TUNED_ON] or frozen, costs, gammas)
+    sizes = (alone.max_ngram, alone.min_ngram)
+    kept = [kept_by_lookup(text, alone.gamma, *sizes) for text in frozen]
+    blocks_P = _by_prompt(evidence, np.add(*certain_blocks(kept, (alone.gamma,)))[:, 0])
+    yield LOOKUP, _Way(alone.gamma, lambda: PromptLookup(*sizes), blocks_P), {"gamma": alone.gamma, "ngrams": sizes}
+    scores = evidence.own_scores(evidence.best.name)
+    both = tuned_cascade(frozen, scores, law, costs, gammas)
+    pair, then = (both.max_ngram, both.min_ngram), both.then_gamma or both.gamma
+    kept = [kept_by_lookup(text, both.gamma, *pair) for text in frozen]
+    blocks_P = _by_prompt(evidence, np.add(*cascade_blocks(kept, scores, law, (both.gamma,), (then,)))[:, 0])
+    way = _Way(both.gamma, lambda: Cascade(PromptLookup(*pair), drafter(), then_gamma=then), blocks_P)
+    yield TOGETHER, way, {"gamma": both.gamma, "ngrams": pair, "then_gamma": then}
+
+
+def _to_run(draft: LoadedSpeed, rivals: Sequence[LoadRival]) -> str | None:
+    """The fastest of what is certainly faster than plain decoding, the target alone where nothing is; None on too few prompts."""
+    found = {BEST: (draft.speed_up, draft.speed_up_ci)} | {one.name: (one.speed_up, one.speed_up_ci) for one in rivals}
+    if any(interval is None for _, interval in found.values()):
+        return None
+    faster = [name for name, (_, interval) in found.items() if interval is not None and interval[0] > 1.0]
+    return max(faster, key=lambda name: found[name][0], default=ALONE)
+
+
+def _speed(found: LoadedSpeed) -> dict[str, Any]:
+    return {"speed_up": found.speed_up, "speed_up_ci": found.speed_up_ci}
 
 
 def _costs_at_loads(
@@ -97,8 +172,14 @@ def _sums(evidence: Evidence, most: int) -> tuple[np.ndarray, np.ndarray]:
     scores = evidence.own_scores(evidence.best.name)
     law = law_of(evidence.rule, evidence.settings.sampling)
     blocks_NG = expected_blocks_of(scores, law, range(1, most + 1))
-    tokens_P = sum_by_prompt(evidence.keys, np.array([len(own) for own in scores]))
-    return tokens_P, np.stack([sum_by_prompt(evidence.keys, blocks_N) for blocks_N in blocks_NG.T], 1)
+    return _by_prompt(evidence, [len(own) for own in scores]), np.stack(
+        [_by_prompt(evidence, blocks_N) for blocks_N in blocks_NG.T], 1
+    )
+
+
+def _by_prompt(evidence: Evidence, of_response: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(P,) sums over each prompt's responses."""
+    return sum_by_prompt(evidence.keys, np.asarray(of_response))
 
 
 def _most_gamma(evidence: Evidence, context: int | None) -> int:

@@ -1,12 +1,11 @@
-"""Seconds of a block with every row taken, measured in the decoder itself: plain decoding and a draft in turn.
+"""Seconds of a block with every row taken, measured in the decoder itself: plain decoding and a drafter in turn.
 
-Shapes: T turns.
+Shapes: T turns, B timed blocks of a turn.
 """
 
 import contextlib
-import statistics
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 from speculative.decode import Event, context_of, generate
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.drafters.drafter import Drafter
-from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.errors import UserError
 
 Stream = Generator[Event, None, None]
@@ -30,21 +28,20 @@ TIMED_BLOCKS = WARM_UP + BURSTS * BURST
 
 def full_batch_seconds(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    drafter: Callable[[], Drafter],
     texts: Sequence[Text],
     settings: DecodeSettings,
     load: int,
     *,
     turns: int = TURNS,
     seed: int = 0,
-    drafting: Drafting = "autoregressive",
-) -> tuple[list[float], list[float]]:
-    """(seconds of a plain step, seconds of a block at `settings.gamma`), each (T,), with `load` rows taken throughout.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds (T, B) of each timed plain step, and of each block at `settings.gamma`, with `load` rows taken throughout.
 
     A turn decodes from `load` places in the texts, drawn anew for it, as a full server finds its requests: each somewhere
     in its response, long ones more often. Nothing ends there but by `TIMED_BLOCKS` blocks, so no row is ever free. Both
     decode from the same places, a few blocks each in turn, so that a machine that is slow for a while slows both alike; so
-    both hold their caches at once. A turn counts by the median of its blocks, the decoder's own work included.
+    both hold their caches at once. The decoder's own work is included.
 
     Raises:
         UserError: so many rows need more memory than is free, or the context has no room for the blocks.
@@ -52,21 +49,21 @@ def full_batch_seconds(
     endless = replace(settings, eos_ids=(), stop=(), min_tokens=0, fit_context=False)
     plain = replace(endless, gamma=0, max_tokens=TIMED_BLOCKS)
     drafted = replace(endless, max_tokens=TIMED_BLOCKS * (settings.gamma + 1))
-    context, name = context_of(target, model_drafter(draft, drafting))
+    context, name = context_of(target, drafter())
     room = None if context is None else context - drafted.max_tokens
     if room is not None and room < 1:
         raise UserError(
             f"the context of {context} of the {name} has no room for {TIMED_BLOCKS} blocks of {settings.gamma + 1}"
         )
-    rng, seconds = np.random.default_rng(seed), (list[float](), list[float]())
+    rng = np.random.default_rng(seed)
+    seconds: tuple[list[list[float]], list[list[float]]] = ([], [])
     for _ in range(turns):
         prompts = places_in(texts, load, room, rng)
-        drafter = model_drafter(draft, drafting)
-        streams = (_stream(target, None, prompts, plain), _stream(target, drafter, prompts, drafted))
+        streams = (_stream(target, None, prompts, plain), _stream(target, drafter(), prompts, drafted))
         with contextlib.closing(streams[0]), contextlib.closing(streams[1]):
             for own, blocks in zip(seconds, _in_turn(streams, load), strict=True):
-                own.append(statistics.median(blocks))
-    return seconds
+                own.append(blocks)
+    return np.array(seconds[0]), np.array(seconds[1])
 
 
 def _in_turn(streams: tuple[Stream, Stream], load: int) -> tuple[list[float], list[float]]:

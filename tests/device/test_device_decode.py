@@ -231,9 +231,9 @@ def timed(target: Any, draft: Any) -> None:
 
 def filled(target: Any, draft: Any) -> None:
     texts_given = [(list(ids), list(ids)) for _, ids in PROMPTS]
-    full_batch_seconds(target, draft, texts_given, RULES["sample"], 2, turns=1)
+    full_batch_seconds(target, lambda: ModelDrafter(draft), texts_given, RULES["sample"], 2, turns=1)
     captures = len(LEDGER.captures)
-    full_batch_seconds(target, draft, texts_given, RULES["sample"], 2, turns=1)
+    full_batch_seconds(target, lambda: ModelDrafter(draft), texts_given, RULES["sample"], 2, turns=1)
     assert len(LEDGER.captures) == captures  # Both streams, which are open at once, find what they left.
 
 

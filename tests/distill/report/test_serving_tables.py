@@ -63,6 +63,24 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
     assert any("twice as long for 42 tokens" in line for line in section.lines)
 
 
+def test_load_says_what_to_run_where_rivals_were_timed(result: dict[str, Any]) -> None:
+    rows = result["verdict"]["load"]
+    for row, run in zip(rows, ("lookup + draft", "best", "target"), strict=True):
+        row["rivals"] = [
+            {"name": "prompt lookup", "gamma": 8, "ngrams": [3, 1], "speed_up": 1.2, "speed_up_ci": [1.1, 1.3]},
+            {"name": "lookup + draft", "gamma": 8, "ngrams": [4, 2], "then_gamma": 3, "speed_up": 1.6, "speed_up_ci": None},
+        ]  # fmt: skip
+        row["run"] = run
+    section = sections_of(of_verdict(result, load=rows))["load"]
+    (table,) = section.tables
+    assert table.columns[-3:] == ("prompt lookup", "lookup + draft", "run")
+    assert [[cell.text for cell in row[-3:]] for row in table.rows] == [
+        ["1.20x", "1.60x", run] for run in ("lookup + draft", "the draft", "the target alone")
+    ]
+    assert [cell.strong for row in table.rows for cell in row[-3:-1]] == [False, True, False, False, False, False]
+    assert table.rows[0][-3].note == "[1.10, 1.30] gamma 8"
+
+
 @pytest.mark.parametrize(
     ("wins", "said"),
     [

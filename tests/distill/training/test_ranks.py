@@ -66,7 +66,8 @@ def _fails_with_trackers(rank: int, folder: Path) -> None:
 def test_trackers_are_finished_behind_the_line_and_hold_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # each write is a call of its own, between which the other rank's may come
+    # Each write is a call of its own then, and the other rank's may come between two.
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     assert rank_statuses(_fails_with_trackers, tmp_path, limit=20) == [2, 2]
     assert sorted(capfd.readouterr().err.splitlines()) == ["tracker finished"] * 2 + ["understudy: mend it"] * 2
     with pytest.raises(ZeroDivisionError):

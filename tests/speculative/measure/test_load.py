@@ -7,6 +7,7 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import generate
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure import full_batch
 from speculative.measure.cost import StepCosts
@@ -142,9 +143,11 @@ def test_every_row_says_something_in_every_block_that_is_timed(monkeypatch: pyte
 
     monkeypatch.setattr(full_batch, "generate", watched)
     settings = DecodeSettings(gamma=2, eos_ids=tuple(range(25)))
-    plain, drafted = full_batch_seconds(target, perturbed(target), texts, settings, rows, turns=2)
-    assert len(plain) == len(drafted) == 2
-    assert min(plain + drafted) > 0.0
+    draft = perturbed(target)
+    both = full_batch_seconds(target, lambda: ModelDrafter(draft), texts, settings, rows, turns=2)
+    for seconds_TB in both:
+        assert seconds_TB.shape == (2, full_batch.TIMED_BLOCKS - full_batch.WARM_UP)
+        assert seconds_TB.min() > 0.0
     assert [gamma for gamma, _ in said] == [0, 2, 0, 2]
     for _, rows_said in said:
         blocks = np.reshape(rows_said, (full_batch.TIMED_BLOCKS, rows))
@@ -154,4 +157,4 @@ def test_every_row_says_something_in_every_block_that_is_timed(monkeypatch: pyte
 def test_a_context_without_room_for_the_blocks_is_refused() -> None:
     target = tiny_model(max_position_embeddings=64)
     with pytest.raises(UserError, match="has no room for 18 blocks of 6"):
-        full_batch_seconds(target, target, [([1, 2], [3, 4])], DecodeSettings(gamma=5), 2)
+        full_batch_seconds(target, lambda: ModelDrafter(target), [([1, 2], [3, 4])], DecodeSettings(gamma=5), 2)
