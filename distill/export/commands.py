@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from distill.export.facts import EngineFacts
 from distill.export.gguf import converter
+from distill.run.verdict_record import Rival
 
 DRAFT, TARGET = '"$DRAFT"', '"$TARGET"'
 
@@ -110,9 +111,13 @@ def sglang(facts: EngineFacts) -> Start:
 def llama_cpp(facts: EngineFacts) -> Start:
     # Both beside the exported directory, and named after it, so that neither can overwrite the other or the target.
     target_gguf, draft_gguf = '"$DRAFT-target.gguf"', '"$DRAFT.gguf"'
-    words = [
-        f"llama-server -m {target_gguf} -md {draft_gguf} --spec-type draft-simple --spec-draft-n-max {facts.gamma}"
-    ]
+    both = facts.together
+    kinds, gamma = (
+        ("ngram-simple,draft-simple", both.then_gamma or facts.gamma) if both else ("draft-simple", facts.gamma)
+    )
+    words = [f"llama-server -m {target_gguf} -md {draft_gguf} --spec-type {kinds} --spec-draft-n-max {gamma}"]
+    if both:
+        words.append(_ngram_simple(both))
     if facts.draft_context:
         words.append(f"-c {facts.draft_context}")
     notes = [
@@ -128,6 +133,11 @@ def llama_cpp(facts: EngineFacts) -> Start:
         words.append("--samplers 'temperature;top_k;top_p;min_p'")
         notes.append(
             "Its own order truncates before the temperature is applied, and its defaults are .8, top-k 40, top-p .95, min-p .05."
+        )
+    if both:
+        notes.append(
+            f"Prompt lookup stands before the draft, {_timed(both)} in our decoder; `ngram-simple` looks for n-grams of one length alone, "
+            "here the shortest of the measured ones. Builds without a list in --spec-type take one of the two."
         )
     if facts.gamma_by_load:
         notes.append(f"No gamma per batch size. {_most_requests(facts)} (--parallel).")
@@ -208,7 +218,35 @@ def others(facts: EngineFacts) -> list[str]:
         "TabbyAPI: `draft_model: {draft_model_dir: ..., draft_model_name: ...}` in config.yml, both models in an ExLlama format.",
         f"Fireworks: upload both, then `firectl deployment create TARGET --draft-model DRAFT --draft-token-count {gamma}`.",
         "Ollama and LMDeploy have no option for an independent draft, TGI serves none (heads and n-grams only).",
+        *_without_draft(facts),
     ]
+
+
+def _without_draft(facts: EngineFacts) -> list[str]:
+    """How prompt lookup alone is started, at the sizes and gamma that it was timed with."""
+    one = facts.lookup
+    if one is None or one.ngrams is None:
+        return []
+    longest, shortest = one.ngrams
+    ngram = {
+        "method": "ngram", "num_speculative_tokens": one.gamma, "prompt_lookup_max": longest, "prompt_lookup_min": shortest,
+    }  # fmt: skip
+    chained = "; before the draft it is chained by llama.cpp alone (and `understudy generate --drafter cascade`)"
+    return [
+        f"No draft at all, prompt lookup, {_timed(one)} here{chained if facts.together else ''}: vLLM `vllm serve {TARGET} "
+        f"--speculative-config {_json_word(ngram)}`; llama.cpp `--spec-type ngram-simple {_ngram_simple(one)}`; transformers "
+        f"`generate(prompt_lookup_num_tokens={one.gamma}, max_matching_ngram_size={longest})`."
+    ]
+
+
+def _ngram_simple(one: Rival) -> str:
+    assert one.ngrams is not None
+    return f"--spec-ngram-simple-size-n {one.ngrams[1]} --spec-ngram-simple-size-m {one.gamma}"
+
+
+def _timed(one: Rival) -> str:
+    ends = f" [{one.speed_up_ci[0]:.2f}, {one.speed_up_ci[1]:.2f}]" if one.speed_up_ci else ""
+    return f"timed at {one.speed_up:.2f}x{ends} the target alone"
 
 
 def _predicted(facts: EngineFacts, rule: str) -> str:

@@ -19,7 +19,7 @@ from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.commands import others, sampling_fields
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all
-from distill.export.facts import EngineFacts, gather_facts, shorter_context, ways_to_serve
+from distill.export.facts import EngineFacts, gather_facts, lookups_of, shorter_context, ways_to_serve
 from distill.export.load_table import gamma_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
@@ -120,7 +120,7 @@ def export_draft(
             facts = gather_facts(
                 target_side, load_target_side(str(working), trust_remote_code), str(path), token_gamma, taus=taus,
                 measured_rule=verdict.rule if verdict else None, sampling=sampling, one_pass=one_pass,
-                gamma_by_load=tuple(gamma_by_load(verdict, "parallel" if one_pass else "autoregressive")),
+                gamma_by_load=tuple(gamma_by_load(verdict, "parallel" if one_pass else "autoregressive")), **lookups_of(verdict),
             )  # fmt: skip
             engines = check_all(facts)
             serving = {

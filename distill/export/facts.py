@@ -10,7 +10,7 @@ from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
-from distill.run.verdict_record import WAYS, Drafting, Verdict, drafting_to_serve
+from distill.run.verdict_record import LOOKUP, TOGETHER, WAYS, Drafting, Rival, Verdict, drafting_to_serve
 from speculative.engine.models import max_positions
 from speculative.engine.parallel import mask_token_of
 from speculative.measure.load import MOST_LOAD
@@ -61,6 +61,8 @@ class EngineFacts:
     taus: Mapping[str, float] = field(default_factory=dict)
     gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
     one_pass: OnePass | None = None
+    lookup: Rival | None = None  # prompt lookup without a draft, as it was timed beside it
+    together: Rival | None = None  # prompt lookup before the draft, where the run found that to be what to run
 
     @property
     def sampled(self) -> bool:
@@ -97,6 +99,16 @@ def ways_to_serve(
     if mask_token is None or way != "parallel":
         return *single, None
     return *single, OnePass(mask_token, *known["parallel"])
+
+
+def lookups_of(verdict: Verdict | None) -> dict[str, Rival]:
+    """The fields `lookup` and `together` that a verdict has something for."""
+    timed = {rival.name: rival for rival in verdict.rivals if rival.ngrams} if verdict else {}
+    found = {
+        "lookup": timed.get(LOOKUP),
+        "together": timed.get(TOGETHER) if verdict and verdict.run == TOGETHER else None,
+    }
+    return {name: rival for name, rival in found.items() if rival is not None}
 
 
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, **served: Any) -> EngineFacts:

@@ -15,6 +15,8 @@ Certain = Literal["gain", "loss", "none"]
 Drafting = Literal["autoregressive", "parallel"]
 # What a draft that can draft both ways is called among the rivals, drafting the way that is not the best's.
 WAYS: dict[Drafting, str] = {"autoregressive": "token by token", "parallel": "one pass a block"}
+# What needs no training, in every contest: prompt lookup, past responses looked up in, lookup before the draft.
+LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
 Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
 
 

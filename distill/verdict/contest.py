@@ -11,6 +11,7 @@ from rich.progress import track
 from transformers import PreTrainedModel
 
 from distill.config.sections import JudgeConfig
+from distill.run.verdict_record import LOOKUP, PAST, TOGETHER
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter
@@ -35,7 +36,6 @@ from speculative.measure.rival_replay import (
 )
 from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 
-LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
 # Past responses that things are looked up in, at most: about as many as an engine keeps.
 MOST_PAST = 10_000
 # Training responses that prompt lookup is tuned on: more change nothing but the time it takes.

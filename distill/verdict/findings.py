@@ -11,7 +11,7 @@ import torch
 from distill.config.layout import EXPORT, best_student
 from distill.export.commands import with_places
 from distill.export.engines import check_all
-from distill.export.facts import gather_facts, ways_to_serve
+from distill.export.facts import gather_facts, lookups_of, ways_to_serve
 from distill.models.target import Target, load_target_side
 from distill.run.result import (
     RESULT_FORMAT,
@@ -286,8 +286,9 @@ def serve_commands(
     draft = str((run / EXPORT).resolve())
     gamma, taus, one_pass = ways_to_serve(verdict, curves, verdict.best_gamma or verdict.gamma, student.config)
     facts = gather_facts(
-        target.side, student, draft, gamma, measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass
-    )
+        target.side, student, draft, gamma, measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass,
+        **lookups_of(verdict),
+    )  # fmt: skip
     return [
         ServeCommand(
             engine=one.engine, ok=one.ok, language=one.language, note=one.rule_note,

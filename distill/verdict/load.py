@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.run.verdict_record import LoadRival, LoadRow, Roofline, Verdict
-from distill.verdict.contest import LOOKUP, TOGETHER, TUNED_ON
+from distill.run.verdict_record import LOOKUP, TOGETHER, LoadRival, LoadRow, Roofline, Verdict
+from distill.verdict.contest import TUNED_ON
 from distill.verdict.evidence import BEST, Evidence, cpu_threads, typical_length
 from speculative.decode import context_of
 from speculative.drafters.cascade import Cascade

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from distill.run.verdict_record import WAYS, Effects, Outcome
-from distill.verdict.contest import LOOKUP, PAST, TOGETHER, Contest
+from distill.run.verdict_record import LOOKUP, PAST, TOGETHER, WAYS, Effects, Outcome
+from distill.verdict.contest import Contest
 from distill.verdict.evidence import BASELINE, Evidence
 from speculative.explain.ceilings import advice
 from speculative.measure.race import ALONE, Speed

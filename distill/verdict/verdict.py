@@ -6,6 +6,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distill.run.verdict_record import (
+    LOOKUP,
+    PAST,
+    TOGETHER,
     WAYS,
     BestDraft,
     Costs,
@@ -18,7 +21,6 @@ from distill.run.verdict_record import (
     Rival,
     Verdict,
 )
-from distill.verdict.contest import LOOKUP, PAST, TOGETHER
 from distill.verdict.evidence import BASELINE, SERVED, Evidence
 from distill.verdict.sentence import conclude
 from speculative.explain.repetition import repetition

@@ -11,8 +11,9 @@ import yaml
 
 from distill.export.commands import others, places, with_places
 from distill.export.engines import ENGINES, check, check_all, check_directory_name, rerouted_word
-from distill.export.facts import EngineFacts, OnePass, gather_facts, rerouted_type
+from distill.export.facts import EngineFacts, OnePass, gather_facts, lookups_of, rerouted_type
 from distill.models.target import TargetSide
+from distill.run.verdict_record import LOOKUP, TOGETHER, Rival, Verdict
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
@@ -125,6 +126,55 @@ def test_sglang_command(quantised):
     if quantised:
         expected["--speculative-draft-model-quantization"] = "unquant"
     assert given == expected
+
+
+LOOKUP_ALONE = Rival(
+    name=LOOKUP, gamma=9, tau=1.5, tokens_per_second=140.0, speed_up=1.38, speed_up_ci=(1.3, 1.47), draft_over_it=0.7,
+    ngrams=(4, 2), tuned_on="training prompts", timed_prompts=24,
+)  # fmt: skip
+BOTH = LOOKUP_ALONE.model_copy(
+    update={"name": TOGETHER, "gamma": 10, "then_gamma": 3, "ngrams": (5, 3), "speed_up": 1.7}
+)
+
+
+def test_llama_cpp_chains_lookup_and_the_draft_where_that_was_measured_to_be_best():
+    found = check("llama.cpp", replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))
+    _, given = options(calls_of(found.command))
+    assert given["--spec-type"] == "ngram-simple,draft-simple"
+    assert (given["--spec-draft-n-max"], given["--spec-ngram-simple-size-n"], given["--spec-ngram-simple-size-m"]) == (
+        "3", "3", "10",
+    )  # fmt: skip
+    assert any("timed at 1.70x [1.30, 1.47] the target alone" in note for note in found.notes)
+    alone = check("llama.cpp", replace(GOOD, lookup=LOOKUP_ALONE))
+    assert "ngram" not in alone.command
+
+
+def calls_of(command):
+    """The last line alone: what starts the server."""
+    return command.splitlines()[-1]
+
+
+def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
+    line = others(replace(GOOD, lookup=LOOKUP_ALONE))[-1]
+    command = re.search("`(vllm .*?)`", line)[1]
+    _, given = options(command)
+    assert json.loads(given["--speculative-config"]) == {
+        "method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+    }  # fmt: skip
+    assert "timed at 1.38x [1.30, 1.47]" in line
+    assert "--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 9" in line
+    assert "prompt_lookup_num_tokens=9, max_matching_ngram_size=4" in line
+    assert "cascade" not in line
+    assert "cascade" in others(replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))[-1]
+    assert not any("prompt lookup" in other for other in others(GOOD))
+
+
+@pytest.mark.parametrize(("run", "names"), [(TOGETHER, {"lookup", "together"}), ("best", {"lookup"})])
+def test_what_a_verdict_says_of_lookup(run, names):
+    verdict = Verdict.model_construct(rivals=[LOOKUP_ALONE, BOTH], run=run)
+    assert set(lookups_of(verdict)) == names
+    assert lookups_of(None) == {}
+    assert lookups_of(Verdict.model_construct(rivals=[], run=None)) == {}
 
 
 def test_llama_cpp_commands():

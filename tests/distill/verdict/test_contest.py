@@ -7,7 +7,8 @@ import pytest
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from distill.config.sections import JudgeConfig
-from distill.verdict.contest import LOOKUP, PAST, TOGETHER, entrants_of, hold, steps_by_response, worth_timing
+from distill.run.verdict_record import LOOKUP, PAST, TOGETHER
+from distill.verdict.contest import entrants_of, hold, steps_by_response, worth_timing
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter

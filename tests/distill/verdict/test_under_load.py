@@ -11,9 +11,8 @@ from distill.config.load import load_config
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.run.verdict_record import LoadRival
+from distill.run.verdict_record import LOOKUP, TOGETHER, LoadRival
 from distill.verdict import load
-from distill.verdict.contest import LOOKUP, TOGETHER
 from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.load import under_load
 from distill.verdict.verdict import verdict_of

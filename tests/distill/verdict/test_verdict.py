@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distill.config.sections import JudgeConfig
-from distill.run.verdict_record import Judgement, Outcome, PairedGain, Verdict
-from distill.verdict.contest import LOOKUP, PAST, TOGETHER, Contest, Entrant
+from distill.run.verdict_record import LOOKUP, PAST, TOGETHER, Judgement, Outcome, PairedGain, Verdict
+from distill.verdict.contest import Contest, Entrant
 from distill.verdict.evidence import Contestant, Evidence
 from distill.verdict.sentence import conclude
 from distill.verdict.verdict import looks_of, verdict_of
