@@ -93,8 +93,8 @@ def grown(start: Path, layers: int, window: int) -> LlamaForCausalLM:
     config = copy.deepcopy(old.config)
     config.num_hidden_layers, config.max_position_embeddings, config.dtype = layers, window, torch.float32
     new, count = LlamaForCausalLM(config), old.config.num_hidden_layers
-    # Each new layer at the middle of its share of the old ones.
-    behind = [int((index + 0.5) * count / (layers - count)) - 1 for index in range(layers - count)]
+    # Spread evenly over the places between two old layers; some get more than one where there are fewer.
+    behind = [int((index + 0.5) * (count - 1) / (layers - count)) for index in range(layers - count)]
     new.model.embed_tokens.load_state_dict(old.model.embed_tokens.state_dict())
     new.model.norm.load_state_dict(old.model.norm.state_dict())
     place = 0
@@ -320,8 +320,8 @@ def train_target(
     steps: Annotated[int, typer.Option(help="optimizer steps", min=1)] = 1000,
     judge_every: Annotated[int, typer.Option(help="steps between held-out losses; the best is shipped", min=1)] = 500,
     save_every: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 100,
-    width: Annotated[int, typer.Option(help="hidden size, a multiple of 8", min=8)] = 256,
-    layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 12,
+    width: Annotated[int, typer.Option(help="hidden size, a multiple of 8", min=8)] = 160,
+    layers: Annotated[int, typer.Option(help="decoder layers", min=1)] = 16,
     vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary", min=300)] = 4096,
     window: Annotated[int, typer.Option(help="tokens of a training sequence, and the context", min=8)] = 384,
     documents: Annotated[int, typer.Option(help="only so many documents of each side; 0 = all", min=0)] = 0,
