@@ -164,6 +164,18 @@ def _cost_line(verdict: Verdict, costs: Costs) -> str:
     )
 
 
+def load_line(verdict: Verdict) -> str:
+    """What to run at each measured load, and what it gives there; "" where that is not known."""
+    names = {"best": "the draft", "target": "the target alone"}
+    parts = []
+    for row in verdict.load:
+        speeds = {"best": row.speed_up} | {one.name: one.speed_up for one in row.rivals}
+        if row.run is not None:
+            speed = f" {speeds[row.run]:.2f}x" if row.run in speeds else ""
+            parts.append(f"{row.concurrency}: {names.get(row.run, row.run)}{speed}")
+    return f"what to run by requests at once: {', '.join(parts)}" if parts else ""
+
+
 def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
@@ -179,6 +191,8 @@ def last_screen(
     console.print(Text(verdict.sentence, style=f"bold {style}"))
     if verdict.costs is not None:
         console.print(_cost_line(verdict, verdict.costs))
+    if by_load := load_line(verdict):
+        console.print(by_load, highlight=False)
     seconds = verdict.seconds
     parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)

@@ -18,7 +18,7 @@ from distill.config.layout import RESULT
 from distill.report.markdown import markdown
 from distill.report.money import Prices, money_lines, parse_prices, price_rows
 from distill.report.page import render_page, summary_of
-from distill.report.screen import print_money
+from distill.report.screen import load_line, print_money
 from distill.report.serving_tables import serving_sections
 from distill.report.tables import measured_times
 from speculative.errors import UserError
@@ -64,14 +64,19 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
 
 
 def test_load_says_what_to_run_where_rivals_were_timed(result: dict[str, Any]) -> None:
-    rows = result["verdict"]["load"]
+    rows = [dict(row) for row in result["verdict"]["load"]]
     for row, run in zip(rows, ("lookup + draft", "best", "target"), strict=True):
         row["rivals"] = [
             {"name": "prompt lookup", "gamma": 8, "ngrams": [3, 1], "speed_up": 1.2, "speed_up_ci": [1.1, 1.3]},
             {"name": "lookup + draft", "gamma": 8, "ngrams": [4, 2], "then_gamma": 3, "speed_up": 1.6, "speed_up_ci": None},
         ]  # fmt: skip
         row["run"] = run
-    section = sections_of(of_verdict(result, load=rows))["load"]
+    changed = of_verdict(result, load=rows)
+    assert load_line(typed(changed).verdict) == (
+        "what to run by requests at once: 1: lookup + draft 1.60x, 4: the draft 1.33x, 16: the target alone"
+    )
+    assert load_line(typed(result).verdict) == ""
+    section = sections_of(changed)["load"]
     (table,) = section.tables
     assert table.columns[-3:] == ("prompt lookup", "lookup + draft", "run")
     assert [[cell.text for cell in row[-3:]] for row in table.rows] == [
