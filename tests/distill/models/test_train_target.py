@@ -192,5 +192,5 @@ def test_the_shipped_card_is_of_the_shipped_weights() -> None:
     card = json.loads((EMBEDDED_FOLDER / "card.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype="auto")
     assert model_fingerprint(model) == card["fingerprint"]
-    assert card["architecture"] == program.architecture(256, 16, 384)
+    assert card["architecture"] == program.architecture(160, 32, 384)
     assert (EMBEDDED_FOLDER / "README.md").read_text(encoding="utf-8") == program.card_text(card)
