@@ -84,6 +84,12 @@ def serving_page(serving: dict[str, Any]) -> str:
             "",
             f"Served at `{settings}`: a client that sets other values, or an engine without a flag for it, needs them in each request.",
         ]
+    if serving["run"] is not None:
+        names = {"target": "the target alone", "best": "this draft by itself", "best in int8": "this draft in 8 bits"}
+        lines += [
+            "",
+            f"What to run for one request at a time, by the run's verdict: {names.get(serving['run'], serving['run'])}.",
+        ]
     lines += _load_lines(serving)
     lines += [f"\n**Warning.** {warning}" for warning in serving["warnings"]]
     for name, engine in serving["engines"].items():
@@ -103,7 +109,13 @@ def _load_lines(serving: dict[str, Any]) -> list[str]:
     ranges = serving["gamma_by_load"]
     if not ranges:
         return []
-    return ["", f"By number of concurrent requests, as measured where the run was judged: {load_words(ranges)}."]
+    lines = [
+        "",
+        f"The draft by itself, by number of concurrent requests, as measured where the run was judged: {load_words(ranges)}.",
+    ]
+    if serving["run_by_load"]:
+        lines += ["", f"What was fastest there, prompt lookup and both together beside it: {serving['run_by_load']}."]
+    return lines
 
 
 def _front_matter(target: str, base: str | None, data: list[str], licence: str | None) -> str:

@@ -77,9 +77,9 @@ def vllm(facts: EngineFacts) -> Start:
     words = [f"vllm serve {TARGET} --speculative-config {_json_word(speculative)}"]
     if facts.draft_context:
         words.append(f"--max-model-len {facts.draft_context}")
-    if facts.sampling is not None:
-        words.append(f"--generation-config vllm --override-generation-config {_json_word(sampling_fields(facts))}")
-    return Start(" ".join(words), "sample" if facts.sampled_drafts_win else "greedy-draft", notes)
+    return Start(
+        " ".join(words) + _vllm_sampling(facts), "sample" if facts.sampled_drafts_win else "greedy-draft", notes
+    )
 
 
 def sglang(facts: EngineFacts) -> Start:
@@ -137,9 +137,10 @@ def llama_cpp(facts: EngineFacts) -> Start:
     if both:
         notes.append(
             f"Prompt lookup stands before the draft, {_timed(both)} in our decoder; `ngram-simple` looks for n-grams of one length alone, "
-            "here the shortest of the measured ones. Builds without a list in --spec-type take one of the two."
+            "here the shortest of the measured ones. Builds without a list in --spec-type take one of the two. `understudy readback` counts "
+            "its drafted tokens as the draft's alone."
         )
-    if facts.gamma_by_load:
+    elif facts.gamma_by_load:
         notes.append(f"No gamma per batch size. {_most_requests(facts)} (--parallel).")
     lines = [
         f'to_gguf() {{ {converter(facts.pre_tokenizer)} "$@"; }}',
@@ -234,9 +235,16 @@ def _without_draft(facts: EngineFacts) -> list[str]:
     chained = "; before the draft it is chained by llama.cpp alone (and `understudy generate --drafter cascade`)"
     return [
         f"No draft at all, prompt lookup, {_timed(one)} here{chained if facts.together else ''}: vLLM `vllm serve {TARGET} "
-        f"--speculative-config {_json_word(ngram)}`; llama.cpp `--spec-type ngram-simple {_ngram_simple(one)}`; transformers "
-        f"`generate(prompt_lookup_num_tokens={one.gamma}, max_matching_ngram_size={longest})`."
+        f"--speculative-config {_json_word(ngram)}{_vllm_sampling(facts)}`; llama.cpp, for -md and the two options behind it, `--spec-type "
+        f"ngram-simple {_ngram_simple(one)}` (n-grams of one length); transformers, for assistant_model, `prompt_lookup_num_tokens="
+        f"{one.gamma}, max_matching_ngram_size={longest}` (down to single tokens)."
     ]
+
+
+def _vllm_sampling(facts: EngineFacts) -> str:
+    if facts.sampling is None:
+        return ""
+    return f" --generation-config vllm --override-generation-config {_json_word(sampling_fields(facts))}"
 
 
 def _ngram_simple(one: Rival) -> str:

@@ -20,7 +20,7 @@ from distill.export.commands import others, sampling_fields
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engines import EngineVerdict, check_all
 from distill.export.facts import EngineFacts, gather_facts, lookups_of, shorter_context, ways_to_serve
-from distill.export.load_table import gamma_by_load
+from distill.export.load_table import gamma_by_load, run_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
@@ -126,7 +126,7 @@ def export_draft(
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": _target_record(target_side), "draft": draft_record,
                 "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
-                "measured": _measured(verdict), **_engines_record(facts, engines), "warnings": warnings, "checks": checks,
+                "measured": _measured(verdict), "run": verdict.run if verdict else None, "run_by_load": run_by_load(verdict), **_engines_record(facts, engines), "warnings": warnings, "checks": checks,
             }  # fmt: skip
             files = _write_pages(working, serving, verdict, provenance)
     except (OSError, SafetensorError) as error:

@@ -62,7 +62,9 @@ class EngineFacts:
     gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
     one_pass: OnePass | None = None
     lookup: Rival | None = None  # prompt lookup without a draft, as it was timed beside it
-    together: Rival | None = None  # prompt lookup before the draft, where the run found that to be what to run
+    together: Rival | None = (
+        None  # prompt lookup before the draft, token by token, where the run found that to be what to run
+    )
 
     @property
     def sampled(self) -> bool:
@@ -101,14 +103,17 @@ def ways_to_serve(
     return *single, OnePass(mask_token, *known["parallel"])
 
 
-def lookups_of(verdict: Verdict | None) -> dict[str, Rival]:
-    """The fields `lookup` and `together` that a verdict has something for."""
-    timed = {rival.name: rival for rival in verdict.rivals if rival.ngrams} if verdict else {}
-    found = {
-        "lookup": timed.get(LOOKUP),
-        "together": timed.get(TOGETHER) if verdict and verdict.run == TOGETHER else None,
-    }
-    return {name: rival for name, rival in found.items() if rival is not None}
+def lookups_of(verdict: Verdict | None) -> dict[str, Any]:
+    """The fields `lookup` and `together` of a verdict."""
+    if verdict is None:
+        return {}
+    timed = {rival.name: rival for rival in verdict.rivals if rival.ngrams}
+    both = timed.get(TOGETHER)
+    single = both is not None and (
+        both.behind == WAYS["autoregressive"]
+        or (verdict.drafting == "autoregressive" and both.behind != WAYS["parallel"])
+    )
+    return {"lookup": timed.get(LOOKUP), "together": both if single and verdict.run == TOGETHER else None}
 
 
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, **served: Any) -> EngineFacts:

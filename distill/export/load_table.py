@@ -39,3 +39,15 @@ def load_words(ranges: list[LoadRange]) -> str:
         where = f"from {first}" if last == MOST_LOAD else f"{first} to {last}" if last > first else f"{first}"
         parts.append(f"{where}: {f'gamma {gamma}' if gamma else 'plain decoding'}")
     return "; ".join(parts)
+
+
+def run_by_load(verdict: Verdict | None) -> str:
+    """What to run at each measured load, and what it gives there; "" where that is not known."""
+    names = {"best": "the draft by itself", "target": "the target alone"}
+    parts = []
+    for row in verdict.load if verdict else ():
+        speeds = {"best": row.speed_up} | {one.name: one.speed_up for one in row.rivals}
+        if row.run is not None:
+            speed = f" {speeds[row.run]:.2f}x" if row.run in speeds else ""
+            parts.append(f"{row.concurrency}: {names.get(row.run, row.run)}{speed}")
+    return ", ".join(parts)

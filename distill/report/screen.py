@@ -11,6 +11,7 @@ from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
 from distill.export.export import ExportReport
+from distill.export.load_table import run_by_load
 from distill.report.markdown import best_gamma_words
 from distill.report.money import Prices, money_section
 from distill.report.screen_table import screen_table
@@ -164,18 +165,6 @@ def _cost_line(verdict: Verdict, costs: Costs) -> str:
     )
 
 
-def load_line(verdict: Verdict) -> str:
-    """What to run at each measured load, and what it gives there; "" where that is not known."""
-    names = {"best": "the draft", "target": "the target alone"}
-    parts = []
-    for row in verdict.load:
-        speeds = {"best": row.speed_up} | {one.name: one.speed_up for one in row.rivals}
-        if row.run is not None:
-            speed = f" {speeds[row.run]:.2f}x" if row.run in speeds else ""
-            parts.append(f"{row.concurrency}: {names.get(row.run, row.run)}{speed}")
-    return f"what to run by requests at once: {', '.join(parts)}" if parts else ""
-
-
 def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
@@ -191,8 +180,8 @@ def last_screen(
     console.print(Text(verdict.sentence, style=f"bold {style}"))
     if verdict.costs is not None:
         console.print(_cost_line(verdict, verdict.costs))
-    if by_load := load_line(verdict):
-        console.print(by_load, highlight=False)
+    if by_load := run_by_load(verdict):
+        console.print(f"what to run by requests at once: {by_load}", highlight=False)
     seconds = verdict.seconds
     parts = {stage: value for stage, value in seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)

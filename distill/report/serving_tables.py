@@ -112,18 +112,19 @@ def load_lines(verdict: Verdict) -> list[str]:
     ]
     if verdict.load[0].run:
         lines.append(
-            "What to run is the fastest of what is certainly faster than the target alone there; prompt lookup's sizes and gammas are those "
-            "that take the fewest target steps at that load."
+            "What to run is the fastest of the draft, prompt lookup and lookup before the draft that is certainly faster than the target "
+            "alone there (both only where that is 3 % faster than either); lookup's sizes and gammas are those that take the fewest target "
+            "steps at that load."
         )
     most = max(row.concurrency for row in verdict.load)
     wins = verdict.plain_wins_from
     if wins is None:
-        lines.append("The draft is faster at every load up to 4096 requests.")
+        lines.append("The draft is faster than plain decoding at every load up to 4096 requests.")
     elif wins == 1:
-        lines.append("Plain decoding is faster at every load.")
+        lines.append("Plain decoding is faster than the draft by itself at every load.")
     else:
         how = "" if wins <= most else f", by prediction beyond the {most} that were measured"
-        lines.append(f"From {wins:,} concurrent requests on plain decoding is faster{how}.")
+        lines.append(f"From {wins:,} concurrent requests on plain decoding is faster than the draft by itself{how}.")
     free = verdict.roofline.free_tokens if verdict.roofline else None
     if free is not None:
         lines.append(

@@ -281,6 +281,7 @@ class LoadRival(Record):
     gamma: int = Field(description="tokens it proposes at most")
     ngrams: tuple[int, int] = Field(description="(longest, shortest) n-gram that is looked up")
     then_gamma: int | None = Field(None, description="drafted tokens where nothing was found; null: no draft behind it")
+    tuned_on: str = Field(description="the text that sizes and gamma were chosen on")
     speed_up: float = Field(description="measured, over plain decoding at the same load")
     speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null: too few prompts")
 
@@ -298,7 +299,7 @@ class LoadRow(Record):
     rivals: list[LoadRival] = Field([], description="prompt lookup, and lookup before the draft, at this load")
     run: str | None = Field(
         None,
-        description="the fastest here of what is certainly faster than plain: `best`, a rival's name; else `target`",
+        description="the fastest here of `best` and `rivals` that is certainly faster than plain, else `target`; null: too few prompts",
     )
 
 

@@ -1,7 +1,7 @@
-"""The verdict under load: the draft in question, and what is free, timed beside plain decoding at each of judge.load."""
+"""The verdict under load: the draft in question, prompt lookup and both, timed beside plain decoding at each of judge.load."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from distill.models.target import Target
 from distill.run.verdict_record import LOOKUP, TOGETHER, LoadRival, LoadRow, Roofline, Verdict
-from distill.verdict.contest import TUNED_ON
-from distill.verdict.evidence import BEST, Evidence, cpu_threads, typical_length
+from distill.verdict.contest import TUNED_ON, Entrant
+from distill.verdict.evidence import BEST, Contestant, Evidence, cpu_threads, typical_length
+from distill.verdict.sentence import TOGETHER_WORTHWHILE
 from speculative.decode import context_of
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter
@@ -20,12 +21,13 @@ from speculative.drafters.parallel import model_drafter
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, measure_costs
-from speculative.measure.full_batch import TIMED_BLOCKS, full_batch_seconds
+from speculative.measure.full_batch import DRAFTED, TIMED_BLOCKS, full_batch_seconds, kind_shares
 from speculative.measure.intervals import sum_by_prompt
 from speculative.measure.load import LoadCurve, LoadedSpeed, fit_roofline, loaded_speed
 from speculative.measure.race import ALONE
 from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.rival_replay import (
+    RivalBlocks,
     cascade_blocks,
     certain_blocks,
     kept_by_lookup,
@@ -47,32 +49,39 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
 
     Two passes over the loads: the steps of both models, which give the roofline and, with replay's tau on all held-out
     prompts, each load's best gamma; then blocks at that gamma and plain steps in turn, every row taken, and the same of
-    prompt lookup, alone and before the draft. A load that the machine has no memory for is left out with a warning.
+    prompt lookup, alone and before the draft. What the machine has no memory for is left out with a warning.
     """
     judging, best = evidence.judge, evidence.best
     if not judging.load:
         return verdict
-    drafter = functools.partial(model_drafter, best.draft, best.drafting)
+    drafter = _drafter(best)
     context, _ = context_of(target.model, drafter())
+    most = _most_gamma(evidence, context)
     with cpu_threads(judging.speed_threads):
         costs, warnings = _costs_at_loads(target.model, best.draft, evidence, context)
         if not costs:
             return verdict.model_copy(update={"warnings": [*verdict.warnings, *warnings]})
-        tokens_P, blocks_PG = _sums(evidence, _most_gamma(evidence, context))
+        tokens_P, blocks_PG = _sums(evidence, most)
         taus = {g: float(tokens_P.sum() / blocks_P.sum()) for g, blocks_P in enumerate(blocks_PG.T, start=1)}
         curve, rows = LoadCurve(fit_roofline(costs), taus), []
         for at_load in costs:
             load = at_load.batch_size
             gamma = curve.best_gamma(load)
+            way = _Way(BEST, gamma, drafter, blocks_PG[:, gamma - 1], {DRAFTED: 1.0}, {})
             try:
-                found = _timed(target.model, evidence, load, _Way(gamma, drafter, blocks_PG[:, gamma - 1], mixed=False))
-                rivals = [
-                    LoadRival(name=name, **said, **_speed(_timed(target.model, evidence, load, way)))
-                    for name, way, said in _rivals(evidence, at_load, drafter)
-                ]
+                found = _timed(target.model, evidence, load, way)
             except UserError as error:
-                warnings.append(_left_out(load, error))
+                warnings.append(_left_out(f"judge.load {load}", error))
                 continue
+            rivals = []
+            for way in _rivals(evidence, at_load, most):
+                try:
+                    timed = _timed(target.model, evidence, load, way)
+                except UserError as error:
+                    warnings.append(_left_out(f"{way.name} at judge.load {load}", error))
+                    continue
+                speed = {"speed_up": timed.speed_up, "speed_up_ci": timed.speed_up_ci}
+                rivals.append(LoadRival(name=way.name, gamma=way.gamma, **way.told, **speed))
             rows.append(
                 LoadRow(
                     concurrency=load, gamma=gamma, predicted=curve.predicted(load, gamma), rivals=rivals,
@@ -90,56 +99,79 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
 
 
 class _Way(NamedTuple):
-    """A way to decode: blocks_P by prompt at this gamma. mixed: its blocks are of two kinds, found ones and others."""
+    """A way to decode at one load: blocks_P by prompt at this gamma, the shares of their kinds, and what is told of it."""
 
+    name: str
     gamma: int
     drafter: Callable[[], Drafter]
     blocks_P: np.ndarray
-    mixed: bool = True
+    shares: Mapping[int, float]
+    told: dict[str, Any]
 
 
 def _timed(target: PreTrainedModel, evidence: Evidence, load: int, way: _Way) -> LoadedSpeed:
     texts = [(text.prompt_ids, text.response_ids) for text in evidence.frozen]
     settings = evidence.settings.under(evidence.settings.rule, way.gamma)
-    # A median of two kinds of blocks is of either kind; that of one kind is not moved by a disturbed block.
-    typical = np.mean if way.mixed else np.median
-    plain_T, drafted_T = (
-        typical(blocks_TB, axis=1) for blocks_TB in full_batch_seconds(target, way.drafter, texts, settings, load)
-    )
-    return loaded_speed(load, _by_prompt(evidence, [len(said) for _, said in texts]), way.blocks_P, plain_T, drafted_T)
+    timed = full_batch_seconds(target, way.drafter, texts, settings, load)
+    plain_T = np.median(timed.plain_TB, axis=1)
+    tokens_P = _by_prompt(evidence, [len(said) for _, said in texts])
+    return loaded_speed(load, tokens_P, way.blocks_P, plain_T, plain_T * timed.ratios(way.shares))
 
 
-def _rivals(
-    evidence: Evidence, costs: StepCosts, drafter: Callable[[], Drafter]
-) -> Iterator[tuple[str, _Way, dict[str, Any]]]:
-    """Prompt lookup and lookup before the draft, as they are best at this load: (name, how, what is said of it)."""
-    frozen, law = evidence.frozen, law_of(evidence.rule, evidence.settings.sampling)
-    gammas = range(1, max(costs.verify_seconds) + 1)
+def _rivals(evidence: Evidence, costs: StepCosts, most: int) -> Iterator[_Way]:
+    """Prompt lookup, and lookup before the draft that stands behind it in the contest, as they are best at this load."""
+    load, frozen, law = costs.batch_size, evidence.frozen, law_of(evidence.rule, evidence.settings.sampling)
+    gammas = range(1, most + 1)
     alone = tuned_lookup(evidence.history[:TUNED_ON] or frozen, costs, gammas)
     sizes = (alone.max_ngram, alone.min_ngram)
-    kept = [kept_by_lookup(text, alone.gamma, *sizes) for text in frozen]
-    blocks_P = _by_prompt(evidence, np.add(*certain_blocks(kept, (alone.gamma,)))[:, 0])
-    yield LOOKUP, _Way(alone.gamma, lambda: PromptLookup(*sizes), blocks_P), {"gamma": alone.gamma, "ngrams": sizes}
-    scores = evidence.own_scores(evidence.best.name)
+    blocks = certain_blocks([kept_by_lookup(text, alone.gamma, *sizes) for text in frozen], (alone.gamma,))
+    tuned_on = "training prompts" if evidence.history else Entrant.tuned_on
+    yield _Way(
+        LOOKUP, alone.gamma, lambda: PromptLookup(*sizes), _by_prompt(evidence, np.add(*blocks)[:, 0]),
+        kind_shares(_found(blocks), load, drafts=False), {"ngrams": sizes, "tuned_on": tuned_on},
+    )  # fmt: skip
+    behind = _behind(evidence)
+    scores, drafter = evidence.own_scores(behind.name), _drafter(behind)
     both = tuned_cascade(frozen, scores, law, costs, gammas)
     pair, then = (both.max_ngram, both.min_ngram), both.then_gamma or both.gamma
     kept = [kept_by_lookup(text, both.gamma, *pair) for text in frozen]
-    blocks_P = _by_prompt(evidence, np.add(*cascade_blocks(kept, scores, law, (both.gamma,), (then,)))[:, 0])
-    way = _Way(both.gamma, lambda: Cascade(PromptLookup(*pair), drafter(), then_gamma=then), blocks_P)
-    yield TOGETHER, way, {"gamma": both.gamma, "ngrams": pair, "then_gamma": then}
+    blocks = cascade_blocks(kept, scores, law, (both.gamma,), (then,))
+    yield _Way(
+        TOGETHER, both.gamma, lambda: Cascade(PromptLookup(*pair), drafter(), then_gamma=then),
+        _by_prompt(evidence, np.add(*blocks)[:, 0]), kind_shares(_found(blocks), load, drafts=True),
+        {"ngrams": pair, "then_gamma": then, "tuned_on": Entrant.tuned_on},
+    )  # fmt: skip
+
+
+def _found(blocks: RivalBlocks) -> float:
+    """The share of blocks for which something was found."""
+    found, others = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
+    return found / max(found + others, 1.0)
+
+
+def _behind(evidence: Evidence) -> Contestant:
+    contest = evidence.contest
+    name = contest[TOGETHER].behind if contest is not None and TOGETHER in contest else None
+    return next((one for one in (*evidence.others, *evidence.contestants) if one.name == name), evidence.best)
+
+
+def _drafter(one: Contestant) -> Callable[[], Drafter]:
+    return functools.partial(model_drafter, one.draft, one.drafting)
 
 
 def _to_run(draft: LoadedSpeed, rivals: Sequence[LoadRival]) -> str | None:
-    """The fastest of what is certainly faster than plain decoding, the target alone where nothing is; None on too few prompts."""
+    """The fastest of what is certainly faster than plain decoding, the target alone where nothing is; None on too few prompts.
+
+    Lookup before the draft only where it is worth having beside either alone, as at batch 1.
+    """
     found = {BEST: (draft.speed_up, draft.speed_up_ci)} | {one.name: (one.speed_up, one.speed_up_ci) for one in rivals}
     if any(interval is None for _, interval in found.values()):
         return None
-    faster = [name for name, (_, interval) in found.items() if interval is not None and interval[0] > 1.0]
-    return max(faster, key=lambda name: found[name][0], default=ALONE)
-
-
-def _speed(found: LoadedSpeed) -> dict[str, Any]:
-    return {"speed_up": found.speed_up, "speed_up_ci": found.speed_up_ci}
+    faster = {name: speed for name, (speed, interval) in found.items() if interval is not None and interval[0] > 1.0}
+    alone = {name: speed for name, speed in faster.items() if name != TOGETHER}
+    if faster.get(TOGETHER, 0.0) >= TOGETHER_WORTHWHILE * max(alone.values(), default=0.0) > 0.0 or not alone:
+        return TOGETHER if TOGETHER in faster else ALONE
+    return max(alone, key=alone.__getitem__)
 
 
 def _costs_at_loads(
@@ -154,7 +186,7 @@ def _costs_at_loads(
         try:
             check_memory(target, draft, load, typical + needed, most + 1)
         except UserError as error:
-            warnings.append(_left_out(load, error))
+            warnings.append(_left_out(f"judge.load {load}", error))
             continue
         widest = min(most, max(FITTED_GAMMAS[1], FITTED_TOKENS // load - 1))
         gammas = [gamma for gamma in FITTED_GAMMAS if gamma <= widest]
@@ -189,8 +221,8 @@ def _most_gamma(evidence: Evidence, context: int | None) -> int:
     return max(evidence.gamma, min(MOST_GAMMA, room, known))
 
 
-def _left_out(load: int, error: UserError) -> str:
-    return f"judge.load {load} was not measured: {error}"
+def _left_out(what: str, error: UserError) -> str:
+    return f"{what} was not measured: {error}"
 
 
 def _roofline(curve: LoadCurve) -> Roofline:

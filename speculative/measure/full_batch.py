@@ -1,20 +1,20 @@
 """Seconds of a block with every row taken, measured in the decoder itself: plain decoding and a drafter in turn.
 
-Shapes: T turns, B timed blocks of a turn.
+Shapes: R rows, T turns, B timed blocks of a turn, K kinds of blocks.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from speculative.decode import Event, context_of, generate
 from speculative.decoder.responses import DecodeSettings, Prompt
-from speculative.drafters.drafter import Drafter
+from speculative.drafters.drafter import Ask, Drafter, Proposal
 from speculative.errors import UserError
 
 Stream = Generator[Event, None, None]
@@ -26,6 +26,51 @@ BURSTS, BURST = 4, 4  # of timed blocks: how often the contestants change places
 TIMED_BLOCKS = WARM_UP + BURSTS * BURST
 
 
+# What made a block dear, together: rows for which something was found without a model, and rows for which a model drafted.
+PLAIN, FOUND, DRAFTED = 0, 1, 2
+
+
+class FullBatch(NamedTuple):
+    """Seconds (T, B) of plain steps and of blocks, and of what kind (T, B) each block was: PLAIN, FOUND, DRAFTED or both."""
+
+    plain_TB: np.ndarray
+    block_TB: np.ndarray
+    kinds_TB: np.ndarray
+
+    def ratios(self, shares: Mapping[int, float]) -> np.ndarray:
+        """(T,) a block's time over a plain step's in each turn, the kinds in these shares.
+
+        By kind the median of a turn, or of all turns where a turn has none; a kind that was never seen is left out of the shares,
+        and where none of them was, all blocks are of one kind.
+        """
+        steps_TB = self.block_TB / np.median(self.plain_TB, axis=1, keepdims=True)
+        seen = {kind: share for kind, share in shares.items() if share > 0.0 and (self.kinds_TB == kind).any()}
+        if not seen:
+            return np.median(steps_TB, axis=1)
+        ratios_T = np.zeros(len(steps_TB))
+        for kind, share in seen.items():
+            of_kind_TB = self.kinds_TB == kind
+            typical = float(np.median(steps_TB[of_kind_TB]))
+            medians = [
+                np.median(steps_B[own_B]) if own_B.any() else typical
+                for steps_B, own_B in zip(steps_TB, of_kind_TB, strict=True)
+            ]
+            ratios_T += share / sum(seen.values()) * np.array(medians)
+        return ratios_T
+
+
+def kind_shares(found: float, load: int, drafts: bool) -> dict[int, float]:
+    """Shares of the kinds of blocks at a load of one who finds something in this share of a row's blocks.
+
+    drafts: a model drafts for the rows that have nothing, the others are decoded plainly. Rows are independent of each other.
+    """
+    all_found, none_found = found**load, (1.0 - found) ** load
+    mixed = max(0.0, 1.0 - all_found - none_found)
+    if not drafts:
+        return {PLAIN: none_found, FOUND: all_found + mixed}
+    return {FOUND: all_found, DRAFTED: none_found, FOUND | DRAFTED: mixed}
+
+
 def full_batch_seconds(
     target: PreTrainedModel,
     drafter: Callable[[], Drafter],
@@ -35,8 +80,8 @@ def full_batch_seconds(
     *,
     turns: int = TURNS,
     seed: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds (T, B) of each timed plain step, and of each block at `settings.gamma`, with `load` rows taken throughout.
+) -> FullBatch:
+    """Seconds of each timed plain step, and of each block at `settings.gamma`, with `load` rows taken throughout.
 
     A turn decodes from `load` places in the texts, drawn anew for it, as a full server finds its requests: each somewhere
     in its response, long ones more often. Nothing ends there but by `TIMED_BLOCKS` blocks, so no row is ever free. Both
@@ -56,26 +101,57 @@ def full_batch_seconds(
             f"the context of {context} of the {name} has no room for {TIMED_BLOCKS} blocks of {settings.gamma + 1}"
         )
     rng = np.random.default_rng(seed)
-    seconds: tuple[list[list[float]], list[list[float]]] = ([], [])
+    turns_of: list[tuple[list[float], list[float], list[int]]] = []
     for _ in range(turns):
         prompts = places_in(texts, load, room, rng)
-        streams = (_stream(target, None, prompts, plain), _stream(target, drafter(), prompts, drafted))
+        proposer = drafter()
+        kinds = _kinds_of(proposer)
+        streams = (_stream(target, None, prompts, plain), _stream(target, proposer, prompts, drafted))
         with contextlib.closing(streams[0]), contextlib.closing(streams[1]):
-            for own, blocks in zip(seconds, _in_turn(streams, load), strict=True):
-                own.append(blocks)
-    return np.array(seconds[0]), np.array(seconds[1])
+            turns_of.append(_in_turn(streams, load, kinds))
+    return FullBatch(*(np.array(part) for part in zip(*turns_of, strict=True)))
 
 
-def _in_turn(streams: tuple[Stream, Stream], load: int) -> tuple[list[float], list[float]]:
-    """Seconds of each timed block of both streams; who begins alternates."""
-    seconds = (list[float](), list[float]())
+def _kinds_of(drafter: Drafter) -> list[int]:
+    """The kind of each block that the drafter proposes for from now on; the list grows."""
+    if len(drafter.source_names) == 1 and drafter.model is not None:
+        return [DRAFTED]
+    kinds, propose = [PLAIN], drafter.propose
+    # Of a cascade the model is the last source.
+    models = len(drafter.source_names) - 1 if drafter.model is not None else len(drafter.source_names)
+
+    def noted(ask: Ask) -> Proposal:
+        proposal = propose(ask)
+        rows, width = proposal.ids_RG.shape
+        counts_R = np.full(rows, width) if proposal.counts_R is None else proposal.counts_R
+        sources_R = np.zeros(rows, dtype=np.int64) if proposal.sources_R is None else proposal.sources_R
+        proposed_R = ask.active_R & (counts_R > 0)
+        found, drafted = (
+            bool((proposed_R & (sources_R < models)).any()),
+            bool((proposed_R & (sources_R >= models)).any()),
+        )
+        kinds.append(FOUND * found | DRAFTED * drafted)
+        return proposal
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    return kinds
+
+
+def _in_turn(
+    streams: tuple[Stream, Stream], load: int, kinds: Sequence[int]
+) -> tuple[list[float], list[float], list[int]]:
+    """Seconds of each timed block of both streams, and the kinds of the second's; who begins alternates."""
+    seconds, of_kind = (list[float](), list[float]()), list[int]()
     for stream in streams:
         for _ in range(WARM_UP):
             _next_block(stream, load)
     for burst in range(BURSTS):
         for who in (0, 1) if burst % 2 == 0 else (1, 0):
-            seconds[who].extend(_next_block(streams[who], load) for _ in range(BURST))
-    return seconds
+            for _ in range(BURST):
+                seconds[who].append(_next_block(streams[who], load))
+                if who == 1:
+                    of_kind.append(kinds[-1])
+    return *seconds, of_kind
 
 
 def _next_block(stream: Stream, load: int) -> float:

@@ -163,18 +163,31 @@ def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
     }  # fmt: skip
     assert "timed at 1.38x [1.30, 1.47]" in line
     assert "--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 9" in line
+    assert json.loads(given["--override-generation-config"]) == {"temperature": 0.8, "top_p": 0.95}
     assert "prompt_lookup_num_tokens=9, max_matching_ngram_size=4" in line
     assert "cascade" not in line
     assert "cascade" in others(replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))[-1]
     assert not any("prompt lookup" in other for other in others(GOOD))
 
 
-@pytest.mark.parametrize(("run", "names"), [(TOGETHER, {"lookup", "together"}), ("best", {"lookup"})])
-def test_what_a_verdict_says_of_lookup(run, names):
-    verdict = Verdict.model_construct(rivals=[LOOKUP_ALONE, BOTH], run=run)
-    assert set(lookups_of(verdict)) == names
+@pytest.mark.parametrize(
+    ("run", "drafting", "behind", "both"),
+    [
+        (TOGETHER, "autoregressive", "best", True),
+        (TOGETHER, "autoregressive", "best in int8", True),
+        ("best", "autoregressive", "best", False),
+        (TOGETHER, "autoregressive", "one pass a block", False),
+        (TOGETHER, "parallel", "best", False),
+        (TOGETHER, "parallel", "token by token", True),
+    ],
+)
+def test_what_a_verdict_says_of_lookup(run, drafting, behind, both):
+    """llama.cpp drafts token by token: a block drafted in one pass behind the lookup is nothing for it."""
+    together = BOTH.model_copy(update={"behind": behind})
+    verdict = Verdict.model_construct(rivals=[LOOKUP_ALONE, together], run=run, drafting=drafting)
+    assert lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "together": together if both else None}
     assert lookups_of(None) == {}
-    assert lookups_of(Verdict.model_construct(rivals=[], run=None)) == {}
+    assert lookups_of(Verdict.model_construct(rivals=[], run=None)) == {"lookup": None, "together": None}
 
 
 def test_llama_cpp_commands():

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from data.files import write_json
 from distill.cli import app
 from distill.config.layout import RESULT
+from distill.export.load_table import run_by_load
 from distill.report.markdown import markdown
 from distill.report.money import Prices, money_lines, parse_prices, price_rows
 from distill.report.page import render_page, summary_of
-from distill.report.screen import load_line, print_money
+from distill.report.screen import last_screen, print_money
 from distill.report.serving_tables import serving_sections
 from distill.report.tables import measured_times
 from speculative.errors import UserError
@@ -59,7 +60,7 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
     ]  # fmt: skip
     assert [row[4].mark for row in table.rows] == ["", "", "plain is faster"]
     assert [row[4].note for row in table.rows] == ["[1.40, 1.70]", "[1.20, 1.48]", ""]
-    assert "From 12 concurrent requests on plain decoding is faster." in section.lines
+    assert "From 12 concurrent requests on plain decoding is faster than the draft by itself." in section.lines
     assert any("twice as long for 42 tokens" in line for line in section.lines)
 
 
@@ -67,15 +68,19 @@ def test_load_says_what_to_run_where_rivals_were_timed(result: dict[str, Any]) -
     rows = [dict(row) for row in result["verdict"]["load"]]
     for row, run in zip(rows, ("lookup + draft", "best", "target"), strict=True):
         row["rivals"] = [
-            {"name": "prompt lookup", "gamma": 8, "ngrams": [3, 1], "speed_up": 1.2, "speed_up_ci": [1.1, 1.3]},
-            {"name": "lookup + draft", "gamma": 8, "ngrams": [4, 2], "then_gamma": 3, "speed_up": 1.6, "speed_up_ci": None},
+            {"name": "prompt lookup", "gamma": 8, "ngrams": [3, 1], "tuned_on": "", "speed_up": 1.2, "speed_up_ci": [1.1, 1.3]},
+            {"name": "lookup + draft", "gamma": 8, "ngrams": [4, 2], "then_gamma": 3, "tuned_on": "", "speed_up": 1.6, "speed_up_ci": None},
         ]  # fmt: skip
         row["run"] = run
     changed = of_verdict(result, load=rows)
-    assert load_line(typed(changed).verdict) == (
-        "what to run by requests at once: 1: lookup + draft 1.60x, 4: the draft 1.33x, 16: the target alone"
+    assert (
+        run_by_load(typed(changed).verdict)
+        == "1: lookup + draft 1.60x, 4: the draft by itself 1.33x, 16: the target alone"
     )
-    assert load_line(typed(result).verdict) == ""
+    assert run_by_load(typed(result).verdict) == ""
+    console = Console(width=160, record=True, file=io.StringIO())
+    last_screen(console, Path("runs/tiny"), typed(changed).verdict, [], None)
+    assert "what to run by requests at once: 1: lookup + draft 1.60x, 4: the draft by itself" in console.export_text()
     section = sections_of(changed)["load"]
     (table,) = section.tables
     assert table.columns[-3:] == ("prompt lookup", "lookup + draft", "run")
@@ -89,11 +94,11 @@ def test_load_says_what_to_run_where_rivals_were_timed(result: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("wins", "said"),
     [
-        (None, "faster at every load up to 4096"),
-        (1, "Plain decoding is faster at every load."),
+        (None, "faster than plain decoding at every load up to 4096"),
+        (1, "Plain decoding is faster than the draft by itself at every load."),
         (
             40,
-            "From 40 concurrent requests on plain decoding is faster, by prediction beyond the 16 that were measured.",
+            "From 40 concurrent requests on plain decoding is faster than the draft by itself, by prediction beyond the 16 that were measured.",
         ),
     ],
 )

@@ -17,13 +17,14 @@ from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.load import under_load
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
-from speculative.decoder.responses import Response
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
+from speculative.measure.full_batch import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
 from speculative.measure.load import LoadedSpeed
+from speculative.measure.rival_replay import cascade_blocks, kept_by_lookup, tuned_lookup
 
 
 @pytest.fixture(scope="module")
@@ -69,53 +70,94 @@ def test_every_load_has_its_row(judged) -> None:
 
 
 def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rival's speed-up is the tokens of the held-out text over its own blocks there, at the blocks' time."""
+    """Every speed-up is the tokens of the held-out text over the very blocks of that drafter, at the blocks' time."""
     target, evidence, verdict = judged
-    timed = []
+    timed, asked = [], []
 
     def scripted(target, drafter, texts, settings, rows):
         timed.append((rows, settings.gamma, drafter()))
-        blocks = np.array([[2.0, 2.0, 5.0]] * 4)  # median 2, mean 3
-        return np.ones((4, 3)), blocks
+        kinds = {
+            ModelDrafter: [DRAFTED] * 3,
+            PromptLookup: [PLAIN, FOUND, FOUND],
+            Cascade: [FOUND, DRAFTED, FOUND | DRAFTED],
+        }
+        return FullBatch(np.ones((4, 3)), np.array([[1.0, 2.0, 4.0]] * 4), np.array([kinds[type(timed[-1][2])]] * 4))
+
+    def tuned(texts, costs, gammas):
+        asked.append((texts, costs.batch_size, max(gammas)))
+        return tuned_lookup(texts, costs, gammas)
 
     monkeypatch.setattr(load, "full_batch_seconds", scripted)
+    monkeypatch.setattr(load, "tuned_lookup", tuned)
+    evidence = replace(evidence, history=evidence.frozen[:2])
     found = under_load(verdict, evidence, target)
+    assert asked == [(evidence.frozen[:2], rows, asked[0][2]) for rows in (1, 3)]
     kinds = [(rows, type(drafter)) for rows, _, drafter in timed]
     assert kinds == [(rows, kind) for rows in (1, 3) for kind in (ModelDrafter, PromptLookup, Cascade)]
     for row, three in zip(found.load, (timed[:3], timed[3:]), strict=True):
         assert [row.gamma, *(one.gamma for one in row.rivals)] == [gamma for _, gamma, _ in three]
         assert row.speed_up == pytest.approx(verdict.replay[row.gamma] / 2.0)
-        lookup = three[1][2]
-        assert row.rivals[0].ngrams == (lookup.max_ngram, lookup.min_ngram)
-        tokens = calls = 0
-        for one in decoded_with(target, evidence, row.rivals[0]):
-            tokens, calls = tokens + len(one.response_ids), calls + one.blocks
-        assert row.rivals[0].speed_up == pytest.approx(tokens / calls / 3.0)
-        best = max((row, *row.rivals), key=lambda one: one.speed_up)
-        certain = best.speed_up_ci[0] > 1.0
-        assert row.run == ((getattr(best, "name", BEST)) if certain else "target")
+        lookup, cascade = (one for _, _, one in three[1:])
+        alone, both = row.rivals
+        assert alone.ngrams == (lookup.max_ngram, lookup.min_ngram)
+        assert both.ngrams == (cascade.first.max_ngram, cascade.first.min_ngram)
+        assert both.then_gamma == cascade.then_gamma
+        assert [one.tuned_on for one in row.rivals] == ["training prompts", "the judged prompts, by replay"]
+        # What nobody draws is certain: the blocks of live decoding are those that were counted.
+        tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
+        share = kind_shares(with_proposal / calls, row.concurrency, drafts=False)
+        assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
+        laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in evidence.frozen]
+        scores = evidence.own_scores(BEST)
+        blocks = cascade_blocks(laws, scores, "sample", (both.gamma,), (both.then_gamma,))
+        looked, drafted = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
+        share = kind_shares(looked / (looked + drafted), row.concurrency, drafts=True)
+        time = share[FOUND] * 1.0 + share[DRAFTED] * 2.0 + share[FOUND | DRAFTED] * 4.0
+        assert both.speed_up == pytest.approx(sum(map(len, scores)) / (looked + drafted) / time)
 
 
-def decoded_with(target: Target, evidence, rival) -> list[Response]:
-    """The held-out responses once more, by the lookup of a row."""
+def decoded_with(target: Target, evidence, rival, drafter) -> tuple[int, int, int]:
+    """(tokens, target calls, calls with a proposal) of the held-out responses, decoded once more."""
     prompts = [(text.key, text.prompt_ids) for text in evidence.frozen]
     settings = evidence.settings.under(evidence.settings.rule, rival.gamma)
-    return decode(target.model, PromptLookup(*rival.ngrams), prompts, settings)[0]
+    responses = decode(target.model, drafter, prompts, settings)[0]
+    with_proposal = sum(count > 0 for one in responses for count in one.drafted_counts)
+    return sum(len(one.response_ids) for one in responses), sum(one.blocks for one in responses), with_proposal
 
 
 @pytest.mark.parametrize(
-    ("draft", "lookup", "run"),
+    ("draft", "lookup", "both", "run"),
     [
-        ((1.5, (1.2, 1.8)), (1.3, (1.1, 1.5)), BEST),
-        ((1.5, (0.9, 1.8)), (1.3, (1.1, 1.5)), LOOKUP),
-        ((0.9, (0.8, 1.1)), (0.8, (0.7, 0.9)), "target"),
-        ((1.5, None), (1.3, None), None),
+        ((1.5, (1.2, 1.8)), (1.3, (1.1, 1.5)), (1.4, (1.2, 1.6)), BEST),
+        ((1.5, (0.9, 1.8)), (1.3, (1.1, 1.5)), (1.2, (1.1, 1.3)), LOOKUP),
+        ((1.5, (1.2, 1.8)), (1.3, (1.29, 1.31)), (1.2, (1.1, 1.3)), BEST),
+        ((1.3, (1.1, 1.5)), (1.4, (1.1, 1.5)), (1.41, (1.1, 1.5)), LOOKUP),
+        ((1.3, (1.1, 1.5)), (1.4, (1.1, 1.5)), (1.6, (1.4, 1.8)), TOGETHER),
+        ((0.9, (0.8, 1.1)), (0.8, (0.7, 0.9)), (1.2, (1.1, 1.3)), TOGETHER),
+        ((0.9, (0.8, 1.1)), (0.8, (0.7, 0.9)), (1.0, (0.9, 1.1)), "target"),
+        ((1.5, None), (1.3, None), (1.3, None), None),
     ],
-    ids=["the fastest", "only who is certain", "nobody", "too few prompts"],
 )
-def test_what_to_run_at_a_load(draft, lookup, run) -> None:
-    rival = LoadRival(name=LOOKUP, gamma=3, ngrams=(3, 1), speed_up=lookup[0], speed_up_ci=lookup[1])
-    assert load._to_run(LoadedSpeed(*draft, 100.0, 100.0 * draft[0]), [rival]) == run
+def test_what_to_run_at_a_load(draft, lookup, both, run) -> None:
+    rivals = [
+        LoadRival(name=name, gamma=3, ngrams=(3, 1), tuned_on="", speed_up=speed, speed_up_ci=interval)
+        for name, (speed, interval) in ((LOOKUP, lookup), (TOGETHER, both))
+    ]
+    assert load._to_run(LoadedSpeed(*draft, 100.0, 100.0 * draft[0]), rivals) == run
+
+
+def test_a_rival_that_cannot_be_timed_leaves_the_others(judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, evidence, verdict = judged
+
+    def scripted(target, drafter, texts, settings, rows):
+        if isinstance(drafter(), Cascade):
+            raise UserError("no room")
+        return FullBatch(np.ones((4, 3)), np.full((4, 3), 2.0), np.full((4, 3), DRAFTED))
+
+    monkeypatch.setattr(load, "full_batch_seconds", scripted)
+    found = under_load(verdict, evidence, target)
+    assert [[one.name for one in row.rivals] for row in found.load] == [[LOOKUP], [LOOKUP]]
+    assert found.warnings[-1] == "lookup + draft at judge.load 3 was not measured: no room"
 
 
 def test_a_load_without_memory_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,21 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import generate
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
 from speculative.measure import full_batch
 from speculative.measure.cost import StepCosts
-from speculative.measure.full_batch import full_batch_seconds, places_in
+from speculative.measure.full_batch import (
+    DRAFTED,
+    FOUND,
+    PLAIN,
+    FullBatch,
+    full_batch_seconds,
+    kind_shares,
+    places_in,
+)
 from speculative.measure.load import LoadCurve, Roofline, StepLine, fit_line, fit_roofline, loaded_speed
 
 # 10 ms fixed and 1 ms a token; the draft a tenth of both.
@@ -145,13 +155,56 @@ def test_every_row_says_something_in_every_block_that_is_timed(monkeypatch: pyte
     settings = DecodeSettings(gamma=2, eos_ids=tuple(range(25)))
     draft = perturbed(target)
     both = full_batch_seconds(target, lambda: ModelDrafter(draft), texts, settings, rows, turns=2)
-    for seconds_TB in both:
+    for seconds_TB in both[:2]:
         assert seconds_TB.shape == (2, full_batch.TIMED_BLOCKS - full_batch.WARM_UP)
         assert seconds_TB.min() > 0.0
+    assert (both.kinds_TB == full_batch.DRAFTED).all()
     assert [gamma for gamma, _ in said] == [0, 2, 0, 2]
     for _, rows_said in said:
         blocks = np.reshape(rows_said, (full_batch.TIMED_BLOCKS, rows))
         assert (np.sort(blocks, 1) == np.arange(rows)).all()
+
+
+@pytest.mark.parametrize("load", [1, 3])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_kinds_are_shared_out_as_independent_rows_have_them(load: int, drafts: bool) -> None:
+    rows = np.random.default_rng(0).random((200_000, load)) < 0.3
+    all_found, none_found = rows.all(1), ~rows.any(1)
+    kinds = np.where(all_found, FOUND, np.where(none_found, DRAFTED if drafts else PLAIN, FOUND | (DRAFTED * drafts)))
+    for kind, share in kind_shares(0.3, load, drafts).items():
+        assert (kinds == kind).mean() == pytest.approx(share, abs=0.004)
+    assert sum(kind_shares(0.3, load, drafts).values()) == pytest.approx(1.0)
+
+
+def test_a_kind_counts_by_its_own_median_at_its_share() -> None:
+    plain = np.array([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0]])
+    block = np.array([[1.0, 4.0, 4.0], [2.0, 2.2, 1.8]])
+    timed = FullBatch(plain, block, np.array([[PLAIN, FOUND, FOUND], [PLAIN, PLAIN, PLAIN]]))
+    # The second turn found nothing: what is known of such a block comes from the first.
+    assert timed.ratios({PLAIN: 0.75, FOUND: 0.25}).tolist() == pytest.approx([0.75 + 1.0, 0.75 + 1.0])
+    assert timed.ratios({PLAIN: 0.5, DRAFTED: 0.5}).tolist() == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_the_kind_of_every_timed_block_is_noted(with_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what the rows really proposed, as the events tell: a row that commits more than a token had a proposal."""
+    target = tiny_model()
+    draft = perturbed(target)
+    loop = [3, 4, 5, 6] * 6
+    texts = [(loop, loop), ([9, 8, 7, 20, 21, 22, 13], [11, 12, 17, 18])]
+    settings = DecodeSettings(gamma=2)
+
+    def drafter():
+        lookup = PromptLookup(3, 2)
+        return Cascade(lookup, ModelDrafter(draft)) if with_draft else lookup
+
+    timed = full_batch_seconds(target, drafter, texts, settings, 1, turns=4)
+    seen = set(np.unique(timed.kinds_TB).tolist())
+    assert seen <= ({FOUND, DRAFTED} if with_draft else {PLAIN, FOUND})
+    assert FOUND in seen
+    assert len(seen) == 2
+    many = full_batch_seconds(target, drafter, texts, settings, 6, turns=2)
+    assert ((many.kinds_TB & DRAFTED) > 0).any() == with_draft
 
 
 def test_a_context_without_room_for_the_blocks_is_refused() -> None:
