@@ -85,7 +85,6 @@ def _decide_tree(
         proposal.probs_RGV,
         columns(uniforms_RGU[:, : tree.depth], ACCEPTANCE_COIN, 4),
         uniforms_RGU[:, : tree.depth + 1, RESIDUAL_UNIFORM],
-        replacement=False,
     )
     decision = Decision(
         target_probs_RN1V[..., 0],

@@ -352,7 +352,7 @@ class ModelDrafter:
                 probs_RV = logits_to_probs(logits_RN1V[:, node], ask.sampling)
                 probs_RMV[:, node] = probs_RV
                 uniforms_RK = ask.uniforms_RGK[:, depth, : len(children)]
-                ids_RN1[:, children_K] = draw_children(probs_RV, len(children), uniforms_RK, replacement=False)
+                ids_RN1[:, children_K] = draw_children(probs_RV, len(children), uniforms_RK)
         return Proposal(ids_RN1[:, 1:], probs_RMV, None, torch.stack(peaks, 1), None, tree)
 
 

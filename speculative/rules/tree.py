@@ -174,23 +174,19 @@ def _tensors(tree: TokenTree, device: torch.device) -> TreeTensors:
     return TreeTensors(*(tensor.to(device) for tensor in tensors))
 
 
-def draw_children(
-    draft_probs_RV: torch.Tensor, count: int, uniforms_RK: torch.Tensor, replacement: bool = False
-) -> torch.Tensor:
+def draw_children(draft_probs_RV: torch.Tensor, count: int, uniforms_RK: torch.Tensor) -> torch.Tensor:
     """Draw `count` candidates (*R, K) from each row by inverse transform, one uniform in [0, 1) each.
 
-    Without replacement, the second comes from the row without the first, and so on; once a row has fewer tokens with
-    mass than children, what follows is a token that cannot be drawn, which `verify_tree` takes for no candidate.
+    The second comes from the row without the first, and so on; once a row has fewer tokens with mass than children,
+    what follows is a token that cannot be drawn, which `verify_tree` takes for no candidate.
     Different nodes of one depth may share their uniforms: at most one of them is on the path that is kept.
     """
-    ids = []
-    if not replacement:
-        draft_probs_RV = draft_probs_RV.clone()
+    ids, draft_probs_RV = [], draft_probs_RV.clone()
     for place in range(count):
         # A row without mass gives some id.
         drawn_R = sample(draft_probs_RV, uniforms_RK[..., place])
         ids.append(drawn_R)
-        if not replacement and place + 1 < count:
+        if place + 1 < count:
             draft_probs_RV.scatter_(-1, drawn_R.unsqueeze(-1), 0.0)
     return torch.stack(ids, -1)
 

@@ -43,15 +43,14 @@ def verify_tree(
     draft_probs_BMV: torch.Tensor | None,
     coins_BDK: torch.Tensor,
     residual_uniforms_BD1: torch.Tensor,
-    replacement: bool = False,
 ) -> VerifiedTree:
-    """Multi-candidate speculative sampling: SpecInfer 2305.09781 (i.i.d. candidates), 2401.06706 (without replacement).
+    """Multi-candidate speculative sampling (SpecInfer, 2305.09781) of candidates drawn without replacement (2401.06706).
 
     target_probs_BN1V[:, n] is the target's row behind node n, draft_probs_BMV[:, n] the row that n's children were
-    drawn from, `replacement` as in `draw_children`. Leaves at the end have no children, so M may be anything from the
-    number of the last parent + 1 up to N1. At a node, the first child passes as in `verify`; when it fails, the target
-    is replaced by the normalised residual max(target - draft, 0), the draft (without replacement) by its row without
-    that child, renormalised, and the next child is tested. When all fail, the last residual gives the next token.
+    drawn from by `draw_children`. Leaves at the end have no children, so M may be anything from the number of the last
+    parent + 1 up to N1. At a node, the first child passes as in `verify`; when it fails, the target is replaced by the
+    normalised residual max(target - draft, 0), the draft by its row without that child, renormalised, and the next
+    child is tested. When all fail, the last residual gives the next token.
 
     None for the draft: the children are fixed candidates (the draft's most likely tokens, say). A draw from the target
     is followed if it is among the children; it is made with the coin of the first sibling alone, and completed by the
@@ -59,7 +58,7 @@ def verify_tree(
 
     coins_BDK[:, d, k] is the coin of sibling k at depth d; residual_uniforms_BD1[:, a] draws the token behind a kept
     tokens. Candidates of target probability 0 never pass, whatever the coin; those of draft probability 0 and those
-    that repeat a sibling drawn without replacement count as absent. A chain gives what `verify` gives.
+    that repeat a sibling count as absent. A chain gives what `verify` gives.
     """
     tensors = tree.on(node_ids_BN.device)
     ids_BIK = node_ids_BN[:, tensors.children_IK - 1]
@@ -69,7 +68,7 @@ def verify_tree(
         judged = _judge_fixed(target_BIV, ids_BIK, coins_BIK)
     else:
         draft_BIV = _inner_rows(tree, tensors, draft_probs_BMV)
-        judged = _judge_drawn(tree, target_BIV, draft_BIV, ids_BIK, coins_BIK, replacement)
+        judged = _judge_drawn(tree, target_BIV, draft_BIV, ids_BIK, coins_BIK)
     follows_BIK = judged.passes_BIK & (judged.passes_BIK.cumsum(-1) == 1)
     stop_B = _deepest(tensors, follows_BIK.flatten(1)[:, tensors.slots_N])
     path_BD, accepted_B = tensors.paths_N1D[stop_B], tensors.depths_N1[stop_B]
@@ -137,16 +136,13 @@ def _judge_drawn(
     draft_BIV: torch.Tensor,
     ids_BIK: torch.Tensor,
     coins_BIK: torch.Tensor,
-    replacement: bool,
 ) -> _Judged:
     tiny = torch.finfo(target_BIV.dtype).tiny
     offered_BIK = draft_BIV.gather(-1, ids_BIK)
-    real_BIK = offered_BIK > 0
-    if not replacement:
-        real_BIK &= ~_repeats(ids_BIK)
+    real_BIK = (offered_BIK > 0) & ~_repeats(ids_BIK)
     # Rows are not kept normalised: the draft's is scaled to be as heavy as what is left of the target's. A child that is
     # not real takes nothing away. The first child is tested as in `verify`, with both rows as they came.
-    inverse_mass_BIK = real_BIK / _masses(tree, draft_BIV, ids_BIK, offered_BIK * real_BIK, replacement).clamp_min(tiny)
+    inverse_mass_BIK = real_BIK / _masses(tree, draft_BIV, ids_BIK, offered_BIK * real_BIK).clamp_min(tiny)
     scale_BI = real_BIK[..., 0].to(target_BIV.dtype)
     scales, wanted = [scale_BI], [target_BIV.gather(-1, ids_BIK[..., :1]).squeeze(-1)]
     residual_BIV = torch.addcmul(target_BIV, draft_BIV, scale_BI.unsqueeze(-1), value=-1).clamp_min_(0.0)
@@ -170,11 +166,9 @@ def _judge_drawn(
     return _Judged(passes_BIK, alone_BIK * failed_before_BIK, overlap_BI, residual_BIV)
 
 
-def _masses(
-    tree: TokenTree, draft_BIV: torch.Tensor, ids_BIK: torch.Tensor, offered_BIK: torch.Tensor, replacement: bool
-) -> torch.Tensor:
+def _masses(tree: TokenTree, draft_BIV: torch.Tensor, ids_BIK: torch.Tensor, offered_BIK: torch.Tensor) -> torch.Tensor:
     """Mass of the draft's row that each child was drawn from, (B, I, K) or broadcastable to it."""
-    if replacement or tree.max_children == 1:
+    if tree.max_children == 1:
         return torch.ones_like(offered_BIK[..., :1])
     # Summed from what nobody drew upwards. One minus what was drawn would be all rounding on a row nearly exhausted.
     count = tree.family_counts[1]

@@ -71,17 +71,14 @@ def test_a_tree_is_a_value():
     assert len({TokenTree((0, 0)), TokenTree((0, 0)), TokenTree((0, 1))}) == 2
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_children_are_drawn_from_the_row_and_then_from_what_is_left_of_it(replacement):
+def test_children_are_drawn_from_the_row_and_then_from_what_is_left_of_it():
     grid = 600
     probs = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
     points = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
     uniforms = torch.cartesian_prod(points, points)
-    ids = draw_children(probs.expand(len(uniforms), 4), 2, uniforms, replacement)
+    ids = draw_children(probs.expand(len(uniforms), 4), 2, uniforms)
     shares = torch.bincount(ids[:, 0] * 4 + ids[:, 1], minlength=16).view(4, 4) / len(uniforms)
-    expected = probs[:, None] * probs[None, :]
-    if not replacement:
-        expected = (expected / (1 - probs[:, None])).fill_diagonal_(0.0)
+    expected = (probs[:, None] * probs[None, :] / (1 - probs[:, None])).fill_diagonal_(0.0)
     torch.testing.assert_close(shares, expected.float(), rtol=0, atol=2 / grid)  # the grid
     assert torch.equal(shares > 0, expected > 0)
 

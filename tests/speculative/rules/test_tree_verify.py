@@ -14,7 +14,7 @@ from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
 from speculative.rules.verify import verify
 
 
-def twin(tree, target_probs, ids, draft_probs, coins, uniforms, replacement):
+def twin(tree, target_probs, ids, draft_probs, coins, uniforms):
     """Multi-candidate speculative sampling as it is written, one row, one node at a time, everything normalised."""
     node, path = 0, []
     while tree.children[node]:
@@ -37,9 +37,8 @@ def twin(tree, target_probs, ids, draft_probs, coins, uniforms, replacement):
                 break
             rest = (rest - spread).clamp_min(0)
             rest /= rest.sum()
-            if not replacement:
-                spread[token] = 0.0
-                spread /= spread.sum().clamp_min(1e-300)
+            spread[token] = 0.0
+            spread /= spread.sum().clamp_min(1e-300)
         else:
             return path, int(sample(rest, uniforms[depth]))
         node = child
@@ -52,30 +51,30 @@ def twin(tree, target_probs, ids, draft_probs, coins, uniforms, replacement):
     tree=token_trees(max_nodes=10),
     seed=st.integers(0, 10**6),
     vocab=st.integers(2, 6),
-    mode=st.sampled_from(["with", "without", "fixed"]),
+    drawn=st.booleans(),
     sharpness=st.sampled_from([0.3, 2.0]),
 )
-def test_equals_the_algorithm_as_written(tree, seed, vocab, mode, sharpness):
+def test_equals_the_algorithm_as_written(tree, seed, vocab, drawn, sharpness):
     generator, rows, nodes = torch.Generator().manual_seed(seed), 20, tree.size + 1
     target_probs = (torch.randn(rows, nodes, vocab, generator=generator, dtype=torch.float64) * sharpness).softmax(-1)
     target_probs *= torch.rand(target_probs.shape, generator=generator) < 0.8
     target_probs[..., 0] += 1e-3
     target_probs /= target_probs.sum(-1, keepdim=True)
     noise = torch.randn(target_probs.shape, generator=generator, dtype=torch.float64)
-    draft_probs = None if mode == "fixed" else (target_probs.clamp_min(1e-2).log() + noise).softmax(-1)
+    draft_probs = (target_probs.clamp_min(1e-2).log() + noise).softmax(-1) if drawn else None
     ids = torch.randint(vocab, (rows, tree.size), generator=generator)
     for node, children in enumerate(tree.children):
         if children and draft_probs is not None:
             draws = torch.rand(rows, len(children), generator=generator, dtype=torch.float64)
             places = torch.tensor(children) - 1
-            ids[:, places] = draw_children(draft_probs[:, node], len(children), draws, mode == "with")
+            ids[:, places] = draw_children(draft_probs[:, node], len(children), draws)
     coins = torch.rand(rows, tree.depth, tree.max_children, generator=generator, dtype=torch.float64)
     uniforms = torch.rand(rows, tree.depth + 1, generator=generator, dtype=torch.float64)
-    outcome = verify_tree(tree, target_probs, ids, draft_probs, coins, uniforms, mode == "with")
+    outcome = verify_tree(tree, target_probs, ids, draft_probs, coins, uniforms)
     for row in range(rows):
         draft_rows = None if draft_probs is None else draft_probs[row]
         inputs = target_probs[row], ids[row].tolist(), draft_rows, coins[row], uniforms[row]
-        path, token = twin(tree, *inputs, mode == "with")
+        path, token = twin(tree, *inputs)
         assert outcome.path_BD[row].tolist() == path + [0] * (tree.depth - len(path))
         assert int(outcome.accepted_B[row]) == len(path)
         assert int(outcome.next_ids_B[row]) == token
@@ -83,7 +82,7 @@ def test_equals_the_algorithm_as_written(tree, seed, vocab, mode, sharpness):
             node = ([0, *path] + [None] * tree.depth)[depth]
             children = () if node is None else tree.children[node]
             overlap = 0.0
-            if children and mode == "fixed":
+            if children and not drawn:
                 overlap = float(target_probs[row, node, ids[row, torch.tensor(children) - 1].unique()].sum())
             elif children:
                 overlap = float(torch.minimum(target_probs[row, node], draft_probs[row, node]).sum())
@@ -141,17 +140,13 @@ def test_greedy_takes_the_deepest_of_equal_siblings():
     assert outcome.accept_probs_BDK.tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
 
 
-@pytest.mark.parametrize("replacement", [True, False, None])
-def test_a_target_probability_of_zero_is_never_accepted(replacement):
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_target_probability_of_zero_is_never_accepted(drawn):
     tree = TokenTree.from_branching((3,))
     target = torch.tensor([0.0, 0.0, 0.4, 0.6]).expand(1, 4, 4)
-    draft = None if replacement is None else torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, 1, 4)
-    for ids in ([0, 1, 0], [1, 1, 0], [0, 3, 2] if replacement else [0, 1, 3]):
-        if replacement is None:
-            ids = [0, 1, 1]
-        outcome = verify_tree(
-            tree, target, torch.tensor([ids]), draft, torch.zeros(1, 1, 3), torch.zeros(1, 2), bool(replacement)
-        )
+    draft = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, 1, 4) if drawn else None
+    for ids in ([0, 1, 0], [1, 1, 0], [0, 1, 3]) if drawn else ([0, 1, 1],):
+        outcome = verify_tree(tree, target, torch.tensor([ids]), draft, torch.zeros(1, 1, 3), torch.zeros(1, 2))
         assert outcome.accepted_B.tolist() == [0]
         assert outcome.next_ids_B.tolist() == [2]
         assert not bool(outcome.accept_probs_BDK.any())
@@ -189,19 +184,19 @@ def test_equal_rows_are_always_accepted_whatever_the_rounding():
     assert torch.equal(outcome.accept_probs_BDK, torch.tensor([1.0, 0.0]).expand(100, 2, 2))
 
 
-@pytest.mark.parametrize("mode", ["with", "without", "fixed"])
-def test_more_candidates_keep_more_tokens(mode):
+@pytest.mark.parametrize("drawn", [True, False])
+def test_more_candidates_keep_more_tokens(drawn):
     kept = []
     for count in (1, 2, 3):
         tree, generator = TokenTree.from_branching((count,)), torch.Generator().manual_seed(1)
         target, draft = (table[:1].expand(4000, 1, 6) for table in table_pair(5, 6, 0, SamplingSettings(1.0)))
         uniforms = torch.rand(4000, count, generator=generator, dtype=torch.float64)
         ids = top_children(draft[:, 0], count)
-        if mode != "fixed":
-            ids = draw_children(draft[:, 0], count, uniforms, mode == "with")
-        rows = None if mode == "fixed" else draft
+        if drawn:
+            ids = draw_children(draft[:, 0], count, uniforms)
+        rows = draft if drawn else None
         coins, residual = torch.zeros(4000, 1, count), torch.zeros(4000, 2)
-        outcome = verify_tree(tree, target.expand(-1, count + 1, -1), ids, rows, coins, residual, mode == "with")
+        outcome = verify_tree(tree, target.expand(-1, count + 1, -1), ids, rows, coins, residual)
         kept.append(float(outcome.accept_probs_BDK.sum() / 4000))
     assert kept[0] < kept[1] < kept[2] <= 1.0
 
@@ -218,7 +213,6 @@ def tree_inputs(device):
 def every_rule(tree, target, ids, draft, coins, uniforms):
     return [
         verify_tree(tree, target, ids, draft, coins, uniforms),
-        verify_tree(tree, target, ids, draft, coins, uniforms, replacement=True),
         verify_tree(tree, target, ids, None, coins, uniforms),
         verify_tree_greedy(tree, target.argmax(-1), ids),
     ]
