@@ -185,7 +185,6 @@ class BlockLoop:
             self.timing.draft_seconds += spent["draft"]
             self.timing.verify_seconds += spent["verify"]
             self.timing.accept_seconds += spent["accept"]
-        self.timing.draft_steps += proposal.ids_RG.shape[1] if proposal.tree is None else proposal.tree.depth
         self.timing.target_calls += 1
         return outcome
 

@@ -262,7 +262,6 @@ class DeviceLoop(BlockLoop):
     def _land(self, flight: _Flight) -> BlockOutcome:
         """Wait for a block, the only time the device is waited for."""
         spent = flight.clock.seconds()
-        self.timing.draft_steps += self.settings.gamma
         self.timing.target_calls += 1
         if not self._book_recording(flight):
             self.timing.block_seconds += spent.get("block", 0.0)

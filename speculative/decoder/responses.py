@@ -154,7 +154,6 @@ class Timing:
     block_seconds: float = 0.0
     recording_seconds: float = 0.0
     total_seconds: float = 0.0
-    draft_steps: int = 0
     target_calls: int = 0
     recording_calls: int = 0
     peak_bytes: int = 0

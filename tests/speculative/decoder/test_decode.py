@@ -156,7 +156,6 @@ def test_counts_and_hook_describe_the_text():
             mask += [1] * min(count, len(ids)) + [0] * (len(ids) - min(count, len(ids)))
         assert response.proposed_mask == mask
         assert response.key == prompts[index][0]
-    assert timing.draft_steps == 3 * timing.target_calls
     assert 0 < timing.draft_seconds + timing.verify_seconds + timing.prefill_seconds <= timing.total_seconds
 
 
