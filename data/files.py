@@ -55,6 +55,13 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
         raise
 
 
+def write_all(file: int, content: bytes) -> None:
+    """All of the content into an open file: a single write may take less."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(file, left) :]
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON under a temporary name, then renames."""
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())

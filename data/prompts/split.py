@@ -9,7 +9,6 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from data.prompts.prompt import PromptRow
 from speculative.errors import UserError
@@ -19,16 +18,6 @@ HASH_DIGITS = 16
 COMMON_LEAST, COMMON_SHARE = 16, 0.05
 # Punctuation that is never dropped: in code and maths "C#", "@x", "3 - 2" and "3 / 2" are not "C", "x" and "3 2".
 MEANINGFUL = frozenset("#%&*@\\/_-")
-
-
-@dataclass(frozen=True)
-class DuplicateReport:
-    """Counts of rows: those given, exact repeats, repeats after normalisation, those kept. The three add up."""
-
-    rows: int
-    exact: int
-    normalised: int
-    kept: int
 
 
 def content_hash(row: PromptRow) -> str:
@@ -70,8 +59,10 @@ def split_groups(rows: Sequence[PromptRow], normalised: bool = False) -> list[st
     ]
 
 
-def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateReport]:
-    """The rows without exact and normalised repeats, in order, the first of each kept; one that was rendered before repeats by its id.
+def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], int]:
+    """(the rows without exact and normalised repeats, in order, the first of each kept; how many rows repeat another one).
+
+    One that was rendered before repeats by its id.
 
     Raises:
         UserError: no rows, or several rows that are all one prompt.
@@ -81,16 +72,11 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
     exact_seen: set[str] = set()
     normalised_seen: set[str] = set()
     kept: list[PromptRow] = []
-    exact = normalised = 0
     for row in rows:
         exact_key = content_hash(row)
         # Whoever rendered it has chosen how often a question may come.
         normalised_key = row.prompt_id or normalised_hash(row)
-        if exact_key in exact_seen:
-            exact += 1
-        elif normalised_key in normalised_seen:
-            normalised += 1
-        else:
+        if exact_key not in exact_seen and normalised_key not in normalised_seen:
             kept.append(row)
         exact_seen.add(exact_key)
         normalised_seen.add(normalised_key)
@@ -99,7 +85,7 @@ def deduplicate(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], DuplicateRe
             f"all prompts are duplicates: {len(rows)} rows, 1 unique (first at {rows[0].origin}): check which column "
             "is mapped to the prompt"
         )
-    return kept, DuplicateReport(len(rows), exact, normalised, len(kept))
+    return kept, len(rows) - len(kept)
 
 
 def held_out(prompt_ids: Sequence[str], heldout_count: int, groups: Sequence[str] | None = None) -> list[int]:

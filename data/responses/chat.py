@@ -19,12 +19,13 @@ import pyarrow.parquet as pq
 import torch
 
 from data.files import write_bytes, writing
-from data.responses.endpoint import EndpointTarget, SignalSink, request_seed
+from data.responses.endpoint import EndpointTarget, request_seed
 from data.responses.prompt_logprobs import TopK, topk_table
 from data.responses.rendered import RenderedPrompt
 from data.responses.served import TOP
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
+from data.signals.store import SignalStore
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
@@ -155,7 +156,7 @@ class ChatTarget(EndpointTarget):
             write_bytes(folder / f"{name}.parquet", stream.getvalue().to_pybytes())
 
     def keep_signal(
-        self, store: SignalSink, answers: Path, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1
+        self, store: SignalStore, answers: Path, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1
     ) -> None:
         """Writes the signal that an opened store lacks: example i is row i; this rank every `ranks`-th. Nothing is asked.
 

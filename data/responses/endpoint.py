@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,23 +23,12 @@ from data.responses.respond import ResponseBar, ResponsePlan, row_of
 from data.responses.served import TEXTS, TOP, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
+from data.signals.store import SignalStore
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
 _PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
-
-
-class SignalSink(Protocol):
-    """What `topk` needs of a signal store (data/signals/store.py)."""
-
-    def missing(self) -> list[int]:
-        """Numbers of the examples without a record."""
-        ...
-
-    def write(self, index: int, signal: TopKSignal) -> None:
-        """Stores one example's rows."""
-        ...
 
 
 class EndpointTarget:
@@ -181,7 +170,7 @@ class EndpointTarget:
 
     def topk(
         self,
-        store: SignalSink,
+        store: SignalStore,
         rows: Sequence[Row],
         k: int,
         *,

@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from data.prompts.prompt import PromptRow
 from data.prompts.split import content_hash, normalised_hash, split_groups
@@ -21,7 +21,6 @@ from data.prompts.template import render_opening
 from data.responses.rendered import RenderedPrompt
 from speculative.errors import UserError
 
-Method = Literal["magpie", "mix"]
 # (openings, samples of each) -> (prompt id, response ids) of each sample, those of fewer samples or openings among them.
 Sampler = Callable[[Sequence[RenderedPrompt], int], Iterable[tuple[str, Sequence[int]]]]
 # Candidates that are made at first, and at most, for each prompt that is wanted.

@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from data.files import MANIFEST, require_manifest, write_manifest, writing
+from data.files import MANIFEST, require_manifest, write_all, write_manifest, writing
 from data.signals import codec
 from data.signals.signal import SampledSignal, TopKSignal
 from speculative.errors import UserError
@@ -227,7 +227,7 @@ class SignalStore:
             file, shard = self._file()
             key = int(self._keys[index])
             offset = os.lseek(file, 0, os.SEEK_END)
-            _write_all(file, record)
+            write_all(file, record)
             entry = np.zeros((), ENTRY)
             entry["rank"], entry["shard"], entry["offset"], entry["nbytes"] = self._rank, shard, offset, len(record)
             entry["tokens"], entry["key"], entry["record_crc"] = len(rows), key, self._crc(record, key)
@@ -383,10 +383,3 @@ class SignalStore:
 
     def _refusal(self, index: int, damage: _Damaged) -> UserError:
         return UserError(f"{damage} (example {index}); {self._again}, which makes it anew, or delete the folder first")
-
-
-def _write_all(file: int, content: bytes) -> None:
-    """All of the content: a single write may take less."""
-    left = memoryview(content)
-    while left:
-        left = left[os.write(file, left) :]

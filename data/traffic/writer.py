@@ -13,7 +13,7 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-from data.files import writing
+from data.files import write_all, writing
 from data.traffic.record import (
     FORGOTTEN,
     LOCK,
@@ -183,7 +183,11 @@ class LogWriter:
             lines = b"".join(to_line(self._with_or_without_text(record)) for record in kept)
             file = self._open(path).fileno()
             size = os.fstat(file).st_size
-            _write_whole(file, lines, size)
+            try:
+                write_all(file, lines)
+            except OSError:
+                os.ftruncate(file, size)
+                raise
         finally:
             fcntl.flock(self._write_lock, fcntl.LOCK_UN)
         if size + len(lines) >= self.file_bytes:
@@ -218,16 +222,6 @@ class LogWriter:
         if (changed := (found.st_mtime_ns, found.st_size)) != self._forgotten[0]:
             self._forgotten = changed, forgotten_hashes(self.directory)
         return self._forgotten[1]
-
-
-def _write_whole(file: int, content: bytes, size: int) -> None:
-    try:
-        done = 0
-        while done < len(content):
-            done += os.write(file, content[done:])
-    except OSError:
-        os.ftruncate(file, size)
-        raise
 
 
 def mend_tail(directory: Path, path: Path) -> None:

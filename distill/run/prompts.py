@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from data.files import MANIFEST, read_manifest, write_manifest
 from data.prompts.prompt import PromptRow
 from data.prompts.sources import format_of, load_source, source_state
-from data.prompts.split import DuplicateReport, content_hash, deduplicate, held_out, remove_overlap, split_groups
+from data.prompts.split import content_hash, deduplicate, held_out, remove_overlap, split_groups
 from data.prompts.template import Mode, check_lengths, render_prompt, render_reference, template_fingerprint
 from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write_prompts
 from distill.config.layout import CHECKPOINTS, PROMPTS
@@ -101,10 +101,8 @@ def load_prompts(
         return _read(Path(passing), heldout_prompts)
 
 
-def rows_of(
-    sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = None
-) -> tuple[list[PromptRow], DuplicateReport]:
-    """The sources' prompts without repeats; what is no usable prompt goes into ``bad_rows`` where that is given."""
+def rows_of(sources: Sequence[SourceConfig], bad_rows: list[UserError] | None = None) -> tuple[list[PromptRow], int]:
+    """The sources' prompts without repeats, and how many those were; what is no usable prompt goes into ``bad_rows`` where that is given."""
     return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
 
 
@@ -212,7 +210,7 @@ def _make(data: DataConfig, tokenizer: Any, folder: Path, made_with: dict[str, A
         "made_with": made_with, "fingerprints": fingerprints, "heldout": len(StoredPrompts(making / HELDOUT_FILE)),
         "heldout_whole": whole, "files": _digests(making),
         "left_out": {
-            "duplicates": repeats.rows - repeats.kept, "in both sets": overlapping, "too long": render.dropped,
+            "duplicates": repeats, "in both sets": overlapping, "too long": render.dropped,
             f"bad rows, the first {render.bad_rows[0]}" if render.bad_rows else "bad rows": len(render.bad_rows or ()),
         },
     }  # fmt: skip
