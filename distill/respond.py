@@ -18,12 +18,10 @@ from distill.config.layout import RESPONSES, TRAINING
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
-from distill.models.student import run_context
 from distill.models.target import Target
 from distill.run.folder import claim_folder
-from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
-from distill.run.session import dated_tokenizer, new_accelerator
+from distill.run.session import new_accelerator, run_prompts
 from distill.run.synthetic import with_synthetic
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
@@ -56,12 +54,7 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
         claim_folder(config)
     accelerator.wait_for_everyone()
     target = Target(config.target, accelerator.device, config.folder)
-    context = run_context(config, target.facts.context_length)
-    tokenizer = dated_tokenizer(target, config.folder, accelerator)
-    sets = load_prompts(
-        config.data, tokenizer, context, config.serving.max_tokens, config.judge.prompts, run=config.folder,
-        accelerator=accelerator,
-    )  # fmt: skip
+    context, tokenizer, sets = run_prompts(config, target, accelerator)
     accelerator.print(sets.report)
     stores = RunStores(config, accelerator, target)
     rows = stores.training(with_synthetic(config, tokenizer, sets.train, stores, context, accelerator)[0])

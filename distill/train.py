@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 
 from data.batches.examples import as_examples
-from data.responses.rendered import RenderedPrompt, domains_of
+from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.store import StoredRows
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.load import load_config
@@ -20,7 +20,7 @@ from distill.export.quantize import require_quantizer
 from distill.faults import Interrupted, check_imports, exit_status
 from distill.models.heads import SplitModel
 from distill.models.load import tokenizer_fingerprint
-from distill.models.student import carved_by_measurement, first_student, refuse_impossible, run_context
+from distill.models.student import carved_by_measurement, first_student, refuse_impossible
 from distill.models.target import Target
 from distill.report.plot import plot_run
 from distill.report.wandb_panels import log_result
@@ -28,10 +28,9 @@ from distill.run import checkpoint
 from distill.run.checkpoint import resume_point
 from distill.run.folder import claim_folder
 from distill.run.others import OtherTarget, open_others, require_unchanged
-from distill.run.prompts import load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, decode_settings
-from distill.run.session import check_instrument, dated_tokenizer, new_accelerator
+from distill.run.session import check_instrument, new_accelerator, run_prompts
 from distill.run.synthetic import with_synthetic
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.loop import Loop
@@ -85,11 +84,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
     (progress,) = broadcast_object_list([resume_point(config.folder)[0] if accelerator.is_main_process else None])
     target = Target(config.target, accelerator.device, config.folder)
     tokenizer = target.tokenizer
-    context = run_context(config, target.facts.context_length)
-    dated = dated_tokenizer(target, config.folder, accelerator)
-    sets = load_prompts(
-        config.data, dated, context, config.serving.max_tokens, config.judge.prompts, run=config.folder, accelerator=accelerator
-    )  # fmt: skip
+    context, dated, sets = run_prompts(config, target, accelerator)
     accelerator.print(sets.report)
     refuse_impossible(config.student, target.side.config)
     check_signal(config.signal, target.facts.vocab_rows)
@@ -136,7 +131,7 @@ def distil(config: RunConfig, accelerator: Accelerator) -> None:
         del loop, student
         gc.collect()
     if accelerator.is_main_process:
-        domains = sorted(set(domains_of(sets.train).unique().to_pylist()))
+        domains = sorted(set(texts_of(sets.train, "domain").unique().to_pylist()))
         _conclude(config, accelerator, target, heldout, checks, progress, context, domains, others)
     accelerator.wait_for_everyone()
 
@@ -161,7 +156,7 @@ def _loop(
     accelerator.print(
         f"{len(rows or ())} responses of {rows.response_tokens_N.sum() if rows else 0:,} tokens; "
         + (f"target {target.facts.parameters:,} parameters, " if target.facts.parameters else "")
-        + f"draft {_parameters(module):,}"
+        + f"draft {sum(parameter.numel() for parameter in module.parameters()):,}"
     )
     examples = rows.examples if rows is not None else as_examples(())
     if config.target.shard and accelerator.num_processes > 1 and config.signal.source == "online":
@@ -213,10 +208,6 @@ def _conclude(
     write_conclusion(config.folder, result)
     log_result(accelerator, result)
     accelerator.print(result.verdict.sentence)
-
-
-def _parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def command(options: TrainOptions) -> int:

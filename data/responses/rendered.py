@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import pyarrow as pa
@@ -133,18 +133,11 @@ def prompts_fingerprint(prompts: Iterable[RenderedPrompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def prompt_ids_of(prompts: Sequence[RenderedPrompt]) -> pa.Array:
-    """Ids of all prompts, in order."""
+def texts_of(prompts: Sequence[RenderedPrompt], name: Literal["prompt_id", "domain"]) -> pa.Array:
+    """A text of all prompts, in order."""
     if isinstance(prompts, StoredPrompts):
-        return prompts.column("prompt_id").combine_chunks()
-    return pa.array([prompt.prompt_id for prompt in prompts], pa.string())
-
-
-def domains_of(prompts: Sequence[RenderedPrompt]) -> pa.Array:
-    """Domains of all prompts, in order."""
-    if isinstance(prompts, StoredPrompts):
-        return prompts.column("domain").combine_chunks()
-    return pa.array([prompt.domain for prompt in prompts], pa.string())
+        return prompts.column(name).combine_chunks()
+    return pa.array([getattr(prompt, name) for prompt in prompts], pa.string())
 
 
 def prompt_lengths(prompts: Sequence[RenderedPrompt]) -> np.ndarray:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from data.files import MANIFEST
 from data.prompts.template import loss_mask
-from data.responses.rendered import RenderedPrompt, domains_of, prompt_ids_of, prompt_lengths
+from data.responses.rendered import RenderedPrompt, prompt_lengths, texts_of
 from data.responses.store import Row, Store, row_keys
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
@@ -30,7 +30,7 @@ class ResponsePlan:
 
     def __init__(self, prompts: Sequence[RenderedPrompt], samples_per_prompt: int, shard_size: int) -> None:
         self.prompts, self.shard_size = prompts, shard_size
-        columns = pa.table({"length": prompt_lengths(prompts), "prompt_id": prompt_ids_of(prompts)})
+        columns = pa.table({"length": prompt_lengths(prompts), "prompt_id": texts_of(prompts, "prompt_id")})
         keys = [("length", "descending"), ("prompt_id", "ascending")]
         order = pc.sort_indices(columns, sort_keys=keys).to_numpy()
         self.numbers_J = np.repeat(order, samples_per_prompt)
@@ -42,7 +42,7 @@ class ResponsePlan:
 
     def domains(self) -> pa.Array:
         """Of the jobs' prompts, in order."""
-        return domains_of(self.prompts).take(pa.array(self.numbers_J))
+        return texts_of(self.prompts, "domain").take(pa.array(self.numbers_J))
 
     def job(self, number: int) -> tuple[RenderedPrompt, int]:
         """A job by its place in the order."""

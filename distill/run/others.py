@@ -16,12 +16,10 @@ from distill.config.layout import CONFIG, PROVENANCE, TARGET_FACTS
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.models.load import tokenizer_fingerprint
-from distill.models.student import run_context
 from distill.models.target import Target
 from distill.run.checkpoint import resume_point
-from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
-from distill.run.session import dated_tokenizer
+from distill.run.session import run_prompts
 from distill.run.synthetic import with_synthetic
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -95,10 +93,7 @@ def open_others(
             raise UserError(
                 f"{key} {folder}: {own.target.path} has {one.facts.vocab_rows} vocabulary rows, {config.target.path} {target.facts.vocab_rows}"
             )
-        limit, tokenizer = run_context(own, one.facts.context_length), dated_tokenizer(one, folder, accelerator)
-        sets = load_prompts(
-            own.data, tokenizer, limit, own.serving.max_tokens, own.judge.prompts, run=folder, accelerator=accelerator
-        )  # fmt: skip
+        limit, tokenizer, sets = run_prompts(own, one, accelerator)
         stores = RunStores(own, accelerator, one, answers=False)
         prompts, _ = with_synthetic(own, tokenizer, sets.train, stores, limit, accelerator)
         _require_apart(key, (train, heldout), (prompts, sets.heldout))

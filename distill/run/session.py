@@ -18,9 +18,9 @@ from data.responses.rendered import RenderedPrompt
 from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported, load_draft
-from distill.models.student import NO_LIMIT
+from distill.models.student import NO_LIMIT, run_context
 from distill.models.target import Target
-from distill.run.prompts import load_prompts
+from distill.run.prompts import PromptSets, load_prompts
 from distill.run.responses import decode_settings
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import max_positions
@@ -55,6 +55,25 @@ def dated_tokenizer(target: Target, run: Path, accelerator: Accelerator | None =
         path.parent.mkdir(exist_ok=True)
         write_bytes(path, f"{day}\n".encode())
     return on_day(target.tokenizer, broadcast_object_list([day])[0] if accelerator is not None else day)
+
+
+def run_prompts(
+    config: RunConfig, target: Target, accelerator: Accelerator, heldout: int | None = None
+) -> tuple[int, Any, PromptSets]:
+    """(tokens of prompt and response that a run's sequences may have, the tokenizer that renders its prompts, the prompts). All ranks call it.
+
+    ``heldout``: how many held-out prompts; None = those that judge.
+
+    Raises:
+        UserError: see `run_context` and `load_prompts`.
+    """
+    context = run_context(config, target.facts.context_length)
+    tokenizer = dated_tokenizer(target, config.folder, accelerator)
+    sets = load_prompts(
+        config.data, tokenizer, context, config.serving.max_tokens, heldout or config.judge.prompts, run=config.folder,
+        accelerator=accelerator,
+    )  # fmt: skip
+    return context, tokenizer, sets
 
 
 def context_limit(*limits: int | None) -> int:

@@ -59,7 +59,7 @@ def _ensure(books: "Books", training: Training, shared: dict[str, Texts], consol
     if key not in shared:
         shared[key] = Texts(books.study, training.config)
     try:
-        result = result_of(books.study, training, shared[key])
+        result = result_of(training, shared[key])
         numbers = ", ".join(f"{rule} tau {alpha_tau(sums)['tau']:.3f}" for rule, sums in result["judged"].items())
     except NotFinite as error:
         result = {"error": str(error)}  # as a learning rate it has lost; as a contestant it has no numbers

@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 from distill.commands.sweep.study_file import UNTRAINED, Study, Training, texts_key
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported
-from distill.models.student import first_student, refuse_impossible, run_context
+from distill.models.student import first_student, refuse_impossible
 from distill.models.target import Target
 from distill.run.checkpoint import Progress
-from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores, decode_settings
-from distill.run.session import dated_tokenizer, new_accelerator
+from distill.run.session import new_accelerator, run_prompts
 from distill.training.batches import make_batches, make_objective
 from distill.training.capture import CapturingTeacher
 from distill.training.loop import Loop
@@ -49,12 +48,9 @@ class Texts:
         accelerator = _accelerator(config)
         config.folder.mkdir(parents=True, exist_ok=True)
         self.target = Target(config.target, accelerator.device)
-        self.context = run_context(config, self.target.facts.context_length)
-        self.sets = load_prompts(
-            config.data, dated_tokenizer(self.target, config.folder, accelerator), self.context, config.serving.max_tokens,
-            config.judge.prompts + study.tune_prompts, run=config.folder, accelerator=accelerator,
-        )  # fmt: skip
-        if len(self.sets.heldout) < config.judge.prompts + study.tune_prompts:
+        heldout = config.judge.prompts + study.tune_prompts
+        self.context, _, self.sets = run_prompts(config, self.target, accelerator, heldout)
+        if len(self.sets.heldout) < heldout:
             raise UserError(
                 f"{study.name}: {len(self.sets.heldout)} held-out prompts are too few for {config.judge.prompts} that judge "
                 f"(judge.prompts) and {study.tune_prompts} that tune (tune_prompts); add to data.heldout, or lower these"
@@ -129,7 +125,7 @@ def alpha_tau(sums: dict[str, list[float]]) -> dict[str, float]:
     return {"alpha": sum(sums["accepted"]) / tokens, "tau": tokens / sum(sums["blocks"])}
 
 
-def result_of(study: Study, training: Training, texts: Texts) -> dict[str, Any]:
+def result_of(training: Training, texts: Texts) -> dict[str, Any]:
     """Trains and judges: {.., trained_tokens, seconds, tuning: {alpha, tau}, judged: {rule: sums by prompt}}.
 
     The first `judge.prompts` held-out prompts judge; `tuning` is of those behind them, by the first rule, and of nothing else.

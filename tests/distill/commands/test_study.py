@@ -79,11 +79,11 @@ def test_a_study_from_file_to_cells_and_on_after_a_kill(
     path, _ = study_of(tmp_path, tiny_config, served=served, contestants=contestants)
     done: list[str] = []
 
-    def one_more(study: Study, training: Training, texts: Any) -> dict[str, Any]:
+    def one_more(training: Training, texts: Any) -> dict[str, Any]:
         if len(done) == stop_after:
             raise KeyboardInterrupt
         done.append(training.result.name)
-        return result_of(study, training, texts)
+        return result_of(training, texts)
 
     monkeypatch.setattr(study_module, "result_of", one_more)
     stop_after = 1
@@ -123,7 +123,7 @@ def test_prompts_that_tune_do_not_judge_and_prompts_that_judge_do_not_tune(
     scores = [scores_of([a, a]) for a in (0.9, 0.8, 0.7, 0.2, 0.4)]
     monkeypatch.setattr(texts_module, "train", lambda training, texts: (None, 7))
     monkeypatch.setattr(texts_module, "score_tokens", lambda draft, heldout, sampling: scores)
-    result = result_of(study, next(trainings(study, {})), SimpleNamespace(heldout=(), sampling=None))  # type: ignore[arg-type]
+    result = result_of(next(trainings(study, {})), SimpleNamespace(heldout=(), sampling=None))  # type: ignore[arg-type]
     assert result["tuning"]["alpha"] == pytest.approx(0.3)
     assert result["judged"]["sample"]["accepted"] == [1.8, 1.6, 1.4]
 
