@@ -320,7 +320,33 @@ class EndpointTarget:
             raise UserError(f"{self.endpoint.url}: {self.no_completion.format(said=said)}") from error
 
     def _refusal(self, error: Any, k: int | None) -> str:
-        return _one_line(error, self.endpoint, self._model, k)
+        """What a person does about a fault of the client."""
+        import openai
+
+        endpoint = self.endpoint
+        url, said = endpoint.url, " ".join(str(getattr(error, "message", error)).split())[:200]
+        stays = "what is stored stays; the same command goes on"
+        if isinstance(error, openai.APITimeoutError):
+            return (
+                f"{url}: no answer within {endpoint.timeout:g} s, asked {endpoint.retries + 1} times; raise target.endpoint.timeout or "
+                f"lower target.endpoint.concurrency; {stays}"
+            )
+        if isinstance(error, openai.APIConnectionError):
+            cause = str(error.__cause__ or "").split("\n")[0] or said
+            return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            return f"{url}: refuses the key; put the right one into the environment variable {endpoint.api_key_env}"
+        if isinstance(error, openai.NotFoundError):
+            return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {self._model or 'a model'} must be served there"
+        limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
+        if k is not None and limit:
+            return f"{url}: gives at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
+        if isinstance(error, openai.BadRequestError) and re.search(
+            r"context length|max_model_len|maximum model length", said
+        ):
+            return f"{url}: a text is too long for it ({said}); set data.context_length below the server's limit"
+        status = getattr(error, "status_code", None)
+        return f"{url}: {status or type(error).__name__}: {said}; {stays}"
 
     def _foreign(self, ids: Sequence[int]) -> UserError:
         largest = max(ids, key=abs)
@@ -391,32 +417,3 @@ def request_seed(seed: int, key: str) -> int:
 
 def _names(served: Sequence[str]) -> str:
     return ", ".join(served) or "no model"
-
-
-def _one_line(error: Any, endpoint: Endpoint, model: str | None, k: int | None) -> str:
-    """What a person does about a fault of the client."""
-    import openai
-
-    url, said = endpoint.url, " ".join(str(getattr(error, "message", error)).split())[:200]
-    stays = "what is stored stays; the same command goes on"
-    if isinstance(error, openai.APITimeoutError):
-        return (
-            f"{url}: no answer within {endpoint.timeout:g} s, asked {endpoint.retries + 1} times; raise target.endpoint.timeout or "
-            f"lower target.endpoint.concurrency; {stays}"
-        )
-    if isinstance(error, openai.APIConnectionError):
-        cause = str(error.__cause__ or "").split("\n")[0] or said
-        return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
-    if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        return f"{url}: refuses the key; put the right one into the environment variable {endpoint.api_key_env}"
-    if isinstance(error, openai.NotFoundError):
-        return f"{url}: {said or 'not found'}; target.endpoint.url must end in /v1, and {model or 'a model'} must be served there"
-    limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", said)
-    if k is not None and limit:
-        return f"{url}: gives at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in said else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
-    if isinstance(error, openai.BadRequestError) and re.search(
-        r"context length|max_model_len|maximum model length", said
-    ):
-        return f"{url}: a text is too long for it ({said}); set data.context_length below the server's limit"
-    status = getattr(error, "status_code", None)
-    return f"{url}: {status or type(error).__name__}: {said}; {stays}"

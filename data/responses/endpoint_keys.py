@@ -1,5 +1,8 @@
-"""Where a target's server is, as a user says it. Free of torch, so that a config is read at once."""
+"""Where a server is, as a user says it. Free of torch, so that a config is read at once."""
 
+import contextlib
+import re
+import urllib.parse
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,3 +25,17 @@ class Endpoint(BaseModel):
     readers: int | None = Field(
         None, ge=0, description="processes that read the top-k of answers; null = by tokens and cores, at most 8"
     )
+
+
+def is_address(url: str) -> bool:
+    """Whether this is an http address of a host."""
+    with contextlib.suppress(ValueError):
+        parts = urllib.parse.urlsplit(url)
+        valid_host = re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
+        return parts.scheme in ("http", "https") and valid_host and parts.port != 0 and not parts.query
+    return False
+
+
+def root_of(url: str) -> str:
+    """The server itself, where its counters are, of an address with or without /v1."""
+    return url.rstrip("/").removesuffix("/v1")

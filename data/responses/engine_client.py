@@ -1,18 +1,15 @@
 """A running engine as a user's client sees it: who it is, its answers with token ids and counts, its counters."""
 
-import contextlib
 import http.client
 import json
-import re
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data.responses.endpoint import EndpointTarget, end_token, request_of
-from data.responses.endpoint_keys import Endpoint
+from data.responses.endpoint_keys import Endpoint, is_address, root_of
 from data.responses.engine_counts import CountsError, RequestCounts, read_counts
 from data.responses.engine_metrics import PAGES, ServerCounts, counts_of, mean_length, parse_page
 from speculative.decoder.responses import DecodeSettings
@@ -70,24 +67,16 @@ class EngineClient(EndpointTarget):
         Raises:
             UserError: no address.
         """
-        trimmed, valid = url.rstrip("/"), False
-        with contextlib.suppress(ValueError):
-            parts = urllib.parse.urlsplit(trimmed)
-            valid = parts.scheme in ("http", "https") and parts.port != 0
-            valid &= re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
-        if not valid:
+        if not is_address(url):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
-        url = trimmed if trimmed.endswith("/v1") else f"{trimmed}/v1"
+        self.root = root_of(url)  # the server itself, where its counters are
         super().__init__(
-            Endpoint(url=url, model=model, timeout=timeout, retries=0, concurrency=concurrency), tokenizer, vocab_rows
+            Endpoint(url=f"{self.root}/v1", model=model, timeout=timeout, retries=0, concurrency=concurrency),
+            tokenizer,
+            vocab_rows,
         )
         self.engine, self.version = "unknown", ""
         self._as_text = False
-
-    @property
-    def root(self) -> str:
-        """The server itself, where its counters are."""
-        return self.endpoint.url.removesuffix("/v1")
 
     def identify(self) -> None:
         """Finds out which engine this is, as far as it says, and that its tokenizer is ours.

@@ -49,7 +49,7 @@ def serve(options: ServeOptions) -> int:
     """
     directory, serving = _read_export(options.run)
     name, words = engine_words(options, directory, serving)
-    _check_port(options.host, options.port)
+    listening(options.host, options.port).close()  # refused now, not by the engine in minutes
     log = options.log or directory.parent / f"{options.engine}.log"
     console = Console(stderr=True)
     answered = False
@@ -121,10 +121,15 @@ def _read_export(path: Path) -> tuple[Path, dict[str, Any]]:
     return directory, serving
 
 
-def _check_port(host: str, port: int) -> None:
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        UserError: the port is in use, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            pass
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port}: cannot be listened on ({error.strerror}); choose another"

@@ -3,18 +3,16 @@
 arms.json of a log directory is the one place: the gateway writes it from its flags and watches it, a rollout writes it at runtime.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-import re
-import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.files import write_bytes, writing
+from data.responses.endpoint_keys import is_address, root_of
 from data.traffic.record import SANE
 from speculative.errors import UserError
 
@@ -82,15 +80,6 @@ def _exponential(name: str, conversation: bytes) -> float:
     return -math.log((int.from_bytes(digest, "big") + 0.5) / 2**64)
 
 
-def is_address(url: str) -> bool:
-    """Whether this is an http address of a host."""
-    with contextlib.suppress(ValueError):
-        parts = urllib.parse.urlsplit(url)
-        valid_host = re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
-        return parts.scheme in ("http", "https") and valid_host and parts.port != 0 and not parts.query
-    return False
-
-
 def read_arms(path: Path) -> Arms:
     """The arms of a file.
 
@@ -123,4 +112,4 @@ def _arm(values: dict[str, Any]) -> Arm:
             continue
         if not isinstance(value, kinds.get(key, ())):
             raise UserError(f"arms.{values.get('name')}.{key} = {value!r}: not a key of an arm, or not its kind")
-    return Arm(**{**values, "url": values["url"].rstrip("/").removesuffix("/v1")})
+    return Arm(**{**values, "url": root_of(values["url"])})

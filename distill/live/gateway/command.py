@@ -2,13 +2,14 @@
 
 import os
 import resource
-import socket
 import sys
 from pathlib import Path
 
 import uvicorn
 
+from data.responses.endpoint_keys import root_of
 from data.traffic.writer import LogWriter
+from distill.commands.serve import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway.app import Gateway, Settings
 from distill.live.gateway.limits import BoundedProtocol
@@ -40,7 +41,7 @@ def gateway(options: GatewayOptions) -> None:
         options.max_body,
         options.idle_seconds,
     )
-    with _listening(options) as listener:
+    with listening(options.host, options.port) as listener:
         writer = LogWriter(
             options.log, text=options.text, sample_size=options.reservoir, retention_days=options.retention_days
         )
@@ -87,11 +88,11 @@ def arms_of(options: GatewayOptions) -> Arms:
         )
     versions = [*versions, *["unknown"] * (len(engines) - len(versions))]
     arms = [
-        Arm(name, _root(url), share, version, options.target_version)
+        Arm(name, root_of(url), share, version, options.target_version)
         for name, url, share, version in zip(_NAMES, engines, [1 - sum(shares), *shares], versions, strict=False)
     ]
     if options.plain_engine:
-        arms.append(Arm("plain", _root(options.plain_engine), 0.0, "none", options.target_version, drafts=False))
+        arms.append(Arm("plain", root_of(options.plain_engine), 0.0, "none", options.target_version, drafts=False))
     return Arms(BY_FLAGS, tuple(arms))
 
 
@@ -113,10 +114,6 @@ def parse_sampling(text: str) -> dict[str, float]:
     return found
 
 
-def _root(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1")
-
-
 def _key(options: GatewayOptions) -> str | None:
     if not options.api_key_env:
         return None
@@ -135,16 +132,6 @@ def _clients_for(wanted: int) -> int:
     if (clients := min(wanted, (most - _OWN_FILES) // 2)) < wanted:
         print(f"--max-connections: {clients} and not {wanted}, for the system gives {most} open files (ulimit -n)")
     return max(1, clients)
-
-
-def _listening(options: GatewayOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except OSError as error:
-        raise UserError(
-            f"--host {options.host} --port {options.port}: cannot be listened on ({error.strerror}); choose another"
-        ) from error
 
 
 def _begin_with(path: Path, flags: Arms) -> Arms:

@@ -8,8 +8,9 @@ import time
 import uuid
 from pathlib import Path
 
+from data.responses.endpoint_keys import is_address, root_of
 from data.traffic.record import LOCK
-from distill.live.arms import ARMS, BY_FLAGS, Arms, is_address, read_arms
+from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
 from distill.live.rollout.engine import engine_words, free_port
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.state import STATE, State, write_state
@@ -94,7 +95,7 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
     port = 0 if options.engine_url else free_port(options.port)
     state = State(
         version.name, str(options.log.resolve()), "starting", options.share,
-        options.engine_url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}", port, dataclasses.asdict(before),
+        root_of(options.engine_url) or f"http://127.0.0.1:{port}", port, dataclasses.asdict(before),
         mark="" if options.engine_url else uuid.uuid4().hex, since=time.time(),
     )  # fmt: skip
     if last is not None and last.stage == "done" and last.mark:
