@@ -133,21 +133,20 @@ class AdaptiveGamma:
     MEMORY = 0.9  # Weight of a row's past after each block: about ten blocks.
     POOL_MEMORY = 0.997
     POOL_BLOCKS = 5.0  # So many blocks of a row's rate are those of all requests: one row's past is noise.
-    PRIOR_TOKENS = 4.0  # Weight of `start_alpha` at the first place, and of the place before at each other one.
+    START_ALPHA = 0.7  # Acceptance assumed before anything was seen.
+    PRIOR_TOKENS = 4.0  # Its weight at the first place, and that of the place before at each other one.
     FIRST_LOOK = 16
     LAST_LOOK = 256
     LAST_TIMING = 64
     CLEAR_GAIN = 1.5  # No mistake about the time of a plain block is that large.
 
-    def __init__(self, max_gamma: int, stop_below: float = 0.0, start_alpha: float = 0.7):
-        """`start_alpha`: the chance of acceptance assumed before anything was seen."""
+    def __init__(self, max_gamma: int, stop_below: float = 0.0):
         if max_gamma < 1:
             raise UserError(f"adaptive gamma needs room: the largest gamma is {max_gamma}, give at least 1")
         self.max_gamma = max_gamma
         self.stop_below = _checked_threshold(stop_below)
         self.block_seconds = LoadSeconds()
         self.chosen: dict[int, int] = {}
-        self._start_alpha = start_alpha
         self._kept_G, self._tested_G = np.zeros(max_gamma), np.zeros(max_gamma)
         self._rows_R2 = np.zeros((0, 2))
         self._plain_blocks, self._look_after = 0, self.FIRST_LOOK
@@ -198,7 +197,7 @@ class AdaptiveGamma:
 
     def _rates(self) -> np.ndarray:
         """Acceptance by place, given the places before; where little was seen, near that of the place before."""
-        rates, before = [], self._start_alpha
+        rates, before = [], self.START_ALPHA
         for kept, tested in zip(self._kept_G.tolist(), self._tested_G.tolist(), strict=True):
             before = (kept + before * self.PRIOR_TOKENS) / (tested + self.PRIOR_TOKENS)
             rates.append(before)
