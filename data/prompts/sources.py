@@ -165,20 +165,12 @@ def _near_files(path: Path) -> str:
     return _near(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("reading prompts needs the package datasets: pip install datasets") from error
-    return datasets
-
-
 @contextmanager
 def _private_reading() -> Iterator[tuple[Any, str]]:
     """(datasets, a cache folder that disappears): silent, because we report its errors ourselves in one line."""
+    import datasets
     from huggingface_hub.utils import logging as hub_logging
 
-    datasets = _datasets()
     had_bars = not datasets.are_progress_bars_disabled()
     verbosity, hub_verbosity = datasets.logging.get_verbosity(), hub_logging.get_verbosity()
     if had_bars:
@@ -299,7 +291,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _hub_table(path: str, split: str, subset: str | None, revision: str | None) -> _Table:
-    datasets = _datasets()
+    import datasets
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     no_file = f"there is no local file or folder of that name either{_near_files(Path(path))}"

@@ -22,7 +22,6 @@ from distill.report.tables import (
     timed_speed_ups,
 )
 from distill.run.result import Result
-from speculative.errors import UserError
 
 PREFIX = "report"
 HEADLINES = ("alpha", "tau", "accepted_per_drafted", "speed_up", "tokens_per_second")
@@ -33,17 +32,12 @@ def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
 
     Args:
         accelerator_or_run: an Accelerator whose trackers were started, or a wandb run.
-
-    Raises:
-        UserError: wandb is not installed.
     """
     run = wandb_run(accelerator_or_run)
     if run is None:
         return []
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("tracking.trackers: wandb is not installed here; `pip install wandb` or drop it") from error
+    import wandb
+
     given = measured_times(result)
     panels: dict[str, Any] = {f"{PREFIX}/headline": _table(wandb, headline_table(result))}
     panels |= _charts(wandb, result, given)

@@ -149,7 +149,7 @@ class Gateway:
         self.exchanges.add(exchange)
         watch = asyncio.create_task(_watch_client(receive, exchange))
         try:
-            await self._relay(exchange, scope, headers, send)
+            await self._relay(exchange, scope, send)
         except asyncio.CancelledError:
             shutting_down = not exchange.why_ended
             exchange.why_ended = exchange.why_ended or "cancelled"
@@ -169,7 +169,7 @@ class Gateway:
             self.metrics.requests.labels(arm.name, exchange.status or 0).inc()
             self.metrics.total.labels(arm.name).observe(loop.time() - began)
 
-    async def _relay(self, exchange: Exchange, scope: Any, headers: Mapping[bytes, bytes], send: Send) -> None:
+    async def _relay(self, exchange: Exchange, scope: Any, send: Send) -> None:
         """The engine's answer, piece by piece: the next one is asked for when the client took the last."""
         loop, asked, arm = asyncio.get_running_loop(), exchange.asked, exchange.arm
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
