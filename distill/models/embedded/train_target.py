@@ -110,6 +110,37 @@ def grown(start: Path, layers: int, window: int) -> LlamaForCausalLM:
     return new
 
 
+def with_wide_heads(model: LlamaForCausalLM, width: int) -> LlamaForCausalLM:
+    """The same function with attention heads of `width` dimensions, a multiple of 2 and no less than they have; in float32.
+
+    The new dimensions are zero. Rotary pairs stay pairs, and turn as before: with theta' = theta^(width / old) their frequencies
+    theta'^(-2i / width) are the old theta^(-2i / old). Queries make up for the softmax scale width^-1/2.
+    """
+    config: Any = copy.deepcopy(model.config)
+    old, groups = config.head_dim, (config.num_attention_heads, config.num_key_value_heads)
+    config.head_dim, config.dtype = width, torch.float32
+    config.rope_parameters = {
+        **config.rope_parameters,
+        "rope_theta": config.rope_parameters["rope_theta"] ** (width / old),
+    }
+    wide = LlamaForCausalLM(config)
+    halves = torch.cat((torch.arange(old // 2), width // 2 + torch.arange(old // 2)))
+    weights = {name: weight.float() for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        part = name.split(".")[-2]
+        if part not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            continue
+        heads = groups[0] if part in ("q_proj", "o_proj") else groups[1]
+        rows_HDI = (weight.T if part == "o_proj" else weight).reshape(heads, old, -1)
+        wider_HDI = rows_HDI.new_zeros((heads, width, rows_HDI.shape[-1]))
+        wider_HDI[:, halves] = rows_HDI * (width / old) ** 0.5 if part == "q_proj" else rows_HDI
+        wider = wider_HDI.reshape(heads * width, -1)
+        weights[name] = wider.T.contiguous() if part == "o_proj" else wider
+    wide.load_state_dict(weights)
+    wide.generation_config = copy.deepcopy(model.generation_config)
+    return wide
+
+
 def make_optimizers(model: torch.nn.Module, lr: float = LR) -> list[torch.optim.Optimizer]:
     """Muon, its updates scaled to AdamW's size so that one learning rate serves both, and AdamW; vectors do not decay."""
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]  # the head is tied to it
@@ -326,6 +357,12 @@ def train_target(
     window: Annotated[int, typer.Option(help="tokens of a training sequence, and the context", min=8)] = 384,
     documents: Annotated[int, typer.Option(help="only so many documents of each side; 0 = all", min=0)] = 0,
     lr: Annotated[float, typer.Option(help="peak learning rate", min=0.0)] = LR,
+    served_heads: Annotated[
+        int,
+        typer.Option(
+            help="dimensions of an attention head in the saved weights, padded with zeros: engines have kernels for 64, not for 40; 0 = as trained"
+        ),
+    ] = 0,
     start: Annotated[
         Path | None, typer.Option(help="go on from these weights and their tokenizer, with more layers put in between")
     ] = None,
@@ -363,6 +400,9 @@ def train_target(
         model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **fields))
     print(f"{windows.size:,} training tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
     best, progress = fit(model, windows, judged, run, steps, judge_every, save_every, lr)
+    if served_heads:
+        best = with_wide_heads(best, served_heads)
+        fields |= {name: getattr(best.config, name) for name in ("head_dim", "rope_parameters")}
     best.bfloat16()
     card = make_card(best, recipe, fields, judged, progress)
     ship(best, tokenizer, card, to)

@@ -181,6 +181,18 @@ def test_wherever_layers_are_put_the_old_ones_stay_in_order_and_at_the_ends(tmp_
         assert torch.equal(one.mlp.up_proj.weight, other.mlp.up_proj.weight)
 
 
+def test_wider_heads_say_the_same() -> None:
+    torch.manual_seed(0)
+    config = program.LlamaConfig(vocab_size=300, **program.architecture(80, 2, 64))
+    model = program.LlamaForCausalLM(config).eval()
+    wide = program.with_wide_heads(model, 32).eval()
+    assert (model.config.head_dim, wide.config.head_dim) == (20, 32)
+    ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        # Sums over other widths round otherwise.
+        torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_batch_follows_from_its_step_and_an_epoch_sees_each_window_once() -> None:
     epoch = np.concatenate([batch_indices(step, 50) for step in range(3)])
     assert len(set(epoch.tolist())) == 48
@@ -192,5 +204,9 @@ def test_the_shipped_card_is_of_the_shipped_weights() -> None:
     card = json.loads((EMBEDDED_FOLDER / "card.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype="auto")
     assert model_fingerprint(model) == card["fingerprint"]
-    assert card["architecture"] == program.architecture(160, 32, 384)
+    config = model.config
+    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (160, 32, 64)
+    assert config.rope_parameters["rope_theta"] == pytest.approx(10000.0**1.6)
+    for name, value in card["architecture"].items():
+        assert getattr(config, name) == value, name
     assert (EMBEDDED_FOLDER / "README.md").read_text(encoding="utf-8") == program.card_text(card)
