@@ -205,8 +205,11 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Pat
     """The finished run of `tiny_config`."""
 
     def finish(folder: Path) -> None:
+        from tiny_training import forget_accelerators
+
         from distill import train
 
+        forget_accelerators()  # of whichever test ran before in this worker
         assert train.main([str(tiny_config), f"output={folder}"]) == 0
 
     made = made_once(tmp_path_factory, "tiny-finished", finish)
