@@ -5,7 +5,7 @@ from distill.report.tables import NOTHING, Cell, Table, interval, labels_of, num
 from distill.report.text_tables import Section
 from distill.run.result import Result
 from distill.run.served_record import ServedRecord
-from distill.run.verdict_record import WAYS, Latency, Percentiles, Verdict
+from distill.run.verdict_record import WAYS, Latency, LoadRow, Percentiles, Verdict
 
 PERCENTILES = ("p50", "p90", "p99")
 WAITED_FOR = {
@@ -81,6 +81,9 @@ def _load(result: Result) -> Section | None:
     if not verdict.load:
         return None
     names = labels_of(result) | {"target": "the target alone", "best": "the draft"}
+    # One that could not be timed at a load is missing there alone.
+    rivals = list(dict.fromkeys(one.name for row in verdict.load for one in row.rivals))
+    told = any(row.run for row in verdict.load)
     rows = [
         [
             Cell(str(row.concurrency)),
@@ -89,19 +92,21 @@ def _load(result: Result) -> Section | None:
             Cell(number(row.tokens_per_second, 0), strong=row.speed_up > 1.0),
             Cell(times(row.speed_up), interval(row.speed_up_ci, 2), "plain is faster" if row.speed_up < 1.0 else ""),
             Cell(times(row.predicted)),
-            *(
-                Cell(
-                    times(one.speed_up), f"{interval(one.speed_up_ci, 2)} gamma {one.gamma}", strong=one.name == row.run
-                )
-                for one in row.rivals
-            ),
-            *([Cell(names.get(row.run, row.run))] if row.run else []),
+            *(_rival_cell(row, name) for name in rivals),
+            *([Cell(names.get(row.run or "", row.run or NOTHING))] if told else []),
         ]
         for row in verdict.load
     ]
     columns = ["concurrent requests", "best gamma", "tokens/s alone", "with the draft", "speed-up", "predicted"]
-    columns += [one.name for one in verdict.load[0].rivals] + (["run"] if verdict.load[0].run else [])
+    columns += [*rivals, *(["run"] if told else [])]
     return Section("load", "Under load", load_lines(verdict), [Table(tuple(columns), rows)])
+
+
+def _rival_cell(row: LoadRow, name: str) -> Cell:
+    one = next((one for one in row.rivals if one.name == name), None)
+    if one is None:
+        return Cell(NOTHING)
+    return Cell(times(one.speed_up), f"{interval(one.speed_up_ci, 2)} gamma {one.gamma}", strong=name == row.run)
 
 
 def load_lines(verdict: Verdict) -> list[str]:
@@ -110,7 +115,7 @@ def load_lines(verdict: Verdict) -> list[str]:
         "Requests decoded at once, every row taken, prefill aside; tokens/s are of all of them together. The gamma is the best one at that "
         "load by prediction, which rests on the steps of both models and on tau of the held-out text."
     ]
-    if verdict.load[0].run:
+    if any(row.run for row in verdict.load):
         lines.append(
             "What to run is the fastest of the draft, prompt lookup and lookup before the draft that is certainly faster than the target "
             "alone there (both only where that is 3 % faster than either); lookup's sizes and gammas are those that take the fewest target "
