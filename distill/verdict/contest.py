@@ -49,7 +49,8 @@ class Entrant:
     """A way to serve: its gamma, the blocks it needs for each held-out response by replay, and its drafter.
 
     ngrams: (longest, shortest) that it looks up. tuned_on: the text that gamma and sizes were chosen on.
-    then_gamma, behind: of the draft behind the lookup, and which draft that is.
+    then_gamma, behind: of the draft behind the lookup, and which draft that is. found: share of the blocks whose proposal took
+    no model; None where a model always proposes.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Entrant:
     tuned_on: str = "the judged prompts, by replay"
     then_gamma: int | None = None
     behind: str | None = None
+    found: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,49 +104,57 @@ def draft_entrant(
     return Entrant(name, label, gammas[best], blocks_NK[:, best], drafter)
 
 
-def rivals_of(
-    target: PreTrainedModel,
+def lookup_entrant(
+    frozen: Sequence[HeldoutResponse], history: Sequence[StoredText], costs: StepCosts, gammas: Sequence[int]
+) -> Entrant:
+    """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses, where there are any."""
+    tuned = tuned_lookup(history[:TUNED_ON] or frozen, costs, gammas)
+    sizes = (tuned.max_ngram, tuned.min_ngram)
+    blocks = certain_blocks([kept_by_lookup(text, tuned.gamma, *sizes) for text in frozen], (tuned.gamma,))
+    return Entrant(
+        LOOKUP, "prompt lookup", tuned.gamma, _blocks(blocks), lambda: PromptLookup(*sizes), sizes,
+        "training prompts" if history else Entrant.tuned_on, found=_found(blocks),
+    )  # fmt: skip
+
+
+def cascade_entrant(
     drafter: Callable[[], Drafter],
     frozen: Sequence[HeldoutResponse],
     scores: Sequence[TokenScores],
     rule: str,
     costs: StepCosts,
-    history: Sequence[StoredText],
-) -> list[Entrant]:
-    """What needs no training of its own: prompt lookup, past responses where there are any, lookup before the draft.
-
-    history: responses of the target to other prompts, at the settings of the frozen text; may be empty.
-    """
-    gammas = _gammas(costs)
-    tuned = tuned_lookup(history[:TUNED_ON] or frozen, costs, gammas)
-    sizes = (tuned.max_ngram, tuned.min_ngram)
+    gammas: Sequence[int],
+) -> Entrant:
+    """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
+    tuned = tuned_cascade(frozen, scores, rule, costs, gammas)
+    sizes, then = (tuned.max_ngram, tuned.min_ngram), tuned.then_gamma or tuned.gamma
     kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in frozen]
-    found = [
-        Entrant(
-            LOOKUP, "prompt lookup", tuned.gamma, _blocks(certain_blocks(kept, (tuned.gamma,))),
-            lambda: PromptLookup(*sizes), sizes, "training prompts" if history else Entrant.tuned_on,
-        )
-    ]  # fmt: skip
-    said = [text.response_ids for text in history[:MOST_PAST] if text.response_ids]
-    if any(len(ids) > 1 for ids in said):
-        datastore = Datastore.build(said, vocab_rows(target))
-        kept = [kept_by_retrieval(text, max(gammas), datastore) for text in frozen]
-        blocks = certain_blocks(kept, gammas)
-        best = int(lookup_steps(blocks, gammas, costs).sum(0).argmin())
-        past = RivalBlocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
-        found.append(Entrant(PAST, "past responses", gammas[best], _blocks(past), lambda: Retrieval(datastore)))
-    both = tuned_cascade(frozen, scores, rule, costs, gammas)
-    pair = (both.max_ngram, both.min_ngram)
-    kept = [kept_by_lookup(text, both.gamma, *pair) for text in frozen]
-    then = both.then_gamma or both.gamma
-    blocks_N = _blocks(cascade_blocks(kept, scores, rule, (both.gamma,), (then,)))
-    found.append(
-        Entrant(
-            TOGETHER, "prompt lookup, then the draft", both.gamma, blocks_N,
-            lambda: Cascade(PromptLookup(*pair), drafter(), then_gamma=then), pair, then_gamma=then,
-        )
+    blocks = cascade_blocks(kept, scores, rule, (tuned.gamma,), (then,))
+    return Entrant(
+        TOGETHER, "prompt lookup, then the draft", tuned.gamma, _blocks(blocks),
+        lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then), sizes, then_gamma=then, found=_found(blocks),
     )  # fmt: skip
-    return found
+
+
+def _past_entrant(
+    target: PreTrainedModel,
+    frozen: Sequence[HeldoutResponse],
+    history: Sequence[StoredText],
+    costs: StepCosts,
+    gammas: Sequence[int],
+) -> Entrant | None:
+    """Past responses to look things up in; None where there are none."""
+    said = [text.response_ids for text in history[:MOST_PAST] if text.response_ids]
+    if not any(len(ids) > 1 for ids in said):
+        return None
+    datastore = Datastore.build(said, vocab_rows(target))
+    kept = [kept_by_retrieval(text, max(gammas), datastore) for text in frozen]
+    blocks = certain_blocks(kept, gammas)
+    best = int(lookup_steps(blocks, gammas, costs).sum(0).argmin())
+    past = RivalBlocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
+    return Entrant(
+        PAST, "past responses", gammas[best], _blocks(past), lambda: Retrieval(datastore), found=_found(past)
+    )
 
 
 def hold(
@@ -211,8 +221,10 @@ def entrants_of(
     history: Sequence[StoredText],
     same: Sequence[str] = (),
 ) -> list[Entrant]:
-    """The drafts, {name: (label, how its drafter is made)}, the one in question last, and then everybody's rivals.
+    """The drafts, {name: (label, how its drafter is made)}, the one in question last, and then everybody's rivals: prompt lookup,
+    past responses where there are any, lookup before the draft.
 
+    history: responses of the target to other prompts, at the settings of the frozen text; may be empty.
     same: names of the last draft drafting otherwise; behind the lookup stands what needs the fewest target steps of these and itself.
     """
     rule = law_of(settings.rule, settings.sampling)
@@ -223,8 +235,11 @@ def entrants_of(
     *_, last = drafts
     steps = {one.name: one.blocks_N.sum() * _price(costs[one.name], one.gamma) for one in found}
     behind = min((last, *same), key=steps.__getitem__)
-    rivals = rivals_of(target, drafts[behind][1], frozen, scores[behind], rule, costs[behind], history)
-    return [*found, *(replace(one, behind=behind) if one.name == TOGETHER else one for one in rivals)]
+    price, gammas = costs[behind], _gammas(costs[behind])
+    past = _past_entrant(target, frozen, history, price, gammas)
+    both = cascade_entrant(drafts[behind][1], frozen, scores[behind], rule, price, gammas)
+    lookup = lookup_entrant(frozen, history, price, gammas)
+    return [*found, lookup, *([past] if past is not None else []), replace(both, behind=behind)]
 
 
 def _price(costs: StepCosts, gamma: int) -> float:
@@ -239,3 +254,9 @@ def _gammas(costs: StepCosts) -> range:
 def _blocks(blocks: RivalBlocks) -> np.ndarray:
     """(N,) of the only gamma."""
     return np.asarray(blocks.found_NK + blocks.others_NK, dtype=np.float64)[:, 0]
+
+
+def _found(blocks: RivalBlocks) -> float:
+    """The share of all blocks for which something was found."""
+    found = float(blocks.found_NK.sum())
+    return found / max(found + float(blocks.others_NK.sum()), 1.0)

@@ -1,22 +1,19 @@
 """The verdict under load: the draft in question, prompt lookup and both, timed beside plain decoding at each of judge.load."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from distill.models.target import Target
-from distill.run.verdict_record import LOOKUP, TOGETHER, LoadRival, LoadRow, Roofline, Verdict
-from distill.verdict.contest import TUNED_ON, Entrant
+from distill.run.verdict_record import TOGETHER, LoadRival, LoadRow, Roofline, Verdict
+from distill.verdict.contest import Entrant, cascade_entrant, lookup_entrant
 from distill.verdict.evidence import BEST, Contestant, Evidence, cpu_threads, typical_length
 from distill.verdict.sentence import TOGETHER_WORTHWHILE
 from speculative.decode import context_of
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter
-from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.parallel import model_drafter
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
@@ -26,14 +23,6 @@ from speculative.measure.intervals import sum_by_prompt
 from speculative.measure.load import LoadCurve, LoadedSpeed, fit_roofline, loaded_speed
 from speculative.measure.race import ALONE
 from speculative.measure.replay import expected_blocks_of, law_of
-from speculative.measure.rival_replay import (
-    RivalBlocks,
-    cascade_blocks,
-    certain_blocks,
-    kept_by_lookup,
-    tuned_cascade,
-    tuned_lookup,
-)
 from speculative.measure.token_scores import scored_gammas
 
 MOST_GAMMA = 16
@@ -61,15 +50,16 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
         costs, warnings = _costs_at_loads(target.model, best.draft, evidence, context)
         if not costs:
             return verdict.model_copy(update={"warnings": [*verdict.warnings, *warnings]})
-        tokens_P, blocks_PG = _sums(evidence, most)
-        taus = {g: float(tokens_P.sum() / blocks_P.sum()) for g, blocks_P in enumerate(blocks_PG.T, start=1)}
+        scores, gammas = evidence.own_scores(best.name), range(1, most + 1)
+        blocks_NG = expected_blocks_of(scores, law_of(evidence.rule, evidence.settings.sampling), gammas)
+        taus = dict(zip(gammas, (sum(map(len, scores)) / blocks_NG.sum(0)).tolist(), strict=True))
         curve, rows = LoadCurve(fit_roofline(costs), taus), []
         for at_load in costs:
             load = at_load.batch_size
             gamma = curve.best_gamma(load)
-            way = _Way(BEST, gamma, drafter, blocks_PG[:, gamma - 1], {DRAFTED: 1.0}, {})
+            draft = Entrant(BEST, best.label, gamma, blocks_NG[:, gamma - 1], drafter)
             try:
-                found = _timed(target.model, evidence, load, way)
+                found = _timed(target.model, evidence, load, draft)
             except UserError as error:
                 warnings.append(_left_out(f"judge.load {load}", error))
                 continue
@@ -80,8 +70,8 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
                 except UserError as error:
                     warnings.append(_left_out(f"{way.name} at judge.load {load}", error))
                     continue
-                speed = {"speed_up": timed.speed_up, "speed_up_ci": timed.speed_up_ci}
-                rivals.append(LoadRival(name=way.name, gamma=way.gamma, **way.told, **speed))
+                told = {key: getattr(way, key) for key in ("name", "gamma", "ngrams", "then_gamma", "tuned_on")}
+                rivals.append(LoadRival(**told, speed_up=timed.speed_up, speed_up_ci=timed.speed_up_ci))
             rows.append(
                 LoadRow(
                     concurrency=load, gamma=gamma, predicted=curve.predicted(load, gamma), rivals=rivals,
@@ -98,55 +88,25 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
     return verdict.model_copy(update=update)
 
 
-class _Way(NamedTuple):
-    """A way to decode at one load: blocks_P by prompt at this gamma, the shares of their kinds, and what is told of it."""
-
-    name: str
-    gamma: int
-    drafter: Callable[[], Drafter]
-    blocks_P: np.ndarray
-    shares: Mapping[int, float]
-    told: dict[str, Any]
-
-
-def _timed(target: PreTrainedModel, evidence: Evidence, load: int, way: _Way) -> LoadedSpeed:
+def _timed(target: PreTrainedModel, evidence: Evidence, load: int, way: Entrant) -> LoadedSpeed:
     texts = [(text.prompt_ids, text.response_ids) for text in evidence.frozen]
     settings = evidence.settings.under(evidence.settings.rule, way.gamma)
+    shares = {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=way.then_gamma is not None)
     timed = full_batch_seconds(target, way.drafter, texts, settings, load)
     plain_T = np.median(timed.plain_TB, axis=1)
     tokens_P = _by_prompt(evidence, [len(said) for _, said in texts])
-    return loaded_speed(load, tokens_P, way.blocks_P, plain_T, plain_T * timed.ratios(way.shares))
+    return loaded_speed(load, tokens_P, _by_prompt(evidence, way.blocks_N), plain_T, plain_T * timed.ratios(shares))
 
 
-def _rivals(evidence: Evidence, costs: StepCosts, most: int) -> Iterator[_Way]:
+def _rivals(evidence: Evidence, costs: StepCosts, most: int) -> list[Entrant]:
     """Prompt lookup, and lookup before the draft that stands behind it in the contest, as they are best at this load."""
-    load, frozen, law = costs.batch_size, evidence.frozen, law_of(evidence.rule, evidence.settings.sampling)
-    gammas = range(1, most + 1)
-    alone = tuned_lookup(evidence.history[:TUNED_ON] or frozen, costs, gammas)
-    sizes = (alone.max_ngram, alone.min_ngram)
-    blocks = certain_blocks([kept_by_lookup(text, alone.gamma, *sizes) for text in frozen], (alone.gamma,))
-    tuned_on = "training prompts" if evidence.history else Entrant.tuned_on
-    yield _Way(
-        LOOKUP, alone.gamma, lambda: PromptLookup(*sizes), _by_prompt(evidence, np.add(*blocks)[:, 0]),
-        kind_shares(_found(blocks), load, drafts=False), {"ngrams": sizes, "tuned_on": tuned_on},
-    )  # fmt: skip
-    behind = _behind(evidence)
-    scores, drafter = evidence.own_scores(behind.name), _drafter(behind)
-    both = tuned_cascade(frozen, scores, law, costs, gammas)
-    pair, then = (both.max_ngram, both.min_ngram), both.then_gamma or both.gamma
-    kept = [kept_by_lookup(text, both.gamma, *pair) for text in frozen]
-    blocks = cascade_blocks(kept, scores, law, (both.gamma,), (then,))
-    yield _Way(
-        TOGETHER, both.gamma, lambda: Cascade(PromptLookup(*pair), drafter(), then_gamma=then),
-        _by_prompt(evidence, np.add(*blocks)[:, 0]), kind_shares(_found(blocks), load, drafts=True),
-        {"ngrams": pair, "then_gamma": then, "tuned_on": Entrant.tuned_on},
-    )  # fmt: skip
-
-
-def _found(blocks: RivalBlocks) -> float:
-    """The share of blocks for which something was found."""
-    found, others = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
-    return found / max(found + others, 1.0)
+    behind, gammas = _behind(evidence), range(1, most + 1)
+    law = law_of(evidence.rule, evidence.settings.sampling)
+    scores = evidence.own_scores(behind.name)
+    return [
+        lookup_entrant(evidence.frozen, evidence.history, costs, gammas),
+        cascade_entrant(_drafter(behind), evidence.frozen, scores, law, costs, gammas),
+    ]
 
 
 def _behind(evidence: Evidence) -> Contestant:
@@ -197,16 +157,6 @@ def _costs_at_loads(
             )
         )  # fmt: skip
     return costs, warnings
-
-
-def _sums(evidence: Evidence, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each prompt's responses (P,), and the target calls that replay expects for them at gamma 1..most (P, G)."""
-    scores = evidence.own_scores(evidence.best.name)
-    law = law_of(evidence.rule, evidence.settings.sampling)
-    blocks_NG = expected_blocks_of(scores, law, range(1, most + 1))
-    return _by_prompt(evidence, [len(own) for own in scores]), np.stack(
-        [_by_prompt(evidence, blocks_N) for blocks_N in blocks_NG.T], 1
-    )
 
 
 def _by_prompt(evidence: Evidence, of_response: Sequence[int] | np.ndarray) -> np.ndarray:

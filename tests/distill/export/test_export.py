@@ -311,6 +311,22 @@ def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
     assert "It cost time." in (report.path / "README.md").read_text()
 
 
+def test_what_was_measured_of_lookup_is_what_the_commands_start(tmp_path, student_dir, target_dir):
+    rivals = [
+        {"name": name, "gamma": 7, "tau": 2.0, "tokens_per_second": 700.0, "speed_up": 1.5, "speed_up_ci": [1.4, 1.6],
+         "draft_over_it": 0.9, "draft_over_it_ci": [0.8, 1.0], "ngrams": [4, 2], "tuned_on": "", "timed_prompts": 9, **more}
+        for name, more in (("prompt lookup", {}), ("lookup + draft", {"then_gamma": 3, "behind": "best"}))
+    ]  # fmt: skip
+    pages = {}
+    for run in ("lookup + draft", "best"):
+        verdict = make_verdict(rivals=rivals, run=run)
+        report = export(student_dir, target_dir, tmp_path / run, verdict=verdict, curves=CURVES)
+        pages[run] = (report.path / "SERVING.md").read_text()
+    assert "--spec-type ngram-simple,draft-simple" in pages["lookup + draft"]
+    assert "ngram-simple,draft-simple" not in pages["best"]
+    assert all('"method":"ngram","num_speculative_tokens":7' in page for page in pages.values())
+
+
 def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma_of_that(
     tmp_path, student_dir, target_dir
 ):

@@ -90,6 +90,14 @@ def test_load_says_what_to_run_where_rivals_were_timed(result: dict[str, Any]) -
     assert [cell.strong for row in table.rows for cell in row[-3:-1]] == [False, True, False, False, False, False]
     assert table.rows[0][-3].note == "[1.10, 1.30] gamma 8"
 
+    # A rival that one load had no room for is missing in that row alone.
+    del rows[0]["rivals"][0], rows[2]["rivals"][1]
+    (table,) = sections_of(of_verdict(result, load=rows))["load"].tables
+    columns = [table.columns.index(name) for name in ("prompt lookup", "lookup + draft")]
+    assert [[row[column].text for column in columns] for row in table.rows] == [
+        ["\u2013", "1.60x"], ["1.20x", "1.60x"], ["1.20x", "\u2013"],
+    ]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("wins", "said"),

@@ -7,15 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from data.responses.store import Store
 from distill import train
+from distill.config.load import load_config
 from distill.models.load import load_model
+from distill.models.target import Target
 from distill.run.result import load_result
-from distill.run.verdict_record import Judgement, PerResponse
+from distill.run.verdict_record import TOGETHER, Judgement, PerResponse
 from distill.verdict import conclusion
-from distill.verdict.findings import steps_of
+from distill.verdict.findings import serve_commands, steps_of
 from distill.verdict.token_view import spread_over, writers
 from speculative.decoder.responses import Response
 from speculative.measure.token_scores import score_responses
@@ -250,6 +253,18 @@ def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
     assert train.main(command) == 2
     assert "nowhere/draft" in capsys.readouterr().err
     assert not (tmp_path / "tiny" / "responses").exists()
+
+
+def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tiny_config: Path) -> None:
+    run, target = load_result(tiny_run / "result.json"), Target(load_config(tiny_config).target, torch.device("cpu"))
+    together = next(one for one in run.verdict.rivals if one.name == TOGETHER)
+    for what, chained in ((TOGETHER, True), ("best", False)):
+        verdict = run.verdict.model_copy(
+            update={"run": what, "rivals": [together.model_copy(update={"behind": "best"})]}
+        )
+        served = serve_commands(tiny_run, target, verdict, SamplingSettings(), run.curves)
+        command = next(one.command for one in served if one.engine == "llama.cpp")
+        assert ("ngram-simple,draft-simple" in command) == chained
 
 
 def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: Path, monkeypatch) -> None:

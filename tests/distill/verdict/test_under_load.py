@@ -12,7 +12,7 @@ from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
 from distill.run.verdict_record import LOOKUP, TOGETHER, LoadRival
-from distill.verdict import load
+from distill.verdict import contest, load
 from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.load import under_load
 from distill.verdict.verdict import verdict_of
@@ -88,7 +88,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
         return tuned_lookup(texts, costs, gammas)
 
     monkeypatch.setattr(load, "full_batch_seconds", scripted)
-    monkeypatch.setattr(load, "tuned_lookup", tuned)
+    monkeypatch.setattr(contest, "tuned_lookup", tuned)
     evidence = replace(evidence, history=evidence.frozen[:2])
     found = under_load(verdict, evidence, target)
     assert asked == [(evidence.frozen[:2], rows, asked[0][2]) for rows in (1, 3)]
