@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from speculative.engine.attention import grouped_queries
 from speculative.engine.cache import whole_steps
 from speculative.engine.compiled_layers import compiled_layers
+from speculative.engine.direct_call import direct_call, is_known, is_same
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
     by_layer_kind,
@@ -91,6 +92,8 @@ class CachedModel:
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._windows = window_kinds(model, name, capacity)
+        # An accelerator's calls are recorded, or wait for its kernels and not for Python.
+        self._direct = direct_call(model) if self._exact_prefix and self._windows == [None] else None
         self._triangles: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def feed(
@@ -218,6 +221,14 @@ class CachedModel:
         keep = {"logits_to_keep": logits_kept} if self._takes_logits_to_keep else {}
         # A call that is compiled whole is traced inside the switch: see `feed`.
         with nullcontext() if torch.compiler.is_compiling() else grouped_queries(self.model, self.device):
+            # Without a mask several queries are causal among themselves, each model in its own way.
+            ready = masks is not None or ids_KQ.shape[1] == 1
+            directly = None
+            if self._direct is not None and ready:
+                mask = None if masks is None else masks[0]
+                directly = self._direct(ids_KQ, positions_KQ, mask, self.cache, logits_kept)
+                if is_known(self.model):
+                    return directly
             logits = self.model(
                 input_ids=ids_KQ,
                 attention_mask=None if masks is None else by_layer_kind(masks),
@@ -225,8 +236,10 @@ class CachedModel:
                 past_key_values=self.cache,
                 use_cache=True,
                 **keep,
-            ).logits
-        return logits[:, -logits_kept:]
+            ).logits[:, -logits_kept:]
+        if directly is not None and not is_same(self.model, logits, directly):
+            self._direct = None
+        return logits
 
     def feed_static(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
         """Logits (R, kept, V): a call of all rows whose shapes and addresses depend on its arguments' shapes, `prefix` and

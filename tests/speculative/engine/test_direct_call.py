@@ -1,0 +1,97 @@
+"""A plain decoder called layer by layer gives the very logits of its own call; whatever is otherwise is left to its own call."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB, prompts_of, texts, tiny_model
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
+from speculative.engine import cached_model
+from speculative.engine.cached_model import CachedModel
+from speculative.engine.direct_call import PLAIN_DECODERS, DirectCall, direct_call
+from speculative.rules.sampling import SamplingSettings
+
+
+def logits(model) -> list[torch.Tensor]:
+    """One token and several, of rows of one length, of ragged ones and of one row among others."""
+    cached = CachedModel(model, "model", 2, 64)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, VOCAB, (2, 30)))
+    with torch.no_grad():
+        cached.prefill(tokens.numpy(), [0, 1], np.array([9, 9]))
+        found = [
+            cached.feed(tokens[:, 10 : 10 + count], np.array(starts), count)
+            for count, starts in ((1, [9, 9]), (4, [10, 10]), (1, [14, 11]), (3, [15, 12]))
+        ]
+        found.append(cached.feed(tokens[:1, 20:22], np.array([18]), 1, rows=[1]))
+    cached.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_are_those_of_the_models_own_call(kind: str, dtype: torch.dtype, monkeypatch) -> None:
+    model = tiny_model(kind, dtype=dtype)
+    with patch.object(cached_model, "direct_call", lambda model: None):
+        own = logits(model)
+    logits(model)  # compares
+
+    def refused(*args, **kwargs):
+        raise AssertionError("the model's own call")
+
+    # The prompts are read by it: their calls have no mask of ours.
+    body, prefill = type(model.base_model), type(model.base_model).forward
+    monkeypatch.setattr(
+        body, "forward", lambda self, *a, **k: prefill(self, *a, **k) if k["input_ids"].shape[1] == 9 else refused()
+    )
+    for ours, theirs in zip(logits(model), own, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere", "phi3", "gpt2", "falcon"])
+def test_a_model_of_another_kind_is_called_as_it_wants(kind: str) -> None:
+    assert direct_call(tiny_model(kind)) is None
+
+
+def test_a_call_that_somebody_listens_to_or_has_replaced_is_made() -> None:
+    model = tiny_model()
+    assert direct_call(model) is not None
+    for module in (model, model.model):
+        hook = module.register_forward_hook(lambda *args: None)
+        assert direct_call(model) is None
+        hook.remove()
+        before = module.register_forward_pre_hook(lambda *args: None)
+        assert direct_call(model) is None
+        before.remove()
+        module.forward = module.forward
+        assert direct_call(model) is None
+        del module.forward
+    assert direct_call(model) is not None
+
+
+def test_layers_that_see_a_window_are_not_called_directly_once_it_counts() -> None:
+    model = tiny_model("mistral", sliding_window=16)
+    assert CachedModel(model, "model", 1, 64)._direct is None
+    assert CachedModel(model, "model", 1, 16)._direct is not None
+
+
+def test_one_that_gives_other_logits_is_never_trusted(monkeypatch) -> None:
+    """As a release of transformers might that puts something between the layers and the head."""
+    target, draft, prompts = tiny_model(seed=3), tiny_model(seed=4), prompts_of([5, 9])
+    settings = DecodeSettings(SamplingSettings(0.7), 3, max_tokens=20)
+    own = texts(decode(target, ModelDrafter(draft), prompts, settings)[0])
+    changed, called = [tiny_model(seed=3), tiny_model(seed=4)], DirectCall.__call__
+    calls = []
+
+    def other(self, *args):
+        calls.append(self)
+        return called(self, *args) * 1.5
+
+    monkeypatch.setattr(DirectCall, "__call__", other)
+    for _ in range(2):
+        assert texts(decode(changed[0], ModelDrafter(changed[1]), prompts, settings)[0]) == own
+    assert len(calls) == 2
+    assert [direct_call(model) for model in changed] == [None, None]
