@@ -54,12 +54,8 @@ def demo(options: DemoOptions) -> int:
     from distill.commands.export import export_run
     from distill.commands.show import show_run
     from distill.config.load import load_config
-    from distill.export.quantize import has_quantizer
 
     overrides = list(options.overrides or [])
-    if not has_quantizer():
-        print("8 bits are left out: they need compressed-tensors (`pip install 'understudy[quantize]'`)")
-        overrides.insert(0, "export.quantize=null")
     status = program.command(TrainOptions(options.config, overrides))
     if status == 0:
         run = load_config(options.config, overrides).folder

@@ -21,18 +21,13 @@ SCHEMES: dict[Quantization, tuple[str, bool]] = {
 HEAD = "re:.*lm_head$"  # vLLM's head is no linear layer by its class
 
 
-def has_quantizer() -> bool:
-    """Whether compressed-tensors is installed."""
-    return find_spec("compressed_tensors") is not None
-
-
 def require_quantizer(how: Quantization | None) -> None:
     """Refuses 8 bits without the library, before the long work.
 
     Raises:
         UserError: compressed-tensors is not installed.
     """
-    if how is not None and not has_quantizer():
+    if how is not None and find_spec("compressed_tensors") is None:
         raise UserError(
             f"--quantize {how} needs compressed-tensors; `pip install 'understudy[quantize]'`, or set export.quantize to null"
         )

@@ -12,9 +12,8 @@ from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer, write_target
 from torch import nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from distill import cli, train
+from distill import train
 from distill.commands.compare.compare import compare_command
 from distill.commands.export import export_run
 from distill.commands.generate.generate import load
@@ -109,17 +108,12 @@ def test_a_missing_library_and_an_unknown_name_are_one_line(tmp_path: Path, monk
     assert not (tmp_path / "b" / "out").exists()
 
 
-def test_without_the_library_a_run_is_refused_before_it_begins_and_the_demo_goes_without(
+def test_without_the_library_a_run_is_refused_before_it_begins(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     assert train.command(TrainOptions(str(tiny_config), ["export.quantize=int8"])) == 2
     assert "--quantize int8 needs compressed-tensors" in capsys.readouterr().err
-    asked: list[Any] = []
-    monkeypatch.setattr(train, "command", lambda options: asked.append(options.overrides) or 1)
-    shown = CliRunner().invoke(cli.app, ["demo", "configs/demo.yaml", "train.steps=1"])
-    assert asked == [["export.quantize=null", "train.steps=1"]]
-    assert "8 bits are left out" in shown.output
 
 
 @pytest.mark.usefixtures("_library")
