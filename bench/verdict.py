@@ -54,7 +54,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }.items()
     }
     return {
-        "judgements": len(rows), "outcomes": dict(Counter(row["outcome"] for row in rows)), "mean": mean,
+        "judgements": len(rows), "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "runs": dict(Counter(row["run"] for row in rows)), "mean": mean,
         "least": min(speeds), "most": max(speeds), "spread": spread, "inside": sum(low <= mean <= high for low, high in ends),
         "half_width": statistics.fmean((high - low) / 2 / mean for low, high in ends) if ends else None,
         "gammas": dict(Counter(row["gamma"] for row in rows)), "best_gammas": dict(Counter(row["best_gamma"] for row in rows)),

@@ -51,10 +51,14 @@ class DirectCall:
 
 def direct_call(model: PreTrainedModel) -> DirectCall | None:
     """None for a model of another kind, one whose call somebody listens to or has replaced, and one that is known to differ."""
-    body = model.base_model
-    if model.config.model_type not in PLAIN_DECODERS or body is model or not _same.get(model, True):
+    # A wrapper (peft's, a compiled model) has its model's config and does more than its model.
+    of_transformers = type(model).__module__.startswith("transformers.models.")
+    if not of_transformers or model.config.model_type not in PLAIN_DECODERS or not _same.get(model, True):
         return None
-    touched = any("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks for one in (model, body))
+    touched = any(
+        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None
+        for one in (model, model.base_model)
+    )
     return None if touched else DirectCall(model)
 
 

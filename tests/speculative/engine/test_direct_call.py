@@ -5,6 +5,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
@@ -70,6 +71,10 @@ def test_a_call_that_somebody_listens_to_or_has_replaced_is_made() -> None:
         assert direct_call(model) is None
         del module.forward
     assert direct_call(model) is not None
+    model.model.compile()
+    assert direct_call(model) is None
+    assert direct_call(torch.compile(tiny_model())) is None
+    assert direct_call(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))) is None
 
 
 def test_layers_that_see_a_window_are_not_called_directly_once_it_counts() -> None:
