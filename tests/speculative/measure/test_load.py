@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from simulation import trials
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import generate
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
 from speculative.measure import full_batch
@@ -183,6 +184,35 @@ def test_a_kind_counts_by_its_own_median_at_its_share() -> None:
     # The second turn found nothing: what is known of such a block comes from the first.
     assert timed.ratios({PLAIN: 0.75, FOUND: 0.25}).tolist() == pytest.approx([0.75 + 1.0, 0.75 + 1.0])
     assert timed.ratios({PLAIN: 0.5, DRAFTED: 0.5}).tolist() == pytest.approx([1.0, 1.0])
+
+
+class Scheduled(Drafter):
+    """As a cascade proposes: nothing, a row from the text, a row from the model, one of each; in turn from block to block."""
+
+    name, source_names = "scheduled", ("lookup", "draft")
+
+    def __init__(self, model) -> None:
+        self._model, self._blocks = model, 0
+
+    @property
+    def model(self):
+        return self._model
+
+    def propose(self, ask: Ask) -> Proposal:
+        found, drafted = divmod(self._blocks % 4, 2)
+        self._blocks += 1
+        ids = torch.full((len(ask.lengths_R), ask.gamma), 7)
+        return Proposal(ids, None, np.array([0, found, 2 * drafted]), None, np.array([0, 0, 1]))
+
+
+def test_the_kinds_of_the_timed_blocks_are_theirs_one_by_one() -> None:
+    target = tiny_model()
+    timed = full_batch_seconds(
+        target, lambda: Scheduled(target), [([5, 6, 7], [8, 9, 10])], DecodeSettings(gamma=2), 3, turns=2
+    )
+    kinds = [PLAIN, DRAFTED, FOUND, FOUND | DRAFTED]
+    expected = [kinds[block % 4] for block in range(full_batch.WARM_UP, full_batch.TIMED_BLOCKS)]
+    assert timed.kinds_TB.tolist() == [expected, expected]
 
 
 @pytest.mark.parametrize("with_draft", [False, True])
