@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from speculative.engine.attention import grouped_queries
 from speculative.engine.cache import whole_steps
 from speculative.engine.compiled_layers import compiled_layers
-from speculative.engine.direct_call import direct_call, is_known, is_same
+from speculative.engine.direct_call import direct_call
 from speculative.engine.memory import cache_shapes
 from speculative.engine.models import (
     by_layer_kind,
@@ -219,27 +219,25 @@ class CachedModel:
             # Drafted tokens may overshoot the context; they are cut from the response, so any position does.
             positions_KQ = positions_KQ.clamp_max(self._last_position)
         keep = {"logits_to_keep": logits_kept} if self._takes_logits_to_keep else {}
-        # A call that is compiled whole is traced inside the switch: see `feed`.
-        with nullcontext() if torch.compiler.is_compiling() else grouped_queries(self.model, self.device):
-            # Without a mask several queries are causal among themselves, each model in its own way.
-            ready = masks is not None or ids_KQ.shape[1] == 1
-            directly = None
-            if self._direct is not None and ready:
-                mask = None if masks is None else masks[0]
-                directly = self._direct(ids_KQ, positions_KQ, mask, self.cache, logits_kept)
-                if is_known(self.model):
-                    return directly
-            logits = self.model(
+
+        def own() -> torch.Tensor:
+            logits: torch.Tensor = self.model(
                 input_ids=ids_KQ,
                 attention_mask=None if masks is None else by_layer_kind(masks),
                 position_ids=positions_KQ,
                 past_key_values=self.cache,
                 use_cache=True,
                 **keep,
-            ).logits[:, -logits_kept:]
-        if directly is not None and not is_same(self.model, logits, directly):
-            self._direct = None
-        return logits
+            ).logits
+            return logits[:, -logits_kept:]
+
+        # A call that is compiled whole is traced inside the switch: see `feed`.
+        with nullcontext() if torch.compiler.is_compiling() else grouped_queries(self.model, self.device):
+            # Without a mask several queries are causal among themselves, each model in its own way.
+            if self._direct is None or (masks is None and ids_KQ.shape[1] > 1):
+                return own()
+            mask = None if masks is None else masks[0]
+            return self._direct.checked(own, ids_KQ, positions_KQ, mask, self.cache, logits_kept)
 
     def feed_static(self, ids_RQ: torch.Tensor, positions_RQ: torch.Tensor, prefix: int, kept: int) -> torch.Tensor:
         """Logits (R, kept, V): a call of all rows whose shapes and addresses depend on its arguments' shapes, `prefix` and

@@ -13,7 +13,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import cached_model
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.direct_call import PLAIN_DECODERS, DirectCall, direct_call
+from speculative.engine.direct_call import PLAIN_DECODERS, DirectCall, _same, direct_call
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -83,20 +83,48 @@ def test_layers_that_see_a_window_are_not_called_directly_once_it_counts() -> No
     assert CachedModel(model, "model", 1, 16)._direct is not None
 
 
-def test_one_that_gives_other_logits_is_never_trusted(monkeypatch) -> None:
-    """As a release of transformers might that puts something between the layers and the head."""
-    target, draft, prompts = tiny_model(seed=3), tiny_model(seed=4), prompts_of([5, 9])
-    settings = DecodeSettings(SamplingSettings(0.7), 3, max_tokens=20)
-    own = texts(decode(target, ModelDrafter(draft), prompts, settings)[0])
-    changed, called = [tiny_model(seed=3), tiny_model(seed=4)], DirectCall.__call__
-    calls = []
+@pytest.mark.parametrize("itself", [False, True])
+def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch) -> None:
+    """As a release of transformers might that puts something between the layers and the head; also as its own draft."""
+    prompts, settings = prompts_of([5, 9]), DecodeSettings(SamplingSettings(0.7), 3, max_tokens=20)
+
+    def pair():
+        target = tiny_model(seed=3)
+        return target, target if itself else tiny_model(seed=4)
+
+    def said(target, draft):
+        return texts(decode(target, ModelDrafter(draft), prompts, settings)[0])
+
+    own, changed, called, calls = said(*pair()), pair(), DirectCall.__call__, []
 
     def other(self, *args):
         calls.append(self)
         return called(self, *args) * 1.5
 
     monkeypatch.setattr(DirectCall, "__call__", other)
-    for _ in range(2):
-        assert texts(decode(changed[0], ModelDrafter(changed[1]), prompts, settings)[0]) == own
-    assert len(calls) == 2
-    assert [direct_call(model) for model in changed] == [None, None]
+    assert [said(*changed), said(*changed)] == [own, own]
+    assert len(calls) == (1 if itself else 2)
+
+
+def test_layers_that_want_something_else_are_called_by_their_model(monkeypatch) -> None:
+    model, own = tiny_model(), logits(tiny_model())
+
+    def refused(self, *args):
+        raise TypeError("forward() missing 1 required positional argument")
+
+    monkeypatch.setattr(DirectCall, "__call__", refused)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(logits(model), own, strict=True))
+
+
+def test_as_many_layers_are_called_as_the_config_says() -> None:
+    model = tiny_model(num_hidden_layers=3)
+    model.config.num_hidden_layers = 1
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(logits(model), logits(model), strict=True))
+
+
+def test_logits_that_are_broken_are_no_difference(monkeypatch) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    logits(model)
+    assert _same[model]
