@@ -277,9 +277,9 @@ class Latency(Record):
 class LoadRival(Record):
     """What else could be run at one load, measured as the draft is. Sizes and gammas are those of the fewest target steps there."""
 
-    name: str = Field(description="`prompt lookup` or `lookup + draft`")
+    name: str = Field(description="`prompt lookup`, `past responses` or `lookup + draft`")
     gamma: int = Field(description="tokens it proposes at most")
-    ngrams: tuple[int, int] = Field(description="(longest, shortest) n-gram that is looked up")
+    ngrams: tuple[int, int] | None = Field(None, description="(longest, shortest) n-gram that is looked up")
     then_gamma: int | None = Field(None, description="drafted tokens where nothing was found; null: no draft behind it")
     tuned_on: str = Field(description="the text that sizes and gamma were chosen on")
     speed_up: float = Field(description="measured, over plain decoding at the same load")
@@ -296,7 +296,9 @@ class LoadRow(Record):
     predicted: float = Field(description="by `roofline` and tau of `replay`")
     plain_tokens_per_second: float = Field(description="of all requests together, without a draft")
     tokens_per_second: float = Field(description="with the draft: `speed_up` times that")
-    rivals: list[LoadRival] = Field([], description="prompt lookup, and lookup before the draft, at this load")
+    rivals: list[LoadRival] = Field(
+        [], description="prompt lookup, past responses, lookup before the draft, at this load"
+    )
     run: str | None = Field(
         None,
         description="the fastest here of `best` and `rivals` that is certainly faster than plain, else `target`; null: too few prompts",

@@ -136,14 +136,14 @@ def cascade_entrant(
     )  # fmt: skip
 
 
-def _past_entrant(
+def past_entrant(
     target: PreTrainedModel,
     frozen: Sequence[HeldoutResponse],
     history: Sequence[StoredText],
     costs: StepCosts,
     gammas: Sequence[int],
 ) -> Entrant | None:
-    """Past responses to look things up in; None where there are none."""
+    """Past responses to look things up in, at the gamma of the highest predicted speed-up; None where there are none."""
     said = [text.response_ids for text in history[:MOST_PAST] if text.response_ids]
     if not any(len(ids) > 1 for ids in said):
         return None
@@ -236,7 +236,7 @@ def entrants_of(
     steps = {one.name: one.blocks_N.sum() * _price(costs[one.name], one.gamma) for one in found}
     behind = min((last, *same), key=steps.__getitem__)
     price, gammas = costs[behind], _gammas(costs[behind])
-    past = _past_entrant(target, frozen, history, price, gammas)
+    past = past_entrant(target, frozen, history, price, gammas)
     both = cascade_entrant(drafts[behind][1], frozen, scores[behind], rule, price, gammas)
     lookup = lookup_entrant(frozen, history, price, gammas)
     return [*found, lookup, *([past] if past is not None else []), replace(both, behind=behind)]

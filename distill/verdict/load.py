@@ -1,4 +1,4 @@
-"""The verdict under load: the draft in question, prompt lookup and both, timed beside plain decoding at each of judge.load."""
+"""The verdict under load: the draft in question and what needs no training, timed beside plain decoding at each of judge.load."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from distill.models.target import Target
 from distill.run.verdict_record import TOGETHER, LoadRival, LoadRow, Roofline, Verdict
-from distill.verdict.contest import Entrant, cascade_entrant, lookup_entrant
+from distill.verdict.contest import Entrant, cascade_entrant, lookup_entrant, past_entrant
 from distill.verdict.evidence import BEST, Contestant, Evidence, cpu_threads, typical_length
 from distill.verdict.sentence import TOGETHER_WORTHWHILE
 from speculative.decode import context_of
@@ -38,7 +38,7 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
 
     Two passes over the loads: the steps of both models, which give the roofline and, with replay's tau on all held-out
     prompts, each load's best gamma; then blocks at that gamma and plain steps in turn, every row taken, and the same of
-    prompt lookup, alone and before the draft. What the machine has no memory for is left out with a warning.
+    prompt lookup, of past responses and of lookup before the draft. What the machine has no memory for is left out with a warning.
     """
     judging, best = evidence.judge, evidence.best
     if not judging.load:
@@ -64,7 +64,7 @@ def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
                 warnings.append(_left_out(f"judge.load {load}", error))
                 continue
             rivals = []
-            for way in _rivals(evidence, at_load, most):
+            for way in _rivals(target.model, evidence, at_load, most):
                 try:
                     timed = _timed(target.model, evidence, load, way)
                 except UserError as error:
@@ -98,15 +98,17 @@ def _timed(target: PreTrainedModel, evidence: Evidence, load: int, way: Entrant)
     return loaded_speed(load, tokens_P, _by_prompt(evidence, way.blocks_N), plain_T, plain_T * timed.ratios(shares))
 
 
-def _rivals(evidence: Evidence, costs: StepCosts, most: int) -> list[Entrant]:
-    """Prompt lookup, and lookup before the draft that stands behind it in the contest, as they are best at this load."""
+def _rivals(target: PreTrainedModel, evidence: Evidence, costs: StepCosts, most: int) -> list[Entrant]:
+    """Prompt lookup, past responses where there are any, lookup before the draft that stands behind it in the contest: each at its best."""
     behind, gammas = _behind(evidence), range(1, most + 1)
     law = law_of(evidence.rule, evidence.settings.sampling)
     scores = evidence.own_scores(behind.name)
-    return [
+    found = (
         lookup_entrant(evidence.frozen, evidence.history, costs, gammas),
+        past_entrant(target, evidence.frozen, evidence.history, costs, gammas),
         cascade_entrant(_drafter(behind), evidence.frozen, scores, law, costs, gammas),
-    ]
+    )
+    return [one for one in found if one is not None]
 
 
 def _behind(evidence: Evidence) -> Contestant:

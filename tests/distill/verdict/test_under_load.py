@@ -20,11 +20,18 @@ from speculative.decode import decode
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.retrieval import Retrieval
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.full_batch import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
 from speculative.measure.load import LoadedSpeed
-from speculative.measure.rival_replay import cascade_blocks, kept_by_lookup, tuned_lookup
+from speculative.measure.rival_replay import (
+    cascade_blocks,
+    certain_blocks,
+    kept_by_lookup,
+    kept_by_retrieval,
+    tuned_lookup,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
         kinds = {
             ModelDrafter: [DRAFTED] * 3,
             PromptLookup: [PLAIN, FOUND, FOUND],
+            Retrieval: [PLAIN, FOUND, FOUND],
             Cascade: [FOUND, DRAFTED, FOUND | DRAFTED],
         }
         return FullBatch(np.ones((4, 3)), np.array([[1.0, 2.0, 4.0]] * 4), np.array([kinds[type(timed[-1][2])]] * 4))
@@ -93,20 +101,28 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     found = under_load(verdict, evidence, target)
     assert asked == [(evidence.frozen[:2], rows, asked[0][2]) for rows in (1, 3)]
     kinds = [(rows, type(drafter)) for rows, _, drafter in timed]
-    assert kinds == [(rows, kind) for rows in (1, 3) for kind in (ModelDrafter, PromptLookup, Cascade)]
-    for row, three in zip(found.load, (timed[:3], timed[3:]), strict=True):
-        assert [row.gamma, *(one.gamma for one in row.rivals)] == [gamma for _, gamma, _ in three]
+    assert kinds == [(rows, kind) for rows in (1, 3) for kind in (ModelDrafter, PromptLookup, Retrieval, Cascade)]
+    for row, four in zip(found.load, (timed[:4], timed[4:]), strict=True):
+        assert [row.gamma, *(one.gamma for one in row.rivals)] == [gamma for _, gamma, _ in four]
         assert row.speed_up == pytest.approx(verdict.replay[row.gamma] / 2.0)
-        lookup, cascade = (one for _, _, one in three[1:])
-        alone, both = row.rivals
+        lookup, retrieval, cascade = (one for _, _, one in four[1:])
+        alone, past, both = row.rivals
         assert alone.ngrams == (lookup.max_ngram, lookup.min_ngram)
         assert both.ngrams == (cascade.first.max_ngram, cascade.first.min_ngram)
         assert both.then_gamma == cascade.then_gamma
-        assert [one.tuned_on for one in row.rivals] == ["training prompts", "the judged prompts, by replay"]
+        assert past.ngrams is None
+        assert [one.tuned_on for one in row.rivals] == ["training prompts", *["the judged prompts, by replay"] * 2]
         # What nobody draws is certain: the blocks of live decoding are those that were counted.
         tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
         share = kind_shares(with_proposal / calls, row.concurrency, drafts=False)
         assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
+        kept = [kept_by_retrieval(text, past.gamma, retrieval.datastore) for text in evidence.frozen]
+        blocks = certain_blocks(kept, (past.gamma,))
+        looked, plain = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
+        assert looked > 0
+        share = kind_shares(looked / (looked + plain), row.concurrency, drafts=False)
+        time = share[PLAIN] * 1.0 + share[FOUND] * 3.0
+        assert past.speed_up == pytest.approx(tokens / (looked + plain) / time)
         laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in evidence.frozen]
         scores = evidence.own_scores(BEST)
         blocks = cascade_blocks(laws, scores, "sample", (both.gamma,), (both.then_gamma,))
