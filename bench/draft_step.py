@@ -6,8 +6,9 @@
 `hot`: the bare one-token call (transformers' own cache) right behind itself. `cold`: the same behind the target's verify
 call, which touches all the target's weights: mean of the gamma calls of a block. `loop`: a step of the block loop,
 drafting and all. `twin`: the same with the slow twins of what makes the loop fast (the model's own forward for its layers
-called directly, `no_grad` for inference mode, a sort for top-p). All in turn, many times, on one thread; seconds are CPU time of that thread, of which other programs take
-nothing but cache lines, and figures are low quantiles, which those disturb least.
+called directly, `no_grad` for inference mode, a sort for top-p). All in turn, many times, on one thread; seconds are CPU
+time of that thread, of which other programs take nothing but cache lines, and figures are low quantiles, which those
+disturb least.
 """
 
 import json
