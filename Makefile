@@ -23,8 +23,8 @@ loop: setup      ## the closed loop: traffic shifts, the draft is trained anew a
 	$(BIN)/understudy loop-demo
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
-	$(BIN)/python -m distill.models.embedded.train_target --judge-every 250 --to runs/target-16 --run runs/target
-	$(BIN)/python -m distill.models.embedded.train_target --start runs/target-16 --layers 32 --steps 400 --judge-every 200 --served-heads 64 --run runs/target-32
+	$(BIN)/python bench/train_target.py --judge-every 250 --to runs/target-16 --run runs/target
+	$(BIN)/python bench/train_target.py --start runs/target-16 --layers 32 --steps 400 --judge-every 200 --served-heads 64 --run runs/target-32
 
 check: setup     ## lint, format, types
 	$(BIN)/ruff check .

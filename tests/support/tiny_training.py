@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from bench_modules import bench
 from tiny_models import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -21,7 +22,6 @@ from distill.config.load import parse_config
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
-from distill.models.embedded.train_target import train_tokenizer
 from distill.models.mask_token import give_mask_token
 from distill.run.checkpoint import resume_point
 from distill.training.batches import BatchSource, make_survival
@@ -30,6 +30,7 @@ from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
 
 TOKENS = 300
+train_tokenizer = bench("train_target").train_tokenizer
 
 
 @functools.lru_cache(maxsize=1)

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import prompts_of, tiny_model
-from tiny_training import TOKENS, run_config, tiny_tokenizer, write_target
+from tiny_training import TOKENS, run_config, tiny_tokenizer, train_tokenizer, write_target
 from torch import Tensor, nn
 
 from distill.models.carving import LayerScorer, carve, choose_layers
-from distill.models.embedded.train_target import train_tokenizer
 from distill.models.load import load_tokenizer
 from distill.models.student import from_architecture, make_student
 from distill.models.transplant import match_tokens

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
+from tiny_training import train_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from data.prompts.stdlib import modules
-from distill.models.embedded.train_target import train_tokenizer
 from distill.models.load import load_model, load_tokenizer
 from distill.models.student import from_architecture
 from distill.models.transplant import (

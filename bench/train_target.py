@@ -1,6 +1,6 @@
 """`make target`: trains the embedded target from nothing, on Python source that every machine that runs us has.
 
-python -m distill.models.embedded.train_target [--to FOLDER] [--run FOLDER] [--steps N] ...
+python bench/train_target.py [--to FOLDER] [--run FOLDER] [--steps N] ...
 
 Tokenizer, corpus, a plain Accelerate loop on one device, and the weights in bf16 with card.json and README.md beside them. A
 killed run goes on from its last checkpoint when the same command is given again. The corpus is another in every Python and with
@@ -329,7 +329,7 @@ def card_text(card: dict[str, Any]) -> str:
     return f"""# The embedded target
 
 A small Llama that writes Python, so that `make demo` needs no hub, no data and no GPU. Trained by this project from nothing: its
-own byte-level BPE tokenizer of 4096, then the recipe below, which `make target` (train_target.py) repeats.
+own byte-level BPE tokenizer of 4096, then the recipe below, which `make target` (bench/train_target.py) repeats.
 It is for trying the tool and for tests; it is no coding assistant.
 
 | | |

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,27 @@ import numpy as np
 import pytest
 import torch
 import typer
-from hypothesis import given, settings
+from bench_modules import bench
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_training import forget_accelerators, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.models.embedded import train_target as program
-from distill.models.embedded.train_target import BOS, EOS, PAD, batch_indices, train_target, train_tokenizer
 from distill.models.load import EMBEDDED_FOLDER, model_fingerprint
 
-SPECIAL = (PAD, BOS, EOS)
-any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(
-    lambda t: not any(s in t for s in SPECIAL)
-)
+program = bench("train_target")
+EOS, batch_indices = program.EOS, program.batch_indices
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text)
 
 
 @settings(max_examples=300, deadline=None)
 @given(any_text)
+@example("")
+@example("\n\n  x\t")
+@example(" ,don't .")
+@example("\x00\x7f")
+@example("e\u0301 \u00e9")
+@example("👩‍👩‍👧 漢字 ﷽")
 def test_any_text_survives(text: str) -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer(text)["input_ids"]
@@ -35,48 +38,19 @@ def test_any_text_survives(text: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "\n\n  x\t", " ,don't .", "a  b", "\x00\x7f", "e\u0301 \u00e9", "👩‍👩‍👧 漢字 ﷽", "0123456789"]
-)
-def test_awkward_text_survives(text: str) -> None:
-    tokenizer = tiny_tokenizer()
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
-
-
-def test_text_is_not_normalised() -> None:
-    tokenizer = tiny_tokenizer()
-    composed, decomposed = "é", unicodedata.normalize("NFD", "é")
-    assert tokenizer(composed)["input_ids"] != tokenizer(decomposed)["input_ids"]
-
-
-def test_special_tokens_have_fixed_ids_and_are_one_token() -> None:
+def test_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert tokenizer(f"a{EOS}b", add_special_tokens=False)["input_ids"][1] == 2
     assert 260 < len(tokenizer) <= 300
-
-
-def test_digits_stand_alone() -> None:
-    ids = tiny_tokenizer()("2024", add_special_tokens=False)["input_ids"]
-    assert len(ids) == 4
-
-
-def test_the_same_text_gives_the_same_tokenizer() -> None:
+    assert len(tokenizer("2024", add_special_tokens=False)["input_ids"]) == 4, "digits stand alone"
     texts = ["def add(first, second):\n    return first + second\n", "for item in items:\n    print(item)\n"] * 3
-    first, again = (train_tokenizer(texts, 290, 64) for _ in range(2))
-    assert first.get_vocab() == again.get_vocab()
-    assert first.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
-
-
-def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "made" / "here")
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "made" / "here")
-    assert loaded.get_vocab() == tokenizer.get_vocab()
+    first, again = (program.train_tokenizer(texts, 290, 64) for _ in range(2))
+    assert first.backend_tokenizer.to_str() == again.backend_tokenizer.to_str(), "the same text, the same tokenizer"
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert loaded.model_max_length == 256
-    text = "def f(a, b):\n    return 'é'  # ,  ."
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
 
 
 @pytest.fixture
@@ -92,7 +66,7 @@ def made(folder: Path, **options: Any) -> dict[str, Any]:
     """A tiny target; its card."""
     forget_accelerators()
     sizes = {"steps": 6, "judge_every": 3, "save_every": 2, "width": 32, "layers": 2, "vocab_size": 300, "window": 16}
-    train_target(folder / "target", folder / "run", **{**sizes, "documents": 0, **options})
+    program.train_target(folder / "target", folder / "run", **{**sizes, "documents": 0, **options})
     return json.loads((folder / "target" / "card.json").read_text(encoding="utf-8"))
 
 
