@@ -1,0 +1,166 @@
+"""The one table: typed columns, rows, a caption. It renders to a terminal (rich), to the page (templates/table.html.j2) and to Markdown.
+
+Rows hold the values themselves; a column knows how its values are written, so that one figure reads the same everywhere.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+NOTHING = "\N{EN DASH}"
+NARROWEST = 8  # characters that a head may take before it is wrapped
+
+
+@dataclass(frozen=True)
+class Column:
+    """A head with its unit, and how values under it are written.
+
+    form: a format of Python's (`.3f`, `+.3f`, `,`, `.0%`); empty for words, which stand left.
+    unit: what stands behind each number: `x`, ` ms`.
+    """
+
+    name: str
+    form: str = ""
+    unit: str = ""
+
+    @property
+    def words(self) -> bool:
+        return not self.form
+
+    def text(self, value: Any) -> str:
+        """A value as it is read; null is an en dash, text stays as it is."""
+        if value is None:
+            return NOTHING
+        if isinstance(value, str):
+            return value
+        return format(value, self.form).replace("%", " %") + self.unit
+
+    def interval(self, ends: Sequence[float] | None) -> str:
+        """`[low, high]` written as the values are, nothing for null."""
+        return "" if ends is None else interval(ends, self.form)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry: a value and what belongs to it.
+
+    ci: the value's interval. note: the small second line, behind the interval. mark: a word that stands out. bar and tick: lengths
+    in 0..1 that the page draws. code: text of a model, kept as it is.
+    """
+
+    value: Any
+    ci: Sequence[float] | None = None
+    note: str = ""
+    mark: str = ""
+    bar: float | None = None
+    tick: float | None = None
+    strong: bool = False
+    code: bool = False
+
+
+@dataclass
+class Table:
+    """Rows of cells under columns. A plain string as a column is a column of words; a plain value as an entry is its cell."""
+
+    columns: Sequence[Column | str]
+    rows: Iterable[Sequence[Any]] = ()
+    title: str = ""
+    caption: str = ""
+    heads: list[Column] = field(init=False)
+    cells: list[list[Cell]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heads = [Column(one) if isinstance(one, str) else one for one in self.columns]
+        self.cells = []
+        for row in self.rows:
+            self.add(*row)
+
+    def add(self, *values: Any, strong: bool = False) -> None:
+        """One more row, with a value or a `Cell` for each column; strong: the whole row is bold."""
+        if len(values) != len(self.heads):
+            raise ValueError(f"{len(values)} values for {len(self.heads)} columns")
+        row = [one if isinstance(one, Cell) else Cell(one) for one in values]
+        self.cells.append([replace(cell, strong=True) for cell in row] if strong else row)
+
+    def text(self, place: int, cell: Cell) -> str:
+        """The value of a cell as it is read in that column."""
+        return self.heads[place].text(cell.value)
+
+    def note(self, place: int, cell: Cell) -> str:
+        """The second line of a cell: its interval, then its note."""
+        return " ".join(part for part in (self.heads[place].interval(cell.ci), cell.note) if part)
+
+    def texts(self) -> list[list[str]]:
+        """Every row as plain text, the second lines and marks behind the values."""
+        return [
+            [
+                " ".join(part for part in (self.text(place, cell), self.note(place, cell), cell.mark) if part)
+                for place, cell in enumerate(row)
+            ]
+            for row in self.cells
+        ]
+
+    def __rich__(self) -> RichTable:
+        shown = RichTable(
+            title=self.title or None, caption=self.caption or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        rows = [[self._entry(place, cell) for place, cell in enumerate(row)] for row in self.cells]
+        for place, column in enumerate(self.heads):
+            lines = [line for row in rows for line in row[place].plain.split("\n")]
+            width = max(NARROWEST, *map(len, lines)) if lines else NARROWEST
+            head = Text("\n".join(textwrap.wrap(column.name, width, break_long_words=False)))
+            shown.add_column(
+                head, justify="left" if column.words else "right", no_wrap=not column.words, overflow="fold"
+            )
+        for row in rows:
+            shown.add_row(*row)
+        return shown
+
+    def _entry(self, place: int, cell: Cell) -> Text:
+        lines = (self.text(place, cell), self.note(place, cell), cell.mark)
+        return Text("\n".join(line for line in lines if line), style="bold" if cell.strong else "")
+
+    def markdown(self) -> str:
+        """A pipe table; nothing in its text is markup."""
+        lines = [
+            "| " + " | ".join(escaped(column.name) for column in self.heads) + " |",
+            "|" + "|".join("---" if column.words else "---:" for column in self.heads) + "|",
+            *(
+                "| " + " | ".join(self._markdown_entry(place, cell) for place, cell in enumerate(row)) + " |"
+                for row in self.cells
+            ),
+        ]
+        around = [f"**{escaped(self.title)}**", ""] if self.title else []
+        return "\n".join([*around, *lines, *(["", escaped(self.caption)] if self.caption else [])])
+
+    def _markdown_entry(self, place: int, cell: Cell) -> str:
+        value = self.text(place, cell)
+        text = code_span(value) if cell.code else escaped(value)
+        parts = (f"**{text}**" if cell.strong and text else text, escaped(self.note(place, cell)))
+        mark = f"**{escaped(cell.mark)}**" if cell.mark else ""
+        return " ".join(part for part in (*parts, mark) if part)
+
+
+def interval(ends: Sequence[float] | None, form: str = ".3f") -> str:
+    """`[low, high]`, nothing for null."""
+    return "" if ends is None else f"[{', '.join(format(end, form) for end in ends)}]"
+
+
+def escaped(text: str) -> str:
+    """Plain text for Markdown: one line, nothing in it is markup."""
+    flat = " ".join(text.split())
+    flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_|#~$]|\[(?=[^\]]*\]\())", r"\\\1", flat)
+
+
+def code_span(text: str) -> str:
+    """Text as code inside a table: a fence longer than any run of backticks in it; a bar would end the cell."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", "\\|")
