@@ -36,7 +36,7 @@ from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.loop import Loop
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
-from distill.training.sharding import require_deepspeed, settle_launcher, settled_precision, sharded_teacher
+from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, sharded_teacher
 from distill.training.signal import check_signal, make_reference, make_teacher
 from distill.training.teacher import Teacher
 from distill.training.tracking import start_trackers
@@ -54,11 +54,14 @@ def start(config: RunConfig) -> Accelerator:
     Raises:
         UserError: the folder holds another config or cannot be written; a tracker, or what export.quantize asks for, is not installed.
     """
-    require_deepspeed()
     require_quantizer(config.export.quantize)
     precision, disagreement = settled_precision(config.train.mixed_precision)
+    plugin = launched_plugin()
     accelerator = new_accelerator(
-        mixed_precision=precision, log_with=list(config.tracking.trackers) or None, project_dir=str(config.folder)
+        mixed_precision=precision,
+        log_with=list(config.tracking.trackers) or None,
+        project_dir=str(config.folder),
+        fsdp_plugin=plugin,
     )
     if disagreement is not None:
         accelerator.print(disagreement)
@@ -66,7 +69,7 @@ def start(config: RunConfig) -> Accelerator:
         # Without it float32 products of a GPU leave its tensor cores idle: an eighth of the speed for digits no draft needs.
         torch.set_float32_matmul_precision("high")
         accelerator.print(f"arithmetic: autocast {precision}, float32 products in TF32")
-    settle_launcher(accelerator, config.optim, config.train)
+    settle_launcher(accelerator, config.optim, plugin)
     check_batches(config.train, accelerator.num_processes)
     if accelerator.is_main_process:
         claim_folder(config)

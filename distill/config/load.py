@@ -135,7 +135,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 # Keys that a run's folder may hold although there is nothing behind them, at the values that ask for nothing.
-RETIRED = {"student.tokenizer": None, "train.window": None, "judge.corpus_windows": 64, "student.lora.dropout": 0.0}
+RETIRED = {
+    "student.tokenizer": None,
+    "train.window": None,
+    "judge.corpus_windows": 64,
+    "student.lora.dropout": 0.0,
+    "optim.spike_factor": None,
+}
 
 
 def _drop_retired(tree: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from data.prompts.prompt import PromptSource
 from speculative.rules.rule import Rule
 
-SPIKE_FACTOR = 10.0  # what optim.spike_factor null means, but under DeepSpeed
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "ce", "accepted_length"]
 
 
@@ -308,11 +307,10 @@ class OptimConfig(Section):
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="share of the steps with rising learning rate")
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end / peak")
     max_grad_norm: float = Field(1.0, gt=0, description="clip the gradient's norm to this")
-    spike_factor: float | None = Field(
-        None,
+    spike_factor: float = Field(
+        10.0,
         ge=0,
-        description="skip an update whose gradient norm is this many times the median of the last 64; 0 = never; null = 10, and "
-        "0 under DeepSpeed, which cannot",
+        description="skip an update whose gradient norm is this many times the median of the last 64; 0 = never",
     )
     ema: float = Field(
         0.0,

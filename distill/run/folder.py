@@ -22,7 +22,7 @@ from distill.config.layout import (
 )
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
-from distill.config.sections import SPIKE_FACTOR, Quantization
+from distill.config.sections import Quantization
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
@@ -54,10 +54,6 @@ def claim_folder(config: RunConfig) -> None:
             if config.loss.weighting.name == "selected":
                 may.discard("train.micro_batch_size")  # it chooses within a micro-batch
             old_tree, new_tree = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
-            for tree in (old_tree, new_tree):
-                # What null means; DeepSpeed, which cannot skip, is refused elsewhere.
-                if tree["optim"]["spike_factor"] == SPIKE_FACTOR:
-                    tree["optim"]["spike_factor"] = None
             difference = _first_difference(old_tree, new_tree, may)
             if difference is not None:
                 key, old, new = difference

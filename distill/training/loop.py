@@ -3,6 +3,7 @@
 Legend: R response tokens of a micro-batch.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -116,7 +117,7 @@ class Loop:
         optimizers = make_optimizers(module, optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, optim, train.steps)
-        self.spikes = SpikeGuard(sharding.spike_factor(accelerator, optim))
+        self.spikes = SpikeGuard(optim.spike_factor)
         self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
         self.survival = self.module.survival
         own = [one for one in (self.average, self.survival) if one is not None]
@@ -195,16 +196,18 @@ class Loop:
             signal = self.teacher.signal(batch) if self.teacher else None
             reference = self.reference.signal(batch) if self.reference else None
             self.clock.mark("teacher")
-            with sharding.micro_step(accelerator, self.wrapped, last=index == len(window) - 1):
-                with sharding.autocast(accelerator):
+            last = index == len(window) - 1  # behind it the ranks exchange gradients
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
+                # DDP's wrapper casts by itself, FSDP2's units do not.
+                with accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext():
                     loss, overlap, slack = self.wrapped(
                         batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
                         reference, batch.answers_R, batch.depths_BT,
                     )  # fmt: skip
-                sharding.backward(accelerator, self.wrapped, loss * (accelerator.num_processes / max(tokens, 1)))
+                accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
                 self.clock.mark("student")
             sums[:3] += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
-        sums[3] = sharding.clip_gradients(accelerator, self.wrapped, self.config.optim.max_grad_norm)
+        sums[3] = self.clip_gradients()
         *totals, norms = accelerator.reduce(sums).tolist()
         mean_loss, mean_overlap, mean_slack = (total / max(tokens, 1) for total in totals)
         grad_norm = norms / accelerator.num_processes
@@ -214,9 +217,9 @@ class Loop:
         lr, skipped = float(self.schedulers[0].get_last_lr()[0]), self.spikes.is_spike(grad_norm)
         if self.survival is not None:
             self.survival.settle(accelerator.reduce(self.survival.seen_2J.to(accelerator.device)))
-        if not skipped:
-            sharding.update(accelerator, self.wrapped, self.optimizers)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            if not skipped:
+                optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
         if skipped:
@@ -236,6 +239,11 @@ class Loop:
             masks,
             dict.fromkeys(STAGES, 0.0) | self.clock.seconds(),
         )
+
+    def clip_gradients(self) -> float:
+        """Norm of the whole gradient before clipping it to `optim.max_grad_norm`. All ranks call it."""
+        most = self.config.optim.max_grad_norm
+        return float(sharding.whole(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)))
 
     def _set_objective(self) -> None:
         step = self.progress.step

@@ -11,7 +11,6 @@ from data.signals.signal import DenseSignal
 from distill.config.sections import OptimConfig, TrainConfig
 from distill.loss.offsets import drawn_depths
 from distill.models.heads import SplitModel
-from distill.training import sharding
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
 from speculative.errors import UserError
@@ -84,7 +83,7 @@ def chosen_micro_batch(
         return train.micro_batch_size
     device, ranks = accelerator.device, accelerator.num_processes
     sizes = sizes_of(train, ranks)
-    if device.type != "cuda" or sharding.is_sharded(accelerator):
+    if device.type != "cuda" or accelerator.is_fsdp2:
         most = SHARDED if device.type == "cuda" else ON_CPU
         return max(size for size in sizes if size <= most)
     module.to(device)

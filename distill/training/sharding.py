@@ -1,14 +1,11 @@
-"""Weights in pieces over the ranks: the draft under FSDP2 or DeepSpeed ZeRO, the target's layers under torch's `fully_shard`.
+"""Weights in pieces over the ranks: the draft under FSDP2, the target's layers under torch's `fully_shard`.
 
-Accelerate drives the engines; this file holds what it leaves open, so that the loop's step is the same exact step under each:
-which modules become units, in which arithmetic, when gradients are exchanged and weights updated, how the whole model is put
-together again, and a state of many ranks read by one.
+Accelerate drives FSDP2; this file holds what it leaves open, so that the loop's step is the same exact step under it: which
+modules become units, in which arithmetic, how the whole model is put together again, and a state of many ranks read by one.
 """
 
-import contextlib
-import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +24,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from distill.config.sections import SPIKE_FACTOR, OptimConfig, TrainConfig
+from distill.config.sections import OptimConfig
 from distill.models.layers import layer_list
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
@@ -37,32 +33,7 @@ from distill.training.module import DraftModule
 from speculative.errors import UserError
 
 PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-ZERO_STATE = "pytorch_model"  # the folder of DeepSpeed's
 SHARDED_STATE = "pytorch_model_fsdp_0"  # the folder that accelerate's sharded state has in place of a weights file
-
-
-def require_deepspeed() -> None:
-    """Before an `Accelerator` is made.
-
-    Raises:
-        UserError: the launcher asks for DeepSpeed and it is not installed.
-    """
-    if asked_for("DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            "the launcher asks for DeepSpeed: `pip install deepspeed`, or use configs/accelerate/fsdp2.yaml"
-        )
-
-
-def asked_for(engine: str) -> bool:
-    """Whether the launcher's settings name an engine: FSDP or DEEPSPEED."""
-    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
-
-
-def spike_factor(accelerator: Accelerator, optim: OptimConfig) -> float:
-    """`optim.spike_factor`, or what it is by default: DeepSpeed cannot skip an update."""
-    if optim.spike_factor is not None:
-        return optim.spike_factor
-    return 0.0 if accelerator.distributed_type is DistributedType.DEEPSPEED else SPIKE_FACTOR
 
 
 def settled_precision(wanted: str) -> tuple[str, str | None]:
@@ -81,107 +52,61 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
     )
 
 
-def settle_launcher(accelerator: Accelerator, optim: OptimConfig, train: TrainConfig) -> None:
-    """Accepts what the launcher asks for, or says what to change.
-
-    Accelerate turns FSDP and DeepSpeed on for accelerators only and would train plainly on CPU ranks without a word; both run
-    there too, so they are turned on here.
+def launched_plugin() -> FullyShardedDataParallelPlugin | None:
+    """What `Accelerator(fsdp_plugin=...)` is given: the launcher's FSDP2 settings, None where it asks for none.
 
     Raises:
-        UserError: an engine that is not known here, or a setting with which it would train something else than was asked for.
+        UserError: a setting with which it would train something else than was asked for.
     """
-    kind = accelerator.distributed_type
-    if kind not in (*PLAIN, DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise UserError(f"the launcher asks for {kind.value}; use one of the files in configs/accelerate/")
-    engine = next((name for name in ("FSDP", "DEEPSPEED") if asked_for(name)), None)
-    if engine is None or (accelerator.num_processes == 1 and kind in PLAIN):
-        return
-    if optim.name != "adamw":
-        raise UserError(
-            f"optim.name: {optim.name} needs whole matrices, which {engine} cuts; use adamw, or configs/accelerate/ddp.yaml"
-        )
-    if optim.ema:
-        raise UserError(
-            f"optim.ema: the average needs whole weights, which {engine} cuts; set it to 0, or use configs/accelerate/ddp.yaml"
-        )
-    if engine == "FSDP":
-        _settle_fsdp(accelerator)
-    else:
-        _settle_deepspeed(accelerator, optim, train)
-
-
-def _turn_on(accelerator: Accelerator, kind: DistributedType) -> None:
-    # Both: a later AcceleratorState() copies the process's kind over its own.
-    accelerator.state.distributed_type = PartialState().distributed_type = kind
-
-
-def _settle_fsdp(accelerator: Accelerator) -> None:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
-    if plugin.fsdp_version != 2:
-        raise UserError("the launcher asks for FSDP 1; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
-    if plugin.cpu_ram_efficient_loading:
-        raise UserError(
-            "fsdp_cpu_ram_efficient_loading: true leaves the target without weights on all ranks but one; set it to false"
-        )
-    if plugin.activation_checkpointing:
-        raise UserError(
-            "fsdp_activation_checkpointing: set it to false and student.gradient_checkpointing: true in the run's config"
-        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    plugin = FullyShardedDataParallelPlugin()
+    for refused, words in (
+        (plugin.fsdp_version != 2, "the launcher asks for FSDP 1; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)"),
+        (
+            plugin.cpu_ram_efficient_loading,
+            "fsdp_cpu_ram_efficient_loading: true leaves the target without weights on all ranks but one; set it to false",
+        ),
+        (
+            plugin.activation_checkpointing,
+            "fsdp_activation_checkpointing: set it to false and student.gradient_checkpointing: true in the run's config",
+        ),
+    ):
+        if refused:
+            raise UserError(words)
     # Accelerate's own policy rounds the loss and the reduced gradients to bfloat16. Here weights and sums stay float32 and
     # autocast does the rest, so that a sharded step is the same step.
     plugin.mixed_precision_policy = MixedPrecisionPolicy()
-    accelerator.state.fsdp_plugin = plugin
-    _turn_on(accelerator, DistributedType.FSDP)
+    return plugin
 
 
-def _settle_deepspeed(accelerator: Accelerator, optim: OptimConfig, train: TrainConfig) -> None:
-    plugin = accelerator.state.deepspeed_plugins if accelerator.distributed_type is DistributedType.DEEPSPEED else None
-    if isinstance(plugin, dict):
-        plugin = next(iter(plugin.values()))
-    if plugin is None:
-        import deepspeed
-        from accelerate.utils import DeepSpeedPlugin
+def settle_launcher(
+    accelerator: Accelerator, optim: OptimConfig, plugin: FullyShardedDataParallelPlugin | None
+) -> None:
+    """Accepts what the launcher asks for, or says what to change. ``plugin``: `launched_plugin`'s.
 
-        plugin = DeepSpeedPlugin()
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-        plugin.set_mixed_precision("no")
-        plugin.select(_from_accelerator_state=True)
-        accelerator.state.deepspeed_plugins = {"default": plugin}
-    settings = plugin.deepspeed_config
-    stage = settings["zero_optimization"]["stage"]
-    if stage not in (2, 3):
-        raise UserError(f"zero_stage: {stage}; use 2 or 3 (configs/accelerate/), or ddp.yaml")
-    if optim.spike_factor:
+    Accelerate turns FSDP on for accelerators only and would train plainly on CPU ranks without a word; it runs there too, so it
+    is turned on here.
+
+    Raises:
+        UserError: an engine that is not known here, or an optimizer that it cannot have.
+    """
+    kind = accelerator.distributed_type
+    if kind not in (*PLAIN, DistributedType.FSDP):
+        raise UserError(f"the launcher asks for {kind.value}; use one of the files in configs/accelerate/")
+    if plugin is None or (accelerator.num_processes == 1 and kind in PLAIN):
+        return
+    if optim.name != "adamw":
         raise UserError(
-            "optim.spike_factor: DeepSpeed cannot skip an update; set it to null or 0, or use configs/accelerate/fsdp2.yaml"
+            f"optim.name: {optim.name} needs whole matrices, which FSDP cuts; use adamw, or configs/accelerate/ddp.yaml"
         )
-    for section in ("offload_optimizer", "offload_param"):
-        if settings["zero_optimization"].get(section, {}).get("device", "none") != "none":
-            raise UserError(
-                f"{section}_device: not supported here; set it to none, or use configs/accelerate/fsdp2.yaml"
-            )
-    # The window is ours (see `micro_step`), so is the denominator; weights stay float32 and autocast does the rest, as without.
-    settings["gradient_accumulation_steps"], settings["train_micro_batch_size_per_gpu"] = (
-        1,
-        train.micro_batch_size or 1,  # chosen later; DeepSpeed only prints it
-    )
-    settings["gradient_clipping"] = optim.max_grad_norm
-    settings["bf16"] = settings["fp16"] = {"enabled": False}
-    if settled_precision(train.mixed_precision)[0] == "bf16":
-        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-    unset_hf_deepspeed_config()
-    _turn_on(accelerator, DistributedType.DEEPSPEED)
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether no rank has all of the draft's weights between two steps."""
-    return accelerator.is_fsdp2 or _zero_stage(accelerator) == 3
-
-
-def _zero_stage(accelerator: Accelerator) -> int:
-    if accelerator.distributed_type is not DistributedType.DEEPSPEED:
-        return 0
-    return int(accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"])
+    if optim.ema:
+        raise UserError(
+            "optim.ema: the average needs whole weights, which FSDP cuts; set it to 0, or use configs/accelerate/ddp.yaml"
+        )
+    accelerator.state.fsdp_plugin = plugin
+    # Both: a later AcceleratorState() copies the process's kind over its own.
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
 def prepare(
@@ -190,77 +115,12 @@ def prepare(
     """(wrapped module, wrapped optimizers).
 
     Under FSDP2 each decoder layer is a unit; embeddings, norm and head are one more, the root's: whole from the start of the
-    forward to the end of the backward, so the loss may use the head's weight outside the head's own forward. ZeRO-3 is told so.
+    forward to the end of the backward, so the loss may use the head's weight outside the head's own forward.
     """
     if accelerator.is_fsdp2:
         module._no_split_modules = sorted({type(layer).__name__ for layer in layer_list(module.inner)[1]})  # type: ignore[assignment]
     wrapped, *prepared = accelerator.prepare(module, *optimizers)
-    # Else transformers would cut every model that is loaded from here on under ZeRO-3: the target, and what is judged.
-    unset_hf_deepspeed_config()
-    if _zero_stage(accelerator) == 3:
-        _keep_head_whole(module)
     return wrapped, prepared
-
-
-def _keep_head_whole(module: DraftModule) -> None:
-    """Under ZeRO-3 the head is gathered with the module that makes the loss, not with each of its own calls.
-
-    Those are one a chunk, so their number differs from rank to rank, which ZeRO-3 takes for a fault; and the loss uses the
-    weight outside of them.
-    """
-    import deepspeed
-
-    projection = module.inner.get_output_embeddings()
-    for parameter in projection.parameters():
-        deepspeed.zero.register_external_parameter(module, parameter)
-    for hooks in (projection._forward_pre_hooks, projection._forward_hooks, projection._backward_hooks):
-        hooks.clear()
-
-
-@contextlib.contextmanager
-def micro_step(accelerator: Accelerator, wrapped: Any, last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: ranks exchange gradients behind the last of a window only."""
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        wrapped.set_gradient_accumulation_boundary(last)
-        yield
-        return
-    with contextlib.nullcontext() if last else accelerator.no_sync(wrapped):
-        yield
-
-
-def autocast(accelerator: Accelerator) -> Any:
-    """Around the draft's forward: DDP's wrapper and DeepSpeed's engine cast by themselves, FSDP2's unit does not."""
-    return accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext()
-
-
-def backward(accelerator: Accelerator, wrapped: Any, loss: Tensor) -> None:
-    """The loss's gradients, and nothing else: Accelerate's own would let DeepSpeed update the weights here, unseen."""
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        wrapped.backward(loss)
-    else:
-        accelerator.backward(loss)
-
-
-def clip_gradients(accelerator: Accelerator, wrapped: Any, max_norm: float) -> float:
-    """Norm of the whole gradient before clipping it to ``max_norm``. All ranks call it.
-
-    DeepSpeed clips in its own step, and is asked for the gradient a parameter at a time.
-    """
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        from deepspeed.utils import safe_get_full_grad
-
-        gradients = (safe_get_full_grad(weight) for weight in wrapped.parameters() if weight.requires_grad)
-        squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]
-        return float(torch.stack(squares).sum().sqrt())
-    return float(whole(accelerator.clip_grad_norm_(wrapped.parameters(), max_norm)))
-
-
-def update(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]) -> None:
-    """One step of the optimizers."""
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        wrapped.step()
-    for optimizer in optimizers:
-        optimizer.step()  # under DeepSpeed it does nothing
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -276,22 +136,11 @@ def full_module(
     Without sharding that is ``module`` itself; with it a copy, on the process's device.
     """
     wanted = everywhere or accelerator.is_main_process
-    if not is_sharded(accelerator):
+    if not accelerator.is_fsdp2:
         return module if wanted else None
-    if accelerator.is_fsdp2:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
-        state = get_model_state_dict(wrapped, options=options)
-    else:
-        state = _gathered_state(module, wanted)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
+    state = get_model_state_dict(wrapped, options=options)
     return _rebuilt(module, state).to(accelerator.device).eval() if wanted else None
-
-
-def _gathered_state(module: DraftModule, wanted: bool) -> dict[str, Any]:
-    """The module's state under ZeRO-3, on the CPU of the ranks that want it."""
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()} if wanted else {}
 
 
 def _rebuilt(module: DraftModule, state: dict[str, Any]) -> DraftModule:
@@ -326,21 +175,8 @@ def load_state(accelerator: Accelerator, wrapped: Any, optimizers: Sequence[Any]
     of its own goes on from the run's seed.
 
     Raises:
-        UserError: written under another kind of launcher (FSDP2's one plain process may read), or by DeepSpeed ranks of another
-            number.
+        UserError: FSDP2 ranks read what was written without it.
     """
-    if _zero_stage(accelerator):
-        ranks = len(list(folder.glob("random_states_*.pkl")))
-        if not (folder / ZERO_STATE).is_dir():
-            raise UserError(f"{folder}: written without DeepSpeed; go on with the same launcher settings")
-        if ranks != accelerator.num_processes:
-            raise UserError(
-                f"{folder}: DeepSpeed's state of {ranks} ranks; go on with as many (FSDP2's is read by any number)"
-            )
-        accelerator.load_state(str(folder))
-        return
-    if (folder / ZERO_STATE).is_dir():
-        raise UserError(f"{folder}: written under DeepSpeed; go on with the same launcher settings")
     sharded = (folder / SHARDED_STATE).exists()
     if sharded and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)

@@ -1,6 +1,6 @@
 """What `test_sharding` runs on several ranks: the same tiny training, plain and sharded.
 
-torchrun --nproc_per_node 2 sharding_worker.py train CONFIG     `distill.train` on a tiny loop, slow enough to be killed
+torchrun --nproc_per_node 2 sharding_worker.py CONFIG     `distill.train` on a tiny loop, slow enough to be killed
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def tiny_student(variant: str) -> Any:
 
     In float32 AdamW's division would blow rounding up to whole steps wherever a gradient is nearly zero.
     """
-    dtype = torch.float32 if "float32" in variant else torch.float64
-    model = tiny_model(vocab_size=TOKENS, seed=5, dtype=dtype, tie_word_embeddings="tied" in variant)
+    model = tiny_model(vocab_size=TOKENS, seed=5, dtype=torch.float64, tie_word_embeddings="tied" in variant)
     model.train()
     if "recomputed" in variant:
         model.gradient_checkpointing_enable()
@@ -84,15 +83,13 @@ def tiny_student(variant: str) -> Any:
         give_mask_token(model, 0, tiny_tokenizer(), ())
     if "lora" in variant:
         torch.manual_seed(3)
-        return add_lora(model, 4, 8, "all-linear", mask_token_of(model.config)).to(dtype)
+        return add_lora(model, 4, 8, "all-linear", mask_token_of(model.config)).to(torch.float64)
     return model
 
 
 ENGINES = {
     "": {},
     "FSDP": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
-    "ZERO2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"},
-    "ZERO3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_ACCELERATOR": "cpu"},
 }
 
 
@@ -102,9 +99,10 @@ def new_accelerator(config: RunConfig, engine: str = "") -> Accelerator:
     for name in {name for settings in ENGINES.values() for name in settings}:
         os.environ.pop(name, None)
     os.environ |= ENGINES[engine]
-    sharding.require_deepspeed()
-    accelerator = Accelerator(cpu=True, mixed_precision=sharding.settled_precision(config.train.mixed_precision)[0])
-    sharding.settle_launcher(accelerator, config.optim, config.train)
+    plugin = sharding.launched_plugin()
+    precision = sharding.settled_precision(config.train.mixed_precision)[0]
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin)
+    sharding.settle_launcher(accelerator, config.optim, plugin)
     return accelerator
 
 
@@ -115,7 +113,7 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
         parallel = ParallelConfig(tokens=5, retain=0.6)
         config = config.model_copy(update={"student": config.student.model_copy(update={"parallel": parallel})})
     accelerator = new_accelerator(config, engine)
-    target = tiny_model(vocab_size=TOKENS, dtype=torch.float32 if "float32" in variant else torch.float64)
+    target = tiny_model(vocab_size=TOKENS, dtype=torch.float64)
     module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config))
     progress, _ = resume_point(config.folder)
     batches = BatchSource(config, uneven_examples(), 0, accelerator.process_index, accelerator.num_processes)
@@ -124,37 +122,26 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
     )
 
 
-def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of a weight, whoever holds it."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
-        from deepspeed.utils import safe_get_full_grad
-
-        return safe_get_full_grad(weight)
-    return None if weight.grad is None else sharding.whole(weight.grad)
-
-
 def trained(config: RunConfig, variant: str = "", engine: str = "", until: int = STEPS) -> dict[str, Any]:
     """Steps from where the run stands to ``until``, with checkpoints: first gradients, what was logged, final weights."""
     loop = new_loop(config, variant, engine)
     gradients: dict[str, torch.Tensor] = {}
-    clip = sharding.clip_gradients
+    clip = loop.clip_gradients
 
-    def recording_clip(*arguments: Any) -> float:
+    def recording_clip() -> float:
         if not gradients:
             for name, weight in loop.wrapped.named_parameters():
-                gradient = gradient_of(weight)
-                if gradient is not None:
-                    gradients[name.removeprefix("module.")] = gradient.clone()
-        return clip(*arguments)
+                if weight.grad is not None:
+                    gradients[name.removeprefix("module.")] = sharding.whole(weight.grad).clone()
+        return clip()
 
-    sharding.clip_gradients = recording_clip
+    loop.clip_gradients = recording_clip  # type: ignore[method-assign]
     logged = []
     while loop.progress.step < until:
         logged.append(vars(loop.step(loop.micro_batches(loop.progress.step))))
         loop.progress.step += 1
         if loop.progress.step % STOP == 0:
             loop.save()
-    sharding.clip_gradients = clip
     full = sharding.full_module(loop.accelerator, loop.wrapped, loop.module)
     weights = {} if full is None else {name: value.clone() for name, value in full.exported().state_dict().items()}
     return {
@@ -212,17 +199,6 @@ def cases(rank: int, folder: Path) -> None:
     leave()
 
 
-def zero_cases(folder: Path, engine: str) -> None:
-    """DeepSpeed at one stage, in the float32 it knows: whole, tied, and stopped and resumed."""
-    results = {
-        variant: trained(steps_config(folder / variant.replace(" ", "-"), 2), variant, engine)
-        for variant in ("float32", "float32 tied", "float32 lora recomputed")
-    }
-    trained(steps_config(folder / "stopped", 2), "float32", engine, until=STOP)
-    results["resumed"] = trained(steps_config(folder / "stopped", 2), "float32", engine)
-    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
-
-
 def slow_train(path: Path) -> int:
     """`distill.train` with a tiny loop in place of models and responses; each step takes a tenth of a second."""
 
@@ -244,7 +220,4 @@ def slow_train(path: Path) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "train":
-        sys.exit(slow_train(Path(sys.argv[2])))
-    zero_cases(Path(sys.argv[2]), sys.argv[1])
-    leave()
+    sys.exit(slow_train(Path(sys.argv[1])))

@@ -109,7 +109,7 @@ def test_null_and_the_factor_that_it_means_are_one_config(tmp_path: Path) -> Non
     (first.folder / "checkpoints").mkdir()
     claim_folder(run_config(tmp_path, optim={"lr": 1e-2}))
     claim_folder(first)
-    with pytest.raises(UserError, match=r"spike_factor is null, now 9\.0") as error:
+    with pytest.raises(UserError, match=r"spike_factor is 10\.0, now 9\.0") as error:
         claim_folder(run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 9.0}))
     assert "copied" not in str(error.value), "responses without prompts/ are an earlier version's"
 

@@ -1,6 +1,5 @@
 """Two ranks: the same training plain or sharded, resumed by another number of ranks, and after the death of one."""
 
-import importlib.util
 import os
 import signal
 import socket
@@ -47,12 +46,12 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 def _no_launcher() -> Iterator[None]:
     yield
     for name in list(os.environ):
-        if name.startswith(("FSDP_", "ACCELERATE_", "DS_")):
+        if name.startswith(("FSDP_", "ACCELERATE_")):
             del os.environ[name]
     forget_accelerators()
 
 
-def torchrun(*arguments: str) -> subprocess.Popen[str]:
+def torchrun(config: Path) -> subprocess.Popen[str]:
     """Two CPU ranks of the worker, in a process group of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -62,7 +61,7 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(port), str(SUPPORT / "sharding_worker.py"), *arguments,
+            "--master_port", str(port), str(SUPPORT / "sharding_worker.py"), str(config),
         ],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
@@ -197,7 +196,7 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
     killed, whole = config("killed"), config("whole")
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(killed), encoding="utf-8")
-    process = torchrun("train", str(path))
+    process = torchrun(path)
     metrics, pid = killed.folder / "metrics.jsonl", killed.folder / "rank1.pid"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.exists() and '"step": 4' in metrics.read_text(encoding="utf-8")):
@@ -224,119 +223,36 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
         assert float((final_weights(killed)[name] - value).abs().mean()) < 1e-4, name
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("engine", ["ZERO2", "ZERO3"])
-def test_deepspeed_trains_as_one_process_does(tmp_path: Path, engine: str) -> None:
-    process = torchrun(engine, str(tmp_path))
-    printed = finish(process, 150)
-    assert process.returncode == 0, printed[-3000:]
-    results = torch.load(tmp_path / "rank0.pt")
-    for variant in ("float32", "float32 tied", "float32 lora recomputed"):
-        shared, whole = results[variant], trained(steps_config(tmp_path / f"alone {variant}", 8), variant)
-        assert shared["kind"] == "DEEPSPEED"
-        assert shared["gradients"].keys() == whole["gradients"].keys()
-        for name, gradient in whole["gradients"].items():
-            # float32 sums in another order
-            torch.testing.assert_close(shared["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
-        for step, expected in zip(shared["logged"], whole["logged"], strict=True):
-            for key in ("loss", "grad_norm"):
-                assert step[key] == pytest.approx(expected[key], rel=1e-4), key
-        for name, value in whole["weights"].items():
-            # Rounding decides the sign of AdamW's step of 1e-2 where a gradient is nearly zero: few weights, not their mean.
-            assert float((shared["weights"][name] - value).abs().mean()) < 1e-5, name
-    for name, value in results["float32"]["weights"].items():
-        torch.testing.assert_close(results["resumed"]["weights"][name], value, rtol=0, atol=0)
-
-
-def settle(accelerator: Any, config: RunConfig) -> None:
-    sharding.settle_launcher(accelerator, config.optim, config.train)
-
-
-def launched(kind: str = "MULTI_CPU", ranks: int = 2, **state: Any) -> Any:
+def launched(kind: str) -> Any:
     """Stands for the accelerator of one of two ranks."""
     kind = sharding.DistributedType[kind]
-    return SimpleNamespace(distributed_type=kind, num_processes=ranks, state=SimpleNamespace(**state), is_fsdp2=False)
-
-
-FSDP, DEEPSPEED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_USE_DEEPSPEED": "true"}
+    return SimpleNamespace(distributed_type=kind, num_processes=2, state=SimpleNamespace(), is_fsdp2=False)
 
 
 @pytest.mark.parametrize(
-    ("settings", "optim", "words"),
+    ("settings", "optim", "kind", "words"),
     [
-        (FSDP | {"FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
-        (FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "fsdp_cpu_ram_efficient_loading"),
-        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "student.gradient_checkpointing: true"),
-        (FSDP, {"name": "muon"}, "optim.name: muon"),
-        (FSDP, {"ema": 0.99}, "optim.ema"),
-        (DEEPSPEED, {"name": "adamw8bit"}, "optim.name: adamw8bit"),
-        (DEEPSPEED, {"ema": 0.9}, "optim.ema"),
+        ({"FSDP_VERSION": "1"}, {}, "MULTI_CPU", "fsdp_version: 2"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "MULTI_CPU", "fsdp_cpu_ram_efficient_loading"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "MULTI_CPU", "student.gradient_checkpointing: true"),
+        ({}, {"name": "muon"}, "MULTI_CPU", "optim.name: muon"),
+        ({}, {"name": "adamw8bit"}, "MULTI_CPU", "optim.name: adamw8bit"),
+        ({}, {"ema": 0.99}, "MULTI_CPU", "optim.ema"),
+        ({}, {}, "DEEPSPEED", "the launcher asks for DEEPSPEED"),
     ],
 )
 def test_settings_that_would_train_something_else_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], optim: dict[str, Any], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    optim: dict[str, Any],
+    kind: str,
+    words: str,
 ) -> None:
-    for name, value in settings.items():
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        settle(launched(), run_config(tmp_path, optim=optim))
-
-
-@pytest.mark.parametrize(
-    ("stage", "optim", "zero", "words"),
-    [
-        (1, {"spike_factor": 0.0}, {}, "zero_stage: 1"),
-        (2, {"spike_factor": 10.0}, {}, "optim.spike_factor"),
-        (3, {"spike_factor": 0.0}, {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer_device"),
-    ],
-)
-def test_deepspeed_settings_that_are_not_supported_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, optim: dict[str, Any], zero: dict[str, Any], words: str
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage, **zero}})
-    with pytest.raises(UserError, match=words):
-        settle(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path, optim=optim))
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "factor"), [("DEEPSPEED", None, 0.0), ("FSDP", None, 10.0), ("NO", None, 10.0), ("NO", 3.0, 3.0)]
-)
-def test_the_guard_against_spikes_is_on_where_an_update_can_be_skipped(
-    tmp_path: Path, kind: str, given: float | None, factor: float
-) -> None:
-    accelerator, config = launched(kind), run_config(tmp_path, optim={"spike_factor": given})
-    assert sharding.spike_factor(accelerator, config.optim) == factor
-
-
-def test_deepspeed_takes_a_config_of_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(sharding, "_turn_on", lambda *_: None)
-    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
-    settle(launched("DEEPSPEED", deepspeed_plugins=plugin), run_config(tmp_path))
-    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 1
-
-
-def test_other_launchers_and_a_missing_deepspeed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="MEGATRON_LM"):
-        settle(launched("MEGATRON_LM"), run_config(tmp_path))
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install deepspeed"):
-        sharding.require_deepspeed()
-
-
-def test_a_state_of_another_launcher_is_refused(tmp_path: Path) -> None:
-    zero = {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})}
-    with pytest.raises(UserError, match="without DeepSpeed"):
-        sharding.load_state(launched("DEEPSPEED", **zero), None, [], tmp_path)
-    (tmp_path / sharding.ZERO_STATE).mkdir()
-    (tmp_path / "random_states_0.pkl").touch()
-    with pytest.raises(UserError, match="of 1 ranks"):
-        sharding.load_state(launched("DEEPSPEED", **zero), None, [], tmp_path)
-    with pytest.raises(UserError, match="written under DeepSpeed"):
-        sharding.load_state(launched(), None, [], tmp_path)
+        sharding.settle_launcher(launched(kind), run_config(tmp_path, optim=optim).optim, sharding.launched_plugin())
 
 
 def test_one_process_under_fsdp_settings_trains_plainly(tmp_path: Path) -> None:
@@ -369,7 +285,7 @@ def test_shipped_launcher_files_are_read_by_accelerate(name: str) -> None:
 
     path = ROOT / "configs" / "accelerate" / name
     config = ClusterConfig.from_yaml_file(str(path))
-    assert config.distributed_type in ("MULTI_GPU", "FSDP", "DEEPSPEED")
+    assert config.distributed_type in ("MULTI_GPU", "FSDP")
     assert config.mixed_precision == "no", "train.mixed_precision is the one place"
     text = path.read_text(encoding="utf-8")
     assert "Tested" in text, "says what was tested where"
