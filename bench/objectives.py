@@ -1,8 +1,10 @@
-"""The studies' page: `docs/objectives.md` with its figure, from the JSON files in bench/results alone.
+"""The studies' tables: bench/results/objectives.md with its figure, from the JSON files beside it alone.
 
-understudy sweep configs/sweeps/objectives.yaml                       trains, in the background, resumable
-python bench/objectives.py --study configs/sweeps/objectives.yaml     what is finished -> its JSON; then the page of all
-python bench/objectives.py                                            the page of what is there
+python bench/study.py bench/studies/objectives.yaml                   trains, in the background, resumable
+python bench/objectives.py --study bench/studies/objectives.yaml      what is finished -> its JSON; then the tables of all
+python bench/objectives.py                                            the tables of what is there
+
+docs/objectives.md says what follows from them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import numpy as np
 import typer
 from effects import holm, seed_effect
 from matplotlib.figure import Figure
+from study_file import UNTRAINED, next_lr, read_study, read_tree
 
 from data.files import write_bytes
-from distill.commands.sweep.study_file import UNTRAINED, next_lr, read_study
 from distill.report.plot import write_figure
 
-RESULTS, PAGE = Path("bench/results"), Path("docs/objectives.md")
+RESULTS = Path("bench/results")
+PAGE = RESULTS / "objectives.md"
 MAIN, SMALLER = "objectives", ("longer", "optimizers", "layers", "saturation", "signals")
 MEASURES = ("alpha", "tau")
 LEVEL = 0.05
@@ -30,8 +33,7 @@ Row = dict[str, Any]
 
 def collected(path: Path) -> Row:
     """What is finished of a study, read from its folder."""
-    from distill.commands.sweep.plan import read_tree
-    from distill.commands.sweep.study import Books
+    from study import Books
 
     return Books(read_study(path, read_tree(path))).report()
 
@@ -104,7 +106,7 @@ def page(results: Sequence[Row], figure: str) -> str:
         "# Which objective, for which rule?",
         "",
         "Made by `python bench/objectives.py` from `bench/results/objectives_cpu.json` and the smaller studies beside it; trained by "
-        f"`understudy sweep configs/sweeps/objectives.yaml`. {_finished(main)}",
+        f"`python bench/study.py bench/studies/objectives.yaml`. {_finished(main)}",
         "",
         *_method(main, sorted({row["seeds"] for row in rows})),
         "",
@@ -122,7 +124,7 @@ def page(results: Sequence[Row], figure: str) -> str:
         lines += [
             f"## {result['about'] or result['study']}",
             "",
-            f"`configs/sweeps/{result['study']}.yaml`. {_finished(result)}",
+            f"`bench/studies/{result['study']}.yaml`. {_finished(result)}",
             "",
         ]
         lines += _study(result, comparisons(result))
@@ -267,7 +269,7 @@ def draw(result: Row, path: Path) -> None:
 
 def main(
     study: Annotated[
-        list[Path] | None, typer.Option(help="sweep file whose finished trainings are collected first")
+        list[Path] | None, typer.Option(help="study file whose finished trainings are collected first")
     ] = None,
     results: Annotated[Path, typer.Option(help="folder of the JSON files")] = RESULTS,
     to: Annotated[Path, typer.Option(help="the page; its figure stands beside it")] = PAGE,

@@ -171,7 +171,7 @@ def sweep(options: SweepOptions) -> None:
     """Train every combination of a grid, resumable, and compare them in one table with intervals."""
     from distill.commands.sweep.sweep import run_sweep
 
-    run_sweep(options.file, options.launcher, options.dry_run)
+    run_sweep(options)
 
 
 @command

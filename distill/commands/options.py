@@ -43,7 +43,7 @@ class ReportOptions:
 class SweepOptions:
     """Of `understudy sweep`."""
 
-    file: Annotated[Path, typer.Argument(help="sweep file, e.g. configs/sweeps/objectives.yaml")]
+    file: Annotated[Path, typer.Argument(help="sweep file, e.g. configs/sweeps/grid.yaml")]
     launcher: Annotated[
         str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
     ] = ""

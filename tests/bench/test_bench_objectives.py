@@ -82,7 +82,7 @@ def test_the_page_in_the_house_is_that_of_its_results(tmp_path: Path) -> None:
         if "paired" in result:
             keys = {"pair", "rule", "temperature", "objective", "seed", "lr", "alpha", "tau"}
             assert all(set(cell) == keys for cell in result["cells"])
-            assert (ROOT / "configs" / "sweeps" / f"{result['study']}.yaml").exists()
+            assert (ROOT / "bench" / "studies" / f"{result['study']}.yaml").exists()
 
 
 def test_the_defaults_are_those_that_the_study_chose() -> None:

@@ -1,64 +1,64 @@
 """What a sweep found: one row per combination, means over seeds with intervals, the best and what cannot be told from it."""
 
-import csv
-import io
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-from rich import box
 from rich.table import Table
 from scipy import stats
 
-from distill.commands.sweep.plan import MEASURES, SEED, SweepFile, Trial
+from distill.commands.sweep.plan import SEED, SweepFile, Trial
+from distill.report.screen_table import screen_table
+from distill.report.tables import NOTHING, interval
 from distill.run.folder import load_verdict
-from speculative.errors import UserError
+from distill.run.verdict_record import Interval
 
 BEST, NOISE = "best", "within noise of the best"
-OVER_SEEDS, JUDGED_INTERVAL = "t over seeds", "judged"
 LEVEL = 0.95
 
 
-def measures(sweep: SweepFile, trial: Trial) -> dict[str, Any]:
-    """{alpha, tau, speed_up, metric, intervals: the judged ones that the verdict has} of a finished run.
+@dataclass(frozen=True)
+class Figure:
+    """A number with its 95 % interval; None where there is none."""
+
+    value: float
+    ci: Interval | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A combination: its runs that are finished, those that are missing, the mean of each figure, and what is said of it.
+
+    Intervals are over seeds (Student's t) where several are finished, else the judged one, over prompts.
+    """
+
+    values: dict[str, object]
+    runs: list[str]
+    seeds: int
+    missing: int
+    figures: dict[str, Figure | None]
+    note: str = ""
+
+
+def figures_of(trial: Trial) -> dict[str, Figure | None]:
+    """Alpha, tau and speed-up of a finished run's draft, with their judged intervals.
 
     Raises:
-        UserError: no verdict, or none with a number for the sweep's metric.
+        UserError: no verdict.
     """
-    verdict = load_verdict(trial.config.folder).model_dump(mode="json")  # a tree, in which the metric is a path
-    paths = {**MEASURES, "metric": sweep.metric}
-    found: dict[str, Any] = {name: _number(verdict, path) for name, path in paths.items()}
-    if found["metric"] is None:
-        raise UserError(
-            f"{sweep.path}: metric = {sweep.metric}: no number of that name in {trial.config.folder}/verdict.json"
-        )
-    intervals = {name: _interval_of(verdict, path) for name, path in paths.items()}
-    return found | {"intervals": {name: ci for name, ci in intervals.items() if ci is not None}}
+    verdict = load_verdict(trial.config.folder)
+    best, speed_up = verdict.best, (verdict.speed_up or {}).get("best")
+    return {
+        "alpha": Figure(best.alpha, best.alpha_ci),
+        "tau": Figure(best.tau, best.tau_ci),
+        "speed_up": None if speed_up is None else Figure(speed_up, (verdict.speed_up_ci or {}).get("best")),
+    }
 
 
-def _interval_of(verdict: Any, path: str) -> Any:
-    """The judged interval: `best.tau_ci` of `best.tau`, `speed_up_ci.best` of `speed_up.best`, `x.ci` of `x.gain`, or None."""
-    first, dot, rest = path.partition(".")
-    places = [f"{path}_ci", f"{first}_ci{dot}{rest}"]
-    if path.endswith(".gain"):
-        places.append(f"{path.removesuffix('gain')}ci")
-    return next((found for place in places if (found := _at(verdict, place)) is not None), None)
-
-
-def _at(tree: Any, path: str) -> Any:
-    for part in path.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def _number(tree: Any, path: str) -> float | None:
-    value = _at(tree, path)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def t_interval(values: Sequence[float]) -> list[float] | None:
-    """[low, high] of the mean at 95 %: Student's t over independent runs; None for fewer than two.
+def t_interval(values: Sequence[float]) -> Interval | None:
+    """The interval of the mean at 95 %: Student's t over independent runs; None for fewer than two.
 
     mean -+ t(0.975, n - 1) s / sqrt(n), s the sample's standard deviation.
     """
@@ -66,109 +66,59 @@ def t_interval(values: Sequence[float]) -> list[float] | None:
         return None
     half = float(stats.t.ppf(0.5 + LEVEL / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
     mean = float(np.mean(values))
-    return [mean - half, mean + half]
+    return mean - half, mean + half
 
 
-def summarise(
-    sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Rows, the best first: {values, runs, seeds, failed, alpha, tau, speed_up, metric: {mean, ci}, interval, note}.
-
-    Args:
-        found: `measures` of the finished runs by name; combinations without any come last.
-    """
+def summarise(sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Mapping[str, Figure | None]]) -> list[Row]:
+    """A row a combination, the best first; ``found``: the figures of the finished runs by name."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.group, []).append(trial)
     rows = [_row(members, found) for members in groups.values()]
-    sign = -1.0 if sweep.direction == "maximize" else 1.0
-    rows.sort(key=lambda row: math.inf if row["metric"] is None else sign * row["metric"]["mean"])
-    if rows and rows[0]["metric"] is not None:
-        rows[0]["note"] = BEST
-        for row in rows[1:]:
-            if row["metric"] is not None and _overlap(row["metric"]["ci"], rows[0]["metric"]["ci"]):
-                row["note"] = NOISE
-    return rows
+    rows.sort(key=lambda row: -math.inf if (own := row.figures[sweep.metric]) is None else own.value, reverse=True)
+    best = rows[0].figures[sweep.metric]
+    return rows if best is None else [_noted(row, row is rows[0], best, row.figures[sweep.metric]) for row in rows]
 
 
-def _row(members: Sequence[Trial], found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _noted(row: Row, is_best: bool, best: Figure, own: Figure | None) -> Row:
+    overlap = own is not None and own.ci and best.ci and own.ci[0] <= best.ci[1] and best.ci[0] <= own.ci[1]
+    return Row(**vars(row) | {"note": BEST if is_best else NOISE if overlap else ""})
+
+
+def _row(members: Sequence[Trial], found: Mapping[str, Mapping[str, Figure | None]]) -> Row:
     done = [found[trial.config.name] for trial in members if trial.config.name in found]
-    row: dict[str, Any] = {
-        "values": {key: value for key, value in members[0].values.items() if key != SEED},
-        "runs": [trial.config.name for trial in members],
-        "seeds": len(done),
-        "missing": len(members) - len(done),
-    }
-    for name in (*MEASURES, "metric"):
-        values = [run[name] for run in done if run[name] is not None]
-        judged = done[0]["intervals"].get(name) if len(done) == 1 else None
-        row[name] = {"mean": float(np.mean(values)), "ci": t_interval(values) or judged} if values else None
-    row["interval"] = OVER_SEEDS if len(done) > 1 else JUDGED_INTERVAL if done else None
-    return row | {"note": ""}
+    figures: dict[str, Figure | None] = {}
+    for name in ("alpha", "tau", "speed_up"):
+        known = [figure for run in done if (figure := run[name]) is not None]
+        numbers = [figure.value for figure in known]
+        judged = known[0].ci if len(done) == 1 and known else None
+        figures[name] = Figure(float(np.mean(numbers)), t_interval(numbers) or judged) if known else None
+    values = {key: value for key, value in members[0].values.items() if key != SEED}
+    return Row(values, [trial.config.name for trial in members], len(done), len(members) - len(done), figures)
 
 
-def _overlap(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
-    return one is not None and other is not None and one[0] <= other[1] and other[0] <= one[1]
-
-
-def sweep_table(sweep: SweepFile, rows: Sequence[Mapping[str, Any]]) -> Table:
+def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
     """One row per combination, the best first and bold."""
-    kinds = {row["interval"] for row in rows if row["interval"]}
-    says = {OVER_SEEDS: "over seeds (Student's t)", JUDGED_INTERVAL: "over prompts, as judged, where there is one seed"}
-    told = "; ".join(says[kind] for kind in (OVER_SEEDS, JUDGED_INTERVAL) if kind in kinds)
-    count = sum(row["metric"] is not None for row in rows)
-    picked = (
-        f" The best is picked out of {count} combinations; its interval is not widened for that." if count > 1 else ""
+    keys = list(rows[0].values)
+    count = sum(row.figures[sweep.metric] is not None for row in rows)
+    picked = f" The best is picked out of {count}; its interval is not widened for that." if count > 1 else ""
+    table = screen_table(
+        f"sweep {sweep.name}: by {sweep.metric}",
+        (*keys, "alpha", "tau", "speed-up", "seeds", ""),
+        words=(*keys, ""),
+        overflow="fold",
+        caption="[95 % interval]: over seeds (Student's t), of one seed over prompts, as judged. "
+        f"Overlapping intervals: the difference may be noise.{picked}",
     )
-    table = Table(
-        title=f"sweep {sweep.name}: {sweep.direction} {sweep.metric}",
-        caption=f"[95 % interval]: {told or 'none'}. Overlapping intervals: the difference may be noise.{picked}",
-        box=box.SIMPLE_HEAD,
-    )
-    keys = list(rows[0]["values"]) if rows else []
-    extra = sweep.metric not in MEASURES.values()
-    for key in keys:
-        table.add_column(key, overflow="fold")
-    for name in ("alpha", "tau", "speed-up", *([sweep.metric] if extra else []), "seeds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
     for row in rows:
-        cells = [_plain(row["values"][key]) for key in keys]
-        cells += [_cell(row["alpha"], 3), _cell(row["tau"], 2), _cell(row["speed_up"], 2, "x")]
-        cells += [_cell(row["metric"], 3)] if extra else []
-        cells.append(f"{row['seeds']} of {row['seeds'] + row['missing']}" if row["missing"] else str(row["seeds"]))
-        table.add_row(*cells, row["note"], style="bold" if row["note"] == BEST else "")
+        cells = [str(value) if isinstance(value, str) else json.dumps(value) for value in row.values.values()]
+        cells += [_cell(row.figures["alpha"], 3), _cell(row.figures["tau"], 2), _cell(row.figures["speed_up"], 2, "x")]
+        cells.append(f"{row.seeds} of {row.seeds + row.missing}" if row.missing else str(row.seeds))
+        table.add_row(*cells, row.note, style="bold" if row.note == BEST else "")
     return table
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
-    return "null" if value is None else str(value)
-
-
-def _cell(measured: Mapping[str, Any] | None, digits: int, unit: str = "") -> str:
-    if measured is None:
-        return "-"
-    text = f"{measured['mean']:.{digits}f}{unit}"
-    if measured["ci"] is not None:
-        text += f"\n[{measured['ci'][0]:.{digits}f}, {measured['ci'][1]:.{digits}f}]"
-    return text
-
-
-def as_csv(sweep: SweepFile, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows for a spreadsheet: grid keys, then mean, low and high of every measure."""
-    keys = [key for key in sweep.grid if key != SEED]
-    names = [*MEASURES, "metric"]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    bounds = [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
-    writer.writerow([*keys, *bounds, "seeds", "missing", "interval", "note", "runs"])
-    for row in rows:
-        numbers: list[Any] = []
-        for name in names:
-            measured = row[name] or {"mean": "", "ci": None}
-            numbers += [measured["mean"], *(measured["ci"] or ["", ""])]
-        rest = [row["seeds"], row["missing"], row["interval"] or "", row["note"], " ".join(row["runs"])]
-        writer.writerow([*(_plain(row["values"][key]) for key in keys), *numbers, *rest])
-    return file.getvalue()
+def _cell(figure: Figure | None, digits: int, unit: str = "") -> str:
+    if figure is None:
+        return NOTHING
+    return f"{figure.value:.{digits}f}{unit}" + (f"\n{interval(figure.ci, digits)}" if figure.ci else "")

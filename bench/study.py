@@ -1,4 +1,7 @@
-"""`understudy sweep STUDY.yaml` with `contestants`: each one's learning rate tuned, then all judged by replay on the same prompts.
+"""A study of ways to train: each contestant's learning rate is tuned, then all are judged by replay on the same prompts.
+
+python bench/study.py bench/studies/objectives.yaml              trains; killed, the same command goes on
+python bench/study.py bench/studies/objectives.yaml --dry-run    what is finished and what the rest takes
 
 output/texts-*/            prompts and responses, shared by all trainings of a target and temperature, of other studies too
 output/NAME/trainings/     one file of numbers a training; no weights are kept
@@ -9,18 +12,31 @@ All trainings run in this process, one after the other. A killed study goes on w
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
+from study_file import (
+    UNTRAINED,
+    Study,
+    Training,
+    next_lr,
+    read_study,
+    read_tree,
+    texts_key,
+    trainings,
+    tuning,
+)
+from study_texts import Texts, alpha_tau, result_of
 
 from data.files import write_json
-from distill.commands.sweep.study_file import UNTRAINED, Study, Training, next_lr, texts_key, trainings, tuning
-from distill.commands.sweep.texts import Texts, alpha_tau, result_of
-from distill.faults import Interrupted
+from distill.commands.training_process import terminated_as_interrupted
+from distill.faults import Interrupted, exit_status
 from distill.run.provenance import describe_run
 from distill.training.loop import NotFinite
 from speculative.measure.effects import standard_errors
@@ -204,3 +220,19 @@ def _paired(judged: Iterable[tuple[Training, dict[str, Any]]], reference: str) -
             named = dict(zip(("pair", "rule", "temperature"), place, strict=True)) | {"objective": name}
             rows.append(named | {"seeds": seeds, "prompts": len(sums_PC)} | {k: round(v, 7) for k, v in errors.items()})
     return rows
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="study file, e.g. bench/studies/objectives.yaml")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what is finished, and stop")] = False,
+) -> None:
+    """Trains what is not finished of a study."""
+    try:
+        with terminated_as_interrupted():
+            run_study(read_study(file, read_tree(file)), Console(), dry_run)
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(exit_status(error))
+
+
+if __name__ == "__main__":
+    typer.run(main)

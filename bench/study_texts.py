@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from study_file import UNTRAINED, Study, Training, texts_key
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.commands.sweep.study_file import UNTRAINED, Study, Training, texts_key
+from data.batches.collate import Batch
+from data.signals.signal import DenseSignal
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported
 from distill.models.student import first_student, refuse_impossible
@@ -31,10 +35,33 @@ from distill.training.micro_batch import chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import settled_precision
 from distill.training.signal import make_teacher
-from distill.training.teacher import RememberingTeacher, TeacherSource
+from distill.training.teacher import Teacher, TeacherSource
 from speculative.errors import UserError
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
+
+
+class RememberingTeacher(Teacher):
+    """The target, asked once for each example: its hidden states stay in memory, 4 bytes x width a response token in float32.
+
+    What it says is exactly what the target says, so runs that differ in their objective alone can share it.
+    """
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__(target)
+        self._hidden: dict[tuple[int, int], Tensor] = {}
+
+    def signal(self, batch: Batch) -> DenseSignal:
+        """As `Teacher.signal`; of examples of which all are known nobody is asked. Micro-batches that are not packed."""
+        counts = torch.bincount(batch.rows_R // batch.input_ids_BT.shape[1], minlength=len(batch.indices)).tolist()
+        # With the rows: the same example has more of them where its prompt is learnt too.
+        keys = list(zip(batch.indices, counts, strict=True))
+        if not all(key in self._hidden for key in keys):
+            asked = super().signal(batch)
+            told = zip(keys, asked.hidden_RD.split(counts), strict=True)
+            self._hidden |= {key: hidden_RD.clone() for key, hidden_RD in told if key[0] >= 0}  # -1 is any sequence
+            return asked
+        return DenseSignal(torch.cat([self._hidden[key] for key in keys]), self.split.head)
 
 
 class Texts:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from distill.commands.sweep.plan import assignment
+from distill.commands.sweep.plan import assignment, read_yaml
 from distill.config.load import load_config, parse_section
 from distill.config.run import RunConfig
 from distill.config.sections import Section
@@ -101,6 +101,27 @@ class Training:
     def judged_with(self, study: Study) -> dict[str, Any]:
         """What its numbers depend on beside its config: whose responses judge, and what tunes."""
         return {"responses": study.seeds[0], "tune_prompts": study.tune_prompts, "tune_rule": self.served.rules[0]}
+
+
+def read_tree(path: Path, readers: Sequence[Path] = ()) -> dict[str, Any]:
+    """The `key: value` lines of a study file; `like` names a file beside it that says what this one leaves out,
+    and to whose `overrides` its own are added.
+
+    ``readers``: the files whose `like` led here.
+
+    Raises:
+        UserError: unreadable, a `like` that leads in a circle.
+    """
+    if path.resolve() in readers:
+        raise UserError(f"{path}: `like` leads back to this file; take it out of one of them")
+    tree = read_yaml(path)
+    if (like := tree.pop("like", None)) is None:
+        return tree
+    other = read_tree(path.parent / str(like), (*readers, path.resolve()))
+    sides = [one.get("overrides") or {} for one in (other, tree)]
+    if not all(isinstance(side, dict) for side in sides):
+        raise UserError(f"{path}: overrides: one value for each of some config keys")
+    return other | tree | {"overrides": sides[0] | sides[1]}
 
 
 def read_study(path: Path, tree: dict[str, Any]) -> Study:
