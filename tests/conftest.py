@@ -13,12 +13,15 @@ from pretend_cuda import library  # before anything that imports torch
 # isort: split
 import contextlib
 import gc
+import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import numpy as np
 import processes
 import pytest
 from filelock import FileLock
@@ -27,6 +30,19 @@ from function_heads import write_heads
 # torch, and what imports it, is imported where it is used: workers start when the process that hands out tests has read this.
 _device = contextlib.ExitStack()
 APART = ("device", "engine", "loop", "ranks")  # marks of tests that `make test` runs by themselves, or not at all
+# The same examples each time; `make explore` draws new ones. Here, because a test's own settings start from the loaded profile.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fixed")
+
+
+def seed_everything() -> None:
+    """So that what a test draws depends neither on which tests ran before it nor on the worker."""
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +87,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif item.get_closest_marker("device") and "gpu" not in item.keywords and not library.LOADED:
             reason = library.why_not() or "tests of the pretend device run by themselves: pytest -m device"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Module):
+        seed_everything()  # What is made as the file is imported.
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if fixturedef.scope != "function":
+        seed_everything()  # It is made by whichever test asks first.
+
+
+@pytest.fixture(autouse=True)
+def _each_test_draws_its_own_numbers() -> None:
+    seed_everything()
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,8 @@ def largest_that_fits(sizes: Sequence[int], peak_of: Callable[[int], float | Non
         return sizes[0]
     (one, low), (two, high) = known
     slope = max(high - low, 0.0) / (two - one)
-    likely = [size for size in sizes if low + slope * (size - one) <= room] or [sizes[0]]
+    # A size on the edge stays, whichever way the line is rounded: it is measured below.
+    likely = [size for size in sizes if low + slope * (size - one) <= room * (1 + 1e-9)] or [sizes[0]]
     for size in reversed(likely):
         if size == sizes[0]:
             break

@@ -139,7 +139,6 @@ def sampled_only(pair: Path) -> Path:
 @pytest.fixture(scope="module")
 def light(pair: Path) -> Path:
     """The same run, exported with 8-bit weights and activations."""
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
     run = pair.parent / "light"
     shutil.copytree(pair, run, symlinks=True)
     export_run(ExportOptions(run, run / EXPORT, overwrite=True, quantize="int8-dynamic"))

@@ -17,7 +17,6 @@ from data.prompts.template import render_prompt
 from data.responses.rendered import RenderedPrompt, write_prompts
 from speculative.errors import UserError
 
-SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [
     {"question": "What is 2 + 2?", "answer": "4", "topic": "sums"},
     {"question": "Name a colour.", "answer": "blue", "topic": "words"},
@@ -401,16 +400,6 @@ def test_nothing_is_left_behind_and_switches_are_put_back(tmp_path, monkeypatch)
     assert list(scratch.iterdir()) == []
     assert (sorted(home_cache.rglob("*")) if home_cache.exists() else None) == before
     assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == (verbosity, bars_off)
-
-
-@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the lab's shared data is not on this machine")
-def test_real_files():
-    gsm8k = load(path=str(SHARED_DATA / "gsm8k" / "test.jsonl"), reference_column="answer")
-    assert len(gsm8k) == 1319
-    assert all(row.text and row.reference for row in gsm8k)
-    path = str(SHARED_DATA / "sgd" / "dialogues.jsonl.gz")
-    dialogues = load(path=path, domain_column="services", limit=50)
-    assert all(row.messages[-1]["role"] == "user" and row.reference for row in dialogues)
 
 
 def test_prompts_that_were_rendered_before_keep_ids_and_tokens(tmp_path):

@@ -2,7 +2,6 @@
 
 import logging
 from datetime import date
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -20,7 +19,6 @@ from data.prompts.template import (
 )
 from speculative.errors import UserError
 
-SHARED_TARGET = Path(__file__).parents[3] / "shared" / "models" / "lab-target"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -293,12 +291,3 @@ def test_a_template_writes_the_day_it_is_told():
     assert template_fingerprint(dated, "plain", {}) == template_fingerprint(tokenizer, "plain", {})
     for other in (make_tokenizer(CHATML), make_tokenizer()):
         assert on_day(other, date(2024, 2, 29)) is other
-
-
-@pytest.mark.skipif(not SHARED_TARGET.is_dir(), reason="the lab's shared models are not on this machine")
-def test_real_chat_tokenizer():
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(SHARED_TARGET))
-    prompt_ids, response_ids = render_reference(text_row("What is 2 + 2?", reference="#### 4"), tokenizer, **AUTO)
-    assert tokenizer.decode(prompt_ids) == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(response_ids) == "#### 4<|im_end|>"
-    assert response_ids[-1] == tokenizer.eos_token_id

@@ -49,11 +49,6 @@ def exported(folder: Path, how: Any, **model: Any) -> Path:
     return report.path
 
 
-@pytest.fixture
-def _library() -> None:
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
-
-
 @pytest.mark.parametrize("width", [40, 128])
 def test_int8_linear_is_the_product_with_the_values_that_it_stands_for(width: int) -> None:
     """Torch's own product is wrong, or ends the process, for a width of 40."""
@@ -70,7 +65,6 @@ def test_int8_linear_is_the_product_with_the_values_that_it_stands_for(width: in
         assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-@pytest.mark.usefixtures("_library")
 @pytest.mark.parametrize("how", ["int8", "int8-dynamic", "fp8"])
 def test_what_is_written_is_read_by_transformers_and_served(tmp_path: Path, how: str) -> None:
     path = exported(tmp_path, how, tie_word_embeddings=True)
@@ -116,7 +110,6 @@ def test_without_the_library_a_run_is_refused_before_it_begins(
     assert "--quantize int8 needs compressed-tensors" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_library")
 def test_generate_drafts_in_8_bits(tmp_path: Path) -> None:
     """At a width that torch's own product takes; beside a target in float32."""
     path = exported(tmp_path, "int8", hidden_size=128, num_attention_heads=8, head_dim=16)
@@ -131,7 +124,6 @@ def test_generate_drafts_in_8_bits(tmp_path: Path) -> None:
     assert not any(isinstance(one, Int8Linear) for one in as_served(loaded, torch.device("cuda")).modules())
 
 
-@pytest.mark.usefixtures("_library")
 def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: Path) -> None:
     """Scored on the same text as the draft itself, timed beside it; the same numbers as of its export, beside which compare puts it."""
     config = load_config(tiny_config)
@@ -156,7 +148,6 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     assert (row.draft_over_it or 0) > 0
 
 
-@pytest.mark.usefixtures("_library")
 def test_a_quantised_export_is_a_draft_like_any_other(tiny_config: Path, tiny_run: Path, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "out"
     export_run(ExportOptions(tiny_run, plain))

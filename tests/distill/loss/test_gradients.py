@@ -4,7 +4,6 @@ Legend: N tokens, V vocabulary, K stored entries, S samples.
 """
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -364,7 +363,6 @@ def test_a_compiled_function_gives_what_it_gives() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)  # float64; fused sums
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl to compare with")
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_jsd_is_the_one_of_trl(beta: float, temperature: float) -> None:

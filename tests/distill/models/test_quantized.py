@@ -20,7 +20,6 @@ from speculative.errors import UserError
 @pytest.fixture(scope="module")
 def int8_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bfloat16 Llama whose linear layers are int8, weight only, with the scale of each row."""
-    pytest.importorskip("torchao", reason="needs torchao")
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 

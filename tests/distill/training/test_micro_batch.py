@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import perturbed, tiny_model
 from tiny_training import run_config
@@ -27,6 +27,7 @@ from distill.training.teacher import Teacher
 from speculative.errors import UserError
 
 
+@example(90, 0.1, 0.1, 1.0, 300.0, 1.0)  # a size on the edge, to the last digit
 @given(
     st.integers(1, 96), st.floats(0, 50), st.floats(0.1, 5), st.floats(1, 300), st.floats(1, 300), st.floats(0.5, 1.5)
 )

@@ -28,8 +28,6 @@ def groups_of(optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
 @pytest.mark.parametrize("name", ["adamw", "muon", "adamw8bit"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_matrices_tables_and_vectors_decay_each_by_their_own(name: str, tied: bool) -> None:
-    if name == "adamw8bit":
-        pytest.importorskip("torchao")
     model = tiny_model(tie_word_embeddings=tied)
     optim = OptimConfig(name=name, lr=1e-3, weight_decay=0.1, embedding_weight_decay=0.02)
     decay = groups_of(make_optimizers(model, optim))
@@ -84,8 +82,6 @@ def test_adamw_is_fused_and_updates_as_the_plain_one() -> None:
 
 
 def test_eight_bit_moments_learn_as_full_ones_do() -> None:
-    pytest.importorskip("torchao")
-
     def final_loss(name: str) -> float:
         torch.manual_seed(0)
         layer, inputs = nn.Linear(128, 64), torch.randn(256, 128)
@@ -101,7 +97,8 @@ def test_eight_bit_moments_learn_as_full_ones_do() -> None:
 
     start = 128.0  # the variance of the wanted outputs
     assert final_loss("adamw") < 1e-3 * start
-    assert final_loss("adamw8bit") < 1e-3 * start
+    with torch.compiler.set_stance("force_eager"):  # the same arithmetic, not compiled for half a minute
+        assert final_loss("adamw8bit") < 1e-3 * start
 
 
 def test_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
