@@ -94,13 +94,14 @@ def token_trees(draw, max_nodes: int = 6):
     return TokenTree(tuple(parents))
 
 
-def recorded_rows(monkeypatch, module):
-    """The rows that `module`'s function draws its next tokens from, as it draws them."""
+def recorded_rows(monkeypatch, *modules):
+    """The rows that the modules' functions draw their next tokens from, as they draw them."""
     rows = []
 
     def recording(probs, uniforms):
         rows.append(probs)
         return sample(probs, uniforms)
 
-    monkeypatch.setattr(module, "sample", recording)
+    for module in modules:
+        monkeypatch.setattr(module, "sample", recording)
     return rows

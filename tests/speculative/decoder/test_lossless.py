@@ -33,6 +33,7 @@ TREE = TokenTree.from_branching((3, 2, 1))
 SAMPLED = SamplingSettings(0.9, top_k=20, top_p=0.95)
 # Name -> settings of everything that verifies differently.
 WAYS = {
+    "plain": DecodeSettings(SAMPLED, 0, "sample"),
     "sample": DecodeSettings(SAMPLED, 3, "sample"),
     "greedy-draft": DecodeSettings(SAMPLED, 3, "greedy-draft"),
     "block": DecodeSettings(SAMPLED, 3, "block"),
@@ -41,16 +42,6 @@ WAYS = {
     "greedy": DecodeSettings(GREEDY, 3, "greedy"),
     "tree, greedy": DecodeSettings(GREEDY, 3, "greedy", tree=TREE),
 }
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_a_tree_decodes_greedily_what_transformers_generates(batch_size):
-    prompts = prompts_of(RAGGED[: 3 if batch_size == 1 else 8])
-    settings = dataclasses.replace(WAYS["tree, greedy"], max_tokens=24)
-    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size)
-    assert texts(responses) == generated(TARGET, prompts, 24)
-    counts = [count for response in responses for count in response.accepted_counts]
-    assert set(counts) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -149,6 +140,8 @@ def test_a_target_as_its_own_draft_is_always_accepted_whatever_gamma_does(rule):
             TARGET, ModelDrafter(TARGET), prompts[:count], settings, batch_size=batch_size, policy=RandomGamma(5)
         )
         assert all(response.accepted_counts == response.drafted_counts for response in responses)
+        overlap = sum(response.overlap_sum for response in responses) / sum(response.tested for response in responses)
+        assert overlap == pytest.approx(1.0, abs=1e-4)  # float32, calls of different shape
         assert {count for response in responses for count in response.drafted_counts} == {0, 1, 2, 3, 4, 5}
 
 
@@ -249,7 +242,6 @@ def test_impossible_combinations_are_refused_in_one_line():
         ({"sampling": SAMPLED, "rule": "block"}, "verifies a chain"),
         ({"rules": LogitsRules(repetition_penalty=2.0)}, "use a chain"),
         ({"tree": None, "rule": "block"}, "temperature 0"),
-        ({"min_tokens": 500}, "min_tokens = 500"),
     ):
         with pytest.raises(UserError, match=message) as refused:
             dataclasses.replace(greedy, **wrong)

@@ -73,36 +73,6 @@ def test_proposals_are_those_of_the_definition(steps, ngram, gamma, explore, ran
         rows.drafter.observe(np.array(fed), np.array(predicted), np.array(accepted))
 
 
-def pool_after(text: list[int], *blocks: Block, **options) -> HostRows:
-    rows = HostRows(JacobiPool(**options), rows=1)
-    rows.apply(("admit", (0, text)))
-    rows.proposed(4)
-    for fed, predicted, accepted in blocks:
-        rows.drafter.observe(np.array([fed]), np.array([predicted]), np.array([accepted]))
-    return rows
-
-
-def test_a_pair_behind_the_rejection_becomes_a_proposal():
-    """Fed 1, then 5 (rejected: the target says 2) and 6, after which it says 7: whenever 6 comes, 7 is proposed."""
-    rows = pool_after([3, 1], ([1, 5, 6], [2, 8, 7], 0))
-    rows.apply(("grow", (0, [2, 6])))
-    assert rows.proposed(1) == [[7]]
-
-
-def test_an_ngram_goes_on_only_where_the_prediction_was_fed():
-    agreed = pool_after([3, 1], ([1, 5, 6], [5, 6, 7], 2), explore=False)
-    assert agreed.proposed(3) == [[5, 6, 7]]
-    parted = pool_after([3, 1], ([1, 5, 6], [4, 6, 7], 0), explore=False)
-    assert parted.proposed(3) == [[4]]
-
-
-def test_an_unknown_token_explores_last_predictions_and_then_the_prompt():
-    rows = pool_after([30, 31, 32, 33], ([33, 5, 6], [40, 41, 42], 0))
-    rows.apply(("grow", (0, [50])))
-    assert rows.proposed(4) == [[41, 42, 32, 33]]
-    assert pool_after([30, 31, 32], explore=False).proposed(4) == [[]]
-
-
 def test_an_ngram_without_a_continuation_is_refused():
     with pytest.raises(UserError, match=r"ngram = 1: must be at least 2"):
         JacobiPool(1)

@@ -44,39 +44,6 @@ def test_proposals_are_those_of_a_search_by_hand(steps, min_ngram, more, gamma):
         assert rows.proposed(gamma) == expected
 
 
-def proposed_after(text: list[int], gamma: int = 4, **sizes: int) -> list[int]:
-    rows = HostRows(PromptLookup(**sizes), rows=1)
-    rows.apply(("admit", (0, text)))
-    return rows.proposed(gamma)[0]
-
-
-def test_the_longest_match_wins_over_a_later_one_and_the_latest_among_equals():
-    assert proposed_after([1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3]) == [9, 2, 3, 8]
-    assert proposed_after([2, 3, 9, 2, 3, 8, 5, 2, 3]) == [8, 5, 2, 3]
-    assert proposed_after([2, 3, 9, 2, 3, 8, 5, 2, 3], max_ngram=1, min_ngram=1) == [8, 5, 2, 3]
-
-
-def test_a_continuation_that_reaches_the_end_repeats_its_period():
-    assert proposed_after([4, 4]) == [4, 4, 4, 4]
-    assert proposed_after([1, 2, 1, 2, 1], gamma=5) == [2, 1, 2, 1, 2]
-    assert proposed_after([7, 1, 2, 7], gamma=5) == [1, 2, 7, 1, 2]
-
-
-def test_nothing_is_found_in_a_text_without_repetition():
-    assert proposed_after([1, 2, 3, 4]) == []
-    assert proposed_after([5]) == []
-    assert proposed_after([1, 2, 3, 1, 2, 4, 3], min_ngram=2) == []
-
-
-def test_blocks_of_plain_decoding_in_between_are_caught_up_with():
-    rows = HostRows(PromptLookup(), rows=1)
-    rows.apply(("admit", (0, [1, 2])))
-    rows.apply(("grow", (0, [9, 9, 3])))
-    assert rows.proposed(0) == [[]]
-    rows.apply(("grow", (0, [4, 1, 2])))
-    assert rows.proposed(3) == [[9, 9, 3]]
-
-
 def test_an_accelerator_sees_two_widths_only():
     cpu, other = torch.device("cpu"), torch.device("meta")
     assert [proposal_width(np.array(counts), 5, cpu) for counts in ([], [0, 0], [1, 3])] == [0, 0, 3]

@@ -88,17 +88,6 @@ def proposed_after(datastore: Datastore, text: list[int], gamma: int = 4) -> lis
     return ids_RG[0, : counts_R[0]].tolist()
 
 
-def test_the_majority_decides_token_by_token_and_the_first_among_equals():
-    said = [[1, 5, 6, 0], [1, 7, 8], [1, 7, 9, 3], [1, 5, 6, 4], [1, 7, 8, 2, 2]]
-    store = Datastore.build(said, 10)
-    assert proposed_after(store, [0, 1]) == [7, 8, 2, 2]
-    assert proposed_after(store, [1, 7]) == [8, 2, 2]
-    assert proposed_after(store, [1, 5]) == [6, 0]
-    assert proposed_after(store, [6]) == [0]
-    assert proposed_after(store, [8]) == [2, 2]
-    assert proposed_after(store, [4]) == []
-
-
 def test_a_continuation_longer_than_the_vote_follows_one_of_the_matches(monkeypatch):
     monkeypatch.setattr(retrieval, "VOTED_TOKENS", 1)
     store = Datastore.build([[1, 2, 3, 3], [1, 2, 4, 4], [1, 2, 4, 5]], 6)

@@ -115,52 +115,6 @@ def test_tiny_models_against_their_full_distributions():
     assert found["expected_error"] == pytest.approx(error)
 
 
-def test_a_greedy_draft_whose_probabilities_hold_lies_on_the_diagonal():
-    rng = np.random.default_rng(0)
-    scores = []
-    for _ in range(40):
-        confidence = rng.uniform(0.02, 1.0, 500)
-        scores.append(greedy_scores(confidence, rng.random(500) < confidence))
-    found = calibration(texts_of([500] * 40), scores, "greedy-draft")
-    assert len(found["bins"]) == BINS
-    for one in found["bins"]:
-        assert abs(one["accepted"] - one["confidence"]) < 0.04  # 2000 tokens a bin: at most 0.011 standard error
-        assert one["ci"][0] < one["accepted"] < one["ci"][1]
-    assert found["expected_error"] < 0.02
-    # Twice as sure as it should be: half of its confidence is the error.
-    boastful = [greedy_scores(own.choice_probs, rng.random(500) < own.choice_probs / 2) for own in scores]
-    assert calibration(texts_of([500] * 40), boastful, "greedy-draft")["expected_error"] == pytest.approx(
-        0.255, abs=0.02
-    )
-
-
-def test_a_sampled_draft_of_a_target_without_doubt_lies_on_the_diagonal():
-    """The target's only token is drawn from the draft itself: a drafted token is right as often as it is probable."""
-    rng = np.random.default_rng(1)
-    scores = []
-    for _ in range(60):
-        draft_TV = rng.dirichlet(np.full(5, 0.7), 200)
-        ids = (draft_TV.cumsum(1) < rng.random((200, 1))).sum(1)
-        scores.append(sampled_scores(draft_TV, np.eye(5)[ids], ids))
-    found = calibration(texts_of([200] * 60), scores, "sample")
-    for one in found["bins"]:
-        assert abs(one["accepted"] - one["confidence"]) < 0.05  # 600 tokens in a bin and the shared mass of small ones
-    assert found["expected_error"] < 0.03
-
-
-def test_a_draft_equal_to_the_target_is_accepted_at_every_confidence():
-    rng = np.random.default_rng(2)
-    scores = []
-    for _ in range(30):
-        probs_TV = rng.dirichlet(np.full(5, 0.7), 200)
-        ids = (probs_TV.cumsum(1) < rng.random((200, 1))).sum(1)
-        scores.append(sampled_scores(probs_TV, probs_TV, ids))
-    for one in calibration(texts_of([200] * 30), scores, "sample")["bins"]:
-        # Chance may pass 1; it is cut there.
-        assert 0.93 < one["accepted"] <= 1.0
-        assert one["ci"][1] <= 1.0
-
-
 def test_greedy_bins_equal_counts_by_hand_and_intervals_are_over_prompts():
     own = [greedy_scores([0.15, 0.95, 1.0], [0, 1, 0]), greedy_scores([0.12, 0.97], [1, 1]), greedy_scores([0.18], [0])]
     texts = texts_of([3, 2, 1], prompt_of=lambda index: index // 2)

@@ -167,17 +167,6 @@ def test_only_the_groups_that_lose_most_are_replayed():
     assert few == [row for row in every if row in few]
 
 
-def test_the_order_does_not_hang_on_the_order_of_the_texts():
-    texts, scores = random_text(2)
-    rows = disagreements(texts, scores, rule="greedy-draft", gamma=3, tokenizer=TOKENIZER)
-    assert rows == disagreements(texts, scores, rule="greedy-draft", gamma=3, tokenizer=TOKENIZER)
-    turned = disagreements(texts[::-1], scores[::-1], rule="greedy-draft", gamma=3, tokenizer=TOKENIZER)
-    columns = ("target_said", "draft_wanted", "count", "prompts")
-    assert sorted(tuple(row[name] for name in columns) for row in rows) == sorted(
-        tuple(row[name] for name in columns) for row in turned
-    )
-
-
 def test_no_disagreement_no_row_and_foreign_scores_are_refused():
     text = HeldoutResponse("one", "a", [C], [A, B], [0.0, 0.0])
     assert disagreements([text], [scored([A, B], [A, B])], rule="greedy", gamma=2, tokenizer=TOKENIZER) == []

@@ -1,6 +1,5 @@
 """Repetition against a slow twin, on loops made by hand, on a greedy model that loops, and on real source code."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -57,28 +56,6 @@ def test_counts_equal_the_slow_twin(shapes, ngram):
     assert list(zip(found.repeated_N.tolist(), found.looping_N.tolist(), strict=True)) == expected
 
 
-def test_a_loop_counts_from_its_third_time_on_and_a_copy_does_not():
-    line = list(range(10, 22))
-    looping = text_of([1, 2], [3, *line * 4])
-    copied = text_of([1, 2], [3, *line, 4, *line, 5])
-    found = repeats([looping, copied, text_of(line, line), text_of([1], [])])
-    assert found.looping_N.tolist() == [36, 0, 0, 0]
-    assert found.repeated_N.tolist() == [36, 12, 12, 0]
-    # Twice is no loop yet: two more periods are asked for, and of a short one 16 tokens.
-    assert repeats([text_of([1], line * 2), text_of([1], [5, 6] * 8), text_of([1], [5, 6] * 9)]).looping_N.tolist() == [
-        0,
-        0,
-        16,
-    ]
-
-
-def test_texts_do_not_see_each_other():
-    line = list(range(30))
-    found = repeats([text_of([1], line), text_of([], line), text_of([], line * 4)])
-    assert found.repeated_N.tolist() == [0, 0, 90]
-    assert found.looping_N.tolist() == [0, 0, 90]
-
-
 def test_a_greedy_model_that_loops_is_called_looping():
     target = tiny_model(vocab_size=16)
     live, _ = decode(target, None, prompts_of([8] * 6, vocab_size=16), DecodeSettings(GREEDY, 0, "greedy", 120))
@@ -106,11 +83,3 @@ def test_ordinary_code_is_not_and_domains_are_told_apart():
         "tokens": 192 * len(texts),
     }
     assert both["by_domain"]["loops"]["looping"] == pytest.approx(78 / 80)
-
-
-def test_a_hundred_thousand_tokens_take_a_moment():
-    rng = np.random.default_rng(0)
-    texts = [text_of(rng.integers(0, 500, 50).tolist(), rng.integers(0, 500, 250).tolist()) for _ in range(400)]
-    began = time.perf_counter()
-    repeats(texts)
-    assert time.perf_counter() - began < 10, "a quarter of a second where nothing else runs"

@@ -3,7 +3,6 @@
 from functools import cache
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -62,18 +61,6 @@ def test_pieces_of_code_put_together_are_the_text():
     assert "".join(pieces) == CODE
     assert pieces[-1] == ""
     assert pieces[:-1] == pieces_of_prefixes(EMBEDDED, ids)
-
-
-@pytest.mark.parametrize(
-    "text", ["\U0001f600", "caf\u00e9 \u00fcber", "\u4f60\u597d, \u4e16\u754c", "\U0001f468\u200d\U0001f469 a"]
-)
-def test_a_character_belongs_to_the_token_that_completes_it(text):
-    ids = ids_of(text)
-    pieces = token_pieces(EMBEDDED, ids)
-    assert "".join(pieces) == text
-    assert len(ids) > len([piece for piece in pieces if piece])  # Some character is spread over tokens.
-    assert not any(UNDECODED in piece for piece in pieces)
-    assert pieces == pieces_of_prefixes(EMBEDDED, ids)
 
 
 @given(
@@ -148,14 +135,6 @@ def test_a_piece_is_judged_by_its_past():
     assert token_classes(["foo ", "bar"]) == ["word start", "word start"]
     assert token_classes(["foo", "bar", "_"]) == ["identifier"] * 3
     assert token_classes([]) == []
-
-
-def test_classes_of_real_code():
-    ids = ids_of(CODE)
-    of = dict(zip(token_pieces(EMBEDDED, ids), token_classes(token_pieces(EMBEDDED, ids)), strict=True))
-    assert of["def"] == "word start"
-    assert of[" return"] == "word start"
-    assert of["3"] == "digits"
 
 
 @given(st.lists(st.text(max_size=4), max_size=12))

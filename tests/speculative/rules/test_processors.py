@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from tiny_models import VOCAB, prompts_of, tiny_model
 from transformers import (
     LogitsProcessor,
@@ -21,20 +21,11 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 V, COLUMNS = 12, 9
 SCRATCH = 10**9  # Not a token id: reading it would raise.
-
-
-def refused(call: Any) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    text = str(error.value)
-    assert "\n" not in text, text
-    return text
 
 
 def processors_of(rules: LogitsRules, prompt_length: int) -> list[LogitsProcessor]:
@@ -153,15 +144,6 @@ def test_bf16_logits_are_computed_in_float32():
     got = LogitsRules(repetition_penalty=1.3)(logits, torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([1]))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, torch.tensor([[1.0, 2.0 / 1.3, -3.0 * 1.3]]))
-
-
-def test_the_prompt_counts_for_the_penalty_and_not_for_min_tokens():
-    rules = LogitsRules(repetition_penalty=2.0, min_tokens=2, eos_ids=(0,))
-    logits = torch.ones(3, 4)
-    tokens = torch.tensor([[1, 2, 3]]).expand(3, -1)
-    got = rules(logits, tokens, torch.tensor([2, 3, 3]), torch.tensor([2, 2, 1]))
-    inf = math.inf
-    assert got.tolist() == [[-inf, 0.5, 0.5, 1.0], [-inf, 0.5, 0.5, 0.5], [1.0, 0.5, 0.5, 0.5]]
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -1,4 +1,4 @@
-"""Block verification: losslessness proved by enumeration in float64, and what would break it.
+"""The rules for chains: losslessness proved by enumeration in float64, what would break it, and the edges.
 
 The proof: over all drafted blocks and all outcomes of their coins, the emitted tokens, continued by the target, have the
 target's own joint distribution of gamma + 1 tokens.
@@ -21,19 +21,25 @@ from table_models import (
     text_probs,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import pad
 
+from speculative.errors import UserError
 from speculative.rules import block_verify
+from speculative.rules import verify as token_verify
 from speculative.rules.block_verify import verify_block
 from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, sample
-from speculative.rules.verify import residual_probs, verify
+from speculative.rules.verify import draft_settings_for, residual_probs, verify, verify_greedy
 
 V = 4
+RULES = [pytest.param(verify, id="token"), pytest.param(verify_block, id="block")]
+SURE = 1 - 2**-53  # the largest coin
+PLAIN = SamplingSettings(1.0)
 
 
 @pytest.fixture
 def next_rows(monkeypatch):
-    """The rows that the real function draws its next tokens from."""
-    return recorded_rows(monkeypatch, block_verify)
+    """The rows that the real functions draw their next tokens from."""
+    return recorded_rows(monkeypatch, token_verify, block_verify)
 
 
 def block_rows(target, draft, gamma):
@@ -49,22 +55,24 @@ def block_rows(target, draft, gamma):
     return ids, contexts, target_probs, draft_probs, drawn
 
 
-def stop_probs(accept):
-    """P(the block is cut behind j tokens), (B, G + 1), from the paper's h: the longest passing prefix is kept."""
+def stop_probs(rule, accept, drafted):
+    """P(the block is cut behind j tokens), (B, G + 1): behind the first that fails, or the longest prefix that passes."""
     gamma = accept.shape[1]
+    if rule is verify:
+        accept = accept if drafted is None else accept * (torch.arange(gamma) < drafted[:, None])
+        return pad(accept.cumprod(1), (1, 0), value=1.0) * pad(1 - accept, (0, 1), value=1.0)
     columns = [(1 - accept[:, j:]).prod(1) * (accept[:, j - 1] if j else 1.0) for j in range(gamma + 1)]
     return torch.stack(columns, 1)
 
 
-def forced(ids, stop):
+def forced(rule, ids, stop):
     """Coins under which the block is cut behind `stop` tokens wherever that can happen."""
     coins = torch.ones(ids.shape, dtype=torch.float64)
-    if stop:
-        coins[:, stop - 1] = 0.0
+    coins[:, 0 if rule is verify else max(0, stop - 1) : stop] = 0.0
     return coins
 
 
-def emitted_texts(target, draft, gamma, next_rows, drafted=None, dense=True, wrong_residual=False):
+def emitted_texts(rule, target, draft, gamma, next_rows, drafted=None, dense=True, wrong_residual=False):
     """Exact distribution of gamma + 1 tokens under the real function; `drafted(ids)` gives the rows' own lengths."""
     ids, contexts, target_probs, draft_probs, drawn = block_rows(target, draft, gamma)
     drafted_B = None if drafted is None else drafted(ids)
@@ -73,8 +81,8 @@ def emitted_texts(target, draft, gamma, next_rows, drafted=None, dense=True, wro
     for stop in range(gamma + 1):
         next_rows.clear()
         rows = draft_probs if dense else None
-        outcome = verify_block(target_probs, ids, rows, forced(ids, stop), uniforms, drafted_B)
-        weights = drawn * stop_probs(outcome.accept_probs_BG)[:, stop]
+        outcome = rule(target_probs, ids, rows, forced(rule, ids, stop), uniforms, drafted_B)
+        weights = drawn * stop_probs(rule, outcome.accept_probs_BG, drafted_B)[:, stop]
         happens = weights > 0
         assert bool((outcome.accepted_B[happens] == stop).all())
         probs = next_rows[0]
@@ -91,51 +99,57 @@ def largest_error(texts, target, gamma):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("draft_rule", ["sample", "argmax-dense", "argmax-none"])
 @pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_the_emitted_text_has_exactly_the_targets_distribution(settings, draft_rule, gamma, next_rows):
+@pytest.mark.parametrize("rule", RULES)
+def test_the_emitted_text_has_exactly_the_targets_distribution(rule, settings, draft_rule, gamma, next_rows):
     for seed in (0, 6):
         target, draft = table_pair(seed, V, gamma, settings, settings if draft_rule == "sample" else GREEDY)
-        texts = emitted_texts(target, draft, gamma, next_rows, dense=draft_rule != "argmax-none")
+        texts = emitted_texts(rule, target, draft, gamma, next_rows, dense=draft_rule != "argmax-none")
         assert largest_error(texts, target, gamma) < 1e-12
 
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("gamma", [2, 3])
-def test_rows_of_their_own_length_are_lossless(gamma, dense, next_rows):
-    settings = SamplingSettings(1.0)
-    target, draft = table_pair(2, V, gamma, settings, settings if dense else GREEDY)
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_of_their_own_length_are_lossless(rule, gamma, dense, next_rows):
+    target, draft = table_pair(2, V, gamma, PLAIN, PLAIN if dense else GREEDY)
 
     def drafted(ids):  # a row of no draft is impossible here: what stops it would be a token thrown away
         stops_early = ids[:, 0] == draft[0].argmax()
         return torch.where(stops_early, 1, torch.where(ids[:, 1] == 1, 2, gamma))
 
-    texts = emitted_texts(target, draft, gamma, next_rows, drafted, dense)
-    assert largest_error(texts, target, gamma) < 1e-12
-    for length in range(gamma + 1):
-        texts = emitted_texts(target, draft, gamma, next_rows, lambda ids, n=length: torch.full((len(ids),), n), dense)
+    lengths = [drafted, *(lambda ids, n=length: torch.full((len(ids),), n) for length in range(gamma + 1))]
+    for length in lengths:
+        texts = emitted_texts(rule, target, draft, gamma, next_rows, length, dense)
         assert largest_error(texts, target, gamma) < 1e-12
 
 
-def test_the_same_enumeration_catches_what_is_not_lossless(next_rows):
-    settings, gamma = SamplingSettings(1.0), 3
+@pytest.mark.parametrize("rule", RULES)
+def test_the_same_enumeration_catches_what_is_not_lossless(rule, next_rows):
+    gamma = 3
     for seed in (0, 6):  # the tables of the proof above
-        target, draft = table_pair(seed, V, gamma, settings)
-        token_wise_residual = emitted_texts(target, draft, gamma, next_rows, wrong_residual=True)
-        assert largest_error(token_wise_residual, target, gamma) > 1e-4
-        looked_and_dropped = emitted_texts(target, draft, gamma, next_rows, lambda ids: 1 + (ids[:, 1] > 1).long())
+        target, draft = table_pair(seed, V, gamma, PLAIN)
+        if rule is verify_block:
+            token_wise_residual = emitted_texts(rule, target, draft, gamma, next_rows, wrong_residual=True)
+            assert largest_error(token_wise_residual, target, gamma) > 1e-4
+        looked_and_dropped = emitted_texts(
+            rule, target, draft, gamma, next_rows, lambda ids: 1 + (ids[:, 1] > 1).long()
+        )
         assert largest_error(looked_and_dropped, target, gamma) > 1e-3
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("draft_rule", ["sample", "argmax"])
-def test_no_fewer_tokens_than_the_token_wise_rule_on_every_table(settings, draft_rule):
+def test_block_keeps_no_fewer_tokens_than_the_token_wise_rule_on_every_table(settings, draft_rule):
     gains = []
     for seed in range(8):
         for gamma in (1, 2, 3):
             target, draft = table_pair(seed, V, gamma, settings, settings if draft_rule == "sample" else GREEDY)
             ids, _, target_probs, draft_probs, drawn = block_rows(target, draft, gamma)
             inputs = target_probs, ids, draft_probs, torch.zeros(ids.shape), torch.zeros(len(ids), gamma + 1)
-            block = stop_probs(verify_block(*inputs).accept_probs_BG) @ torch.arange(gamma + 1.0, dtype=torch.float64)
-            token_wise = verify(*inputs).accept_probs_BG.cumprod(-1).sum(-1)
+            block, token_wise = (
+                stop_probs(rule, rule(*inputs).accept_probs_BG, None) @ torch.arange(gamma + 1.0, dtype=torch.float64)
+                for rule in (verify_block, verify)
+            )
             gains.append(float(drawn @ (block - token_wise)))
             if gamma == 1:
                 assert abs(gains[-1]) < 1e-12
@@ -144,8 +158,8 @@ def test_no_fewer_tokens_than_the_token_wise_rule_on_every_table(settings, draft
         assert max(gains) > 0.01
 
 
-def twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
-    """Algorithm 2 of the paper as it is written, one row."""
+def block_twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
+    """2403.10444 Algorithm 2 as it is written, one row."""
     weight, weights, kept = 1.0, [1.0], 0
     for i in range(1, drafted + 1):
         token = ids[i - 1]
@@ -163,7 +177,16 @@ def twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
     return kept, int(sample(probs, uniforms[kept]))
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+def token_twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
+    """2211.17192 Algorithm 1 as it is written, one row."""
+    for i, token in enumerate(ids[:drafted]):
+        if float(coins[i]) >= float(target_probs[i, token] / draft_probs[i, token]):
+            return i, int(sample((target_probs[i] - draft_probs[i]).clamp_min(0), uniforms[i]))
+    return drafted, int(sample(target_probs[drafted], uniforms[drafted]))
+
+
+@pytest.mark.parametrize(("rule", "twin"), [(verify, token_twin), (verify_block, block_twin)])
+@hypothesis_settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.integers(2, 6),
@@ -171,7 +194,7 @@ def twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
     sharpness=st.sampled_from([0.3, 2.0, 8.0]),
     one_hot_draft=st.booleans(),
 )
-def test_equals_the_algorithm_as_written(seed, vocab, gamma, sharpness, one_hot_draft):
+def test_equals_the_algorithm_as_written(rule, twin, seed, vocab, gamma, sharpness, one_hot_draft):
     generator, rows = torch.Generator().manual_seed(seed), 30
     target_probs, draft_probs = (
         (sharpness * torch.randn(rows, length, vocab, generator=generator, dtype=torch.float64)).softmax(-1)
@@ -189,54 +212,59 @@ def test_equals_the_algorithm_as_written(seed, vocab, gamma, sharpness, one_hot_
         twin(*inputs)
         for inputs in zip(target_probs, ids.tolist(), draft_probs, coins, uniforms, drafted.tolist(), strict=True)
     ]
-    outcome = verify_block(target_probs, ids, draft_probs, coins, uniforms, drafted)
+    outcome = rule(target_probs, ids, draft_probs, coins, uniforms, drafted)
     assert list(zip(outcome.accepted_B.tolist(), outcome.next_ids_B.tolist(), strict=True)) == expected
     torch.testing.assert_close(outcome.overlap_BG, torch.minimum(target_probs[:, :-1], draft_probs).sum(-1))
     if one_hot_draft:
-        for got, dense in zip(verify_block(target_probs, ids, None, coins, uniforms, drafted), outcome, strict=True):
+        for got, dense in zip(rule(target_probs, ids, None, coins, uniforms, drafted), outcome, strict=True):
             torch.testing.assert_close(got, dense)
-    full, plain = torch.full((rows,), gamma), verify_block(target_probs, ids, draft_probs, coins, uniforms)
-    for got, given_all in zip(plain, verify_block(target_probs, ids, draft_probs, coins, uniforms, full), strict=True):
+    full, plain = torch.full((rows,), gamma), rule(target_probs, ids, draft_probs, coins, uniforms)
+    for got, given_all in zip(plain, rule(target_probs, ids, draft_probs, coins, uniforms, full), strict=True):
         assert torch.equal(got, given_all)
 
 
-def test_a_target_probability_of_zero_is_never_accepted():
+@pytest.mark.parametrize("rule", RULES)
+def test_a_target_probability_of_zero_is_never_accepted(rule):
     target = torch.tensor([[[0.5, 0.5], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
-    draft = torch.tensor([[[0.5, 0.5], [1.0, 0.0], [0.1, 0.9]]])
+    draft = torch.tensor([[[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]]])
     for rows in (draft, None):
-        outcome = verify_block(target, torch.tensor([[0, 0, 0]]), rows, torch.zeros(1, 3), torch.zeros(1, 4))
+        outcome = rule(target, torch.tensor([[0, 0, 0]]), rows, torch.zeros(1, 3), torch.zeros(1, 4))
         assert outcome.accepted_B.tolist() == [1]
-        assert outcome.accept_probs_BG[0, 1:].tolist() == [0.0, 0.0]
+        assert float(outcome.accept_probs_BG[0, 1]) == 0.0
         assert outcome.next_ids_B.tolist() == [1]
 
 
-def test_equal_rows_are_always_accepted_whatever_the_rounding():
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_rows_are_always_accepted_whatever_the_rounding(rule):
     probs = torch.rand(100, 6, 20, generator=torch.Generator().manual_seed(0)).softmax(-1)
     ids = probs[:, :5].argmin(-1)
-    coins = torch.full((100, 5), 1 - 2**-53, dtype=torch.float64)
-    outcome = verify_block(probs, ids, probs[:, :5], coins, torch.zeros(100, 6))
+    coins = torch.full((100, 5), SURE, dtype=torch.float64)
+    outcome = rule(probs, ids, probs[:, :5], coins, torch.zeros(100, 6))
     assert outcome.accepted_B.tolist() == [5] * 100
     assert torch.equal(outcome.accept_probs_BG, torch.ones(100, 5))
-    lucky = verify_block(probs, ids, probs[:, :5], torch.zeros(100, 5), torch.zeros(100, 6), torch.full((100,), 2))
+    lucky = rule(probs, ids, probs[:, :5], torch.zeros(100, 5), torch.zeros(100, 6), torch.full((100,), 2))
     assert lucky.accepted_B.tolist() == [2] * 100
+    assert torch.equal(residual_probs(probs[:, 0], probs[:, 0]), probs[:, 0])
 
 
-def test_a_cut_that_leaves_nothing_falls_back_on_the_targets_row():
+@pytest.mark.parametrize("rule", RULES)
+def test_a_cut_that_leaves_nothing_falls_back_on_the_targets_row(rule):
     draft = torch.tensor([[[0.5, 0.5, 0.0]]]).expand(2, 1, 3)
     target = torch.tensor([[[0.4999, 0.4999, 0.0]]]).expand(2, 2, 3)  # under the draft everywhere, as rounding may do
-    coins, uniforms = torch.full((2, 1), 1 - 2**-53, dtype=torch.float64), torch.tensor([[0.1, 0.0], [0.9, 0.0]])
-    outcome = verify_block(target, torch.tensor([[0], [0]]), draft, coins, uniforms)
+    coins, uniforms = torch.full((2, 1), SURE, dtype=torch.float64), torch.tensor([[0.1, 0.0], [0.9, 0.0]])
+    outcome = rule(target, torch.tensor([[0], [0]]), draft, coins, uniforms)
     assert outcome.accepted_B.tolist() == [0, 0]
     assert outcome.next_ids_B.tolist() == [0, 1]
 
 
-def test_extreme_ratios_stay_finite_in_float32():
+@pytest.mark.parametrize("rule", RULES)
+def test_extreme_ratios_stay_finite_in_float32(rule):
     tiny, gamma = 1e-38, 12
     sure, never = torch.tensor([1.0, tiny]), torch.tensor([tiny, 1.0])
     for target_row, draft_row in ((sure, never), (never, sure)):
         target, draft = target_row.expand(1, gamma + 1, 2), draft_row.expand(1, gamma, 2)
         ids = torch.zeros(1, gamma, dtype=torch.int64)
-        outcome = verify_block(target, ids, draft, torch.full((1, gamma), 0.5), torch.zeros(1, gamma + 1))
+        outcome = rule(target, ids, draft, torch.full((1, gamma), 0.5), torch.zeros(1, gamma + 1))
         assert bool(outcome.accept_probs_BG.isfinite().all())
         assert outcome.accepted_B.tolist() == [gamma if target_row is sure else 0]
         assert outcome.next_ids_B.tolist() == [target_row.argmax()]
@@ -254,7 +282,8 @@ def block_inputs(device):
 
 def every_form(target, ids, draft, coins, uniforms, drafted):
     rest = coins, uniforms, drafted
-    return [verify_block(target, ids, draft, *rest), verify_block(target, ids, None, *rest)]
+    forms = [rule(target, ids, rows, *rest) for rule in (verify, verify_block) for rows in (draft, None)]
+    return [*forms, verify_greedy(target.argmax(-1), ids, drafted)]
 
 
 def test_nothing_asks_for_a_value_on_the_way():
@@ -277,17 +306,27 @@ def test_the_device_gives_the_same_and_is_never_waited_for():
             torch.testing.assert_close(got.cpu(), value)
 
 
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_the_greedy_shortcut_equals_the_general_rule_on_one_hot_rows(gamma):
+    generator = torch.Generator().manual_seed(gamma)
+    target_ids, draft_ids = (torch.randint(3, (300, length), generator=generator) for length in (gamma + 1, gamma))
+    coins, uniforms = (torch.rand(300, gamma + extra, generator=generator) for extra in (0, 1))
+    dense = verify(one_hot(target_ids, 3), draft_ids, one_hot(draft_ids, 3), coins, uniforms)
+    for got, expected in zip(verify_greedy(target_ids, draft_ids), dense, strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_no_draft_is_plain_sampling():
     generator = torch.Generator().manual_seed(0)
     probs, uniforms = torch.rand(50, 1, 7, generator=generator).softmax(-1), torch.rand(50, 1, generator=generator)
     ids, coins = torch.zeros(50, 0, dtype=torch.int64), torch.zeros(50, 0)
-    for got, expected in zip(
-        verify_block(probs, ids, None, coins, uniforms), verify(probs, ids, None, coins, uniforms), strict=True
-    ):
-        assert torch.equal(got, expected)
+    for rule in (verify, verify_block):
+        outcome = rule(probs, ids, None, coins, uniforms)
+        assert torch.equal(outcome.next_ids_B, sample(probs[:, 0], uniforms[:, 0]))
+        assert outcome.accepted_B.tolist() == [0] * 50
 
 
-def decoded(target, draft, gamma, length, rows, reused):
+def decoded(rule, target, draft, gamma, length, rows, reused):
     """Texts (rows, length) of many blocks with real coins. `reused`: columns of a stream by position, not by block."""
     vocab, generator = target.shape[1], torch.Generator().manual_seed(7)
     stream = torch.rand(rows, length + gamma + 1, 3, generator=generator, dtype=torch.float64)
@@ -302,9 +341,9 @@ def decoded(target, draft, gamma, length, rows, reused):
             ids.append(sample(draft[reached[-1]], uniforms[:, j, 0]))
             reached.append(followed(reached[-1], ids[-1], vocab))
         reached, ids = torch.stack(reached, 1), torch.stack(ids, 1)
-        outcome = verify_block(target[reached], ids, draft[reached[:, :-1]], uniforms[:, :-1, 1], uniforms[:, :, 2])
+        outcome = rule(target[reached], ids, draft[reached[:, :-1]], uniforms[:, :-1, 1], uniforms[:, :, 2])
         kept = outcome.accepted_B[:, None]
-        block = torch.nn.functional.pad(ids, (0, 1)).scatter(1, kept, outcome.next_ids_B[:, None])
+        block = pad(ids, (0, 1)).scatter(1, kept, outcome.next_ids_B[:, None])
         tokens[running[:, None], places] = block
         contexts[running] = followed(reached.gather(1, kept).squeeze(1), outcome.next_ids_B, vocab)
         lengths[running] += outcome.accepted_B + 1
@@ -312,16 +351,29 @@ def decoded(target, draft, gamma, length, rows, reused):
 
 
 @pytest.mark.parametrize(
-    ("reused", "lossless"),
-    [pytest.param([], True, id="own"), pytest.param([1], False, id="coins"), pytest.param([0], False, id="draws")],
+    ("rule", "reused", "lossless"),
+    [
+        pytest.param(verify, [0, 1, 2], True, id="token, numbers of a position"),
+        pytest.param(verify_block, [], True, id="block, its own"),
+        pytest.param(verify_block, [1], False, id="block, coins of a position"),
+        pytest.param(verify_block, [0], False, id="block, draws of a position"),
+    ],
 )
-def test_real_coins_pass_a_chi_square_test_when_each_block_has_its_own(reused, lossless):
+def test_real_coins_pass_a_chi_square_test_and_a_block_needs_its_own(rule, reused, lossless):
     vocab, gamma, length, rows = 3, 3, 4, 150_000
-    settings = SamplingSettings(1.0)
-    target, draft = table_pair(0, vocab, length + gamma, settings)
-    texts = decoded(target, draft, gamma, length, rows, reused)
+    target, draft = table_pair(0, vocab, length + gamma, PLAIN)
+    texts = decoded(rule, target, draft, gamma, length, rows, reused)
     codes = (texts * vocab ** torch.arange(length - 1, -1, -1)).sum(1)
     counts = torch.bincount(codes, minlength=vocab**length).double()
     expected = rows * target_text_probs(target, length)
     pvalue = stats.chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue
     assert pvalue > 1e-3 if lossless else pvalue < 1e-6
+
+
+def test_rules_that_contradict_the_settings_are_refused():
+    with pytest.raises(UserError, match="greedy-draft"):
+        draft_settings_for("greedy", PLAIN)
+    with pytest.raises(UserError, match="argmax"):
+        draft_settings_for("argmax", PLAIN)
+    assert draft_settings_for("greedy-draft", SamplingSettings(0.7)).greedy
+    assert draft_settings_for("sample", SamplingSettings(0.7)) == SamplingSettings(0.7)

@@ -1,0 +1,17 @@
+"""What a refusal says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from speculative.errors import UserError
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The one line with which a call is refused."""
+    with pytest.raises(UserError) as error:
+        call()
+    text = str(error.value)
+    assert "\n" not in text, text
+    return text
