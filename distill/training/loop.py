@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from data.batches.collate import Batch
 from data.files import write_json
@@ -31,7 +32,7 @@ from distill.training.console import Interrupt, progress_line
 from distill.training.micro_batch import check_batches
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
-from distill.training.profiling import mfu, traced, training_flops
+from distill.training.profiling import FlopMeter, traced
 from distill.training.teacher import Teacher, TeacherSource
 from distill.training.tracking import Metrics
 from speculative.decoder.stage_clock import StageClock
@@ -113,7 +114,8 @@ class Loop:
         self.batches, self.tokenizer, self.validator = batches, tokenizer, validator
         self.progress, self.provenance = progress, provenance
         self.run = config.folder
-        self.flops = training_flops(module.inner, teacher.split.model if isinstance(teacher, Teacher) else None)
+        precision = sharding.settled_precision(train.mixed_precision)[0]
+        self.flops = FlopMeter(accelerator.device, precision, train.compile)
         optimizers = make_optimizers(module, optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
         self.schedulers = make_schedules(optimizers, optim, train.steps)
@@ -191,22 +193,10 @@ class Loop:
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
         self.clock.mark("data")
-        for index, batch in enumerate(window):
-            batch = batch.to(accelerator.device)
-            signal = self.teacher.signal(batch) if self.teacher else None
-            reference = self.reference.signal(batch) if self.reference else None
-            self.clock.mark("teacher")
-            last = index == len(window) - 1  # behind it the ranks exchange gradients
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
-                # DDP's wrapper casts by itself, FSDP2's units do not.
-                with accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext():
-                    loss, overlap, slack = self.wrapped(
-                        batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
-                        reference, batch.answers_R, batch.depths_BT,
-                    )  # fmt: skip
-                accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
-                self.clock.mark("student")
-            sums[:3] += torch.stack([loss.detach().double(), overlap.double(), slack.double()])
+        own = int(counts[1] + counts[2])
+        with self.flops.counted(own):
+            for index, batch in enumerate(window):
+                sums[:3] += self._accumulate(batch, tokens, last=index == len(window) - 1)
         sums[3] = self.clip_gradients()
         *totals, norms = accelerator.reduce(sums).tolist()
         mean_loss, mean_overlap, mean_slack = (total / max(tokens, 1) for total in totals)
@@ -239,6 +229,24 @@ class Loop:
             masks,
             dict.fromkeys(STAGES, 0.0) | self.clock.seconds(),
         )
+
+    def _accumulate(self, batch: Batch, tokens: int, last: bool) -> Tensor:
+        """Adds a micro-batch's share to the gradient; summed loss, overlap and slack (3,). ``last``: ranks exchange gradients behind it."""
+        accelerator = self.accelerator
+        batch = batch.to(accelerator.device)
+        signal = self.teacher.signal(batch) if self.teacher else None
+        reference = self.reference.signal(batch) if self.reference else None
+        self.clock.mark("teacher")
+        with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
+            # DDP's wrapper casts by itself, FSDP2's units do not.
+            with accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext():
+                loss, overlap, slack = self.wrapped(
+                    batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
+                    reference, batch.answers_R, batch.depths_BT,
+                )  # fmt: skip
+            accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
+            self.clock.mark("student")
+        return torch.stack([loss.detach().double(), overlap.double(), slack.double()])
 
     def clip_gradients(self) -> float:
         """Norm of the whole gradient before clipping it to `optim.max_grad_norm`. All ranks call it."""
@@ -308,9 +316,7 @@ class Loop:
             values["skipped"] = True
         values["seconds"] = {stage: round(seconds, 5) for stage, seconds in result.seconds.items()}
         values["peak_memory_mib"] = round(peak_bytes(device) / 2**20, 1)
-        flops = self.flops.of(result.positions, result.tokens, result.masks)
-        share = mfu(1 / elapsed, flops, device, sharding.settled_precision(self.config.train.mixed_precision)[0], ranks)
-        if share is not None:
+        if (share := self.flops.mfu((result.positions + result.masks) / elapsed, ranks)) is not None:
             values["mfu"] = round(share, 4)
         self.metrics.write(self.progress.step, values)
         alpha = f" alpha{self._unserved} {result.alpha:.3f}" if self.teacher else ""

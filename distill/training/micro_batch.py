@@ -1,10 +1,9 @@
-"""How many sequences go through one forward: given by `train.micro_batch_size`, else as many as a trial step says will fit."""
-
-from collections.abc import Callable, Sequence
+"""How many sequences go through one forward: given by `train.micro_batch_size`, else the most that a trial step finds room for."""
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import find_executable_batch_size
 
 from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal
@@ -45,29 +44,6 @@ def sizes_of(train: TrainConfig, ranks: int) -> list[int]:
     return [size for size in range(1, share + 1) if share % size == 0]
 
 
-def largest_that_fits(sizes: Sequence[int], peak_of: Callable[[int], float | None], room: float) -> int:
-    """The largest of `sizes` (ascending) whose peak memory is at most `room`; the smallest of them where none is.
-
-    peak_of: bytes that a step of so many sequences needs at its highest, None when it ran out of memory. Memory grows in
-    proportion to the sequences, so the first two tell where to begin; that size is then tried itself, and halved on refusal.
-    """
-    peaks = {size: peak_of(size) for size in sizes[:2]}
-    known = [(size, peak) for size, peak in peaks.items() if peak is not None]
-    if len(known) < 2:
-        return sizes[0]
-    (one, low), (two, high) = known
-    slope = max(high - low, 0.0) / (two - one)
-    # A size on the edge stays, whichever way the line is rounded: it is measured below.
-    likely = [size for size in sizes if low + slope * (size - one) <= room * (1 + 1e-9)] or [sizes[0]]
-    for size in reversed(likely):
-        if size == sizes[0]:
-            break
-        peak = peaks[size] if size in peaks else peak_of(size)
-        if peak is not None and peak <= room:
-            return size
-    return sizes[0]
-
-
 def chosen_micro_batch(
     train: TrainConfig,
     optim: OptimConfig,
@@ -94,18 +70,20 @@ def chosen_micro_batch(
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)) - later
 
-    def peak_of(size: int) -> float | None:
+    @find_executable_batch_size(starting_batch_size=sizes.pop(), reduce_batch_size_fn=lambda: sizes.pop())
+    def fitting(size: int) -> int:
+        if not sizes:  # nothing smaller is left: the first step says whether it fits
+            return size
         torch.cuda.reset_peak_memory_stats(device)
         try:
             trial_step(accelerator, module, teacher, trial_batch(size, longest, module))
-            return float(torch.cuda.max_memory_allocated(device))
-        except torch.OutOfMemoryError:
-            return None
+            if torch.cuda.max_memory_allocated(device) > room:
+                raise torch.OutOfMemoryError("what else is needed would be out of memory.")
         finally:
             module.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
+        return size
 
-    found = largest_that_fits(sizes, peak_of, room)
+    found = fitting()
     # The ranks' devices need not be equally free. Each holds the same sizes, so the smallest choice is one of everybody's.
     agreed = int(accelerator.gather(torch.tensor([found], device=device)).min())
     accelerator.print(f"micro-batch: {agreed} sequences of up to {longest:,} tokens (train.micro_batch_size)")

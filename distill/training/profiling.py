@@ -4,11 +4,12 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from data.files import write_bytes
 
@@ -86,59 +87,46 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     return next((tflops * 1e12 for pattern, tflops in _PEAK_TFLOPS.items() if re.search(pattern, name)), None)
 
 
-def mfu(
-    tokens_per_second: float, flops_per_token: float, device: torch.device, dtype: torch.dtype | str, ranks: int = 1
-) -> float | None:
-    """Model FLOPs utilisation, 0 .. 1: FLOP/s that the models need over what all GPUs can do. None on a CPU or unknown GPU.
-
-    ``tokens_per_second`` is over all ranks; ``flops_per_token`` belongs to the same tokens (arXiv 2204.02311, appendix B).
-    """
-    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-    return None if peak is None else tokens_per_second * flops_per_token / (peak * ranks)
-
-
-@dataclass(frozen=True)
-class TrainingFlops:
-    """FLOPs of training: `per_position` of what every token of prompt and response costs, `per_token` what a response token
-    costs besides (the head), `per_mask` a mask token of a parallel draft: all of the student, and the teacher's head again.
+class _Products(TorchDispatchMode):
+    """Adds up the FLOPs of every operation that torch's table knows. Its own counter cannot be used: a loss that takes gradients
+    chunk by chunk stops it.
     """
 
-    per_position: float
-    per_token: float
-    per_mask: float = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
 
-    def of(self, positions: float, tokens: float, masks: float = 0.0) -> float:
-        """FLOPs of so many positions with so many response tokens among them, and so many mask tokens beside."""
-        return self.per_position * positions + self.per_token * tokens + self.per_mask * masks
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (counted := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += counted(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
-def training_flops(student: torch.nn.Module, teacher: torch.nn.Module | None = None) -> TrainingFlops:
-    """What training costs, by the weights: 2 per weight and multiplied token forward, 4 backward.
+class FlopMeter:
+    """Model FLOPs utilisation (arXiv 2204.02311, appendix B), by what torch counts in the first step of a process.
 
-    A weight that trains costs 6 (forward, gradient of its input, gradient of itself), a frozen one of the student under
-    adapters 4, one of an online teacher 2. Embedding tables are looked up, not multiplied: left out; the head is counted, a
-    tied one too. What attention multiplies beyond its weights is left out, and so is what activation checkpointing repeats:
-    the result is a lower bound, short by little while sequences are short against the width. Experts that a token is not sent
-    to are counted: too high for mixtures of experts.
+    Everything that is multiplied is counted: attention, the teacher, what activation checkpointing repeats. Nothing is counted, and
+    MFU is not known, on a CPU, on a GPU whose peak is not known, and under train.compile, whose kernels cannot be seen.
     """
-    body, head = _weights(student, trained=True)
-    taught_body, taught_head = (0.0, 0.0) if teacher is None else _weights(teacher, trained=False)
-    return TrainingFlops(body + taught_body, head + taught_head, body + head + taught_head)
 
+    def __init__(self, device: torch.device, dtype: torch.dtype | str, compiled: bool = False) -> None:
+        on_gpu = device.type == "cuda" and not compiled
+        self.peak = peak_flops(torch.cuda.get_device_name(device), dtype) if on_gpu else None
+        self.per_position: float | None = None
 
-def _weights(model: torch.nn.Module, trained: bool) -> tuple[float, float]:
-    """(FLOPs per token of the body, of the head); vectors are left out, their work is no matrix product."""
-    output: Any = getattr(model, "get_output_embeddings", None)
-    head_module = output() if output is not None else None
-    head_ids = {id(p) for p in head_module.parameters()} if head_module is not None else set()
-    tables = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)}
+    @contextlib.contextmanager
+    def counted(self, positions: int) -> Iterator[None]:
+        """Around forward and backward of one step's ``positions`` tokens on this rank."""
+        if self.peak is None or self.per_position is not None:
+            yield
+            return
+        with _Products() as counted:
+            yield
+        self.per_position = counted.flops / max(positions, 1)
 
-    def cost(parameter: torch.nn.Parameter) -> float:
-        if parameter.dim() < 2:
-            return 0.0
-        return parameter.numel() * (2.0 if not trained else 6.0 if parameter.requires_grad else 4.0)
-
-    parameters = list(model.parameters())
-    head = sum(cost(p) for p in parameters if id(p) in head_ids)
-    body = sum(cost(p) for p in parameters if id(p) not in head_ids | tables)
-    return body, head
+    def mfu(self, positions_per_second: float, ranks: int) -> float | None:
+        """FLOP/s that the models need over what all GPUs can do, 0 .. 1; ``positions_per_second`` is over all ranks."""
+        if self.peak is None or self.per_position is None:
+            return None
+        return positions_per_second * self.per_position / (self.peak * ranks)

@@ -91,7 +91,7 @@ def test_the_micro_batch_is_what_a_trial_step_finds_room_for(
     def trial(accelerator: Any, module: Any, teacher: Any, batch: Batch) -> None:
         sizes.append(len(batch.input_ids_BT))
         if sizes[-1] >= refused_from:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         trial_step(accelerator, module, teacher, batch)
 
     trained = []

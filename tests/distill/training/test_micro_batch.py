@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import example, given
-from hypothesis import strategies as st
 from tiny_models import perturbed, tiny_model
 from tiny_training import run_config
 
@@ -16,7 +14,6 @@ from distill.training.batches import make_objective
 from distill.training.micro_batch import (
     check_batches,
     chosen_micro_batch,
-    largest_that_fits,
     sizes_of,
     trial_batch,
     trial_step,
@@ -25,35 +22,6 @@ from distill.training.module import DraftModule
 from distill.training.sharding import settled_precision
 from distill.training.teacher import Teacher
 from speculative.errors import UserError
-
-
-@example(90, 0.1, 0.1, 1.0, 300.0, 1.0)  # a size on the edge, to the last digit
-@given(
-    st.integers(1, 96), st.floats(0, 50), st.floats(0.1, 5), st.floats(1, 300), st.floats(1, 300), st.floats(0.5, 1.5)
-)
-def test_the_largest_size_that_fits_is_found_and_nothing_larger_is_kept(
-    share: int, base: float, each: float, room: float, device: float, bend: float
-) -> None:
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    tried: list[int] = []
-
-    def peak_of(size: int) -> float | None:
-        tried.append(size)
-        peak = base + each * size**bend
-        return peak if peak <= device else None
-
-    found = largest_that_fits(sizes, peak_of, room)
-    assert found in sizes
-    fitting = [size for size in sizes if base + each * size**bend <= min(room, device)]
-    assert found <= max(fitting, default=sizes[0])
-    if bend >= 1.0:  # In proportion or more: the line through the first two does not overlook anything.
-        assert found == max(fitting, default=sizes[0])
-    assert len(tried) == len(set(tried)), "no size is tried twice"
-
-
-def test_a_device_that_refuses_two_gets_one() -> None:
-    assert largest_that_fits([1, 2, 4], lambda size: 5.0 if size == 1 else None, 100.0) == 1
-    assert largest_that_fits([1], lambda size: 5.0, 1.0) == 1
 
 
 def test_what_divides() -> None:

@@ -8,12 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from distill.training.profiling import (
-    mfu,
-    peak_flops,
-    traced,
-    training_flops,
-)
+from distill.training.profiling import FlopMeter, peak_flops, traced
 from speculative.engine.memory import peak_bytes
 
 CPU = torch.device("cpu")
@@ -104,43 +99,20 @@ def test_a_name_that_only_resembles_is_unknown(name: str) -> None:
     assert peak_flops(name, torch.bfloat16) is None
 
 
-def test_a_cpu_has_no_mfu() -> None:
-    assert mfu(1e4, 1e9, CPU, torch.bfloat16) is None
-
-
-def test_mfu_is_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_of_what_the_first_step_multiplies_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA A100-SXM4-40GB")
-    one = mfu(100_000, 1e9, torch.device("cuda", 0), torch.bfloat16)
-    assert one == pytest.approx(100_000 * 1e9 / 312e12)
-    assert mfu(100_000, 1e9, torch.device("cuda", 0), torch.bfloat16, ranks=4) == pytest.approx(one / 4)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_count_matrices_by_what_is_done_with_them(tied: bool) -> None:
-    student = tiny_model(tie_word_embeddings=tied)
-    head = student.lm_head.weight.numel()
-    body = sum(p.numel() for p in student.model.layers.parameters() if p.dim() == 2)
-    assert training_flops(student).of(30, 20) == 6 * (30 * body + 20 * head)
-    teacher = tiny_model(num_hidden_layers=4, tie_word_embeddings=tied)
-    taught = sum(p.numel() for p in teacher.model.layers.parameters() if p.dim() == 2) + teacher.lm_head.weight.numel()
-    assert training_flops(student, teacher).of(1, 1) == 6 * (body + head) + 2 * taught
-    masks = 5 * (6 * (body + head) + 2 * teacher.lm_head.weight.numel())  # the target's layers run over the text alone
-    assert training_flops(student, teacher).of(1, 1, 5) == 6 * (body + head) + 2 * taught + masks
-    student.model.layers[0].requires_grad_(False)
-    frozen = sum(p.numel() for p in student.model.layers[0].parameters() if p.dim() == 2)
-    assert training_flops(student).of(1, 1) == 6 * (body - frozen + head) + 4 * frozen
-
-
-def test_flops_agree_with_what_torch_counts() -> None:
-    """torch's own counter sees every matrix product; attention's are what we say is left out."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = tiny_model("llama", vocab_size=512)
-    ids = torch.randint(1, 50, (4, 8))
-    with FlopCounterMode(display=False) as counter:
-        model(ids).logits.sum().backward()
-    counted = counter.get_total_flops() / ids.numel()
-    # The first layer's input is an embedding: its gradient is computed too, so only attention lies between: 8 tokens against
-    # width 32, at most a few per cent.
-    assert training_flops(model).of(1, 1) == pytest.approx(counted, rel=0.1)
-    assert training_flops(model).of(1, 1) <= counted
+    gpu, model, ids = torch.device("cuda", 0), tiny_model(), torch.randint(1, 50, (4, 8))
+    meter = FlopMeter(gpu, torch.bfloat16)
+    for _ in range(2):  # the second step is not counted
+        with meter.counted(ids.numel()):
+            model(ids).logits.sum().backward()
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.get_input_embeddings().weight.numel()
+    # Each weight twice forward, four times backward; attention multiplies a few per cent beside: 8 tokens against width 32.
+    assert meter.per_position == pytest.approx(6 * matrices, rel=0.1)
+    assert 6 * matrices <= meter.per_position
+    assert meter.mfu(100_000, 1) == pytest.approx(100_000 * meter.per_position / 312e12)
+    assert meter.mfu(100_000, 4) == pytest.approx(meter.mfu(100_000, 1) / 4)
+    for unknown in (FlopMeter(CPU, torch.bfloat16), FlopMeter(gpu, torch.bfloat16, compiled=True)):
+        with unknown.counted(8):
+            pass
+        assert unknown.mfu(1e4, 1) is None
