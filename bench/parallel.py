@@ -15,7 +15,6 @@ Minutes are of the process's CPU time with --cpu-minutes, which repeats on a sha
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,8 @@ from distill.run.provenance import describe_run
 from distill.verdict.contest import draft_entrant, hold
 from distill.verdict.evidence import step_costs, typical_length
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import Drafting
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -100,11 +100,11 @@ def judged(
     context, entrants, cell, costs, taus = target.facts.context_length or 4096, [], {"mode": mode}, {}, {}
     for kind, draft in drafts.items():
         costs[kind] = step_costs(
-            judging, settings, target.model, draft, context, typical_length(list(heldout)), kind
+            judging, settings, target.model, Draft(draft, kind), context, typical_length(list(heldout))
         )  # fmt: skip
         scores = score_tokens(draft, heldout, settings.sampling, offsets=16 if kind == "parallel" else None)
         taus[kind] = taus_of(scores, law, costs[kind])
-        entrant = draft_entrant(kind, kind, functools.partial(model_drafter, draft, kind), scores, law, costs[kind])
+        entrant = draft_entrant(kind, kind, Draft(draft, kind).drafter, scores, law, costs[kind])
         entrants.append(entrant)
         short = "ar" if kind == "autoregressive" else kind
         alpha, interval = alpha_with_interval(

@@ -34,6 +34,7 @@ from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.draft import Draft
 from speculative.engine.models import end_token_ids
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.rules.sampling import SamplingSettings
@@ -138,12 +139,12 @@ def bench_judge(target: Any, draft: Any, heldout: list[HeldoutResponse], max_tok
 
     def frozen() -> float:
         started = time.perf_counter()
-        judge_frozen(draft, heldout, settings)
+        judge_frozen(Draft(draft), heldout, settings)
         return time.perf_counter() - started
 
     def live() -> float:
         started = time.perf_counter()
-        judge(target, draft, heldout, settings, batch_size=32)
+        judge(target, Draft(draft), heldout, settings, batch_size=32)
         return time.perf_counter() - started
 
     seconds = alternate({"replay": frozen, "replay_and_live": live}, repeats)

@@ -42,6 +42,7 @@ from distill.models.load import load_model, load_tokenizer
 from distill.run.provenance import describe_run
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
@@ -296,7 +297,12 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
         timed_response(gamma, prompts[0])  # Warm-up, not counted.
     runs = [{gamma: timed_response(gamma, prompt) for gamma in contestants} for prompt in prompts]
     costs = measure_costs(
-        bench.target, bench.draft, gammas=sizes.speed_gammas, sampling=sampling, context=context, repeats=5
+        bench.target,
+        Draft(bench.draft),
+        DecodeSettings(sampling),
+        gammas=sizes.speed_gammas,
+        context=context,
+        repeats=5,
     )
     rates = {gamma: [len(own[gamma][0].response_ids) / own[gamma][1] for own in runs] for gamma in contestants}
     pooled = {

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from speculative.decode import decode
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.draft import Draft
 from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
 from speculative.measure.curves import CURVE_GAMMAS
@@ -18,14 +18,6 @@ from speculative.measure.metrics import alpha_with_interval, latency, live_metri
 from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule, rules_of_text
-
-# Gammas up to which a parallel draft is replayed, unless a larger one is decoded: each costs a draft token a response token.
-PARALLEL_OFFSETS = 8
-
-
-def offsets_for(drafting: Drafting, gamma: int) -> int | None:
-    """Offsets to score a draft at (`score_tokens`) that is decoded with gamma; None where it drafts token by token."""
-    return max(gamma, PARALLEL_OFFSETS) if drafting == "parallel" else None
 
 
 @dataclass(frozen=True)
@@ -45,12 +37,11 @@ class HeldoutResponse:
 
 
 def judge_frozen(
-    draft: PreTrainedModel,
+    draft: Draft,
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
     *,
     scores: Sequence[TokenScores] | None = None,
-    drafting: Drafting = "autoregressive",
 ) -> dict[str, Any]:
     """The cheap half of `judge`: one draft pass over frozen text, no target in memory; plain numbers.
 
@@ -59,12 +50,12 @@ def judge_frozen(
 
     rules: what the same text tells of every other rule it has a law for. per_response: two judgements on the same text
     can be paired later without a model. scores: of this draft on this text, where they are known: nothing is run then.
-    drafting: how the draft drafts; alpha is that of a block's first token either way, replay goes as far as it was scored.
+    Alpha is that of a block's first token however it drafts, replay goes as far as it was scored.
     """
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
     if scores is None:
-        scores = score_tokens(draft, heldout, settings.sampling, offsets=offsets_for(drafting, settings.gamma))
+        scores = score_tokens(draft.model, heldout, settings.sampling, offsets=draft.offsets(settings.gamma))
     law = law_of(settings.rule, settings.sampling)
     accept_probs = [own.accept_probs(law) for own in scores]
     known = not any(np.isnan(own.log_target_probs).any() for own in scores)
@@ -108,42 +99,39 @@ def _under_rule(scores: Sequence[TokenScores], rule: Rule, gammas: Sequence[int]
 
 def judge(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: Draft,
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
     *,
     batch_size: int = 16,
     log: ProposalLog | None = None,
     scores: Sequence[TokenScores] | None = None,
-    drafting: Drafting = "autoregressive",
 ) -> tuple[dict[str, Any], list[Response]]:
     """(all numbers of one draft, the live run's responses): `judge_frozen`, and each held-out prompt decoded live once.
 
     Adds {gamma, tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks,
     tokens_per_second (batched, prefill included), batch_size, replay_check: {predicted_blocks, live_blocks, z}}, the
     live numbers also per domain. `replay_check` replays the very text of the live run: |z| above 4 means a fault.
-    log: every drafted token of the live run. scores, drafting: as for `judge_frozen`.
+    log: every drafted token of the live run. scores: as for `judge_frozen`.
 
     Raises UserError when gamma is 0, for empty input and whatever `decode` refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
-    result = judge_frozen(draft, heldout, settings, scores=scores, drafting=drafting)
+    result = judge_frozen(draft, heldout, settings, scores=scores)
     first_of_prompt = {response.prompt: response for response in reversed(heldout)}
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
-    drafter = model_drafter(draft, drafting)
-    responses, timing = decode(target, drafter, prompts, settings, batch_size=batch_size, log=log)
+    responses, timing = decode(target, draft.drafter(), prompts, settings, batch_size=batch_size, log=log)
     for name, indices in _by_domain(chosen).items():
         if name in result["domains"]:
             result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
     check = None
     if settings.active_rules is None and settings.tree is None:
-        offsets = settings.gamma if drafting == "parallel" else None
-        own = score_tokens(draft, responses, settings.sampling, offsets=offsets)
+        own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         law = law_of(settings.rule, settings.sampling)
         check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
-    warnings = (agreement_warning(check), recurrence_warning(target), recurrence_warning(draft))
+    warnings = (agreement_warning(check), recurrence_warning(target), recurrence_warning(draft.model))
     record = {
         **result,
         **live_metrics(responses, settings.gamma),

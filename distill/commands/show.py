@@ -14,7 +14,8 @@ from distill.run.folder import load_verdict
 from distill.run.session import open_pair
 from distill.run.synthetic import synthetic_line
 from speculative.decode import decode
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import Drafting
 
 
 def show_run(run: Path) -> None:
@@ -41,5 +42,5 @@ def held_out_completions(run: Path, count: int, drafting: Drafting) -> list[Pane
     config = load_config(run / CONFIG)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
     settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
-    responses, _ = decode(pair.target.model, model_drafter(pair.draft, drafting), pair.keyed[:count], settings)
+    responses, _ = decode(pair.target.model, Draft(pair.draft, drafting).drafter(), pair.keyed[:count], settings)
     return [marked_completion(pair.target.tokenizer, response) for response in responses]

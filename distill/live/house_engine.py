@@ -30,7 +30,8 @@ from distill.live.house_decoding import REASONS, HouseEngine, Job
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import Event
-from speculative.drafters.parallel import DRAFTINGS, model_drafter
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 
 VERSION = "0.32.0"  # of the vLLM whose protocol this is
@@ -223,7 +224,7 @@ def open_engine(options: EngineOptions) -> HouseEngine:
         raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
     torch.set_num_threads(options.threads)
     target = Target(TargetConfig(path=options.target), torch.device("cpu"), what="target")
-    drafter = None if options.draft == "none" else model_drafter(load_draft(options.draft, target), options.drafting)
+    drafter = None if options.draft == "none" else Draft(load_draft(options.draft, target), options.drafting).drafter()
     withheld = [int(token) for token in options.withhold.split(",") if token]
     return HouseEngine(
         target, drafter, options.gamma, options.rule, name=options.target, batch_size=options.batch_size,  # type: ignore[arg-type]

@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainSerializer, ValidationError
 
 from speculative.errors import UserError
+from speculative.measure.measured import HELD_OUT, Measured, row_of
 
 # Text of models may hold what no UTF-8 has, so it is only asked to be text.
 Text = InstanceOf[str]
 Interval = tuple[float, float]
+# One row of a record: what is not known is not written.
+Row = Annotated[Measured, PlainSerializer(Measured.record)]
 Certain = Literal["gain", "loss", "none"]
 Drafting = Literal["autoregressive", "parallel"]
 # What a draft that can draft both ways is called among the rivals, drafting the way that is not the best's.
@@ -318,6 +321,16 @@ class Roofline(Record):
     )
 
 
+class DraftOf(Record):
+    """A draft of the verdict: whose weights a way's name stands for."""
+
+    way: str = Field(description="`undistilled draft`, `served draft` or `draft`")
+    label: Text = Field("", description="what a reader is told")
+    path: Text | None = Field(None, description="where its weights are")
+    step: int | None = Field(None, description="checkpoint; null: none of this run")
+    drafting: Drafting = Field("autoregressive", description="how it drafts")
+
+
 class OnTarget(Record):
     """How the best draft does on the held-out responses of another target (target.others), by replay, beside the undistilled one."""
 
@@ -334,6 +347,15 @@ class OnTarget(Record):
 class Verdict(Record):
     """verdict.json: baseline against best, paired, timed, with the best gamma. Null: not measured, or nothing to compare."""
 
+    measured: list[Row] = Field(
+        [], description="every way at every concurrency, on the held-out text and on its domains"
+    )
+    drafts: list[DraftOf] = Field([], description="every draft, the one in question last")
+    gain: Effects | None = Field(
+        None, description="draft minus undistilled draft, paired by prompt, widened for the looks"
+    )
+    headline: Text = Field("", description="what to run and how fast it is, in at most 25 words")
+    facts: list[Text] = Field([], description="everything else, a short line each")
     rule: str = Field(description="engine rule that was judged")
     gamma: int = Field(description="drafted tokens per block")
     prompts: int = Field(description="held-out prompts")
@@ -388,6 +410,20 @@ class Verdict(Record):
     sentence: Text = Field(description="the answer in words")
     warnings: list[Text] = Field([], description="where live decoding and replay part, or the target loops")
     seconds: dict[str, float] = Field({}, description="by stage, of the whole run; empty for an evaluation")
+
+    def row(self, way: str, concurrency: int = 1, text: str = HELD_OUT) -> Measured | None:
+        """The row of a way that its speed is of; where nothing was timed the judged one; None where there is none."""
+        return row_of(self.measured, way, concurrency, text)
+
+    def judged(self, way: str, text: str = HELD_OUT) -> Measured | None:
+        """The row of a draft at the judged gamma, tau decoded live where anything was; None where there is none."""
+        rows = [one for one in self.measured if (one.way, one.text, one.gamma) == (way, text, self.gamma)]
+        return next((one for one in rows if one.how.get("tau") == "live"), rows[0] if rows else None)
+
+    @property
+    def concurrencies(self) -> list[int]:
+        """The loads that were measured, rising."""
+        return sorted({one.concurrency for one in self.measured})
 
 
 def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:

@@ -27,6 +27,7 @@ from distill.verdict.others import on_others
 from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
+from speculative.drafters.draft import Draft
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -76,7 +77,7 @@ def conclude_run(
         )  # fmt: skip
     else:
         if config.student.parallel:
-            contestants[-1] = replace(contestants[-1], drafting="parallel")
+            contestants[-1] = replace(contestants[-1], draft=Draft(contestants[-1].draft.model, "parallel"))
         evidence = gather_by_replay(config.judge, settings, contestants, heldout, first | {BEST: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
     verdict = under_load(verdict, evidence, target) if live else verdict
@@ -106,7 +107,7 @@ def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
     view = token_view(
-        target.model, evidence.best.draft, [responses[index] for index in chosen], [domains[index] for index in chosen],
+        target.model, evidence.best.draft.model, [responses[index] for index in chosen], [domains[index] for index in chosen],
         target.tokenizer, evidence.settings, name=evidence.best.name,
     )  # fmt: skip
     return {
@@ -137,9 +138,9 @@ def _contestants(run: Path, served: str | None, target: Target, first: Judgement
     found = []
     for name, label, record in ((BASELINE, "undistilled", first), (BEST, "distilled", best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
-        found.append(Contestant(name, label, path, record.step, as_exported(load_model(name, path), target)))
+        found.append(Contestant(name, label, path, record.step, Draft(as_exported(load_model(name, path), target))))
     if served is not None:
-        draft = as_exported(load_draft(served, target), target)
+        draft = Draft(as_exported(load_draft(served, target), target))
         found.insert(1, Contestant(SERVED, "served today", served, None, draft))
     return found
 
@@ -149,7 +150,7 @@ def _lighter(config: RunConfig, target: Target, best: Contestant) -> Contestant 
     how = config.export.quantize
     if how is None:
         return None
-    draft = lighter_draft(load_model(BEST, best.path), how, target)
+    draft = Draft(lighter_draft(load_model(BEST, best.path), how, target))
     return Contestant(f"{BEST} in {how}", f"distilled, {how}", best.path, best.step, draft)
 
 

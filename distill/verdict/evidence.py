@@ -1,7 +1,6 @@
 """What a verdict rests on: drafts judged, scored on the same frozen text, and timed on the same prompts of one target."""
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,10 @@ from distill.verdict.contest import Contest, entrants_of, hold
 from distill.verdict.judge import judge_by_replay
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.drafters.parallel import Drafting, draftings_of, model_drafter
+from speculative.drafters.draft import Draft, drafts_of
 from speculative.engine.models import max_positions
-from speculative.evaluate import HeldoutResponse, judge, offsets_for
-from speculative.measure.cost import StepCosts, best_gamma, measure_costs
+from speculative.evaluate import HeldoutResponse, judge
+from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, measure_costs
 from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.token_scores import StoredText, TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule
@@ -39,8 +38,7 @@ class Contestant:
     label: str
     path: str
     step: int | None
-    draft: PreTrainedModel
-    drafting: Drafting = "autoregressive"
+    draft: Draft
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ def score_all(
     return {
         rule: {
             one.name: score_tokens(
-                one.draft, text, settings.under(rule, 0).sampling, confidence=one.draft is contestants[-1].draft,
-                offsets=offsets_for(one.drafting, settings.gamma),
+                one.draft.model, text, settings.under(rule, 0).sampling,
+                confidence=one.draft.model is contestants[-1].draft.model, offsets=one.draft.offsets(settings.gamma),
             )
             for one in contestants
         }
@@ -140,7 +138,7 @@ def line_up(
     context: tokens of prompt and response that the pair takes. lighter: the last contestant in fewer bytes; it drafts the same way.
     """
     best, typical = contestants[-1], typical_length(texts[settings.rule])
-    ways = [replace(best, name=WAYS[way], drafting=way) for way in draftings_of(best.draft)]
+    ways = [replace(best, name=WAYS[draft.drafting], draft=draft) for draft in drafts_of(best.draft.model)]
     everybody = [*contestants[:-1], *ways]
     scores = score_all(settings, everybody, texts)
     costs = costs_of(judging, settings, target, everybody, context, typical)
@@ -148,7 +146,7 @@ def line_up(
     ways.sort(key=lambda way: _predicted(scores[settings.rule][way.name], law, costs[way.name]))
     chosen, others = ways.pop(), ways
     if lighter is not None:
-        others.append(replace(lighter, drafting=chosen.drafting))
+        others.append(replace(lighter, draft=Draft(lighter.draft.model, chosen.draft.drafting)))
         costs |= costs_of(judging, settings, target, others[-1:], context, typical)
         for rule, found in score_all(settings, others[-1:], texts).items():
             scores[rule] |= found
@@ -194,13 +192,9 @@ def gather(
         with writes as opened:
             record, responses = judge(
                 target.model, one.draft, frozen, settings, batch_size=judging.batch_size, log=opened, scores=own[one.name],
-                drafting=one.drafting,
             )  # fmt: skip
         judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
-    drafts = {
-        one.name: (one.label, functools.partial(model_drafter, one.draft, one.drafting))
-        for one in (*field.others, *contestants)
-    }
+    drafts = {one.name: (one.label, one.draft.drafter) for one in (*field.others, *contestants)}
     same = [one.name for one in field.others]
     entrants = entrants_of(settings, target.model, drafts, frozen, own, field.costs, history, same)
     with cpu_threads(judging.speed_threads):
@@ -249,10 +243,13 @@ def costs_of(
     by_shape: dict[Any, StepCosts] = {}
     costs = {}
     for one in reversed(contestants):
-        shape = (one.drafting, *((name, tuple(weight.shape)) for name, weight in one.draft.named_parameters()))
+        shape = (
+            one.draft.drafting,
+            *((name, tuple(weight.shape)) for name, weight in one.draft.model.named_parameters()),
+        )
         if shape not in by_shape:
-            room = min(context, max_positions(one.draft.config) or context)
-            by_shape[shape] = step_costs(judging, settings, target, one.draft, room, typical, one.drafting)
+            room = min(context, max_positions(one.draft.model.config) or context)
+            by_shape[shape] = step_costs(judging, settings, target, one.draft, room, typical)
         costs[one.name] = by_shape[shape]
     return costs
 
@@ -261,25 +258,23 @@ def step_costs(
     judging: JudgeConfig,
     settings: DecodeSettings,
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: Draft,
     context_limit: int,
     typical: int = 128,
-    drafting: Drafting = "autoregressive",
 ) -> StepCosts:
     """Stage times of this pair at batch 1 under a rule, at gammas up to 16 as far as the context has room.
 
     judging: CPU threads, and how long timing may take, of which the steps have COSTS_SHARE. settings: rule, sampling and the gamma that is measured in any case.
     typical: tokens of context that are timed, or fewer where there is no room for them.
     """
-    blocks, gamma = 8, settings.gamma
+    blocks, gamma = TIMED_BLOCKS, settings.gamma
     gammas = sorted(
         g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
     )
     context = max(2, min(typical, context_limit - (blocks + 3) * (max(gammas) + 1)))
     with cpu_threads(judging.speed_threads):
         return measure_costs(
-            target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, context=context, blocks=blocks,
-            seconds=COSTS_SHARE * judging.speed_seconds, drafting=drafting,
+            target, draft, settings, gammas=gammas, context=context, seconds=COSTS_SHARE * judging.speed_seconds,
         )  # fmt: skip
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel
 
 from distill.config.sections import JudgeConfig
 from distill.models.draft import as_exported
 from distill.models.target import Target
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting
 from speculative.engine.pool import release
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
@@ -21,14 +21,13 @@ from speculative.rules.rule import Rule
 
 
 def judge_by_replay(
-    draft: PreTrainedModel,
+    draft: Draft,
     heldout: list[HeldoutResponse],
     settings: DecodeSettings,
     scores: Sequence[TokenScores] | None = None,
-    drafting: Drafting = "autoregressive",
 ) -> dict[str, Any]:
     """The numbers of a draft that need no target in memory: alpha and tau from frozen text, or from its scores."""
-    result = judge_frozen(draft, heldout, settings, scores=scores, drafting=drafting)
+    result = judge_frozen(draft, heldout, settings, scores=scores)
     return {**result, "tau": result["replay"][settings.gamma], "gamma": settings.gamma, "live": False, "warnings": []}
 
 
@@ -63,12 +62,9 @@ class DraftJudge:
         return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
 
     def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
-        draft = as_exported(module.exported(), self.target)
+        draft = self._draft(module)
         by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
-        taus = [
-            (weight, judge_by_replay(draft, text, self.settings, drafting=self.drafting)["tau"])
-            for weight, text in self.others
-        ]
+        taus = [(weight, judge_by_replay(draft, text, self.settings)["tau"]) for weight, text in self.others]
         release()  # Training needs the memory until the next checkpoint is judged.
         main = by_rule.pop(self.settings.rule)
         score = main["tau"]
@@ -76,34 +72,29 @@ class DraftJudge:
             score = (score + sum(weight * tau for weight, tau in taus)) / (1.0 + sum(weight for weight, _ in taus))
         return {"step": step, "score": score, **main, **by_rule}
 
+    def _draft(self, module: DraftModule) -> Draft:
+        return Draft(as_exported(module.exported(), self.target), self.drafting)
+
     def dial(self, module: DraftModule) -> dict[str, float]:
         """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
         rule, gamma = self.settings.rule, self.settings.gamma
-        draft = as_exported(module.exported(), self.target)
-        offsets = gamma if self.drafting == "parallel" else None
-        scores = score_tokens(draft, self.heldout[rule], self.settings.sampling, offsets=offsets)
+        draft = self._draft(module)
+        scores = score_tokens(draft.model, self.heldout[rule], self.settings.sampling, offsets=draft.offsets(gamma, 1))
         tokens = sum(map(len, scores))
         alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
         return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
 
-    def judge(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+    def judge(self, draft: Draft, rule: Rule) -> dict[str, Any]:
         """All numbers of a draft under one rule."""
         if self.judging.live == "checkpoint":
             return self.judge_live(draft, rule)
         settings = self.settings.under(rule, self.settings.gamma)
-        return judge_by_replay(draft, self.heldout[rule], settings, drafting=self.drafting)
+        return judge_by_replay(draft, self.heldout[rule], settings)
 
-    def judge_live(self, draft: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+    def judge_live(self, draft: Draft, rule: Rule) -> dict[str, Any]:
         """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
         settings = self.settings.under(rule, self.settings.gamma)
-        result, _ = judge(
-            self.target.model,
-            draft,
-            self.heldout[rule],
-            settings,
-            batch_size=self.judging.batch_size,
-            drafting=self.drafting,
-        )
+        result, _ = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.judging.batch_size)
         return {**result, "live": True}
 
     def headline(self, record: dict[str, Any]) -> str:

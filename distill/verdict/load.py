@@ -1,6 +1,5 @@
 """The verdict under load: the draft in question and what needs no training, timed beside plain decoding at each of judge.load."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -13,10 +12,11 @@ from distill.verdict.contest import Entrant, cascade_entrant, lookup_entrant, pa
 from distill.verdict.evidence import BEST, Contestant, Evidence, cpu_threads, typical_length
 from distill.verdict.sentence import TOGETHER_WORTHWHILE
 from speculative.decode import context_of
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter
-from speculative.drafters.parallel import model_drafter
 from speculative.engine.memory import check_memory
 from speculative.errors import UserError
+from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
 from speculative.measure.cost import StepCosts, measure_costs
 from speculative.measure.full_batch import DRAFTED, TIMED_BLOCKS, full_batch_seconds, kind_shares
 from speculative.measure.intervals import sum_by_prompt
@@ -30,7 +30,7 @@ MOST_GAMMA = 16
 # two gammas only calls of so many tokens are timed.
 FITTED_GAMMAS = (1, 3, 8, 16)
 FITTED_TOKENS = 64
-BLOCKS, REPEATS = 8, 2
+REPEATS = 2
 
 
 def under_load(verdict: Verdict, evidence: Evidence, target: Target) -> Verdict:
@@ -118,7 +118,7 @@ def _behind(evidence: Evidence) -> Contestant:
 
 
 def _drafter(one: Contestant) -> Callable[[], Drafter]:
-    return functools.partial(model_drafter, one.draft, one.drafting)
+    return one.draft.drafter
 
 
 def _to_run(draft: LoadedSpeed, rivals: Sequence[LoadRival]) -> str | None:
@@ -137,16 +137,16 @@ def _to_run(draft: LoadedSpeed, rivals: Sequence[LoadRival]) -> str | None:
 
 
 def _costs_at_loads(
-    target: PreTrainedModel, draft: PreTrainedModel, evidence: Evidence, context: int | None
+    target: PreTrainedModel, draft: Draft, evidence: Evidence, context: int | None
 ) -> tuple[list[StepCosts], list[str]]:
     """Stage times at every load that there is memory for, and what is said of the others."""
     settings, costs, warnings = evidence.settings, [], []
     typical, most = typical_length(evidence.frozen), _most_gamma(evidence, context)
-    needed = (BLOCKS + 2) * (most + 1)
+    needed = (COST_BLOCKS + 2) * (most + 1)
     typical = typical if context is None else max(2, min(typical, context - needed))
     for load in sorted(evidence.judge.load):
         try:
-            check_memory(target, draft, load, typical + needed, most + 1)
+            check_memory(target, draft.model, load, typical + needed, most + 1)
         except UserError as error:
             warnings.append(_left_out(f"judge.load {load}", error))
             continue
@@ -154,8 +154,7 @@ def _costs_at_loads(
         gammas = [gamma for gamma in FITTED_GAMMAS if gamma <= widest]
         costs.append(
             measure_costs(
-                target, draft, gammas=gammas, sampling=settings.sampling, rule=settings.rule, batch_size=load,
-                context=typical, blocks=BLOCKS, repeats=REPEATS, drafting=evidence.best.drafting,
+                target, draft, settings, gammas=gammas, batch_size=load, context=typical, repeats=REPEATS,
             )
         )  # fmt: skip
     return costs, warnings

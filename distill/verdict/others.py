@@ -6,7 +6,6 @@ from distill.run.others import OtherTarget
 from distill.run.verdict_record import Effects, OnTarget, Verdict
 from distill.verdict.evidence import BASELINE, Evidence
 from distill.verdict.judge import judge_by_replay
-from speculative.evaluate import offsets_for
 from speculative.measure.effects import paired_effects
 from speculative.measure.token_scores import score_tokens
 
@@ -20,12 +19,11 @@ def on_others(verdict: Verdict, evidence: Evidence, others: Sequence[OtherTarget
     both = [next(one for one in evidence.contestants if one.name == BASELINE), evidence.best]
     for other in others:
         scores = [
-            score_tokens(one.draft, other.heldout, settings.sampling, offsets=offsets_for(one.drafting, settings.gamma))
+            score_tokens(one.draft.model, other.heldout, settings.sampling, offsets=one.draft.offsets(settings.gamma))
             for one in both
         ]
         before, after = (
-            judge_by_replay(one.draft, other.heldout, settings, own, one.drafting)
-            for one, own in zip(both, scores, strict=True)
+            judge_by_replay(one.draft, other.heldout, settings, own) for one, own in zip(both, scores, strict=True)
         )
         keys = [text.prompt for text in other.heldout]
         effects = Effects.model_validate(

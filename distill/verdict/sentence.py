@@ -25,7 +25,7 @@ def conclude(
     """
     who = "the distilled draft" if effects else evidence.best.label
     if evidence.contest is not None and any(name in evidence.contest for name in WAYS.values()):
-        who += f", drafting {WAYS[evidence.best.drafting]},"
+        who += f", drafting {WAYS[evidence.best.draft.drafting]},"
     learned = _learned(effects) if effects else None
     pays, fast = _fast(evidence, speeds)
     end = f"{_against(against_served)}{'' if pays else _hopeless(evidence)}."

@@ -7,7 +7,7 @@ import numpy as np
 from distill.models.target import Target
 from distill.run.result import TemperatureRow
 from distill.verdict.evidence import Evidence
-from speculative.evaluate import frozen_responses, offsets_for
+from speculative.evaluate import frozen_responses
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import best_gamma
 from speculative.measure.curves import rule_curve
@@ -38,8 +38,8 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
             "held-out", batch_size=evidence.judge.batch_size,
         )  # fmt: skip
         gammas = range(1, max(MOST_GAMMA, evidence.gamma) + 1)
-        offsets = offsets_for(evidence.best.drafting, evidence.gamma)
-        scores, keys = score_tokens(draft, texts, sampling, offsets=offsets), [text.prompt for text in texts]
+        scores = score_tokens(draft.model, texts, sampling, offsets=draft.offsets(evidence.gamma))
+        keys = [text.prompt for text in texts]
         curve = rule_curve(scores, keys, rule, gammas, survival_gamma=evidence.gamma)
         taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
         best: tuple[int | None, float | None] = (None, None)

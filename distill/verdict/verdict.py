@@ -98,7 +98,7 @@ def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_che
         best_gamma_range=near_best_gammas(taus, costs) if costs else None,
         predicted_speed_up=predicted,
         costs=describe_costs(costs, gamma) if costs is not None else None,
-        drafting=evidence.best.drafting,
+        drafting=evidence.best.draft.drafting,
         checkpoints=[record.without_sums() for record in checkpoints],
         self_checks=self_checks,
         domains=best.domains,

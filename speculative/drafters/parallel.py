@@ -78,13 +78,3 @@ class ParallelDrafter(ModelDrafter):
             columns_RG = lengths_R1 - 1 - starts_R1 + cached.memory.positions_C[:gamma]
             logits_RGV = logits_RWV.gather(1, columns_RG.unsqueeze(-1).expand(-1, -1, logits_RWV.shape[-1]))
         yield from logits_RGV.unbind(1)
-
-
-def model_drafter(draft: PreTrainedModel, drafting: Drafting = "autoregressive") -> ModelDrafter:
-    """The drafter of a draft model. Raises UserError (through `ParallelDrafter`) where it cannot draft so."""
-    return ParallelDrafter(draft) if drafting == "parallel" else ModelDrafter(draft)
-
-
-def draftings_of(draft: PreTrainedModel) -> tuple[Drafting, ...]:
-    """The ways to draft that the draft's config offers."""
-    return DRAFTINGS if mask_token_of(draft.config) is not None else DRAFTINGS[:1]

@@ -15,12 +15,10 @@ from transformers import PreTrainedModel
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.device_loop import open_loop
 from speculative.decoder.responses import DecodeSettings, Timing
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
-from speculative.drafters.parallel import Drafting, model_drafter
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.engine.runners import resolve_runner
-from speculative.rules.rule import Rule
-from speculative.rules.sampling import SamplingSettings
 
 # Gammas whose speed-ups differ by less are as good as each other.
 NEAR_BEST = 0.03
@@ -28,6 +26,8 @@ NEAR_BEST = 0.03
 AGREEMENT = 0.01
 # Of the blocks of one repeat: the time that a quarter of them beat. Others on the machine only ever add to it.
 QUIET = 0.25
+# Timed blocks of one repeat, after one that is not counted.
+TIMED_BLOCKS = 8
 # Standard error of a median of n normal values over their median deviation, times sqrt(n).
 MEDIAN_ERROR = 1.2533 * 1.4826
 
@@ -181,18 +181,14 @@ class _FreeProposals(Drafter):
 
 def measure_costs(
     target: PreTrainedModel,
-    draft: PreTrainedModel | None,
+    draft: Draft | None,
+    settings: DecodeSettings | None = None,
     *,
     gammas: Sequence[int] = (1, 3, 5, 8),
-    sampling: SamplingSettings | None = None,
-    rule: Rule = "sample",
     batch_size: int = 1,
     context: int = 128,
-    blocks: int = 8,
     repeats: int = 3,
     seconds: float = 2.0,
-    seed: int = 0,
-    drafting: Drafting = "autoregressive",
 ) -> StepCosts:
     """Time the stages of the real block loop on random tokens, again and again until what a block costs is known.
 
@@ -201,44 +197,41 @@ def measure_costs(
     repeats; there are at least ``repeats``, and more until the standard errors agree within AGREEMENT or ``seconds`` are spent.
 
     A hot loop of draft steps alone would flatter the draft by up to 1.7x: in the block loop the target's weights evict
-    its own from the caches. The context must leave room for `blocks` blocks in both models. Without a draft, proposals
+    its own from the caches. settings: rule, sampling and seed. The context must leave room for `TIMED_BLOCKS` blocks in both models. Without a draft, proposals
     come for nothing: the target's own times, for whoever proposes without a model. A parallel draft reads what was accepted in
     the same call; of random tokens that is little, so where shapes are not static its live blocks are wider by tau - 1 tokens.
     """
-    ids = np.random.default_rng(seed).integers(0, vocab_rows(target), size=(batch_size, context))
+    settings = settings or DecodeSettings()
+    ids = np.random.default_rng(settings.seed).integers(0, vocab_rows(target), size=(batch_size, context))
     prompts = [(str(row), row_ids.tolist()) for row, row_ids in enumerate(ids)]
     columns = (0, *gammas)
     measured: list[list[tuple[float, float]]] = []
     began = time.perf_counter()
-    with evaluating(target, draft):
+    with evaluating(target, draft.model if draft is not None else None):
         while True:
             of_repeat = []
             for gamma in columns:
-                settings = DecodeSettings(
-                    sampling or SamplingSettings(),
-                    gamma=gamma,
-                    rule=rule,
-                    max_tokens=(blocks + 1) * (gamma + 1),
-                    seed=seed,
-                )
+                most = (TIMED_BLOCKS + 1) * (gamma + 1)
+                asked = DecodeSettings(settings.sampling, gamma, settings.rule, most, seed=settings.seed)
+                drafter = draft.drafter() if draft is not None else _FreeProposals()
                 loop = open_loop(
                     target,
-                    (model_drafter(draft, drafting) if draft is not None else _FreeProposals()) if gamma > 0 else None,
+                    drafter if gamma > 0 else None,
                     batch_size,
-                    context + settings.max_tokens,
-                    settings,
+                    context + most,
+                    asked,
                     runner=resolve_runner("auto", target.device),
                     exact_stages=True,
                 )
                 loop.admit(range(batch_size), prompts)
-                drafted, verified = np.quantile(_block_seconds(loop, blocks), QUIET, axis=0).tolist()
+                drafted, verified = np.quantile(_block_seconds(loop), QUIET, axis=0).tolist()
                 loop.close()
                 of_repeat.append((drafted, verified))
             measured.append(of_repeat)
             if len(measured) < repeats:
                 continue
             costs = _agreed(np.array(measured), gammas, batch_size, context)
-            costs = replace(costs, parallel=drafting == "parallel")
+            costs = replace(costs, parallel=draft is not None and draft.parallel)
             if costs.spread <= AGREEMENT or time.perf_counter() - began >= seconds:
                 return costs
 
@@ -258,11 +251,11 @@ def _agreed(seconds_RG2: np.ndarray, gammas: Sequence[int], batch_size: int, con
     return StepCosts(step, drafting, verifying, batch_size, context, spread)
 
 
-def _block_seconds(loop: BlockLoop, blocks: int) -> list[tuple[float, float]]:
-    """(draft, verify) seconds of `blocks` blocks after one that is not counted, without those that recorded a call."""
+def _block_seconds(loop: BlockLoop) -> list[tuple[float, float]]:
+    """(draft, verify) seconds of `TIMED_BLOCKS` blocks after one that is not counted, without those that recorded a call."""
     loop.run_block()
     seconds = []
-    for _ in range(blocks):
+    for _ in range(TIMED_BLOCKS):
         loop.timing = Timing()
         loop.run_block()
         if loop.timing.recording_calls == 0:

@@ -15,6 +15,7 @@ from speculative.decode import decode, generate
 from speculative.decoder.device_loop import DeviceLoop, open_loop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
@@ -215,7 +216,7 @@ def test_memory_that_nobody_uses_any_more_goes() -> None:
 
 def judged(target: Any, draft: Any) -> None:
     settings = RULES["sample"]
-    judge(target, draft, frozen_responses(target, PROMPTS, settings, "all"), settings)
+    judge(target, Draft(draft), frozen_responses(target, PROMPTS, settings, "all"), settings)
 
 
 def raced(target: Any, draft: Any) -> None:
@@ -225,7 +226,7 @@ def raced(target: Any, draft: Any) -> None:
 
 
 def timed(target: Any, draft: Any) -> None:
-    costs = measure_costs(target, draft, gammas=(2,), context=16, blocks=4, repeats=1, seconds=0.0)
+    costs = measure_costs(target, Draft(draft), gammas=(2,), context=16, repeats=1, seconds=0.0)
     assert min(costs.target_seconds, costs.draft_seconds[2], costs.verify_seconds[2]) > 0
 
 

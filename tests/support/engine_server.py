@@ -16,7 +16,8 @@ import torch
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import Drafting
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
@@ -75,7 +76,7 @@ class Engine:
                     plain, gamma=gamma, rule="greedy" if sampling.greedy else self.rule if gamma else rule
                 )
                 keyed = [(f"{number} on", [*prompts[number], *heads[number]]) for number in longer]
-                drafter = model_drafter(self.draft, self.drafting) if gamma else None
+                drafter = Draft(self.draft, self.drafting).drafter() if gamma else None
                 rests = decode(self.target, drafter, keyed, replace(settings, max_tokens=max(1, most - 1)))[0]
                 for number, rest in zip(longer, rests, strict=True):
                     ids = [*heads[number], *rest.response_ids]

@@ -5,6 +5,7 @@ python tests/support/key_table.py
 
 import types
 import typing
+from dataclasses import is_dataclass
 from typing import Any
 
 from distill.run.result import Result
@@ -16,8 +17,11 @@ WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", An
 def key_table() -> str:
     """One table for each kind of thing in result.json, the file itself first; rows: key, type, meaning."""
     parts: list[str] = []
-    waiting: list[type[Record]] = [Result]
+    waiting: list[type[Any]] = [Result]
     for model in waiting:
+        if is_dataclass(model):
+            parts.append(_dataclass_table(model))
+            continue
         parent = model.__base__
         own = model.model_fields.items() if parent is Record else model.__annotations__.items()
         fields = [(name, model.model_fields[name]) for name, _ in own]
@@ -34,9 +38,17 @@ def key_table() -> str:
     return "\n\n".join(parts)
 
 
-def _record_in(annotation: Any) -> type[Record] | None:
+def _dataclass_table(model: type) -> str:
+    """Of a dataclass whose annotations carry the meaning."""
+    hints = typing.get_type_hints(model, include_extras=True)
+    rows = [f"| `{name}` | {_kind(hint)} | {typing.get_args(hint)[1]} |" for name, hint in hints.items()]
+    about = " ".join((model.__doc__ or "").split())
+    return "\n".join([f"`{model.__name__}`: {about}", "", "| key | type | meaning |", "|---|---|---|", *rows])
+
+
+def _record_in(annotation: Any) -> type[Any] | None:
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, Record) else None
+        return annotation if issubclass(annotation, Record) or is_dataclass(annotation) else None
     return next((found for part in typing.get_args(annotation) if (found := _record_in(part))), None)
 
 

@@ -29,10 +29,10 @@ from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.verdict.evidence import step_costs, typical_length
+from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting, ParallelDrafter
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
-from speculative.evaluate import offsets_for
 from speculative.measure.cost import StepCosts
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
@@ -177,7 +177,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
             draft, offsets = _load(text, path), None
             if drafting == "parallel":
                 ParallelDrafter(draft, path)
-                offsets = offsets_for("parallel", gamma)
+                offsets = Draft(draft, "parallel").offsets(gamma)
             scores = score_tokens(draft, text.responses, text.sampling, offsets=offsets)
             shape = (drafting, *((key, tuple(weight.shape)) for key, weight in draft.named_parameters()))
             if timing and shape not in by_shape:
@@ -221,7 +221,7 @@ def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int, drafting: Draft
     config = text.config
     context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
-    return step_costs(config.judge, settings, target, draft, context, typical_length(text.responses), drafting)
+    return step_costs(config.judge, settings, target, Draft(draft, drafting), context, typical_length(text.responses))
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:

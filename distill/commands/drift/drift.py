@@ -45,7 +45,8 @@ from distill.run.result import load_result
 from distill.run.session import context_limit
 from distill.run.verdict_record import drafting_to_serve
 from speculative.decode import decode
-from speculative.drafters.parallel import DRAFTINGS, model_drafter
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import DRAFTINGS
 from speculative.engine.models import max_positions
 from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
@@ -186,7 +187,7 @@ def _decoded(options: DriftOptions, frozen: FrozenText, baseline: Baseline) -> t
     settings = decode_settings(config.serving, config.seed, frozen.target).under(baseline.rule, baseline.gamma)
     settings = replace(settings, seed=config.seed + 3 + options.seed)
     responses, _ = decode(
-        target, model_drafter(draft, baseline.drafting), prompts, settings, batch_size=config.judge.batch_size
+        target, Draft(draft, baseline.drafting).drafter(), prompts, settings, batch_size=config.judge.batch_size
     )
     records = [
         AcceptanceRecord(order, response.drafted, response.accepted, response.blocks, label)

@@ -14,6 +14,7 @@ from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.findings import findings_of
 from distill.verdict.load import under_load
 from distill.verdict.verdict import best_timed_gamma, verdict_of
+from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.evaluate import judge
 from speculative.measure.self_checks import self_checks
@@ -51,7 +52,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     checked = pair.settings.under(rule, gammas[0])
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
     frozen = RunStores(config, new_accelerator(), target).heldout(pair.prompts, rule)
-    contestant = Contestant(BEST, path, path, None, pair.draft)
+    contestant = Contestant(BEST, path, path, None, Draft(pair.draft))
     widest = pair.settings.under(rule, max(gammas))
     field = line_up(config.judge, widest, target.model, [contestant], {rule: frozen}, pair.context)
     by_gamma: dict[int, Judgement] = {}
@@ -59,8 +60,8 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     if len(gammas) > 1:
         for gamma in gammas:
             record, _ = judge(
-                target.model, pair.draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
-                scores=field.scores[rule][BEST], drafting=field.contestants[-1].drafting,
+                target.model, field.contestants[-1].draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
+                scores=field.scores[rule][BEST],
             )  # fmt: skip
             by_gamma[gamma] = Judgement.model_validate(record)
         best, _ = best_timed_gamma(by_gamma[chosen].replay, field.costs[BEST])

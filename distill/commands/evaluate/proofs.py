@@ -13,7 +13,8 @@ from distill.report.page import report_command
 from distill.report.tables import judged
 from distill.run.result import Losslessness, Result, TaskScores, load_result
 from distill.run.session import open_pair
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.explain import losslessness as tests
 from speculative.rules.rule import Rule
@@ -35,11 +36,11 @@ def losslessness(
     control: decode once more at 1.1 times the temperature, to show that the tests would have seen that.
 
     Raises:
-        UserError: see `open_pair` and `model_drafter`; fewer than two samples.
+        UserError: see `open_pair` and `Draft`; fewer than two samples.
     """
     pair = open_pair(config, draft, prompts, rule)
     found = tests.losslessness(
-        pair.target.model, model_drafter(pair.draft, drafting), pair.keyed, pair.settings.under(rule, gamma), samples=samples,
+        pair.target.model, Draft(pair.draft, drafting).drafter(), pair.keyed, pair.settings.under(rule, gamma), samples=samples,
         batch_size=config.judge.batch_size, control=control,
     )  # fmt: skip
     return {"draft": draft, "dtype": str(pair.target.dtype).removeprefix("torch."), **found}

@@ -40,8 +40,9 @@ from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.run.session import Pair, open_pair
 from speculative.decoder.responses import DecodeSettings, Response
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.measure.effects import too_few
@@ -243,7 +244,7 @@ def task_scores(
     settings = pair.settings.under(rule, gamma)
     if samples > 1 and settings.sampling.greedy:
         raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
-    proposing = model_drafter(pair.draft, drafting)
+    proposing = Draft(pair.draft, drafting).drafter()
     texts = [
         sampled_texts(
             pair.target.model, drafter, pair.keyed, replace(settings, seed=settings.seed + number), samples,

@@ -25,12 +25,13 @@ from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
 from speculative.drafters.cascade import Cascade
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from speculative.drafters.jacobi import JacobiPool
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.parallel import DRAFTINGS, ParallelDrafter, model_drafter
+from speculative.drafters.parallel import DRAFTINGS, ParallelDrafter
 from speculative.drafters.retrieval import Retrieval
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
@@ -148,7 +149,7 @@ def load(options: GenerateOptions) -> Loaded:
     def draft_model() -> ModelDrafter:
         loaded = load_draft(draft, target)
         cast_weights(loaded, model.dtype)
-        return model_drafter(loaded.to(place), options.drafting or DRAFTINGS[0])  # type: ignore[arg-type]
+        return Draft(loaded.to(place), options.drafting or DRAFTINGS[0]).drafter()  # type: ignore[arg-type]
 
     makers: dict[str, Any] = {
         "none": lambda: None,

@@ -35,7 +35,8 @@ from distill.run.prompts import asked_rows, render_rows
 from distill.run.session import context_limit
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import DecodeSettings, Prompt
-from speculative.drafters.parallel import Drafting, draftings_of
+from speculative.drafters.draft import Draft, drafts_of
+from speculative.drafters.parallel import Drafting
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, frozen_responses
@@ -238,7 +239,7 @@ def _candidate(path: str, target: Target, longest: int) -> _Candidate:
 
 def _ways(candidate: _Candidate) -> list[_Candidate]:
     """The candidate drafting token by token, and as another one in one pass a block where its config names a mask token."""
-    if candidate.model is None or "parallel" not in draftings_of(candidate.model):
+    if candidate.model is None or len(drafts_of(candidate.model)) == 1:
         return [candidate]
     own = {"name": f"{candidate.record['name']}, {WAYS['parallel']}", "drafting": "parallel"}
     notes = ["what distilling would bring it is told from drafts that draft token by token, at every offset alike"]
@@ -316,8 +317,9 @@ def _measured(
     with stages(f"timing {name}"):
         return {
             (rule, size): measure_costs(
-                target, draft, gammas=plan.gammas, rule=rule, batch_size=size, context=plan.context, blocks=TIMED_BLOCKS,
-                sampling=SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0), drafting=drafting,
+                target, None if draft is None else Draft(draft, drafting),
+                DecodeSettings(SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0), rule=rule),
+                gammas=plan.gammas, batch_size=size, context=plan.context,
             )
             for rule, size in asked
         }  # fmt: skip

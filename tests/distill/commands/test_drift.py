@@ -31,8 +31,9 @@ from distill.commands.options import DriftOptions
 from distill.run.result import LivePrompt, Result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.parallel import Drafting, model_drafter
+from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain import cusum
@@ -367,7 +368,7 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, dr
     draft = perturbed(target, 0.05)
     draft.config.pard_token = 0
     settings = DecodeSettings(gamma=3, rule=rule, max_tokens=24)
-    responses, _ = decode(target, model_drafter(draft, drafting), prompts_of([5] * 60), settings, batch_size=60)
+    responses, _ = decode(target, Draft(draft, drafting).drafter(), prompts_of([5] * 60), settings, batch_size=60)
     texts = [HeldoutResponse(r.key, "d", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     scores = score_tokens(draft, texts, settings.sampling, offsets=3 if drafting == "parallel" else None)
     draws = [redrawn_prompts(texts, scores, rule, 3, seed) for seed in range(60)]

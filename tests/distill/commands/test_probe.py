@@ -250,7 +250,8 @@ def test_a_draft_that_can_draft_both_ways_is_two_and_the_faster_is_picked(given,
 def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch):
     asked = []
 
-    def one_price(*_: Any, drafting: str = "autoregressive", **__: Any) -> StepCosts:
+    def one_price(_: Any, draft: Any, *__: Any, **___: Any) -> StepCosts:
+        drafting = "autoregressive" if draft is None else draft.drafting
         asked.append(drafting)
         return StepCosts(1.0, {1: 0.3, 2: 0.4}, {1: 1.0, 2: 1.1}, 1, 64, parallel=drafting == "parallel")
 

@@ -32,6 +32,7 @@ from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
 from distill.verdict.evidence import BEST, Contestant, gather, line_up
 from distill.verdict.verdict import verdict_of
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure.token_scores import score_tokens
@@ -128,8 +129,10 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     """Scored on the same text as the draft itself, timed beside it; the same numbers as of its export, beside which compare puts it."""
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
-    best = Contestant(BEST, "distilled", str(tiny_run), 12, load_draft(str(tiny_run), target))
-    lighter = Contestant("best in int8", "", "", 12, lighter_draft(load_draft(str(tiny_run), target), "int8", target))
+    best = Contestant(BEST, "distilled", str(tiny_run), 12, Draft(load_draft(str(tiny_run), target)))
+    lighter = Contestant(
+        "best in int8", "", "", 12, Draft(lighter_draft(load_draft(str(tiny_run), target), "int8", target))
+    )
     frozen = load_frozen_text(tiny_run).responses[:3]
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
     field = line_up(config.judge, settings, target.model, [best], {"sample": frozen}, 40, lighter)

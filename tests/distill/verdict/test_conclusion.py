@@ -33,13 +33,21 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
         raise _Asked
 
     def gather_by_replay(_: Any, __: Any, contestants: Any, ___: Any, known: Any) -> None:
-        seen.update(known=known, drafting=[one.drafting for one in contestants])
+        seen.update(known=known, drafting=[one.draft.drafting for one in contestants])
         raise _Asked
 
     monkeypatch.setattr(conclusion, "line_up", lambda *_: None)
     monkeypatch.setattr(conclusion, "past_responses", lambda *_: [])
     monkeypatch.setattr(conclusion, "gather", gather)
     monkeypatch.setattr(conclusion, "gather_by_replay", gather_by_replay)
+    loaded = conclusion.load_model
+
+    def with_mask(*asked: Any) -> Any:
+        model = loaded(*asked)
+        model.config.pard_token = 0
+        return model
+
+    monkeypatch.setattr(conclusion, "load_model", with_mask)
     records = [record.model_copy(update={"live": True}) for record in conclusion.load_judgements(tiny_run)]
     monkeypatch.setattr(conclusion, "load_judgements", lambda _: records)
     with pytest.raises(_Asked):

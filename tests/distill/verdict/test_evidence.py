@@ -18,6 +18,7 @@ from distill.verdict.evidence import BASELINE, BEST, Contestant, Evidence, gathe
 from distill.verdict.findings import curves_of
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
+from speculative.drafters.draft import Draft
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import given_costs
 from speculative.measure.token_scores import score_tokens
@@ -55,7 +56,9 @@ def pair(tiny_config: Path):
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
     drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
-    contestants = [Contestant(name, name, name, 0, draft) for name, draft in zip((BASELINE, BEST), drafts, strict=True)]
+    contestants = [
+        Contestant(name, name, name, 0, Draft(draft)) for name, draft in zip((BASELINE, BEST), drafts, strict=True)
+    ]
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
     responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
     frozen = [
@@ -78,7 +81,7 @@ def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyP
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
     field = line_up(config.judge, settings, target.model, contestants, {"sample": frozen}, 100)
     evidence = gather(config.judge, settings, target, field, {"sample": frozen})
-    assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
+    assert [passes.over(frozen, one.draft.model) for one in contestants] == [{1}, {1}]
     records_are_of_the_scores(evidence)
 
 
@@ -87,7 +90,7 @@ def test_by_replay_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pyte
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under("sample", config.judge.gamma)
     evidence = gather_by_replay(config.judge, settings, contestants, {"sample": frozen}, {})
-    assert [passes.over(frozen, one.draft) for one in contestants] == [{1}, {1}]
+    assert [passes.over(frozen, one.draft.model) for one in contestants] == [{1}, {1}]
     records_are_of_the_scores(evidence)
     assert evidence.judged[BEST].live is False
 
@@ -114,17 +117,17 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
 
 def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
     config, target, contestants, frozen = pair
-    contestants[-1].draft.config.pard_token = 0
+    contestants[-1].draft.model.config.pard_token = 0
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
     texts = {"sample": frozen}
     # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
     for seconds, chosen, other in ((1.0, "parallel", "token by token"), (1e-6, "autoregressive", "one pass a block")):
         monkeypatch.setattr(
             "distill.verdict.evidence.step_costs",
-            lambda *rest, seconds=seconds: given_costs(1.0, seconds, max_gamma=8, parallel=rest[-1] == "parallel"),
+            lambda *rest, seconds=seconds: given_costs(1.0, seconds, max_gamma=8, parallel=rest[3].parallel),
         )
         field = line_up(config.judge, settings, target.model, contestants, texts, 100)
-        assert (field.contestants[-1].drafting, field.contestants[0].drafting) == (chosen, "autoregressive")
+        assert (field.contestants[-1].draft.drafting, field.contestants[0].draft.drafting) == (chosen, "autoregressive")
         assert [one.name for one in field.others] == [other]
         assert field.costs[BEST].parallel == (chosen == "parallel")
         evidence = gather(config.judge, settings, target, field, texts)
@@ -138,10 +141,10 @@ def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_b
         (row,) = [rival for rival in verdict.rivals if rival.name == other]
         assert row.tokens_per_second > 0
         curves = curves_of(evidence)
-        single, taus, one_pass = ways_to_serve(verdict, curves, 2, contestants[-1].draft.config)
+        single, taus, one_pass = ways_to_serve(verdict, curves, 2, contestants[-1].draft.model.config)
         assert (one_pass is not None) == (chosen == "parallel" if verdict.run != other else other == "one pass a block")
         assert single == (row.gamma if chosen == "parallel" else 2)
         name = other if chosen == "parallel" else BEST
         assert taus == {"sample": pytest.approx(curves.taus_at(single, name)["sample"])} | taus
     plain = line_up(config.judge, settings, target.model, contestants[:1], texts, 100)
-    assert (plain.others, plain.contestants[-1].drafting) == ((), "autoregressive")
+    assert (plain.others, plain.contestants[-1].draft.drafting) == ((), "autoregressive")

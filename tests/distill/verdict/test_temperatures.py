@@ -15,6 +15,7 @@ from distill.run.responses import decode_settings
 from distill.verdict.evidence import BEST, Contestant, Evidence
 from distill.verdict.temperatures import PROMPTS, temperature_rows
 from speculative.decode import decode
+from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts
@@ -34,7 +35,7 @@ def evidence_of(tiny_config: Path, temperatures: tuple[float, ...], draft=None, 
     return target, Evidence(
         judge=JudgeConfig(temperatures=temperatures),
         settings=settings,
-        contestants=(Contestant(BEST, "mine", "mine", 0, own),),
+        contestants=(Contestant(BEST, "mine", "mine", 0, Draft(own)),),
         texts={"sample": [*texts, texts[0]]},
         scores={},
         judged={},

@@ -18,6 +18,7 @@ from distill.verdict.load import under_load
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.drafters.cascade import Cascade
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Retrieval
@@ -45,7 +46,7 @@ def judged(tiny_config: Path):
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    best = Contestant(BEST, BEST, BEST, 0, carve(target.model, (0, -1)))
+    best = Contestant(BEST, BEST, BEST, 0, Draft(carve(target.model, (0, -1))))
     settings = settings.under("sample", 2)
     field = line_up(config.judge, settings, target.model, [best], {"sample": frozen}, 100)
     evidence = gather(config.judge, settings, target, field, {"sample": frozen})

@@ -21,10 +21,11 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
+from speculative.drafters.draft import drafts_of
 from speculative.drafters.drafter import CATCH_UP_TOKENS, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.parallel import ParallelDrafter, draftings_of
+from speculative.drafters.parallel import ParallelDrafter
 from speculative.errors import UserError
 from speculative.measure.metrics import survival
 from speculative.measure.replay import agreement_of, expected_blocks_of, survival_of
@@ -189,5 +190,5 @@ def test_who_cannot_draft_in_parallel_is_refused_in_one_line() -> None:
 
 
 def test_a_draft_is_asked_for_the_ways_it_knows() -> None:
-    assert draftings_of(TARGET) == ("autoregressive",)
-    assert draftings_of(DRAFT) == ("autoregressive", "parallel")
+    assert [one.drafting for one in drafts_of(TARGET)] == ["autoregressive"]
+    assert [one.drafting for one in drafts_of(DRAFT)] == ["autoregressive", "parallel"]

@@ -7,6 +7,7 @@ from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.engine import recurrent_model
@@ -57,7 +58,7 @@ def test_a_hybrid_judges_itself_and_a_draft_as_replay_predicts():
     heldout = [
         HeldoutResponse(r.key, "d", tuple(r.prompt_ids), tuple(r.response_ids), r.log_target_probs) for r in plain
     ]
-    record, _ = judge(target, draft, heldout, settings)
+    record, _ = judge(target, Draft(draft), heldout, settings)
     assert abs(record["replay_check"]["z"]) < 4
     assert len(record["warnings"]) == 1
     assert "speeds and c are not" in record["warnings"][0]

@@ -9,6 +9,7 @@ import pytest
 from tiny_models import perturbed, tiny_model
 
 from speculative.decoder import stage_clock
+from speculative.drafters.draft import Draft
 from speculative.measure.cost import (
     StepCosts,
     _agreed,
@@ -112,23 +113,21 @@ def cpu_clock(monkeypatch):
 
 def test_measured_costs_are_positive_and_complete(cpu_clock):
     target = tiny_model(num_hidden_layers=6)
-    costs = measure_costs(target, perturbed(tiny_model()), gammas=(1, 4), batch_size=2, context=16, blocks=2, repeats=1)
+    costs = measure_costs(target, Draft(perturbed(tiny_model())), gammas=(1, 4), batch_size=2, context=16, repeats=1)
     assert set(costs.draft_seconds) == set(costs.verify_seconds) == {1, 4}
     assert costs.target_seconds > 0
     assert costs.draft_seconds[4] > costs.draft_seconds[1] > 0
     assert (costs.batch_size, costs.context) == (2, 16)
     draft = perturbed(target)
     draft.config.pard_token = 49
-    block = measure_costs(
-        target, draft, gammas=(1, 8), batch_size=2, context=16, blocks=3, repeats=2, drafting="parallel"
-    )
+    block = measure_costs(target, Draft(draft, "parallel"), gammas=(1, 8), batch_size=2, context=16, repeats=2)
     assert block.parallel
     assert block.draft_seconds[8] < 4 * block.draft_seconds[1], "eight calls would take eight times as long"
 
 
 def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free(cpu_clock):
     target = tiny_model(num_hidden_layers=6)
-    costs = measure_costs(target, None, gammas=(1, 4), batch_size=2, context=16, blocks=3, repeats=2)
+    costs = measure_costs(target, None, gammas=(1, 4), batch_size=2, context=16, repeats=2)
     assert set(costs.verify_seconds) == {1, 4}
     assert costs.target_seconds > 0
     # Making four ids takes microseconds, a call of six layers about a millisecond.

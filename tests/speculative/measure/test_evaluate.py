@@ -9,7 +9,7 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from speculative.decode import decode
 from speculative.decoder import decision as loop_module
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.parallel import DRAFTINGS
+from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.effects import paired_effects
@@ -36,7 +36,7 @@ HELDOUT = heldout_of(SETTINGS)
 
 
 def test_judge_reports_every_number_overall_and_by_domain():
-    result, _ = judge(TARGET, DRAFT, HELDOUT, SETTINGS)
+    result, _ = judge(TARGET, Draft(DRAFT), HELDOUT, SETTINGS)
     assert (result["rule"], result["gamma"], result["prompts"], result["tokens"]) == ("sample", 3, 12, 480)
     assert result["alpha_ci"][0] < result["alpha"] < result["alpha_ci"][1]
     assert result["tau_ci"][0] < result["tau"] < result["tau_ci"][1]
@@ -58,7 +58,7 @@ def test_judge_reports_every_number_overall_and_by_domain():
 def test_a_draft_is_judged_either_way_it_drafts():
     draft = perturbed(TARGET, 0.03)
     draft.config.pard_token = 49
-    token_wise, blocks = (judge(TARGET, draft, HELDOUT, SETTINGS, drafting=how)[0] for how in DRAFTINGS)
+    token_wise, blocks = (judge(TARGET, one, HELDOUT, SETTINGS)[0] for one in drafts_of(draft))
     assert (token_wise["alpha"], token_wise["replay"][1]) == (blocks["alpha"], pytest.approx(blocks["replay"][1]))
     assert list(blocks["replay"]) == list(range(9))
     assert blocks["tau"] < token_wise["tau"], "nobody taught it the mask"
@@ -68,7 +68,7 @@ def test_a_draft_is_judged_either_way_it_drafts():
 def test_a_better_draft_has_a_positive_paired_gain():
     drafts = [perturbed(TARGET, scale) for scale in (0.01, 0.1)]
     scores = [score_tokens(draft, HELDOUT, SETTINGS.sampling) for draft in drafts]
-    better, worse = (judge_frozen(draft, HELDOUT, SETTINGS) for draft in drafts)
+    better, worse = (judge_frozen(Draft(draft), HELDOUT, SETTINGS) for draft in drafts)
     gain = paired_effects(*scores, [response.prompt for response in HELDOUT], rule="sample", gamma=3)
     assert gain["alpha"]["gain"] == pytest.approx(better["alpha"] - worse["alpha"])
     assert gain["alpha"]["ci"][0] > 0
@@ -76,16 +76,16 @@ def test_a_better_draft_has_a_positive_paired_gain():
 
 def test_a_domain_of_empty_responses_is_left_out():
     empty = [HeldoutResponse("e", "empty", [1, 2], [], [])]
-    result = judge_frozen(DRAFT, [*HELDOUT, *empty], SETTINGS)
+    result = judge_frozen(Draft(DRAFT), [*HELDOUT, *empty], SETTINGS)
     assert "empty" not in result["domains"]
-    assert result["alpha"] == pytest.approx(judge_frozen(DRAFT, HELDOUT, SETTINGS)["alpha"])
+    assert result["alpha"] == pytest.approx(judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS)["alpha"])
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy"])
 def test_the_target_as_its_own_draft_scores_one(rule):
     sampling = GREEDY if rule == "greedy" else SETTINGS.sampling
     settings = DecodeSettings(sampling, 3, rule, max_tokens=20)
-    result, _ = judge(TARGET, TARGET, heldout_of(settings), settings)
+    result, _ = judge(TARGET, Draft(TARGET), heldout_of(settings), settings)
     assert result["alpha"] == pytest.approx(1.0, abs=1e-5)  # float32, calls of different shape
     assert result["tau"] == 4.0
     assert result["accepted_per_drafted"] == 1.0
@@ -93,9 +93,9 @@ def test_the_target_as_its_own_draft_scores_one(rule):
 
 def test_judge_refuses_nothing_to_judge():
     with pytest.raises(UserError, match="gamma = 0"):
-        judge(TARGET, DRAFT, HELDOUT, DecodeSettings())
+        judge(TARGET, Draft(DRAFT), HELDOUT, DecodeSettings())
     with pytest.raises(UserError, match="no held-out response"):
-        judge(TARGET, DRAFT, [], SETTINGS)
+        judge(TARGET, Draft(DRAFT), [], SETTINGS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

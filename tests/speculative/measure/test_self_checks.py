@@ -13,8 +13,7 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.engine import memory
 from speculative.errors import TooLittleMemory
 from speculative.measure import self_checks as module
-from speculative.measure.dtype_noise import LEAST_NOISE, Noise, measure_noise
-from speculative.measure.self_checks import SelfCheckError, near_tie, self_checks
+from speculative.measure.self_checks import LEAST_NOISE, Noise, SelfCheckError, measure_noise, near_tie, self_checks
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 TARGET = tiny_model(num_hidden_layers=1)

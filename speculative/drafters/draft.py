@@ -1,0 +1,44 @@
+"""A draft model and how it drafts."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.parallel import DRAFTINGS, Drafting, ParallelDrafter
+from speculative.engine.parallel import mask_token_of
+from speculative.errors import UserError
+
+# Gammas up to which a parallel draft is replayed, unless a larger one is decoded: each costs a draft token a response token.
+PARALLEL_OFFSETS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A draft model that drafts token by token, or a block in one pass. Raises UserError where it cannot draft so."""
+
+    model: PreTrainedModel
+    drafting: Drafting = "autoregressive"
+
+    def __post_init__(self) -> None:
+        if self.drafting not in DRAFTINGS:
+            raise UserError(f"drafting {self.drafting}: one of {', '.join(DRAFTINGS)}")
+        self.drafter()
+
+    @property
+    def parallel(self) -> bool:
+        """Whether a block is one pass."""
+        return self.drafting == "parallel"
+
+    def drafter(self) -> ModelDrafter:
+        """A fresh proposer."""
+        return ParallelDrafter(self.model) if self.parallel else ModelDrafter(self.model)
+
+    def offsets(self, gamma: int, least: int = PARALLEL_OFFSETS) -> int | None:
+        """Offsets to score it at (`token_scores.score_tokens`) when it is decoded with gamma; None token by token."""
+        return max(gamma, least) if self.parallel else None
+
+
+def drafts_of(model: PreTrainedModel) -> tuple[Draft, ...]:
+    """The model by every way to draft that its config offers, token by token first."""
+    return tuple(Draft(model, how) for how in DRAFTINGS[: 1 if mask_token_of(model.config) is None else None])
