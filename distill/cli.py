@@ -96,7 +96,7 @@ def probe(options: ProbeOptions) -> None:
 
 @command
 def report(options: ReportOptions) -> None:
-    """One self-contained HTML page of a run (report.html), with a Markdown and a JSON twin beside it.
+    """One self-contained HTML page of a run (report.html), and its numbers as JSON beside it.
 
     understudy report runs/demo --t-target 25ms --t-draft 3ms
 
@@ -110,7 +110,7 @@ def report(options: ReportOptions) -> None:
     files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft), prices)
     if prices is not None:
         print_money(Console(), files.result, prices)
-    print(f"{files.html}\n{files.markdown}\n{files.summary}")
+    print(f"{files.html}\n{files.summary}")
 
 
 @command

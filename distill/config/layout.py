@@ -14,7 +14,7 @@ runs/NAME/config.yaml             the resolved config
          self_checks.json         what was checked before anything was measured
          best                     link to the best checkpoint
          served.json, served.jsonl  what `understudy readback` measured in an engine, and that engine's answers
-         result.json, proposals.parquet, report.html, report.md, report.json
+         result.json, proposals.parquet, report.html, report.json
          verdict.json, plot.png   verdict.json last: where it is, the run is finished
          export/                  where `understudy demo` exports to, and the commands in a report point to
 """

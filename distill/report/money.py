@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from distill.report.tables import NOTHING, Cell, Table, times
-from distill.report.text_tables import Section
 from distill.run.result import Result
 from speculative.errors import UserError
 
@@ -96,68 +94,3 @@ def run_price(result: Result, prices: Prices) -> float:
 def run_hours(result: Result) -> float:
     """Of all stages; `train/...` are parts of one."""
     return sum(seconds for stage, seconds in result.verdict.seconds.items() if "/" not in stage) / SECONDS_AN_HOUR
-
-
-def money_lines(result: Result, prices: Prices) -> list[str]:
-    """What the table takes for granted, and where it breaks even."""
-    rows = price_rows(result, prices)
-    if not rows:
-        return ["Nothing was timed here, so there is no price of a token."]
-    same = prices.alone == prices.with_draft
-    lines = [
-        f"An hour costs {prices.alone:g}" + ("" if same else f", with the draft {prices.with_draft:g}") + ". The draft breaks even at "
-        f"{times(prices.break_even)} the speed; a response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
-        "on average. No request is counted as waiting: an hour is an hour of full work."
-    ]  # fmt: skip
-    spent = run_price(result, prices)
-    if not spent:
-        return lines
-    first = rows[0]
-    start = f"The run took {run_hours(result):.2f} hours, {spent:.2f} at that price"
-    if first.repaid_tokens is None:
-        return [
-            *lines,
-            f"{start}; it is never repaid at {_requests(first.concurrency)}: a token costs no less with the draft.",
-        ]
-    return [*lines, f"{start}; it is repaid after {first.repaid_tokens:,.0f} tokens at {_requests(first.concurrency)}."]
-
-
-def money_section(result: Result, prices: Prices) -> Section:
-    """The part of the report that prices were given for."""
-    rows = price_rows(result, prices)
-    return Section("money", "What it costs", money_lines(result, prices), [money_table(rows)] if rows else [])
-
-
-def money_table(rows: list[PriceRow]) -> Table:
-    """Money by number of concurrent requests."""
-    columns = (
-        "concurrent requests",
-        "a million tokens, alone",
-        "with the draft",
-        "a response, alone",
-        "with the draft",
-        "repaid after",
-    )
-    cells = [
-        [
-            Cell(str(row.concurrency)),
-            *_pair(row.million_alone, row.million_with_draft),
-            *_pair(row.response_alone, row.response_with_draft),
-            Cell(f"{row.repaid_tokens:,.0f} tokens" if row.repaid_tokens is not None else NOTHING),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return Table(columns, cells)
-
-
-def _pair(alone: float, with_draft: float) -> list[Cell]:
-    """The cheaper one is bold."""
-    return [Cell(_amount(alone), strong=alone < with_draft), Cell(_amount(with_draft), strong=with_draft < alone)]
-
-
-def _amount(money: float) -> str:
-    return f"{money:.2f}" if money >= 1 else f"{money:.3g}"
-
-
-def _requests(concurrency: int) -> str:
-    return "one request at a time" if concurrency == 1 else f"{concurrency} requests at once"

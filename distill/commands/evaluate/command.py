@@ -13,7 +13,8 @@ from distill.commands.options import EvaluateOptions
 from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.report.screen import judgement_table, verdict_table
+from distill.report.screen import judgement_table
+from distill.report.sections.contest import ways_table
 from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.rules.rule import RULES, Rule
@@ -57,7 +58,7 @@ def _judge(config: RunConfig, options: EvaluateOptions, rule: Rule, gammas: list
     console = Console()
     for number, record in sorted((result.gammas or {}).items()):
         console.print(judgement_table(f"rule {rule}, gamma {number}", record))
-    console.print(verdict_table(verdict))
+    console.print(ways_table(verdict))
     console.print(verdict.sentence, style="bold")
     console.print(
         f"best gamma {verdict.best_gamma}, predicted speed-up {verdict.predicted_speed_up:.2f}x; "

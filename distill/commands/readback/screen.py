@@ -4,22 +4,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distill.report.screen_table import screen_table
-from distill.report.serving_tables import served_lines, served_rows
+from distill.report.sections.served import served_lines, served_tables
 from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import WAYS
 
 
 def print_served(console: Console, record: ServedRecord, run: Path) -> None:
     """The table of served.json, its notes and causes, and whether the engine agrees."""
-    table = screen_table(
-        f"{run} in {record.where}: {WAYS[record.drafting]}, rule {record.rule}, gamma {record.gamma}, {record.prompts} prompts, {record.tokens:,} tokens",
-        ("", "served", "replay", "run's text"),
-        caption="[95 % interval]; tau without the first token of a response, which is the prefill's",
-    )
-    for name, served, replayed, expected in served_rows(record):
-        table.add_row(name, served, replayed, expected)
-    console.print(table)
+    title = f"{run} in {record.where}: {WAYS[record.drafting]}, rule {record.rule}, gamma {record.gamma}"
+    console.print(f"{title}, {record.prompts} prompts, {record.tokens:,} tokens", highlight=False, markup=False)
+    for table in served_tables(record):
+        console.print(table)
+    console.print("tau without the first token of a response, which is the prefill's; [95 % interval]", markup=False)
     for note in record.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     for cause in record.causes:

@@ -1,16 +1,10 @@
 "use strict";
 (() => {
-  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const read = (id) => JSON.parse(document.getElementById(id)?.textContent ?? "[]");
   const make = (tag, text = "", name = "") => {
     const element = document.createElement(tag);
     element.textContent = text;
     if (name) element.className = name;
-    return element;
-  };
-  const drawn = (tag, attributes, text = "") => {
-    const element = document.createElementNS(document.querySelector("figure svg").namespaceURI, tag);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    element.textContent = text;
     return element;
   };
 
@@ -103,35 +97,6 @@
   const calls = (series, gamma) => (series.parallel ? Math.min(gamma, 1) : gamma);
   const speeds = (series, c, extra) => series.tau.map((tau, index) => tau / (calls(series, series.gammas[index]) * c + 1 + series.gammas[index] * extra));
   const peak = (values) => values.indexOf(Math.max(...values));
-  const LAST = 16;
-  const chart = (lines) => {
-    const [width, height, left, right, upper, lower] = [353, 209, 38, 8, 20, 34];
-    const highest = Math.max(1.1, ...lines.flatMap((line) => line.values.slice(0, LAST + 1))) * 1.08;
-    const step = highest > 6 ? 2 : highest > 3 ? 1 : highest > 1.5 ? 0.5 : 0.25;
-    const x = (gamma) => left + ((width - left - right) * gamma) / LAST;
-    const y = (value) => height - lower - ((height - upper - lower) * value) / highest;
-    const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "speed-up over gamma at these times", id: "given-chart" });
-    const word = (at, text, more = {}) => svg.append(drawn("text", { x: at[0], y: at[1], "font-size": 9, fill: "var(--muted)", ...more }, text));
-    for (let tick = 0; tick <= highest; tick += step) {
-      svg.append(drawn("line", { x1: left, x2: width - right, y1: y(tick), y2: y(tick), stroke: "var(--rule)", "stroke-width": 0.8 }));
-      word([left - 5, y(tick) + 3], tick.toFixed(step < 0.5 ? 2 : 1), { "text-anchor": "end" });
-    }
-    for (let gamma = 0; gamma <= LAST; gamma += 2) word([x(gamma), height - lower + 13], gamma, { "text-anchor": "middle" });
-    word([(left + width - right) / 2, height - 6], "gamma, drafted tokens a block", { "text-anchor": "middle" });
-    svg.append(drawn("line", { x1: left, x2: width - right, y1: y(1), y2: y(1), stroke: "var(--ink)" }));
-    word([width - right, y(1) - 3], "target alone", { "text-anchor": "end", "font-size": 8 });
-    let along = left;
-    for (const line of lines) {
-      const points = line.values.slice(0, LAST + 1).map((value, index) => `${x(line.gammas[index]).toFixed(2)},${y(value).toFixed(2)}`);
-      const dash = { baseline: "6 3", best: "none", served: "6 2 1.5 2" }[line.name] || "2 2";
-      svg.append(drawn("polyline", { points: points.join(" "), fill: "none", stroke: line.colour, "stroke-width": 1.8, "stroke-dasharray": dash, "data-name": line.name }));
-      svg.append(drawn("line", { x1: along, x2: along + 18, y1: 8, y2: 8, stroke: line.colour, "stroke-width": 1.8, "stroke-dasharray": dash }));
-      const label = line.label.length > 22 ? `${line.label.slice(0, 21)}…` : line.label;
-      word([along + 22, 11], label, { fill: "var(--ink)" });
-      along += 34 + 5 * label.length;
-    }
-    return svg;
-  };
   const recompute = () => {
     const [target, draft, verify] = ["t-target", "t-draft", "t-verify"].map(field);
     const best = document.getElementById("given-best");
@@ -141,8 +106,6 @@
     }
     const rule = curves.rules.find((known) => known.rule === document.getElementById("t-rule").value);
     const lines = rule.series.map((series) => ({ ...series, values: speeds(series, draft / target, verify / 100) }));
-    const figure = document.querySelector("#given-figure figure");
-    figure.querySelector("svg").replaceWith(chart(lines));
     const rows = [...document.querySelectorAll("#given-table tbody tr")];
     for (const [column, name] of curves.columns.entries()) {
       const line = lines.find((known) => known.name === name);
@@ -164,7 +127,10 @@
   if (form) {
     form.hidden = false;
     document.getElementById("given-best").hidden = false;
-    form.addEventListener("input", recompute);
+    form.addEventListener("input", () => {
+      document.querySelector("[data-figure=given]").closest("figure").hidden = true; // it is of the times it was drawn for
+      recompute();
+    });
     form.addEventListener("submit", (event) => event.preventDefault());
     recompute();
   }

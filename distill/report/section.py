@@ -1,0 +1,63 @@
+"""What a section of the report is made of, and where sections register. A new one is a function in a file of distill/report/sections.
+
+Pure: a view of a result in; paragraphs, tables and pieces with a template of their own out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.report.table import Table
+from distill.report.view import View
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What needs more than a paragraph or a table: templates/KIND.html.j2, given `values` under its own name."""
+
+    kind: str
+    values: Any
+
+
+Part = str | Table | Piece
+# Parts from top to bottom; a plain string says why there is nothing to show; None: no such section in this report.
+Made = Sequence[Part] | str | None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of the page. order: from top to bottom. nav: its word in the row of links, "" for none."""
+
+    id: str
+    title: str
+    order: int
+    nav: str
+    make: Callable[[View], Made] = field(repr=False)
+
+
+SECTIONS: dict[str, Section] = {}
+
+
+def section(name: str, title: str, *, order: int, nav: str = "") -> Callable[[Callable[[View], Made]], Any]:
+    """Registers a function as the maker of a section."""
+
+    def register(make: Callable[[View], Made]) -> Callable[[View], Made]:
+        SECTIONS[name] = Section(name, title, order, nav, make)
+        return make
+
+    return register
+
+
+def fine(line: str) -> Piece:
+    """A paragraph in small type."""
+    return Piece("fine", line)
+
+
+def heading(title: str) -> Piece:
+    """A heading inside a section."""
+    return Piece("heading", title)
+
+
+def figures(view: View, *captions: tuple[str, str]) -> Piece:
+    """Figures side by side: (name, caption) of each; those without data are left out."""
+    return Piece("figures", [(name, caption, view.figures[name]) for name, caption in captions if name in view.figures])

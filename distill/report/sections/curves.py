@@ -1,0 +1,135 @@
+"""Curves: acceptance over steps, survival by position, speed-up over gamma, the draft's confidence."""
+
+from distill.report.section import Made, Part, Piece, figures, fine, heading, section
+from distill.report.table import Cell, Column, Table
+from distill.report.view import View
+
+SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
+
+
+@section("steps", "Acceptance over steps", order=20, nav="Steps")
+def steps(view: View) -> Made:
+    """alpha and tau of every judged checkpoint."""
+    rows = view.result.steps
+    if len(rows) < 2:
+        return "Only one checkpoint was judged, so there is no curve over steps."
+    # Only counted blocks have an interval of tau.
+    judged_on = (
+        "alpha is of the same frozen held-out text for every checkpoint. tau was counted live on the same prompts, so each "
+        "checkpoint was counted on text of its own."
+        if any(step.tau_ci for step in rows)
+        else "Every checkpoint was judged on the same frozen held-out text, tau by replay."
+    )
+    shown = figures(view, ("steps_alpha", "alpha, acceptance rate"), ("steps_tau", "tau, tokens per target call"))
+    return [f"{judged_on} The dashed line is the draft before training, the bands are intervals.", shown]
+
+
+@section("survival", "Survival by position", order=30, nav="Survival")
+def survival(view: View) -> Made:
+    """How often the first j drafted tokens are all accepted."""
+    if not any(row.survival for row in view.result.contestants):
+        return "Survival by position was not measured: it needs live decoding."
+    line = (
+        "How often the first j tokens that the draft proposes are all accepted. A block pays for all its drafted tokens, so a curve "
+        "that falls fast asks for a small gamma."
+    )
+    return [line, figures(view, ("survival", "share of blocks whose first j drafted tokens are accepted"))]
+
+
+@section("speed", "Speed-up over gamma", order=40, nav="Speed")
+def speed(view: View) -> Made:
+    """tau and predicted speed-up over gamma, under each rule, and at other step times."""
+    if view.curves is None:
+        return "There are no curves over gamma: no rule could be replayed on this held-out text."
+    parts: list[Part] = [
+        speed_line(view),
+        figures(
+            view,
+            ("tau", "tau by replay of the held-out text"),
+            ("speed", "speed-up predicted for this machine: tau / (gamma c + v)"),
+        ),
+    ]
+    rules = rules_table(view)
+    parts += [heading("Under each engine's rule"), rules] if rules.cells else []
+    refused = view.result.curves.refused if view.result.curves else []
+    parts += [fine(f"Rule {one.rule} is left out: {one.why}.") for one in refused]
+    parts += [heading("At other step times"), Piece("given", (given_words(view), view.given, given_table(view)))]
+    return [*parts, figures(view, ("given", "predicted speed-up at these times"))]
+
+
+def speed_line(view: View) -> str:
+    """Best gamma and what it should give on this machine."""
+    verdict, costs = view.verdict, view.result.costs
+    if costs is None or verdict.best_gamma is None:
+        return "Nothing was timed on this machine; the curve below is for other times."
+    ratio = f"c = {costs.cost_ratio:.2f}{of_block(view)}"
+    if verdict.best_gamma == 0:
+        return f"No gamma is predicted to pay on this machine ({ratio})."
+    ends = verdict.best_gamma_range
+    alike = f"; {ends[0]} to {ends[1]} are as good within 3 %" if ends and ends[0] < ends[1] else ""
+    return f"The gamma that is predicted to be fastest on this machine: {verdict.best_gamma} ({ratio}, batch {costs.batch_size}{alike})."
+
+
+def of_block(view: View) -> str:
+    """What a cost ratio is of, where the judged draft drafts a block in one pass."""
+    return " of a block" if view.verdict.drafting == "parallel" else ""
+
+
+def given_words(view: View) -> str:
+    """At which step times a speed-up is predicted, and where they come from."""
+    given = view.given
+    source = {"given": "given", "measured": "measured here", "example": "an example, nothing was measured here"}
+    return (
+        f"target {1e3 * given.target_seconds:.4g} ms a step, draft {1e3 * given.draft_seconds:.4g} ms (c = {given.cost_ratio:.3f}"
+        f"{of_block(view)}), each drafted token lengthens the target's call by {100 * given.verify_extra:.1f} % ({source[given.source]})"
+    )
+
+
+def rules_table(view: View) -> Table:
+    """Each engine rule: what the judged draft reaches under it, at this gamma and at the best one."""
+    gamma, rules = view.verdict.gamma, view.result.curves.rules if view.result.curves else []
+    table = Table(
+        [
+            "rule",
+            Column("alpha", ".3f"),
+            Column(f"tau at gamma {gamma}", ".2f"),
+            Column("best gamma", "d"),
+            Column("predicted there", ".2f", "x"),
+        ]
+    )
+    for curves in rules:
+        curve = curves.contestants.get(view.judged.name)
+        if curve is None:
+            continue
+        fast = view.timed_speed_ups(curve)
+        best = max(fast, key=fast.__getitem__, default=None)
+        table.add(
+            Cell(curves.rule, note=curves.note or "", strong=curves.rule == view.verdict.rule),
+            Cell(curve.alpha, curve.alpha_ci), dict(zip(curve.gammas, curve.tau, strict=True)).get(gamma),
+            "none" if best == 0 else best, None if best is None else fast[best],
+        )  # fmt: skip
+    return table
+
+
+def given_table(view: View) -> Table:
+    """Predicted speed-up over gamma at other step times, one column a contestant, the best of each in bold."""
+    assert view.curves is not None
+    curves = view.in_order(view.curves)
+    columns = [view.given.speed_ups(curve, view.in_one_pass(name)) for name, curve in curves]
+    gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns)]
+    best = [max(gammas, key=column.__getitem__, default=0) for column in columns]
+    table = Table([Column("gamma", "d"), *(Column(view.labels[name], ".2f", "x") for name, _ in curves)])
+    for gamma in gammas:
+        table.add(gamma, *(Cell(column[gamma], strong=top == gamma) for column, top in zip(columns, best, strict=True)))
+    return table
+
+
+@section("calibration", "Does the draft know when it is wrong?", order=97, nav="Calibration")
+def calibration(view: View) -> Made:
+    """What to do with the draft's confidence."""
+    found = view.result.calibration
+    if found is None:
+        return "The draft's confidence was not measured under this rule."
+    said = found.words.rstrip(".")
+    caption = "share accepted over the draft's own probability; grey: how often"
+    return [f"{said[:1].upper()}{said[1:]}.", figures(view, ("calibration", caption))]

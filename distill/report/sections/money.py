@@ -1,0 +1,57 @@
+"""What tokens and responses cost, where prices were given."""
+
+from distill.report.money import Prices, price_rows, run_hours, run_price
+from distill.report.section import Made, section
+from distill.report.table import Cell, Column, Table
+from distill.report.view import View
+from distill.run.result import Result
+
+
+@section("money", "What it costs", order=55)
+def money(view: View) -> Made:
+    """Money by number of concurrent requests; the cheaper way is bold."""
+    if view.prices is None:
+        return None
+    return [
+        *money_lines(view.result, view.prices),
+        *([table] if (table := money_table(view.result, view.prices)) else []),
+    ]
+
+
+def money_lines(result: Result, prices: Prices) -> list[str]:
+    """What the table takes for granted, and where it breaks even."""
+    rows = price_rows(result, prices)
+    if not rows:
+        return ["Nothing was timed here, so there is no price of a token."]
+    same = prices.alone == prices.with_draft
+    lines = [
+        f"An hour costs {prices.alone:g}" + ("" if same else f", with the draft {prices.with_draft:g}") + ". The draft breaks even at "
+        f"{prices.break_even:.2f}x the speed; a response has {result.verdict.tokens / max(1, result.verdict.prompts):.0f} tokens "
+        "on average. No request is counted as waiting: an hour is an hour of full work."
+    ]  # fmt: skip
+    spent, first = run_price(result, prices), rows[0]
+    if spent:
+        requests = "one request at a time" if first.concurrency == 1 else f"{first.concurrency} requests at once"
+        repaid = (
+            f"it is never repaid at {requests}: a token costs no less with the draft"
+            if first.repaid_tokens is None
+            else f"it is repaid after {first.repaid_tokens:,.0f} tokens at {requests}"
+        )
+        lines.append(f"The run took {run_hours(result):.2f} hours, {spent:.2f} at that price; {repaid}.")
+    return lines
+
+
+def money_table(result: Result, prices: Prices) -> Table | None:
+    """Money by number of concurrent requests, None where nothing was timed."""
+    rows = price_rows(result, prices)
+    table = Table(
+        [
+            Column("concurrent requests", ","), Column("a million tokens, alone", ",.2f"), Column("with the draft", ",.2f"),
+            Column("a response, alone", ".3g"), Column("with the draft", ".3g"), Column("repaid after, tokens", ",.0f"),
+        ]
+    )  # fmt: skip
+    for row in rows:
+        pairs = ((row.million_alone, row.million_with_draft), (row.response_alone, row.response_with_draft))
+        cells = [Cell(own, strong=own < other) for pair in pairs for own, other in (pair, pair[::-1])]
+        table.add(row.concurrency, *cells, row.repaid_tokens)
+    return table if rows else None

@@ -1,0 +1,57 @@
+"""What a serving engine did with the draft, beside what replay says of it: `understudy readback`."""
+
+from distill.report.section import Made, section
+from distill.report.table import Cell, Column, Table
+from distill.report.view import View
+from distill.run.served_record import ServedRecord
+from distill.run.verdict_record import WAYS
+
+
+@section("served", "Measured in an engine", order=45)
+def served(view: View) -> Made:
+    """served.json beside its run."""
+    record = view.result.served
+    if record is None:
+        return None
+    return [*served_lines(record), *record.causes, *record.notes, *served_tables(record)]
+
+
+def served_tables(record: ServedRecord) -> list[Table]:
+    """What was served, replay of the served text, and replay of the run's own: the figures, then survival by place."""
+    own, replay = record.served, record.replay
+    figures = Table(
+        [
+            "", Column("tau", ".2f"), Column("accepted/drafted", ".3f"), Column("tokens/s", ".1f"), Column("response, s", ".3g"),
+            Column("speed-up", ".2f", "x"),
+        ]
+    )  # fmt: skip
+    figures.add(
+        "served", Cell(own.tau, own.tau_ci), own.accepted_per_drafted, Cell(own.tokens_per_second, own.tokens_per_second_ci),
+        Cell(own.latency, own.latency_ci), Cell(record.speed_up, record.speed_up_ci),
+    )  # fmt: skip
+    figures.add("replay", replay.tau, replay.accepted_per_drafted, "", "", "")
+    figures.add("run's text", Cell(replay.expected_tau, replay.expected_tau_ci), "", "", "", "")
+    places = len(own.survival or replay.survival)
+    survival = Table(["survival of the first", *(Column(str(place + 1), ".3f") for place in range(places))])
+    for name, values in (("served", own.survival), ("replay", replay.survival)):
+        known = [*(values or [])[:places]]
+        survival.add(name, *known, *[None] * (places - len(known)))
+    return [figures, survival]
+
+
+def served_lines(record: ServedRecord) -> list[str]:
+    """Whether the engine agrees with replay, and its texts."""
+    lines = [
+        f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the "
+        f"{record.replay.text.removeprefix('the ')} ({WAYS[record.drafting]}, rule {record.rule}, gamma {record.asked_gamma}): z {record.z:+.1f}."
+    ]
+    if record.greedy is not None:
+        ties = f", {record.greedy.near_ties} more part at a near-tie" if record.greedy.near_ties else ""
+        lines.append(f"{record.greedy.equal} of {record.greedy.prompts} greedy texts are equal token for token{ties}.")
+    law = record.text_law
+    if law is not None:
+        said = "cannot be told from the target's own" if law.same else "is NOT the target's own"
+        lines.append(
+            f"Its sampled text {said} (p {law.p:.2g}; {law.log_prob:.2f} nats a token, {law.expected:.2f} expected)."
+        )
+    return lines

@@ -1,0 +1,163 @@
+"""Where the draft gains and loses: slices of the held-out text, other targets, domains that were not trained on, disagreements."""
+
+import re
+
+from distill.report.section import Made, Part, Piece, fine, section
+from distill.report.table import Cell, Column, Table
+from distill.report.view import View
+from distill.run.result import Disagreement, SliceRow, SliceTable
+
+SHOWN_DISAGREEMENTS = 12  # the page folds the rest
+ORDERED_DIMENSIONS = ("prompt length", "position", "target entropy", "first tokens")
+CONTROL_SIGNS: dict[int, int | str] = {code: 0x2400 + code for code in range(32)}
+
+
+def prompts_of(count: int) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{count:,} prompt{'' if count == 1 else 's'}"
+
+
+def visible(text: str) -> str:
+    """Text of a model in one line: white space and control characters as signs."""
+    signs = text.translate(CONTROL_SIGNS | {ord("\n"): "↵", ord("\t"): "⇥", 0x7F: "␡"})
+    return re.sub("^ +| +$", lambda edge: "␣" * len(edge[0]), signs) or "∅"
+
+
+@section("slices", "Where it gains and loses", order=60, nav="Slices")
+def slices(view: View) -> Made:
+    """alpha by dimension of the held-out text."""
+    if not view.result.slices:
+        return "There are no slices."
+    intro = (
+        "alpha on parts of the held-out text. The bar is the judged draft, the tick the baseline; “loses most” marks where most "
+        "rejected tokens are."
+    )
+    tables = [slice_table(view, group) for group in view.result.slices if group.rows]
+    return [intro, fine(slices_line(view)), *tables]
+
+
+def slices_line(view: View) -> str:
+    """What the intervals of the gains hold for, and when a slice is marked."""
+    groups = view.result.slices
+    marks = ("“worse” and “forgotten”" if view.result.forgetting else "“worse”") + " marks"
+    levels = [group.corrected_confidence for group in groups if group.corrected_confidence]
+    if not levels or not any(row.gain is not None for group in groups for row in group.rows):
+        return "Each interval stands alone."
+    return (
+        f"The intervals of the gains hold together at 95 % over the rows of a table (Bonferroni: each at up to {100 * max(levels):.1f} %); "
+        f"{marks} a loss that is certain by them, on enough prompts. Those of alpha stand alone."
+    )
+
+
+def slice_table(view: View, group: SliceTable) -> Table:
+    """One dimension; what has no order of its own is sorted by lost tokens, worst first."""
+    rows, main = list(group.rows), view.judged.name
+    if group.dimension not in ORDERED_DIMENSIONS:
+        rows.sort(key=lambda row: -(row.lost_share or 0.0))
+    others = [name for name in view.labels if name != main and any(name in row.alpha for row in rows)]
+    worst = max(rows, key=lambda row: row.lost_share or 0.0) if len(rows) > 1 else None
+    gains = [Column("gain", "+.3f")] if any(row.gain is not None for row in rows) else []
+    table = Table(
+        [
+            group.dimension, Column(f"alpha {view.labels[main]}", ".3f"), *gains, Column("share of losses", ".0%"),
+            *(Column(f"alpha {view.labels[name]}", ".3f") for name in others), Column("tokens", ","),
+        ],
+        title=f"By {group.dimension}" + (f" ({group.unit})" if group.unit else ""),
+    )  # fmt: skip
+    for row in rows:
+        own = Cell(
+            row.alpha.get(main),
+            row.alpha_ci.get(main),
+            bar=row.alpha.get(main),
+            tick=row.alpha.get("baseline"),
+            strong=True,
+        )
+        gain = [Cell(row.gain, row.gain_ci, mark="worse" if row.certain == "loss" else "")] if gains else []
+        table.add(
+            Cell(row.name, note=prompts_of(row.prompts), mark="loses most" if row is worst else ""), own, *gain,
+            Cell(row.lost_share, bar=row.lost_share), *_alphas(row, others), row.tokens,
+        )  # fmt: skip
+    return table
+
+
+def _alphas(row: SliceRow, names: list[str]) -> list[Cell]:
+    return [Cell(row.alpha.get(name), row.alpha_ci.get(name)) for name in names]
+
+
+@section("targets", "Other targets", order=80)
+def targets(view: View) -> Made:
+    """The draft on every other target that it learned from."""
+    rows = view.verdict.targets
+    if not rows:
+        return None
+    table = Table(
+        [
+            "other target", Column("weight", ".2f"), Column("alpha", ".3f"), Column("tau", ".2f"), Column("tau undistilled", ".2f"),
+            Column("gain in alpha", "+.3f"),
+        ],
+        title="The same draft on the other targets",
+    )  # fmt: skip
+    for one in rows:
+        table.add(
+            one.target, one.weight, one.alpha, one.tau, one.baseline_tau, Cell(one.alpha_gain.gain, one.alpha_gain.ci)
+        )
+    return ["The same draft on held-out text of the other targets that it learned from, by replay.", table]
+
+
+@section("forgetting", "Forgetting", order=85)
+def forgetting(view: View) -> Made:
+    """Every domain, trained on or not: alpha of each contestant and the change from baseline to best."""
+    rows = view.result.forgetting
+    if not rows:
+        return None
+    names = [name for name in view.labels if any(name in row.alpha for row in rows)]
+    domains = {row.name: row for group in view.result.slices if group.dimension == "domain" for row in group.rows}
+    table = Table(
+        [
+            "domain",
+            Column("tokens", ","),
+            *(Column(f"alpha {view.labels[name]}", ".3f") for name in names),
+            Column("change", "+.3f"),
+        ]
+    )
+    for row in rows:
+        change, same = row.change, domains.get(row.domain)
+        certain = (change and change.certain) or (same and same.certain)
+        table.add(
+            Cell(row.domain, note="" if row.trained_on else "not trained on"), row.tokens,
+            *(Cell(row.alpha.get(name), row.alpha_ci.get(name)) for name in names),
+            Cell(change.gain if change else None, change.ci if change else None, mark="forgotten" if certain == "loss" else ""),
+        )  # fmt: skip
+    return ["The same drafts on every domain, also on those that were not trained on.", table]
+
+
+@section("disagreements", "Most expensive disagreements", order=95, nav="Disagreements")
+def disagreements(view: View) -> Made:
+    """Where the draft loses most: what the target said and what the draft wanted."""
+    every = view.result.disagreements
+    if not every:
+        return "No disagreements were recorded."
+    timed = any(row.tokens_per_second_lost is not None for row in every)
+    parts: list[Part] = [
+        "Where the draft most often wanted something else than the target said (␣ is a space, ↵ a new line).",
+        disagreement_table(every[:SHOWN_DISAGREEMENTS], timed),
+    ]
+    more = every[SHOWN_DISAGREEMENTS:]
+    return [*parts, *([Piece("folded", (f"{len(more)} more", disagreement_table(more, timed)))] if more else [])]
+
+
+def disagreement_table(rows: list[Disagreement], timed: bool) -> Table:
+    """A row a disagreement; timed: with the tokens per second that it costs."""
+    lost = [Column("tokens/s lost", ".1f")] if timed else []
+    table = Table(
+        [
+            "after", "target said", "draft wanted", Column("times", ","), Column("share of losses", ".1%"),
+            Column("tau if they agreed", ".3f"), *lost,
+        ]
+    )  # fmt: skip
+    for row in rows:
+        said = (Cell(visible(text), code=True) for text in (row.context, row.target_said, row.draft_wanted))
+        rate = [row.tokens_per_second_lost] if timed else []
+        counted = Cell(row.count, note=f"in {prompts_of(row.prompts)}")
+        table.add(*said, counted, Cell(row.lost_share, bar=row.lost_share), row.tau_if_agreed, *rate)
+    return table

@@ -1,0 +1,122 @@
+"""The target's text: which way helps where, how much repeats, other temperatures, whether the text is still the target's."""
+
+from distill.report.section import Made, section
+from distill.report.sections.slices import prompts_of
+from distill.report.table import Cell, Column, Table
+from distill.report.view import View
+from distill.run.result import TemperatureRow, WhereRow
+from speculative.measure.race import ALONE
+
+
+@section("where", "Which one helps where", order=70)
+def where(view: View) -> Made:
+    """Speed-ups of every way by part of the text."""
+    rows = view.result.where
+    if not rows:
+        return None
+    line = (
+        "Speed-up over the target alone, by part of the text. Bold is the fastest there; “certain” where it beats all the "
+        "others for certain, over the rows of its table together."
+    )
+    dimensions = dict.fromkeys(row.dimension for row in rows)
+    return [line, *(_where_table([row for row in rows if row.dimension == one], view.labels) for one in dimensions)]
+
+
+def _where_table(rows: list[WhereRow], labels: dict[str, str]) -> Table:
+    names = list(dict.fromkeys(name for row in rows for name in row.speed_up))
+    dimension = rows[0].dimension
+    table = Table(
+        [
+            dimension,
+            *(Column(labels.get(name, name), ".2f", "x") for name in names),
+            Column("repeated", ".0%"),
+            Column("tokens", ","),
+        ],
+        title="By how repetitive the response is" if dimension == "repetition" else f"By {dimension}",
+    )
+    for row in rows:
+        table.add(
+            Cell(row.name, note=prompts_of(row.prompts), mark="nothing helps" if row.best == ALONE else ""),
+            *(
+                Cell(
+                    row.speed_up.get(name), row.speed_up_ci.get(name), mark="certain" if name == row.best and row.certain else "",
+                    strong=name == row.best,
+                )
+                for name in names
+            ),
+            Cell(row.repeated, bar=row.repeated),
+            row.tokens,
+        )  # fmt: skip
+    return table
+
+
+@section("repetition", "How much of the text repeats", order=75)
+def repetition(view: View) -> Made:
+    """Repeated and looping shares, whole and by domain."""
+    found = view.verdict.repetition
+    if found is None:
+        return None
+    parts = {"all": found, **(found.by_domain if len(found.by_domain) > 1 else {})}
+    table = Table(["text", Column("repeated", ".1%"), Column("looping", ".1%"), Column("tokens", ",")])
+    for name, part in parts.items():
+        tokens = view.verdict.tokens if part.tokens is None else part.tokens
+        table.add(name, Cell(part.repeated, bar=part.repeated), Cell(part.looping, bar=part.looping), tokens)
+    line = (
+        "Of the target's own text: tokens inside 8 in a row that stood earlier in prompt or response (repeated), and tokens "
+        "of a stretch that goes round and round (looping). What repeats, prompt lookup finds without a draft."
+    )
+    return [line, table]
+
+
+@section("temperatures", "At other temperatures", order=77)
+def temperatures(view: View) -> Made:
+    """The same draft at each of judge.temperatures."""
+    rows = view.result.temperatures
+    if not rows:
+        return None
+    served = (view.result.provenance.get("sampling") or {}).get("temperature")
+    best = ["best gamma"] if any(row.best_gamma is not None for row in rows) else []
+    table = Table(
+        [
+            Column("temperature", "g"), Column("alpha", ".3f"), Column(f"tau at gamma {rows[0].gamma}", ".2f"), *best,
+            Column("looping", ".1%"),
+        ]
+    )  # fmt: skip
+    for row in rows:
+        table.add(
+            Cell(row.temperature, note=row.rule, strong=row.temperature == served),
+            Cell(row.alpha, row.alpha_ci, bar=row.alpha), Cell(row.tau, row.tau_ci),
+            *([Cell(_best(row), note="predicted")] if best else []), row.looping,
+        )  # fmt: skip
+    line = (
+        f"The same draft when the target is served at other temperatures: {rows[0].prompts:,} held-out prompts answered at "
+        "each, alpha and tau by replay of the answers."
+    )
+    return [line, table]
+
+
+def _best(row: TemperatureRow) -> str:
+    return f"{row.best_gamma}: {row.predicted_speed_up or 1.0:.2f}x" if row.best_gamma else "none pays"
+
+
+@section("proofs", "Is the text still the target's?", order=78)
+def proofs(view: View) -> Made:
+    """Losslessness and task scores, where `understudy evaluate` added them."""
+    found, scores = view.result.losslessness, view.result.scores
+    if found is None and not scores:
+        return None
+    lines = [f"{one.scorer}: {one.sentence}" for one in scores]
+    if found is not None:
+        passed = "Passed" if found.passed else "FAILED"
+        lines.insert(0, f"{passed} (rule {found.rule}, gamma {found.gamma}): {found.sentence}")
+    table = Table(
+        ["scorer", Column("with the draft", ".3f"), Column("target alone", ".3f"), Column("difference", "+.3f")],
+        title="Task scores",
+    )
+    for one in scores:
+        table.add(
+            Cell(one.scorer, note=f"{prompts_of(one.prompts)} x {one.samples}", mark="" if one.passed else "differs"),
+            Cell(one.speculative.score, one.speculative.ci), Cell(one.alone.score, one.alone.ci),
+            Cell(one.difference.value, one.difference.ci),
+        )  # fmt: skip
+    return [*lines, *([table] if scores else [])]

@@ -1,0 +1,36 @@
+"""Some held-out responses, token by token: who wrote each."""
+
+from collections import Counter
+
+from distill.report.section import Made, Piece, section
+from distill.report.sections.slices import CONTROL_SIGNS
+from distill.report.view import View
+
+OPEN_RESPONSES = 2  # the others are folded
+SHOWN_OF_TOKEN = {"text", "id", "by", "block", "target_prob", "draft_prob", "target_top", "draft_top"}
+
+
+def token_text(text: str) -> str:
+    """A token in running text: a newline is shown and made, other control characters become signs."""
+    return text.translate(CONTROL_SIGNS | {ord("\n"): "↵\n", ord("\t"): "⇥\t"}) or "∅"
+
+
+@section("tokens", "Who wrote each token", order=90, nav="Tokens")
+def tokens(view: View) -> Made:
+    """The token view; what both models held most probable is in the page's data."""
+    found = view.result.token_view
+    if found is None:
+        return "There is no token view: nothing was decoded live."
+    written = [Counter(token.by for token in response.tokens) for response in found.responses]
+    intro = (
+        f"Held-out responses, decoded with the {view.labels.get(found.contestant, found.contestant)} draft under rule {found.rule} at "
+        f"gamma {found.gamma}. Point at a token, tap it, or move with Tab and the arrow keys to see what both models held most probable "
+        "there (↵ is a new line, ∅ a token that ends no character)."
+    )
+    values = {
+        "written": sum(written, Counter()),
+        "responses": list(zip(found.responses, written, strict=True)),
+        "open": OPEN_RESPONSES,
+        "data": [[token.model_dump(include=SHOWN_OF_TOKEN) for token in one.tokens] for one in found.responses],
+    }
+    return [intro, Piece("tokens", values)]

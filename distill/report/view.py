@@ -1,0 +1,110 @@
+"""A result as the report looks at it: the judged draft, labels, curves, step times. Pure: what a result holds is read, not computed again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from distill.report.money import Prices
+from distill.run.result import Contestant, Curve, Result, RuleCurves
+from distill.run.verdict_record import WAYS, Outcome, Verdict
+from speculative.measure.cost import predicted_speed_up
+
+OUTCOMES: dict[Outcome, str] = {
+    "pays_off": "Pays off",
+    "best_together": "Best together with lookup",
+    "rival_better": "Something free is better",
+    "no_speed": "No speed-up",
+    "no_measurable_gain": "No measurable gain",
+    "loss": "Loss",
+    "not_timed": "Not timed",
+}
+
+
+@dataclass(frozen=True)
+class GivenTimes:
+    """Times in seconds of a target step and a draft call at which a speed-up is predicted.
+
+    verify_extra: how much each drafted token lengthens the target's call.
+
+    source: "given", "measured" or "example".
+    """
+
+    target_seconds: float
+    draft_seconds: float
+    verify_extra: float = 0.0
+    source: str = "given"
+
+    @property
+    def cost_ratio(self) -> float:
+        return self.draft_seconds / self.target_seconds
+
+    def speed_up(self, gamma: int, tau: float, parallel: bool = False) -> float:
+        """tau / (gamma c + v) with v = 1 + gamma * verify_extra; parallel: a block is one draft call."""
+        c = self.cost_ratio / (max(gamma, 1) if parallel else 1)
+        return predicted_speed_up(tau, gamma, c, 1 + gamma * self.verify_extra)
+
+    def speed_ups(self, curve: Curve, parallel: bool = False) -> dict[int, float]:
+        """{gamma: speed-up} along a curve."""
+        return {gamma: self.speed_up(gamma, tau, parallel) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
+
+
+def measured_times(result: Result) -> GivenTimes:
+    """The times that were measured, v as a slope; without any, an example."""
+    costs = result.costs
+    if not costs:
+        return GivenTimes(0.025, 0.003, 0.02, "example")
+    measured = costs.verify_ratio
+    gamma = min(measured, key=lambda known: abs(known - result.verdict.gamma), default=0)
+    extra = max(0.0, (measured[gamma] - 1) / gamma) if gamma else 0.0
+    return GivenTimes(costs.target_step_seconds, costs.draft_step_seconds, extra, "measured")
+
+
+@dataclass(frozen=True)
+class View:
+    """What a section is made from. figures: {name: picture as a data URI}, see `distill.report.figures`."""
+
+    result: Result
+    given: GivenTimes
+    prices: Prices | None = None
+    figures: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return self.result.verdict
+
+    @cached_property
+    def judged(self) -> Contestant:
+        """The contestant that the report is about: the best, or the only one."""
+        return self.contestant("best") or self.result.contestants[-1]
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """{name: what a reader is told}, in the order of the result."""
+        return {row.name: row.label or row.name for row in self.result.contestants}
+
+    @cached_property
+    def curves(self) -> RuleCurves | None:
+        """Curves of the rule that was judged; of the first rule where that one has none."""
+        rules = self.result.curves.rules if self.result.curves else []
+        return next((curves for curves in rules if curves.rule == self.verdict.rule), rules[0] if rules else None)
+
+    def contestant(self, name: str) -> Contestant | None:
+        """The contestant of that name, or None."""
+        return next((row for row in self.result.contestants if row.name == name), None)
+
+    def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
+        """(name, curve) of the contestants that have one, in the order of the result."""
+        return [(name, curves.contestants[name]) for name in self.labels if name in curves.contestants]
+
+    def in_one_pass(self, name: str) -> bool:
+        """Whether a contestant, or the draft in question otherwise, drafts a block in one pass."""
+        return name == WAYS["parallel"] or (name == self.judged.name and self.verdict.drafting == "parallel")
+
+    def timed_speed_ups(self, curve: Curve) -> dict[int, float]:
+        """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""
+        last = max(self.result.costs.verify_ratio, default=None) if self.result.costs else None
+        return {
+            gamma: value
+            for gamma, value in zip(curve.gammas, curve.speed_up or [], strict=False)
+            if value is not None and (last is None or gamma <= last)
+        }

@@ -1,0 +1,339 @@
+"""The sections of a report: what they show is what the result holds; money, given times and marks by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from result_example import bare, example_result, not_timed, typed
+from rich.console import Console
+from typer.testing import CliRunner
+
+from data.files import write_json
+from distill.cli import app
+from distill.config.layout import RESULT
+from distill.report.money import Prices, parse_prices, price_rows
+from distill.report.page import made_sections, summary_of
+from distill.report.screen import last_screen
+from distill.report.section import Piece
+from distill.report.sections.curves import given_table, rules_table
+from distill.report.sections.money import money_lines
+from distill.report.sections.run import check_lines, run_facts, serve_warning
+from distill.report.sections.slices import visible
+from distill.report.sections.tokens import token_text
+from distill.report.table import NOTHING, Table
+from distill.report.view import GivenTimes, View, measured_times
+from speculative.errors import UserError
+from speculative.measure.cost import predicted_speed_up
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    return example_result()
+
+
+def view_of(tree: dict[str, Any], given: GivenTimes | None = None, prices: Prices | None = None) -> View:
+    held = typed(tree)
+    return View(held, given or measured_times(held), prices)
+
+
+def of_verdict(tree: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**tree, "verdict": {**tree["verdict"], **changes}}
+
+
+def sections_of(tree: dict[str, Any], **view: Any) -> dict[str, Any]:
+    return {section.id: parts for section, parts in made_sections(view_of(tree, **view))}
+
+
+def tables_of(tree: dict[str, Any], name: str, **view: Any) -> dict[str, Table]:
+    """{title: table} of a section."""
+    return {part.title: part for part in sections_of(tree, **view)[name] if isinstance(part, Table)}
+
+
+def words_of(parts: Any) -> str:
+    return " ".join(
+        part if isinstance(part, str) else str(part.values) for part in parts if isinstance(part, str | Piece)
+    )
+
+
+def test_the_ways_stand_side_by_side(result: dict[str, Any]) -> None:
+    (table,) = tables_of(result, "numbers").values()
+    best = result["contestants"][-1]
+    row = next(row for row in table.texts() if row[0].startswith("distilled"))
+    assert row[2] == f"{best['alpha']:.3f} [{best['alpha_ci'][0]:.3f}, {best['alpha_ci'][1]:.3f}]"
+    assert row[3].startswith(f"{best['tau']:.2f} [")
+    assert row[-1].startswith(f"{best['speed_up']:.2f}x [")
+    assert [cell.strong for row in table.cells for cell in row[:1]] == [False, False, True]
+    assert "Against the served draft, paired by prompt: alpha +0.040 [+0.010, +0.070]" in words_of(
+        sections_of(result)["numbers"]
+    )
+    few = of_verdict(result, speed_up_ci={"baseline": None, "best": None})
+    assert "too few prompts timed" in tables_of(few, "numbers")[table.title].texts()[-1][-1]
+
+
+def test_slices_are_sorted_and_a_certain_loss_alone_is_marked(result: dict[str, Any]) -> None:
+    tables = tables_of(result, "slices")
+    shares = [float(row[3].split()[0]) for row in tables["By token class"].texts()]
+    assert shares == sorted(shares, reverse=True)
+    ends = [(row[0].value, row[0].mark) for row in tables["By position (tokens)"].cells]
+    assert ends == [("1-16", ""), ("17-64", "loses most"), ("65 and more", "")], "has an order of its own"
+    row = tables["By domain"].cells[0]
+    assert (row[1].bar, row[1].tick is None) == (row[1].value, False)
+
+    def marks(made: dict[str, Any]) -> list[str]:
+        shown = [*tables_of(made, "slices").values(), *tables_of(made, "forgetting").values()]
+        return [
+            cell.mark for table in shown for row in table.cells for cell in row if cell.mark in ("worse", "forgotten")
+        ]
+
+    made = copy.deepcopy(result)
+    domains, classes = made["slices"][0]["rows"], made["slices"][2]["rows"]
+    assert made["forgetting"][0]["domain"] == domains[0]["name"]
+    domains[0]["certain"] = "loss"
+    assert marks(made) == ["worse", "worse", "forgotten"]
+    assert "each at up to 99.2 %" in words_of(sections_of(made)["slices"]), "six classes"
+    for row in (*domains, *classes):
+        row["certain"] = "none"
+    assert marks(made) == [], "an interval below 0 alone is not enough"
+
+
+def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
+    verdict = result["verdict"]
+    expected = [str(verdict["best_gamma"]), f"{verdict['predicted_speed_up']:.2f}x"]
+    assert rules_table(view_of(result)).texts()[0][3:] == expected
+    beyond = copy.deepcopy(result)
+    curve = beyond["curves"]["rules"][0]["contestants"]["best"]
+    curve["speed_up"][17:] = [9.0] * 16
+    assert rules_table(view_of(beyond)).texts()[0][3:] == expected, "no extrapolated one"
+    curve["speed_up"] = [None] * 33
+    assert rules_table(view_of(beyond)).texts()[0][3:] == [NOTHING] * 2
+
+
+def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) -> None:
+    best, (passing,) = result["verdict"]["best"], result["verdict"]["checkpoints"]
+    replayed = best["live_tokens"] / best["replay_check"]["predicted_blocks"]
+    assert check_lines(typed(result))[-1].endswith(f"tau {best['tau']:.2f} beside replay {replayed:.2f}, z -0.2.")
+    old = copy.deepcopy(result)
+    del old["verdict"]["best"]["replay_check"]
+    assert f"tau {passing['tau']:.2f} beside replay" in check_lines(typed(old))[-1], "of the run that was replayed"
+    assert "no live run was counted" in check_lines(typed(not_timed(result)))[-1]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "step", "said"),
+    [
+        ({}, 120, ""),
+        ({"outcome": "no_speed", "pays_off": False}, 120, "not certainly faster than the target alone"),
+        ({"best_gamma": 0}, 120, "no gamma is predicted to pay"),
+        ({"outcome": "loss", "pays_off": True}, 120, "worse than the undistilled one"),
+        ({"outcome": "no_measurable_gain", "pays_off": True}, 120, "not certainly better than the undistilled one"),
+        ({"outcome": "no_measurable_gain", "pays_off": False}, 0, "is the undistilled one; the target with"),
+        ({"outcome": "not_timed", "pays_off": None}, 120, "Not timed"),
+    ],
+)
+def test_commands_for_a_draft_without_gain_carry_a_warning(
+    verdict: dict[str, Any], step: int, said: str, result: dict[str, Any]
+) -> None:
+    made = copy.deepcopy(of_verdict(result, **verdict))
+    made["contestants"][-1]["step"] = step
+    warning = serve_warning(view_of(made))
+    assert said in warning
+    assert bool(said) == bool(warning)
+    assert [part.kind for part in sections_of(made)["serve"]] == (["warning", "serve"] if said else ["serve"])
+
+
+def test_what_was_run_is_told(result: dict[str, Any]) -> None:
+    assert ("prompts timed", "7") in run_facts(view_of(result))
+    steps = sections_of(result)["steps"], sections_of(not_timed(result))["steps"]
+    assert ["on text of its own" in steps[0][0], "tau by replay" in steps[1][0]] == [True, True]
+
+
+def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
+    curve, tree = result["curves"]["rules"][0]["contestants"]["best"], copy.deepcopy(result)
+    for calls in ("each token", "one a block"):
+        table = given_table(view_of(tree, GivenTimes(0.025, 0.003, 0.02)))
+        for row in table.cells:
+            gamma = row[0].value
+            drafting = 0.12 * (gamma if calls == "each token" else 1)
+            assert row[-1].value == pytest.approx(curve["tau"][gamma] / (drafting + 1 + gamma * 0.02))
+            assert row[-2].value < row[-1].value
+        assert [row[-1].strong for row in table.cells].count(True) == 1
+        tree["verdict"]["drafting"] = "parallel"
+    measured = measured_times(typed(result))
+    assert (measured.source, measured.cost_ratio) == ("measured", pytest.approx(result["costs"]["cost_ratio"]))
+    tau = curve["tau"][4]
+    assert measured.speed_up(4, tau) == pytest.approx(curve["speed_up"][4])
+    assert measured.speed_up(4, tau) == pytest.approx(
+        predicted_speed_up(tau, 4, measured.cost_ratio, 1 + 4 * measured.verify_extra)
+    )
+    assert measured_times(typed(not_timed(result))).source == "example"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("", "∅"), (" a b ", "␣a b␣"), ("\n", "↵"), ("\t\x00", "⇥␀"), ("   ", "␣␣␣")]
+)
+def test_white_space_is_visible(text: str, shown: str) -> None:
+    assert visible(text) == shown
+    assert token_text("a\n\tb\x1b") == "a↵\n⇥\tb␛"
+
+
+def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> None:
+    (table,) = tables_of(result, "load").values()
+    assert [row[:5] for row in table.texts()] == [
+        ["1", "5", "128", "198", "1.55x [1.40, 1.70]"], ["4", "3", "410", "545", "1.33x [1.20, 1.48]"],
+        ["16", "1", "900", "828", "0.92x plain is faster"],
+    ]  # fmt: skip
+    words = words_of(sections_of(result)["load"])
+    assert "From 12 concurrent requests on plain decoding is faster than the draft by itself." in words
+    assert "twice as long for 42 tokens" in words
+    for wins, said in (
+        (None, "at every load up to 4096"),
+        (1, "by itself at every load."),
+        (40, "beyond the 16 that were measured"),
+    ):
+        assert said in words_of(sections_of(of_verdict(result, plain_wins_from=wins))["load"])
+
+
+def test_load_says_what_to_run_where_others_were_timed(result: dict[str, Any]) -> None:
+    rows = copy.deepcopy(result["verdict"]["load"])
+    for row, run in zip(rows, ("lookup + draft", "best", "target"), strict=True):
+        row["rivals"] = [
+            {"name": "prompt lookup", "gamma": 8, "ngrams": [3, 1], "tuned_on": "", "speed_up": 1.2, "speed_up_ci": [1.1, 1.3]},
+            {"name": "lookup + draft", "gamma": 8, "ngrams": [4, 2], "then_gamma": 3, "tuned_on": "", "speed_up": 1.6, "speed_up_ci": None},
+        ]  # fmt: skip
+        row["run"] = run
+    del rows[1]["rivals"][0]  # one load had no room for it
+    changed = of_verdict(result, load=rows)
+    console = Console(width=160, record=True, file=io.StringIO())
+    last_screen(console, Path("runs/tiny"), typed(changed).verdict, [], None)
+    assert "what to run by requests at once: 1: lookup + draft 1.60x, 4: the draft by itself" in console.export_text()
+    (table,) = tables_of(changed, "load").values()
+    assert [row[-3:] for row in table.texts()] == [
+        ["1.20x [1.10, 1.30] gamma 8", "1.60x gamma 8", "lookup + draft"],
+        [NOTHING, "1.60x gamma 8", "the draft"],
+        ["1.20x [1.10, 1.30] gamma 8", "1.60x gamma 8", "the target alone"],
+    ]
+
+
+def test_latency_shows_what_was_observed(result: dict[str, Any]) -> None:
+    tables = tables_of(result, "latency")
+    assert set(tables) == {"to the first token", "per token", "for a whole response"}
+    assert tables["to the first token"].texts() == [
+        ["the target alone", "20", "25.5", "30"],
+        ["distilled", "24", "29", "36"],
+    ]
+
+
+def priced(tree: dict[str, Any]) -> dict[str, Any]:
+    """A run of 1 hour; 100 tokens/s alone, 150 with the draft, at load 8 500 and 400; 50 tokens a response."""
+    load = {
+        "concurrency": 8, "gamma": 2, "speed_up": 0.8, "speed_up_ci": None, "predicted": 0.9, "plain_tokens_per_second": 500.0,
+        "tokens_per_second": 400.0,
+    }  # fmt: skip
+    first = {**load, "concurrency": 1, "plain_tokens_per_second": 110.0, "tokens_per_second": 170.0}
+    best = {**tree["verdict"]["best"], "tokens_per_second": 150.0}
+    return of_verdict(
+        tree, target_tokens_per_second=100.0, best=best, load=[first, load], prompts=20, tokens=1000,
+        seconds={"train": 3000.0, "train/backward": 2000.0, "judge": 600.0},
+    )  # fmt: skip
+
+
+def test_money_by_hand(result: dict[str, Any]) -> None:
+    own = typed(priced(result))
+    alone, loaded = price_rows(own, Prices(3.6, 3.6))
+    # 3.6 an hour is 0.001 a second: 100 tokens/s are 10 a million, 150 are 6.67; 50 tokens are 0.0005.
+    assert (alone.million_alone, alone.million_with_draft) == pytest.approx((10.0, 20 / 3))
+    assert (alone.response_alone, alone.response_with_draft) == pytest.approx((5e-4, 1e-3 / 3))
+    assert alone.repaid_tokens == pytest.approx(3.6 / (10e-6 - 20e-6 / 3))  # an hour, parts of a stage counted once
+    assert (loaded.concurrency, loaded.million_alone, loaded.million_with_draft) == pytest.approx((8, 2.0, 2.5))
+    assert loaded.repaid_tokens is None, "a token costs more with the draft there"
+    assert "repaid after 1,080,000 tokens" in money_lines(own, Prices(3.6, 3.6))[1]
+    two = Prices(3.6, 7.2)
+    assert price_rows(own, two)[0].million_with_draft == pytest.approx(40 / 3)
+    assert "breaks even at 2.00x" in money_lines(own, two)[0]
+    assert "never repaid at one request at a time" in money_lines(own, two)[1]
+    assert summary_of(own, prices=two)["money"][0]["million_alone"] == pytest.approx(10.0)
+    assert sections_of(bare(result), prices=two)["money"] == [
+        "Nothing was timed here, so there is no price of a token."
+    ]
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "1,2,3", "1,", "inf", "nan", ","])
+def test_a_price_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--price-per-hour .*2\.49,4\.98") as refused:
+        parse_prices(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_prices_on_the_command_line(result: dict[str, Any], tmp_path: Path) -> None:
+    assert [parse_prices(text) for text in ("", "2.49", "2.49,4.98")] == [None, Prices(2.49, 2.49), Prices(2.49, 4.98)]
+    write_json(tmp_path / RESULT, priced(result))
+    run = CliRunner().invoke(app, ["report", str(tmp_path), "--price-per-hour", "3.6"])
+    assert run.exit_code == 0
+    assert "6.67" in run.output
+    assert "6.67" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "report.json").read_text())["money"]
+
+
+def test_where_marks_the_certain_leader(result: dict[str, Any]) -> None:
+    tables = tables_of(result, "where")
+    assert tables["By domain"].texts()[2] == [
+        "chat 8 prompts",
+        "1.40x [1.30, 1.51]",
+        "1.50x [1.40, 1.61] certain",
+        "8 %",
+        "451",
+    ]
+    assert [row[0] for row in tables["By how repetitive the response is"].texts()] == [
+        "up to 4 % repeated 8 prompts", "more than 4 % repeated 8 prompts",
+    ]  # fmt: skip
+    alone = [dict(row, best="target") for row in result["where"]]
+    assert tables_of({**result, "where": alone}, "where")["By domain"].cells[0][0].mark == "nothing helps"
+
+
+def test_repetition_is_shown_whole_and_by_domain(result: dict[str, Any]) -> None:
+    (table,) = tables_of(result, "repetition").values()
+    assert table.texts()[:2] == [["all", "15.5 %", "0.8 %", "1,580"], ["python", "30.0 %", "2.0 %", "600"]]
+    only = dict(result["verdict"]["repetition"], by_domain={"python": {"repeated": 0.3, "looping": 0.0, "tokens": 600}})
+    (table,) = tables_of(of_verdict(result, repetition=only), "repetition").values()
+    assert len(table.cells) == 1, "one domain is the whole"
+
+
+def with_proofs(result: dict[str, Any]) -> dict[str, Any]:
+    def row(temperature: float, alpha: float, best: int | None) -> dict[str, Any]:
+        return {
+            "temperature": temperature, "rule": "sample" if temperature else "greedy", "prompts": 16, "tokens": 700,
+            "alpha": alpha, "alpha_ci": [alpha - 0.1, alpha + 0.1], "gamma": 4, "tau": 3 * alpha, "tau_ci": [1.0, 3.0],
+            "best_gamma": best, "predicted_speed_up": None if best is None else 1.0 + best / 10, "looping": 0.31 - temperature / 4,
+        }  # fmt: skip
+
+    score, no_difference = {"score": 0.5, "ci": [0.4, 0.6]}, {"value": 0.0, "ci": [-0.01, 0.01]}
+    return {
+        **result,
+        "temperatures": [row(0.0, 0.8, 3), row(0.7, 0.6, 0)],
+        "losslessness": {"draft": "d", "rule": "sample", "gamma": 4, "passed": True, "sentence": "The same <text>."},
+        "scores": [
+            {
+                "scorer": "exact-match", "rule": "sample", "gamma": 4, "prompts": 32, "samples": 1, "speculative": score,
+                "alone": score, "difference": no_difference, "passed": False, "sentence": "The scores DIFFER.",
+            }
+        ],
+    }  # fmt: skip
+
+
+def test_temperatures_and_proofs_are_told(result: dict[str, Any]) -> None:
+    tree = with_proofs(result)
+    (table,) = tables_of(tree, "temperatures").values()
+    assert table.texts() == [
+        ["0 greedy", "0.800 [0.700, 0.900]", "2.40 [1.00, 3.00]", "3: 1.30x predicted", "31.0 %"],
+        ["0.7 sample", "0.600 [0.500, 0.700]", "1.80 [1.00, 3.00]", "none pays predicted", "13.5 %"],
+    ]
+    assert [row[0].strong for row in table.cells] == [False, True], "served at 0.7"
+    proofs = sections_of(tree)["proofs"]
+    assert proofs[:2] == ["Passed (rule sample, gamma 4): The same <text>.", "exact-match: The scores DIFFER."]
+    assert (proofs[2].cells[0][0].value, proofs[2].cells[0][0].mark) == ("exact-match", "differs")
+    assert not {"temperatures", "proofs", "money", "served", "targets"} & set(sections_of(result))
