@@ -7,9 +7,14 @@ from distill.config.layout import ADAPTER, RAW
 from distill.config.load import load_config
 from distill.export.check import outside_check
 from distill.export.export import ExportReport, export_draft
-from distill.report.screen import outside_check_lines
+from distill.report.screen import export_lines, outside_check_lines
 from distill.run.folder import read_run
 from speculative.errors import UserError
+
+
+def export(options: ExportOptions) -> None:
+    """Exports, and says what each engine takes."""
+    print("\n".join(export_lines(export_run(options))))
 
 
 def export_run(options: ExportOptions) -> ExportReport:

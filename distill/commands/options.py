@@ -1,4 +1,7 @@
-"""What each command is asked: one frozen dataclass a command (that of generate is in its folder). Apart from the commands, so that --help loads none."""
+"""What each command is asked: one frozen dataclass a command, its docstring the help (that of generate is in its folder).
+
+Apart from the commands, so that --help loads none.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,31 +9,62 @@ from typing import Annotated
 
 import typer
 
-from distill.config.command_line import MessagesColumn, PromptColumn
+from distill.config.command_line import (
+    Chat,
+    Device,
+    DraftingName,
+    DraftSeconds,
+    Dtype,
+    Json,
+    Launcher,
+    MessagesColumn,
+    Out,
+    Overrides,
+    Plot,
+    PromptColumn,
+    RuleName,
+    Seed,
+    TargetModel,
+    TargetSeconds,
+)
 
 STDLIB = "stdlib"
+RunFolder = Annotated[Path, typer.Argument(help="run folder")]
+
+
+@dataclass(frozen=True)
+class ConfigOptions:
+    """Every key of a config with its default and meaning."""
+
+
+@dataclass(frozen=True)
+class ShowRunOptions:
+    """The verdict of a finished run, with completions whose accepted tokens are marked."""
+
+    run: RunFolder
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Of `understudy demo`."""
+    """Distil, judge and export a draft for the embedded target; ends with the numbers and what to type next."""
 
     config: Annotated[str, typer.Argument(help="the demo's config")] = "configs/demo.yaml"
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.steps=100")] = None
+    overrides: Overrides = None
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Of `understudy report`; times are texts such as `25ms`."""
+    """One self-contained HTML page of a run (report.html), and its numbers as JSON beside it.
+
+    understudy report runs/demo --t-target 25ms --t-draft 3ms
+
+    understudy report runs/demo --price-per-hour 2.49
+    """
 
     run: Annotated[Path, typer.Argument(help="run folder, or a result.json that `understudy evaluate` wrote")]
     to: Annotated[Path | None, typer.Option(help="HTML file; default report.html beside the result")] = None
-    t_target: Annotated[
-        str, typer.Option(help="target step of other hardware, e.g. 25ms: a second speed-up curve (with --t-draft)")
-    ] = ""
-    t_draft: Annotated[
-        str, typer.Option(help="draft call of other hardware (a token, or a block drafted in one pass), e.g. 3ms")
-    ] = ""
+    t_target: TargetSeconds = ""
+    t_draft: DraftSeconds = ""
     price_per_hour: Annotated[
         str,
         typer.Option(
@@ -41,24 +75,20 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Of `understudy sweep`."""
+    """Train every combination of a grid, resumable, and compare them in one table with intervals."""
 
     file: Annotated[Path, typer.Argument(help="sweep file, e.g. configs/sweeps/grid.yaml")]
-    launcher: Annotated[
-        str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
-    ] = ""
+    launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the runs and stop")] = False
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Of `understudy export`."""
+    """Write the best draft as an ordinary Hugging Face directory with the commands to serve it."""
 
     run: Annotated[Path, typer.Argument(help="run folder (its best checkpoint) or a checkpoint folder")]
     to: Annotated[Path, typer.Option(help="directory to make")]
-    dtype: Annotated[str, typer.Option(help="auto = the dtype the target is saved in; float32, bfloat16, float16")] = (
-        "auto"
-    )
+    dtype: Dtype = "auto"
     overwrite: Annotated[bool, typer.Option(help="replace an earlier export there")] = False
     adapter: Annotated[
         bool,
@@ -77,18 +107,21 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class CheckExportOptions:
-    """Of `understudy check-export`."""
+    """Run an exported draft in transformers' own assisted generation: same greedy tokens? same tau as ours?"""
 
     exported: Annotated[Path, typer.Argument(help="an exported directory")]
     config: Annotated[str, typer.Option(help="config that names the target and held-out prompts")]
     prompts: Annotated[int, typer.Option(help="held-out prompts", min=1)] = 20
     gamma: Annotated[int, typer.Option(help="drafted tokens per block", min=1, max=16)] = 4
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None
+    overrides: Overrides = None
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Of `understudy serve`."""
+    """Start an installed engine with the target and a run's exported draft, as SERVING.md says; Ctrl-C ends it.
+
+    understudy serve runs/demo --port 8000 -- --enforce-eager --dtype float32
+    """
 
     run: Annotated[Path, typer.Argument(help="run folder (what is exported in it) or an exported directory")]
     words: Annotated[
@@ -103,7 +136,10 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The drafts, the text they are judged on, and the gates."""
+    """Drafts of one target on the same held-out text: one table, paired differences, a plot, an exit status for CI.
+
+    understudy compare runs/new runs/old --fail-below tau=2.1 --fail-if-worse
+    """
 
     drafts: Annotated[
         list[str],
@@ -115,7 +151,7 @@ class CompareOptions:
     on: Annotated[
         Path | None, typer.Option(help="run whose held-out text judges all; default: the first run named")
     ] = None
-    rule: Annotated[str, typer.Option(help="sample, greedy-draft, greedy or block; default: the run's")] = ""
+    rule: RuleName = ""
     gamma: Annotated[int, typer.Option(help="drafted tokens per block, 1 to 16; default: the run's")] = 0
     timing: Annotated[
         bool, typer.Option(help="measure steps and predict speed-ups; without, the target's weights stay on disk")
@@ -129,13 +165,20 @@ class CompareOptions:
     fail_if_worse: Annotated[
         bool, typer.Option("--fail-if-worse", help="exit 1 when the first draft is certainly worse than another")
     ] = False
-    plot: Annotated[Path | None, typer.Option(help="png or svg; default compare.svg beside --out")] = None
-    out: Annotated[Path | None, typer.Option(help="write everything here as JSON")] = None
+    plot: Plot = None
+    out: Out = None
 
 
 @dataclass(frozen=True)
 class DriftOptions:
-    """One of `log` and `prompts`. gamma, rule: of the server, by default the log's and the run's verdict's."""
+    """Is the draft still as good as when it was judged? A server's acceptance log, or fresh prompts, against the run's own.
+
+    understudy drift runs/demo --log vllm.log
+
+    understudy drift runs/demo --prompts fresh.jsonl --plot drift.png
+
+    Exit status: 0 no drift seen, 3 refresh advised, 2 a mistake.
+    """
 
     run: Annotated[Path, typer.Argument(help="run folder whose best draft is served")]
     log: Annotated[
@@ -160,35 +203,31 @@ class DriftOptions:
     scrapes: Annotated[int, typer.Option(help="of --metrics-url: how many, at least 2")] = 2
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
-    chat: Annotated[bool, typer.Option(help="wrap fresh prompts in the target's chat template")] = False
+    chat: Chat = False
     draft_version: Annotated[
         str, typer.Option(help="of a gateway's log: requests of this draft; default: of the one that served last")
     ] = ""
     format: Annotated[str, typer.Option(help="of the log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, typer.Option(help="drafted tokens per block of the server, if not in the log")] = None
-    rule: Annotated[str, typer.Option(help="engine rule of the server; default: the run's")] = ""
-    drafting: Annotated[str, typer.Option(help="autoregressive or parallel, of the server; default: as exported")] = ""
+    rule: RuleName = ""
+    drafting: DraftingName = ""
     false_alarms: Annotated[float, typer.Option(help="probability of any false alarm over the whole log")] = 0.01
     drop: Annotated[float, typer.Option(help="fall in accepted/drafted that is to be found fast")] = 0.05
     two_sided: Annotated[bool, typer.Option("--two-sided", help="tell of a rise too")] = False
-    out: Annotated[Path | None, typer.Option(help="write everything here as JSON")] = None
-    plot: Annotated[Path | None, typer.Option(help="picture of the test statistic, png or svg")] = None
+    out: Out = None
+    plot: Plot = None
     seed: Annotated[int, typer.Option(help="of the simulations that set the threshold")] = 0
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """A draft, the config that judges it, and the tests for a doubter."""
+    """Judge a draft by real speculative decoding on held-out prompts: a table and result.json (`understudy report result.json`)."""
 
     draft: Annotated[str, typer.Argument(help="run folder, checkpoint folder, model directory or hub id")]
     config: Annotated[str, typer.Option(help="config that names the target, held-out prompts and serving settings")]
     gamma: Annotated[str, typer.Option(help="drafted tokens per block: 5, or a range 1:8")] = ""
-    rule: Annotated[
-        str, typer.Option(help="sample, greedy-draft, greedy or block; default: the config's judge.rule")
-    ] = ""
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON, in the shape of verdict.json")] = (
-        False
-    )
+    rule: RuleName = ""
+    as_json: Json = False
     out: Annotated[
         Path,
         typer.Option(
@@ -209,12 +248,7 @@ class EvaluateOptions:
     references: Annotated[
         Path | None, typer.Option(help='answers for --scorer: JSON lines with "prompt" and "reference"')
     ] = None
-    drafting: Annotated[
-        str,
-        typer.Option(
-            help="--losslessness, --scorer: the draft proposes autoregressive (default) or parallel; a judgement takes the faster"
-        ),
-    ] = ""
+    drafting: DraftingName = ""
     prompts: Annotated[int, typer.Option(help="held-out prompts for --losslessness and --scorer", min=1)] = 32
     samples: Annotated[
         int, typer.Option(help="responses per prompt for --losslessness (0 = 16) and --scorer (0 = 1)", min=0)
@@ -225,14 +259,19 @@ class EvaluateOptions:
             help="--losslessness: a third set of texts at 1.1 times the temperature, which must be told apart"
         ),
     ] = True
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the config")] = None
+    overrides: Overrides = None
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """Lists are texts such as `1,4,16`, times texts such as `25ms`."""
+    """Go or no-go for a target and its candidate drafts, in minutes, before anything is trained.
 
-    target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")]
+    understudy probe TARGET DRAFT --prompts prompts.jsonl --chat
+
+    understudy probe TARGET DRAFT --t-target 25ms --t-draft 3ms     (plan for hardware that is not here)
+    """
+
+    target: TargetModel
     drafts: Annotated[
         list[str] | None,
         typer.Argument(help="candidate drafts: directories, hub ids, runs; none = prompt lookup and ceilings only"),
@@ -245,21 +284,14 @@ class ProbeOptions:
     ] = STDLIB
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
-    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False
+    chat: Chat = False
     count: Annotated[int, typer.Option(help="prompts used, spread over the file", min=1)] = 32
     max_tokens: Annotated[int, typer.Option(help="tokens of a response at most", min=1)] = 96
     temperatures: Annotated[str, typer.Option(help="sampling temperatures; 0 = greedy")] = "0,1"
     gammas: Annotated[str, typer.Option(help="drafted tokens per block that are timed")] = "1,3,5,8"
     batch_sizes: Annotated[str, typer.Option(help="batch sizes that are timed; the first decides")] = "1,4,16"
-    t_target: Annotated[
-        str, typer.Option(help="given instead of measured: one target step, e.g. 25ms (with --t-draft)")
-    ] = ""
-    t_draft: Annotated[
-        str,
-        typer.Option(
-            help="given instead of measured: one draft call (a token, or a block drafted in one pass), e.g. 3ms"
-        ),
-    ] = ""
+    t_target: TargetSeconds = ""
+    t_draft: DraftSeconds = ""
     t_verify: Annotated[
         str, typer.Option(help="given: one verify call of a block; default: as long as a target step")
     ] = ""
@@ -268,15 +300,20 @@ class ProbeOptions:
     ] = ""
     concurrency: Annotated[int, typer.Option(help="requests served at once there", min=0)] = 0
     context: Annotated[str, typer.Option(help="tokens of prompt and response of each, e.g. 8192 or 8k")] = ""
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto"
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = ""
-    seed: Annotated[int, typer.Option(help="of all sampling")] = 0
-    out: Annotated[Path | None, typer.Option(help="also write everything here as JSON")] = None
+    dtype: Dtype = "auto"
+    device: Device = ""
+    seed: Seed = 0
+    out: Out = None
 
 
 @dataclass(frozen=True)
 class ReadbackOptions:
-    """gamma, rule: of the server; by default those of the run's export, and whichever rule fits."""
+    """Does a running engine accept this run's draft as replay predicts, and write the target's own text?
+
+    understudy readback http://127.0.0.1:8000/v1 --run runs/demo --plain http://127.0.0.1:8001/v1
+
+    Exit status: 0 it does, 1 it does not, 2 a mistake or a server that is gone.
+    """
 
     url: Annotated[str, typer.Argument(help="of the running engine with the draft, e.g. http://127.0.0.1:8000/v1")]
     run: Annotated[Path, typer.Option(help="run folder whose best draft is served")]
@@ -284,15 +321,17 @@ class ReadbackOptions:
     rule: Annotated[
         str, typer.Option(help="auto, or what the engine is told: greedy (temperature 0), greedy-draft, sample, block")
     ] = "auto"
-    gamma: Annotated[int | None, typer.Option(help="drafted tokens per block; default: as exported")] = None
-    drafting: Annotated[
-        str, typer.Option(help="autoregressive or parallel, as the server was started; default: as exported")
-    ] = ""
-    prompts: Annotated[int | None, typer.Option(help="held-out prompts to ask; default: all of the run's")] = None
-    concurrency: Annotated[int, typer.Option(help="requests under way at once")] = 1
+    gamma: Annotated[
+        int | None, typer.Option(help="drafted tokens per block; default: as exported", min=1, max=128)
+    ] = None
+    drafting: DraftingName = ""
+    prompts: Annotated[int | None, typer.Option(help="held-out prompts to ask; default: all of the run's", min=1)] = (
+        None
+    )
+    concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1, max=1024)] = 1
     model: Annotated[str, typer.Option(help="its name at the server; default: the only one")] = ""
     timeout: Annotated[float, typer.Option(help="seconds of one request")] = 600.0
     seed: Annotated[int, typer.Option(help="of the requests, added to the run's")] = 0
     resume: Annotated[bool, typer.Option("--resume", help="keep what an interrupted readback was answered")] = False
-    json: Annotated[bool, typer.Option("--json", help="print served.json instead of the table")] = False
-    out: Annotated[Path | None, typer.Option(help="write it here too")] = None
+    json: Json = False
+    out: Out = None

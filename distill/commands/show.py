@@ -1,4 +1,4 @@
-"""`understudy show`: the verdict of a finished run, and a few held-out prompts decoded with its best draft."""
+"""`understudy show` and `understudy report`: a finished run on the screen, with a few prompts decoded, and as a page."""
 
 import json
 from dataclasses import replace
@@ -7,15 +7,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 
+from distill.commands.options import ReportOptions, ShowRunOptions
 from distill.config.layout import CONFIG, EXPORT, PROMPTS, SYNTHETIC, best_student
 from distill.config.load import load_config
-from distill.report.screen import last_screen, marked_completion
+from distill.report.money import parse_prices
+from distill.report.page import given_times, report_command
+from distill.report.screen import last_screen, marked_completion, print_money
 from distill.run.folder import load_verdict
 from distill.run.session import open_pair
 from distill.run.synthetic import synthetic_line
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting
+
+
+def show(options: ShowRunOptions) -> None:
+    """Prints what `show_run` prints."""
+    show_run(options.run)
 
 
 def show_run(run: Path) -> None:
@@ -44,3 +52,16 @@ def held_out_completions(run: Path, count: int, drafting: Drafting) -> list[Pane
     settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
     responses, _ = decode(pair.target.model, Draft(pair.draft, drafting).drafter(), pair.keyed[:count], settings)
     return [marked_completion(pair.target.tokenizer, response) for response in responses]
+
+
+def report(options: ReportOptions) -> None:
+    """Writes the page and names its files.
+
+    Raises:
+        UserError: no result, times or prices that cannot be read, a place that cannot be written.
+    """
+    prices = parse_prices(options.price_per_hour)
+    files = report_command(options.run, options.to, given_times(options.t_target, options.t_draft), prices)
+    if prices is not None:
+        print_money(Console(), files.result, prices)
+    print(f"{files.html}\n{files.summary}")

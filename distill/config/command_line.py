@@ -1,33 +1,60 @@
 """A command line is a frozen dataclass: each option stands once, as an annotated field with its help and its default."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 HELP = {"help_option_names": ["-h", "--help"]}
-# Of every command with --prompts, named as in a config.
+# What several commands are asked, each said once. Of every command with --prompts, named as in a config:
 PromptColumn = Annotated[str, typer.Option(help="of --prompts: column with a plain prompt; default: a usual name")]
 MessagesColumn = Annotated[str, typer.Option(help="of --prompts: column with chat messages (role, content)")]
+Chat = Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")]
+TargetModel = Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")]
+RuleName = Annotated[str, typer.Option(help="engine rule: sample, greedy-draft, greedy or block; default: the run's")]
+DraftingName = Annotated[
+    str,
+    typer.Option(help="how the draft drafts: autoregressive, or parallel (a block in one pass); default: as exported"),
+]
+Dtype = Annotated[str, typer.Option(help="auto (as the target is saved), float32, bfloat16, float16")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")]
+Seed = Annotated[int, typer.Option(help="of all sampling")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the config, e.g. optim.lr=3e-4")]
+Launcher = Annotated[str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
+TargetSeconds = Annotated[
+    str, typer.Option(help="given instead of measured: one target step, e.g. 25ms (with --t-draft)")
+]
+DraftSeconds = Annotated[
+    str,
+    typer.Option(help="given: one draft call (a token, or a block drafted in one pass), e.g. 3ms (with --t-target)"),
+]
+Out = Annotated[Path | None, typer.Option(help="also write everything here as JSON")]
+Plot = Annotated[Path | None, typer.Option(help="a picture, png or svg")]
+Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What `distill.train` is called with."""
+    """Train on this machine's one device; for several use `accelerate launch -m distill.train CONFIG`."""
 
     config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")]
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. optim.lr=3e-4")] = None
+    overrides: Overrides = None
 
 
 @dataclass(frozen=True)
 class RespondOptions:
-    """What `distill.respond` is called with."""
+    """Let the target answer the prompts; with --signal, training needs it no more (signal.source=store).
+
+    On several devices: `accelerate launch -m distill.respond CONFIG --signal topk`.
+    """
 
     config: Annotated[str, typer.Argument(help="YAML file, e.g. configs/demo.yaml")]
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. signal.k=32")] = None
+    overrides: Overrides = None
     signal: Annotated[
         str,
         typer.Option(
@@ -39,11 +66,33 @@ class RespondOptions:
 def command_of(program: Callable[[Any], int | None]) -> Callable[..., None]:
     """A program of one parameter, a dataclass, as typer takes it: a parameter a field; what it returns is the exit status."""
     options = next(kind for name, kind in get_type_hints(program).items() if name != "return")
+    return functools.wraps(program)(_command(options, lambda: program))
 
-    @functools.wraps(program)
+
+def lazy_command(options: type, place: str) -> Callable[..., None]:
+    """The same of a function `module:name` that is imported when the command runs; its help is the dataclass's docstring.
+
+    A function that has a `console` is given one.
+    """
+    module, _, name = place.partition(":")
+
+    def program() -> Callable[[Any], Any]:
+        function = getattr(importlib.import_module(module), name)
+        if "console" not in inspect.signature(function).parameters:
+            return function
+        from rich.console import Console
+
+        return functools.partial(function, console=Console())
+
+    command = _command(options, program)
+    command.__doc__ = options.__doc__
+    return command
+
+
+def _command(options: type, program: Callable[[], Callable[[Any], Any]]) -> Callable[..., None]:
     def command(**values: Any) -> None:
-        status = program(options(**values))
-        if status:
+        status = program()(options(**values))
+        if isinstance(status, int) and status:
             raise typer.Exit(status)
 
     command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]

@@ -7,6 +7,11 @@ from distill.config.run import RunConfig
 from distill.config.sections import Section, section_in
 
 
+def print_table(_: object) -> None:
+    """Prints the table."""
+    print(config_table())
+
+
 def config_table() -> str:
     """One row per key: dotted name, default, meaning."""
     lines = ["| key | default | meaning |", "|---|---|---|"]

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers import PreTrainedModel
 
 from data.files import read_manifest, writing
 from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
 from distill.commands.compare.contestants import Entry, draft_of, drafting_of, is_rival, with_lookup
-from distill.commands.compare.screen import plot_comparison
+from distill.commands.compare.screen import plot_comparison, print_comparison
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_plot, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
@@ -50,6 +51,13 @@ class Gate:
     metric: str
     lower_end: bool
     bound: float
+
+
+def compare(options: CompareOptions, console: Console) -> int:
+    """The exit status of `compare_command`, when its result is printed."""
+    result, status = compare_command(options)
+    print_comparison(console, result)
+    return status
 
 
 def compare_command(options: CompareOptions) -> tuple[Comparison, int]:

@@ -67,6 +67,11 @@ REFRESH = 3  # Exit status when a refresh is advised.
 _OTHER_LENGTHS = 3.0
 
 
+def drift(options: DriftOptions) -> int:
+    """The exit status of `drift_command`, which prints."""
+    return REFRESH if drift_command(options, Console())["refresh"] else 0
+
+
 def drift_command(options: DriftOptions, console: Console | None = None) -> dict[str, Any]:
     """Compares, prints a table and a sentence, writes what was asked for. The exit status is REFRESH if ["refresh"].
 

@@ -58,8 +58,8 @@ class Loaded:
     drafter: Drafter | None
 
 
-def generate_command(options: GenerateOptions) -> list[str]:
-    """Generate; returns the lines about it. Raises UserError, most of them before anything is loaded."""
+def generate_command(options: GenerateOptions) -> None:
+    """Generates; prints the lines about it to standard error. Raises UserError, most of them before anything is loaded."""
     refuse_contradictions(options)
     for option, path in (("--numbers", options.numbers), ("--log", options.log), ("--out", options.out)):
         check_writable(option, path)
@@ -88,7 +88,8 @@ def generate_command(options: GenerateOptions) -> list[str]:
     prompts = read_prompts(options, loaded.tokenizer)
     result = run(loaded, prompts, settings, policy, options)
     write_asked("--numbers", options.numbers, result)
-    return summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
+    lines = summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 def refuse_contradictions(options: GenerateOptions) -> None:

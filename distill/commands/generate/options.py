@@ -6,14 +6,26 @@ from typing import Annotated
 
 import typer
 
-from distill.config.command_line import MessagesColumn, PromptColumn
+from distill.config.command_line import (
+    Chat,
+    Device,
+    DraftingName,
+    Dtype,
+    MessagesColumn,
+    PromptColumn,
+    Seed,
+    TargetModel,
+)
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Prompts, who proposes, how it is sampled, and where it is written."""
+    """Text from a target, sped up by a draft; the text is the target's own. Numbers go to standard error.
 
-    target: Annotated[str, typer.Argument(help="target: directory, hub id or `embedded`")]
+    understudy generate embedded --prompt "def add(a, b):" --draft runs/demo/export --gamma auto
+    """
+
+    target: TargetModel
     prompt: Annotated[list[str] | None, typer.Option(help="a prompt; may be given several times")] = None
     prompts: Annotated[
         str,
@@ -23,7 +35,7 @@ class GenerateOptions:
     ] = ""
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
-    chat: Annotated[bool, typer.Option(help="wrap each prompt in the target's chat template")] = False
+    chat: Chat = False
     system: Annotated[str, typer.Option(help="system message (with --chat)")] = ""
     draft: Annotated[str, typer.Option(help="draft model: directory, hub id, run or checkpoint folder")] = ""
     drafter: Annotated[
@@ -33,12 +45,7 @@ class GenerateOptions:
             "jacobi, cascade (lookup, then the draft), none (default without)"
         ),
     ] = ""
-    drafting: Annotated[
-        str,
-        typer.Option(
-            help="how --draft drafts: autoregressive (default), or parallel: a block in one call, by its pard_token"
-        ),
-    ] = ""
+    drafting: DraftingName = ""
     exit_layers: Annotated[int, typer.Option(help="layers of early-exit; 0 = a third")] = 0
     datastore: Annotated[Path | None, typer.Option(help="past texts for retrieval: --out file of an earlier run")] = (
         None
@@ -64,10 +71,10 @@ class GenerateOptions:
     stop: Annotated[list[str] | None, typer.Option(help="a text that ends a response; may be given several times")] = (
         None
     )
-    seed: Annotated[int, typer.Option(help="of all sampling")] = 0
+    seed: Seed = 0
     batch_size: Annotated[int, typer.Option(help="rows decoded at once", min=1)] = 16
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto"
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: cuda where there is one")] = ""
+    dtype: Dtype = "auto"
+    device: Device = ""
     runner: Annotated[str, typer.Option(help="model calls: auto, eager, compile, graph (CUDA)")] = "auto"
     out: Annotated[
         Path | None,

@@ -24,6 +24,7 @@ from distill.commands.probe.screen import (
     busy_machine,
     draft_sentence,
     overall_sentence,
+    print_probe,
     ways_sentence,
 )
 from distill.config.target import TargetConfig
@@ -81,6 +82,11 @@ class _Text:
     @property
     def keys(self) -> list[Any]:
         return [response.prompt for response in self.responses]
+
+
+def probe_command(options: ProbeOptions, console: Console) -> None:
+    """Probes, and prints what was found; stages are named on standard error."""
+    print_probe(console, probe(options, Console(stderr=True)))
 
 
 def probe(options: ProbeOptions, console: Console | None = None) -> dict[str, Any]:

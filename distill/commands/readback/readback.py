@@ -51,6 +51,11 @@ from speculative.rules.rule import Rule, rules_of_text
 _SEED = 4  # Added to the run's: its own responses had others.
 
 
+def readback(options: ReadbackOptions) -> int:
+    """The exit status of `readback_command`, which prints."""
+    return 0 if readback_command(options).agrees else 1
+
+
 def readback_command(options: ReadbackOptions, console: Console | None = None) -> ServedRecord:
     """Asks, compares, prints, and writes served.json into the run.
 

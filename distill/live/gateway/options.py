@@ -9,7 +9,12 @@ import typer
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """Of `understudy gateway`."""
+    """A streaming proxy before engines: splits traffic between drafts and logs what was accepted, hashes only unless --text.
+
+    understudy gateway --engine http://127.0.0.1:8001 --log traffic/
+
+    understudy gateway --engine URL --engine URL2 --share .1 --draft-version v0001 --draft-version v0002 --log traffic/ --text
+    """
 
     engine: Annotated[
         list[str], typer.Option(help="address of an engine, e.g. http://127.0.0.1:8001; again for more arms")

@@ -6,15 +6,20 @@ from typing import Annotated
 
 import typer
 
+from distill.config.command_line import Launcher, Overrides
+
 
 @dataclass(frozen=True)
 class RefreshOptions:
-    """A run whose draft is served, the log of its traffic, and the bounds of the decision."""
+    """Train the served draft on what came, if that is worth it, and publish it as a version, if it is certainly better.
+
+    understudy refresh runs/demo --traffic traffic/ --dry-run
+
+    Exit status: 0 published or not needed, 1 the old draft stays or the training failed, 2 a mistake.
+    """
 
     run: Annotated[Path, typer.Argument(help="run folder of the first version of the draft that is served")]
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the training, e.g. train.steps=200")] = (
-        None
-    )
+    overrides: Overrides = None
     traffic: Annotated[
         Path | None,
         typer.Option(help="the gateway's --log directory; without it the run's draft only becomes the first version"),
@@ -35,9 +40,7 @@ class RefreshOptions:
         bool, typer.Option("--assume-sampling", help="requests that do not tell their sampling settings had the run's")
     ] = False
     keep: Annotated[int, typer.Option(help="newest versions that stay; the current one and its parent do anyway")] = 5
-    launcher: Annotated[
-        str, typer.Option(help='before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')
-    ] = ""
+    launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="tell the reasons and write nothing")] = False
     force: Annotated[bool, typer.Option("--force", help="train whatever the reasons say; the gate still judges")] = (
         False

@@ -9,7 +9,12 @@ import typer
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Of `understudy rollout`."""
+    """Serve a version beside the current one, compare the two on live traffic, then move all of it, or go back.
+
+    understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port} -- --per-request-spec-decode-metrics detailed"
+
+    Exit status: 0 the version serves, 3 it was taken back, 2 a mistake.
+    """
 
     drafts: Annotated[Path, typer.Argument(help="folder of the draft's versions, drafts/NAME")]
     version: Annotated[str, typer.Argument(help="the version that is to be served, e.g. v0002")]

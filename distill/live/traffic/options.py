@@ -11,7 +11,7 @@ Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """Of `understudy traffic show`."""
+    """What came, by slice and draft version, and how much of what was drafted was accepted, over time."""
 
     log: Log
     bins: Annotated[int, typer.Option(help="stretches of time, of one length", min=1, max=1000)] = 24
@@ -21,7 +21,10 @@ class ShowOptions:
 
 @dataclass(frozen=True)
 class ExportTrafficOptions:
-    """Of `understudy traffic export`."""
+    """Prompts and the target's responses of a log (with --text), as a training run reads them: past to train on, latest held out.
+
+    understudy traffic export traffic/ --run runs/demo --to exports/may
+    """
 
     log: Log
     run: Annotated[
@@ -46,7 +49,10 @@ class ExportTrafficOptions:
 
 @dataclass(frozen=True)
 class ForgetOptions:
-    """Of `understudy traffic forget`."""
+    """Remove requests from a log and from its exports for good; the gateway may be running.
+
+    understudy traffic forget 4f1c2a --log traffic/
+    """
 
     ids: Annotated[list[str], typer.Argument(help="ids of requests, as in their header x-understudy-id")]
     log: Annotated[Path, typer.Option(help="directory that the gateway logs to")]
