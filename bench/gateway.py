@@ -29,7 +29,7 @@ import typer
 import uvloop
 
 from data.files import write_json
-from data.traffic.record import from_line, log_files
+from distill.live.traffic.record import from_line, log_files
 
 HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKENS = 3  # an event

@@ -175,7 +175,7 @@ class DriftOptions:
 
     understudy drift runs/demo --log vllm.log
 
-    understudy drift runs/demo --prompts fresh.jsonl --plot drift.png
+    understudy drift runs/demo --prompts fresh.jsonl
 
     Exit status: 0 no drift seen, 3 refresh advised, 2 a mistake.
     """
@@ -183,9 +183,7 @@ class DriftOptions:
     run: Annotated[Path, typer.Argument(help="run folder whose best draft is served")]
     log: Annotated[
         Path | None,
-        typer.Option(
-            help="acceptance log: vLLM or llama.cpp output, JSON lines, csv, proposal log; .gz too; or the gateway's log directory"
-        ),
+        typer.Option(help="acceptance log: vLLM or llama.cpp output, JSON lines, csv, proposal log; .gz too"),
     ] = None
     prompts: Annotated[
         str,
@@ -204,19 +202,12 @@ class DriftOptions:
     prompt_column: PromptColumn = ""
     messages_column: MessagesColumn = ""
     chat: Chat = False
-    draft_version: Annotated[
-        str, typer.Option(help="of a gateway's log: requests of this draft; default: of the one that served last")
-    ] = ""
     format: Annotated[str, typer.Option(help="of the log: auto, jsonl, csv, vllm, llama.cpp, proposals")] = "auto"
     gamma: Annotated[int | None, typer.Option(help="drafted tokens per block of the server, if not in the log")] = None
     rule: RuleName = ""
     drafting: DraftingName = ""
-    false_alarms: Annotated[float, typer.Option(help="probability of any false alarm over the whole log")] = 0.01
-    drop: Annotated[float, typer.Option(help="fall in accepted/drafted that is to be found fast")] = 0.05
-    two_sided: Annotated[bool, typer.Option("--two-sided", help="tell of a rise too")] = False
+    confidence: Annotated[float, typer.Option(help="of the interval that says whether acceptance fell")] = 0.95
     out: Out = None
-    plot: Plot = None
-    seed: Annotated[int, typer.Option(help="of the simulations that set the threshold")] = 0
 
 
 @dataclass(frozen=True)

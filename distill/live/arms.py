@@ -13,7 +13,7 @@ from typing import Any
 
 from data.files import write_bytes, writing
 from data.responses.endpoint_keys import is_address, root_of
-from data.traffic.record import SANE
+from distill.live.traffic.record import SANE
 from speculative.errors import UserError
 
 ARMS = "arms.json"

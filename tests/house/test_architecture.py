@@ -17,7 +17,7 @@ FLOORS = {
         ("cli",), ("live",), ("commands", "train"), ("verdict",), ("report", "respond"), ("export", "training"), ("run", "loss"), ("models",),
         ("config",), ("faults",),
     ),
-    "data": (("traffic",), ("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),
+    "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),
     "speculative": (
         ("evaluate",), ("explain",), ("measure",), ("decode",), ("decoder",), ("drafters",), ("engine",), ("rules",), ("errors",),
     ),
@@ -162,6 +162,15 @@ def test_programs_are_no_libraries() -> None:
             "distill.cli",
         }
         assert not programs or path == ROOT / "distill" / "cli.py", path
+
+
+def test_the_live_loop_is_a_leaf() -> None:
+    """Nothing but the command line imports it: it can be deleted by deleting its folder, its commands and its tests."""
+    outside = [path for path in FILES if ROOT / "distill" / "live" not in path.parents]
+    importing = [
+        path for path in outside if "distill.live" in " ".join(modules_imported(path.read_text(encoding="utf-8")))
+    ]
+    assert importing == [ROOT / "distill" / "cli.py"]
 
 
 def test_a_folder_is_read_at_a_glance() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from running_app import running_app
 
-from data.traffic.writer import LogWriter
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway.app import Gateway, Settings
 from distill.live.gateway.limits import BoundedProtocol
+from distill.live.traffic.writer import LogWriter
 
 
 @contextmanager

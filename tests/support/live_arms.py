@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.traffic.record import LOCK, TrafficRecord, to_line
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
+from distill.live.traffic.record import LOCK, TrafficRecord, to_line
 
 GAMMA = 4
 # Of a request behind `number` others of its arm: (chance that a drafted token is accepted, seconds a token, chance of an error).

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.traffic.record import TrafficRecord, keyed_hash, prepare_directory, to_line
+from distill.live.traffic.record import TrafficRecord, keyed_hash, prepare_directory, to_line
 
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 16}
 

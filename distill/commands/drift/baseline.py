@@ -1,87 +1,91 @@
-"""What acceptance is compared with: the best draft of a run on its held-out prompts, one row a prompt, in pools by slice.
+"""What acceptance is compared with: the best draft of a run on its held-out prompts, one row a prompt.
 
-The rows are those of the run's live judging. For another gamma or rule than that one's, the block process is drawn anew
-along the run's frozen text (`redrawn_prompts`): no target is needed.
+The rows come of replay: the block process is drawn along the run's frozen text at the server's gamma and rule. No target is needed.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
-from distill.config.layout import BEST_LINK
-from distill.run.result import LivePrompt, Result
+from distill.run.folder import load_verdict
+from distill.run.frozen_text import load_frozen_text
+from distill.run.verdict_record import drafting_to_serve
 from speculative.drafters.parallel import Drafting
+from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.explain.cusum import FEWEST_REQUESTS, Pool, pool_of
+from speculative.explain.rate_change import FEWEST_REQUESTS
 from speculative.measure.replay import costs_of
-from speculative.measure.token_scores import TokenScores
+from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule, draft_draws
 
-ALL = "all"  # The slice of requests without a label, and the pool of every held-out prompt.
+ALL = "all"  # The slice of requests without a label, and the name of all held-out prompts together.
 OTHERS = "others"
-MOST_SLICES = 20  # Each takes its share of the false alarm rate; more would leave none of them any power.
+MOST_SLICES = 20
 _ARGMAX_ENGINES = ("vllm", "sglang", "llama.cpp")
 _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed gamma.
 
 
 @dataclass(frozen=True)
+class BaselinePrompt:
+    """Blocks of one held-out response as a server would have counted them."""
+
+    domain: str
+    drafted: int
+    accepted: int
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Baseline:
-    """source: `live` (the run's own judging) or `replay` (drawn along its frozen text). notes: what a reader must know. drafting: how the
-    draft is served.
-    """
+    """drafting: how the draft is served."""
 
     gamma: int
     rule: Rule
-    source: str
-    prompts: list[LivePrompt]
-    notes: list[str] = field(default_factory=list)
+    prompts: list[BaselinePrompt]
     drafting: Drafting = "autoregressive"
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Requests of one label, in order, and the pool that they are compared with; `of`: its name."""
+    """Requests of one label, in order. prompts: those that they are compared with, as indices; `of`: their name."""
 
     name: str
     records: list[AcceptanceRecord]
-    pool: Pool
+    prompts: list[int]
     of: str
-    prompts: list[LivePrompt]
 
 
-def prompts_of_result(live_prompts: Sequence[LivePrompt], name: str) -> list[LivePrompt]:
-    """The rows of result.json's `live_prompts`; those that drafted nothing are left out.
+def baseline_of(run: Path, gamma: int | None = None, rule: str = "", drafting: str = "") -> Baseline:
+    """The run's best draft on its frozen text, by default at the gamma, by the rule and in the way that its verdict is of.
 
     Raises:
-        UserError: more accepted than drafted; `name` is the file's.
+        UserError: no finished run, a rule that cannot be replayed, or too few held-out prompts.
     """
-    if any(row.accepted > row.drafted for row in live_prompts):
+    verdict = load_verdict(run)
+    asked: Any = rule or verdict.rule
+    frozen = load_frozen_text(run, asked)
+    draft, gamma = frozen.draft(str(run)), gamma or verdict.gamma
+    way: Any = drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
+    offsets = gamma if way == "parallel" else None
+    scores = score_tokens(draft, frozen.responses, frozen.sampling, offsets=offsets)
+    prompts = drawn_prompts(frozen.responses, scores, frozen.rule, gamma)
+    if len(prompts) < FEWEST_REQUESTS:
         raise UserError(
-            f"{name}: live_prompts: more tokens accepted than drafted; start the run's own command again, which judges it anew"
+            f"{run}: {len(prompts)} held-out prompts, and {FEWEST_REQUESTS} are the fewest to tell their spread: raise "
+            "judge.prompts and judge the run again"
         )
-    return [row for row in live_prompts if row.drafted]
+    return Baseline(gamma, frozen.rule, prompts, way)
 
 
-def other_best(run: Path, result: Result, name: str) -> list[str]:
-    """A note when RUN/best is by now another checkpoint than the one that the result judged, [] otherwise; `name` is the file's."""
-    folder = (run / BEST_LINK).resolve().name
-    judged = result.contestants[-1].step
-    if judged is None or not folder.removeprefix("step-").isdecimal() or int(folder.removeprefix("step-")) == judged:
-        return []
-    return [
-        f"{name} is of step {judged} and the best draft is {folder} by now: the baseline is of {folder}; the run's own "
-        "command, started again, judges it live"
-    ]
-
-
-def redrawn_prompts(
+def drawn_prompts(
     texts: Sequence[HeldoutResponse], scores: Sequence[TokenScores], rule: Rule, gamma: int, seed: int = 0
-) -> list[LivePrompt]:
+) -> list[BaselinePrompt]:
     """The block process drawn once along each frozen response, as a server with this gamma and rule would have counted it.
 
     A block that starts at token t keeps its first j drafted tokens with probability exp(-max(0, S_1, .., S_j)), S_j the
@@ -101,11 +105,7 @@ def redrawn_prompts(
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, kept = start + here + 1, blocks + 1, kept + here
         if blocks:
-            rows.append(
-                LivePrompt(
-                    key=response.key, domain=response.domain, drafted=blocks * gamma, accepted=kept, blocks=blocks
-                )
-            )
+            rows.append(BaselinePrompt(response.domain, blocks * gamma, kept, blocks))
     return rows
 
 
@@ -127,7 +127,7 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
     """(the server's drafted tokens per block: as asked, else the log's, else None; what a reader must know of that)."""
     mean = log.gamma()
     if mean is None:
-        unsaid = "the log does not tell its blocks: the run's own gamma is assumed (--gamma says otherwise)"
+        unsaid = "the log does not tell its blocks: the verdict's own gamma is assumed (--gamma says otherwise)"
         return asked, [unsaid] if asked is None else []
     gamma = asked or max(1, round(mean))
     if abs(mean - gamma) <= _VARYING * gamma:
@@ -148,22 +148,12 @@ def engine_notes(log: AcceptanceLog, baseline: Baseline) -> list[str]:
     ]
 
 
-def slices_of(
-    records: Sequence[AcceptanceRecord], baseline: Baseline, *, sums: bool = False
-) -> tuple[list[Slice], list[str]]:
-    """(the records by label with the pool of each, what a reader must know of that).
+def slices_of(records: Sequence[AcceptanceRecord], prompts: Sequence[BaselinePrompt]) -> tuple[list[Slice], list[str]]:
+    """(the records by label with the prompts of each, what a reader must know of that).
 
     A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them. Beyond MOST_SLICES labels the
     rarest go together.
-
-    Raises:
-        UserError: too few held-out prompts altogether.
     """
-    if len(baseline.prompts) < FEWEST_REQUESTS:
-        raise UserError(
-            f"the baseline has {len(baseline.prompts)} held-out prompts and {FEWEST_REQUESTS} are the fewest to tell their "
-            "spread: raise judge.prompts and judge the run again"
-        )
     counts = Counter(record.slice or ALL for record in records)
     kept = {name for name, _ in counts.most_common(MOST_SLICES if len(counts) <= MOST_SLICES else MOST_SLICES - 1)}
     notes = []
@@ -173,21 +163,12 @@ def slices_of(
     for record in records:
         label = record.slice or ALL
         by_name.setdefault(label if label in kept else OTHERS, []).append(record)
-    pools: dict[str, Pool] = {}
     slices = []
-    for name, own in by_name.items():
-        prompts = [row for row in baseline.prompts if row.domain == name]
-        of = name if len(prompts) >= FEWEST_REQUESTS else ALL
-        if of != name and name != OTHERS:
-            few = f"only {len(prompts)} held-out prompts" if prompts else "no held-out prompts"
-            notes.append(f"{name}: {few} of that label, so it is compared with all {len(baseline.prompts)} together")
-        prompts = prompts if of == name and name != ALL else baseline.prompts
-        if of not in pools:
-            pools[of] = pool_of(
-                np.array([row.accepted for row in prompts]),
-                np.array([row.drafted for row in prompts]),
-                baseline.gamma,
-                sums=sums,
-            )
-        slices.append(Slice(name, own, pools[of], of, prompts))
+    for name, records_here in by_name.items():
+        own = [index for index, prompt in enumerate(prompts) if prompt.domain == name]
+        few = len(own) < FEWEST_REQUESTS
+        if few and name not in (OTHERS, ALL):
+            there = f"only {len(own)} held-out prompts" if own else "no held-out prompts"
+            notes.append(f"{name}: {there} of that label, so it is compared with all {len(prompts)} together")
+        slices.append(Slice(name, records_here, [*range(len(prompts))] if few else own, ALL if few else name))
     return slices, notes

@@ -17,8 +17,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
-from data.traffic.record import RecordError
-from data.traffic.writer import LogWriter
 from distill.live.arms import Arms, read_arms
 from distill.live.gateway.exchange import Exchange
 from distill.live.gateway.limits import Bodies, Refused
@@ -26,6 +24,8 @@ from distill.live.gateway.metrics import Metrics
 from distill.live.gateway.request import PATHS, read_request
 from distill.live.gateway.tap import Tap
 from distill.live.gateway.upstream import Upstream
+from distill.live.traffic.record import RecordError
+from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
 APPEND_SECONDS = 1.0  # that a response's last bytes wait for its record

@@ -8,13 +8,13 @@ from pathlib import Path
 import uvicorn
 
 from data.responses.endpoint_keys import root_of
-from data.traffic.writer import LogWriter
 from distill.commands.serve import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway.app import Gateway, Settings
 from distill.live.gateway.limits import BoundedProtocol
 from distill.live.gateway.options import GatewayOptions
 from distill.live.gateway.request import LAW
+from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
 _NAMES = "abcdefghijklmnopqrstuvwxyz"

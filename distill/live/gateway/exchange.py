@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from data.traffic.record import FINISHES, RecordError, TrafficRecord, keyed_hash
 from distill.live.arms import Arm
 from distill.live.gateway.request import Asked
 from distill.live.gateway.tap import Tap
+from distill.live.traffic.record import FINISHES, RecordError, TrafficRecord, keyed_hash
 
 
 @dataclass(eq=False)

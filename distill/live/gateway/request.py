@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.traffic.record import SANE, is_setting, keyed_hash
+from distill.live.traffic.record import SANE, is_setting, keyed_hash
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 LOGGED_BODY_BYTES = 1 << 20  # Reading a body takes the time of all others: a larger one passes through unread.

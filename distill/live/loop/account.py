@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.traffic.reader import accepts, read_traffic
-from data.traffic.record import TrafficRecord, from_line, log_files
+from distill.live.alarm.alarm import Alarm
 from distill.live.loop.clients import Clients
+from distill.live.traffic.reader import accepts, read_traffic
+from distill.live.traffic.record import TrafficRecord, from_line, log_files
 
 
 @dataclass
@@ -25,15 +26,10 @@ class LoopResult:
     recovered_at: float = 0.0
 
 
-def false_alarms(found: dict[str, Any]) -> int:
-    """Alarms in what `reasons.alarm` found."""
-    return sum(len(part["alarms"]) for part in found["slices"])
-
-
-def told_alarm(found: dict[str, Any], traffic: Path, shifted_at: float) -> int | None:
+def alarm_behind(found: Alarm, traffic: Path, shifted_at: float) -> int | None:
     """Requests behind the shift until the alarm rang, None while it has not. There is one slice, of one draft version."""
     before = sum(record.time < shifted_at for record in counted(read_traffic(traffic).records, "v0001"))
-    rung = [alarm["at"] - before for part in found["slices"] for alarm in part["alarms"] if alarm["at"] > before]
+    rung = [alarm.at - before for part in found.slices for alarm in part.alarms if alarm.at > before]
     return min(rung, default=None)
 
 

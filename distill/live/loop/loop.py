@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data.files import locked, write_json, writing
 from distill.commands.training_process import terminated_as_interrupted
 from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.live.loop.account import LoopResult, account, false_alarms, told_alarm
+from distill.live.alarm.alarm import Alarm, alarm
+from distill.live.loop.account import LoopResult, account, alarm_behind
 from distill.live.loop.clients import Clients
 from distill.live.loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
 from distill.live.loop.family import Family, kill
@@ -34,9 +34,9 @@ from distill.live.loop.options import LoopOptions
 from distill.live.loop.picture import plot_loop
 from distill.live.loop.prompts import shifted_prompts, traffic_prompts
 from distill.live.loop.versions import shuffled_version
-from distill.live.refresh.reasons import alarm
 from distill.live.rollout.engine import answers
 from distill.live.rollout.rollout import TAKEN_BACK
+from distill.live.traffic.reader import read_traffic
 from distill.live.versions import remove_read_only
 from distill.run.folder import claim_folder
 from speculative.errors import UserError
@@ -44,7 +44,6 @@ from speculative.errors import UserError
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"
 FIRST, SECOND, TARGET = "v0001", "v0002", "target"
 ALARM_WITHIN = 150  # requests behind the shift: later it is a failure
-FALSE_ALARMS, DROP = 0.01, 0.05
 START_SECONDS = 600.0
 
 
@@ -135,7 +134,7 @@ class LoopDemo:
         clients.at_once = plan.at_once
         clients.wait(plan.before // 4, self._check)
         clients.pause(self._check)
-        if false_alarms(self._alarm()):
+        if any(part.alarms for part in self._alarm().slices):
             raise UserError(f"{self.traffic}: the alarm rang before anything shifted")
 
     def _shift(self) -> None:
@@ -147,7 +146,7 @@ class LoopDemo:
         begun = len(clients.whole)
         while not rung:
             clients.wait(15, self._check)
-            self.result.alarm_after_requests = told_alarm(self._alarm(), self.traffic, self.result.shifted_at)
+            self.result.alarm_after_requests = alarm_behind(self._alarm(), self.traffic, self.result.shifted_at)
             rung = self.result.alarm_after_requests is not None
             if len(clients.whole) - begun > 2 * ALARM_WITHIN:
                 raise UserError(f"{self.traffic}: no alarm within {2 * ALARM_WITHIN} requests behind the shift")
@@ -210,8 +209,8 @@ class LoopDemo:
 
     # What the parts are made of.
 
-    def _alarm(self) -> dict[str, Any]:
-        return alarm(self.traffic, FIRST, self.config.folder, FALSE_ALARMS, DROP)
+    def _alarm(self) -> Alarm:
+        return alarm(read_traffic(self.traffic), FIRST, self.config.folder)
 
     def _overrides(self) -> list[str]:
         return [*(self.options.overrides or []), f"output={self.to}", f"name={RUN}"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from data.traffic.reader import read_traffic
 from distill.live.loop.account import LoopResult, counted
+from distill.live.traffic.reader import read_traffic
 from distill.report.plot import write_figure
 from speculative.measure.intervals import ratio_interval
 

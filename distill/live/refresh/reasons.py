@@ -1,5 +1,5 @@
-"""Three reasons for a refresh: acceptance has fallen, this student can do better, and it would pay back its training. And one against it:
-the responses in the log are not the target's own.
+"""Reasons for a refresh beside the alarm: this student can do better, and it would pay back its training. And one against it: the
+responses in the log are not the target's own.
 
 Each is {"holds", "sentence", ...}: what was found, in numbers and in words.
 """
@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from data.responses.store import Store
-from data.traffic.record import TrafficRecord
-from distill.commands.drift.drift import drift_command
-from distill.commands.options import DriftOptions
 from distill.config.layout import RESPONSES, TRAINING
 from distill.config.run import RunConfig
+from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
 from distill.run.verdict_record import Costs, Verdict
@@ -31,17 +28,6 @@ ASKED_RESPONSES = 64
 FAR_NATS, LIKELIEST = 0.1, 0.9
 DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3_600.0
 SHORT_SECONDS = 6 * HOUR_SECONDS  # Traffic of less says little of a whole day's.
-
-
-def alarm(directory: Path, version: str, run: Path, false_alarms: float, drop: float) -> dict[str, Any]:
-    """Has served acceptance of a version fallen below that of the run that made it? What `drift_command` finds, and whether it rings.
-
-    Raises:
-        UserError: no request of that version with counts, or no baseline in the run.
-    """
-    options = DriftOptions(run, log=directory, draft_version=version, false_alarms=false_alarms, drop=drop)
-    found = drift_command(options, Console(quiet=True))
-    return {"holds": found["refresh"], "version": version, **found}
 
 
 def own_words(config: RunConfig, home: Path, export: Path) -> dict[str, Any]:

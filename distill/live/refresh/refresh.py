@@ -22,11 +22,10 @@ from rich.console import Console
 from data.files import write_json, writing
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from data.traffic.exports import drop_export, note_use
-from data.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.run import RunConfig
+from distill.live.alarm.alarm import alarm
 from distill.live.arms import ARMS, read_arms
 from distill.live.refresh.folder import NOT_NEEDED, REFUSED, STATE, UNTRAINED, read_state, refresh_folder
 from distill.live.refresh.gate import judge_gate
@@ -40,9 +39,11 @@ from distill.live.refresh.plan import (
     student_of,
     write_config,
 )
-from distill.live.refresh.reasons import alarm, headroom, own_words, payback
+from distill.live.refresh.reasons import headroom, own_words, payback
 from distill.live.rollout.state import read_state as read_rollout
 from distill.live.traffic.export import export_traffic
+from distill.live.traffic.exported import drop_export, note_use
+from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import (
     Version,
     current_version,
@@ -244,9 +245,8 @@ class _Refresh:
         options, reasons = self.options, self.state["reasons"]
         if "decision" not in self.state:
             if "alarm" not in reasons:
-                self._reason(
-                    "alarm", alarm(self.log.directory, self.version, self.home, options.false_alarms, options.drop)
-                )
+                found = alarm(self.log, self.version, self.home, options.false_alarms, options.drop)
+                self._reason("alarm", found.record())
             _say(self.console, self.state["reasons"]["alarm"]["sentence"])
             needed = bool(self.state["reasons"]["alarm"]["holds"])
             if needed or options.force or options.dry_run:

@@ -9,11 +9,11 @@ import uuid
 from pathlib import Path
 
 from data.responses.endpoint_keys import is_address, root_of
-from data.traffic.record import LOCK
 from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
 from distill.live.rollout.engine import engine_words, free_port
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.state import STATE, State, write_state
+from distill.live.traffic.record import LOCK
 from distill.live.versions import Version, list_versions, read_version
 from speculative.errors import UserError
 

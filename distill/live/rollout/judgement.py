@@ -14,9 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from data.traffic.reader import accepts
-from data.traffic.record import TrafficRecord
-from speculative.explain.anytime import (
+from distill.live.rollout.anytime import (
     FEWEST_REQUESTS,
     Estimate,
     Sums,
@@ -27,6 +25,8 @@ from speculative.explain.anytime import (
     requests_to_see,
     sums_of,
 )
+from distill.live.traffic.reader import accepts
+from distill.live.traffic.record import TrafficRecord
 from speculative.measure.intervals import Interval
 
 WAYS_BACK = 4

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from data.traffic.record import RecordError, TrafficRecord, from_line, log_files
+from distill.live.traffic.record import RecordError, TrafficRecord, from_line, log_files
 from speculative.errors import UserError
 
 

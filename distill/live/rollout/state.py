@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.files import write_json, writing
+from distill.live.rollout.anytime import Sums
 from distill.live.rollout.judgement import Served
 from speculative.errors import UserError
-from speculative.explain.anytime import Sums
 
 STATE = "rollout.json"
 Stage = Literal["starting", "comparing", "watching", "finishing", "returning", "done", "back"]

@@ -17,15 +17,23 @@ from data.files import MANIFEST, read_manifest, write_manifest, writing
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
-from data.traffic.exports import EXPORT_SHARD, PROMPT_FILES, RESPONSES, forget_exported, note_export, partial_of, row_id
-from data.traffic.reader import read_traffic
-from data.traffic.record import FORGOTTEN, TrafficRecord, forgotten_hashes, keyed_hash, priority, read_salt
-from data.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.live.traffic.exported import (
+    EXPORT_SHARD,
+    PROMPT_FILES,
+    RESPONSES,
+    forget_exported,
+    note_export,
+    partial_of,
+    row_id,
+)
 from distill.live.traffic.options import ExportTrafficOptions
+from distill.live.traffic.reader import read_traffic
+from distill.live.traffic.record import FORGOTTEN, TrafficRecord, forgotten_hashes, keyed_hash, priority, read_salt
+from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE

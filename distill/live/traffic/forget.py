@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data.traffic.exports import forget_exported, list_exports, partial_of, row_id
-from data.traffic.record import read_salt
-from data.traffic.retention import forget
+from distill.live.traffic.exported import forget_exported, list_exports, partial_of, row_id
 from distill.live.traffic.options import ForgetOptions
+from distill.live.traffic.record import read_salt
+from distill.live.traffic.retention import forget
 
 
 def forget_command(options: ForgetOptions, console: Console) -> None:

@@ -14,6 +14,10 @@ class ShowOptions:
     """What came, by slice and draft version, and how much of what was drafted was accepted, over time."""
 
     log: Log
+    run: Annotated[
+        Path | None, typer.Option(help="run that made the served draft: is its acceptance as it was judged?")
+    ] = None
+    draft_version: Annotated[str, typer.Option(help="of --run; default: the version that served last")] = ""
     bins: Annotated[int, typer.Option(help="stretches of time, of one length", min=1, max=1000)] = 24
     plot: Annotated[Path | None, typer.Option(help="acceptance and requests over time, png or svg")] = None
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False

@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from data.files import writing
-from data.traffic.reader import TrafficLog, accepts, read_traffic
-from data.traffic.record import TrafficRecord
 from distill.commands.output import check_plot
+from distill.live.alarm.alarm import alarm
 from distill.live.traffic.options import ShowOptions
+from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
+from distill.live.traffic.record import TrafficRecord
 from distill.report.plot import write_figure
 from distill.report.screen_table import screen_table
 from distill.report.tables import interval
@@ -22,7 +23,8 @@ from speculative.measure.intervals import ratio_interval
 
 
 def show_traffic(options: ShowOptions, console: Console) -> dict[str, Any]:
-    """{log, requests, since, until, finishes: {name: requests}, warnings, slices, versions: [row], over_time: [row + {since, until}]}.
+    """{log, requests, since, until, finishes: {name: requests}, warnings, slices, versions: [row], over_time: [row + {since, until}],
+    alarm: of --run}.
 
     row: {slice, draft_version, requests, prompt_tokens, response_tokens, text, counted, drafted, accepted, rate, ci, first_token_s}.
     counted: requests whose acceptance says something of the draft; the next four are theirs, null or 0 where there are none. ci: 95 % over
@@ -34,6 +36,10 @@ def show_traffic(options: ShowOptions, console: Console) -> dict[str, Any]:
     check_plot(options.plot)
     log = read_traffic(options.log)
     records, result = log.records, _summary(log, options.bins)
+    if options.run is not None:
+        told = [record.draft_version for record in records if accepts(record)]
+        found = alarm(log, options.draft_version or (told or [""])[-1], options.run)
+        result["alarm"] = found.record()
     if options.plot is not None:
         with writing(f"--plot {options.plot}"):
             plot_traffic(options.plot, result)
@@ -55,8 +61,10 @@ def show_traffic(options: ShowOptions, console: Console) -> dict[str, Any]:
     for row in result["over_time"]:
         table.add_row(_moment(row["since"]), row["draft_version"], f"{row['requests']:,}", _rate(row))
     console.print(table)
-    for warning in log.warnings:
-        console.print(f"note: {warning}", highlight=False, markup=False)
+    for line in [f"note: {warning}" for warning in log.warnings] + (
+        [found.sentence] if options.run is not None else []
+    ):
+        console.print(line, highlight=False, markup=False)
     return result
 
 

@@ -15,16 +15,14 @@ from engine_server import Engine
 from rich.console import Console
 from tiny_models import perturbed
 
-from distill.commands.drift import drift
-from distill.commands.drift.drift import drift_command
+from distill.commands.drift import baseline
+from distill.commands.drift.baseline import baseline_of
+from distill.commands.drift.drift import Drift, drift_command
 from distill.commands.options import DriftOptions
+from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.result import load_result
 from distill.run.verdict_record import WAYS
 from speculative.errors import UserError
-from speculative.explain import cusum
-from speculative.measure.served import Decoded, behind_prefill
-from speculative.measure.token_scores import score_tokens
 
 
 @contextmanager
@@ -58,44 +56,20 @@ def page(blocks: int, *places: int, gamma: int = 3) -> str:
     )
 
 
-@pytest.fixture(autouse=True)
-def _fewer_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cusum, "FEWEST_STREAMS", 400)
-
-
-def drifted(run: Path, url: str, **options: Any) -> dict[str, Any]:
+def drifted(run: Path, url: str, **options: Any) -> Drift:
     console = Console(file=io.StringIO(), width=200)
     return drift_command(DriftOptions(run, metrics_url=url, **{"interval": 0.0, **options}), console)
 
 
-def test_differences_are_compared_with_the_run_and_survival_with_replay(tiny_run: Path) -> None:
-    """What the run's own greedy blocks are, worked out here one by one, is what the counters grow by: no drift."""
-    frozen = load_frozen_text(tiny_run, "greedy")
-    texts = [
-        behind_prefill(Decoded(one.prompt_ids, one.response_ids, one.log_target_probs)) for one in frozen.responses
-    ]
-    scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
-    blocks, inside, kept_G = 0, [0, 0, 0], [0, 0, 0]
-    for score in scores:
-        start = 0
-        while start < len(score):
-            kept = 0
-            while kept < 3 and start + kept < len(score) and score.matches[start + kept]:
-                kept += 1
-            for place in range(3):
-                inside[place] += start + place < len(score)
-                kept_G[place] += place < kept
-            blocks, start = blocks + 1, start + kept + 1
-    with engine_with(page(1000, 500, 300, 100), page(1000 + blocks, *(old + new for old, new in zip((500, 300, 100), kept_G, strict=True)))) as url:  # fmt: skip
-        result = drifted(tiny_run, f"{url}/metrics", rule="greedy")
-    assert result["refresh"] is False
-    assert result["source"] == {"kind": "metrics", "path": f"{url}/metrics", "format": "vllm", "requests": 1}
-    (facts,) = result["slices"]
-    assert (facts["drafted"], facts["accepted"]) == (3 * blocks, sum(kept_G))
-    assert result["survival"]["served"] == [kept / blocks for kept in kept_G]
-    assert result["survival"]["replay"] == pytest.approx(
-        [kept / count for kept, count in zip(kept_G, inside, strict=True)]
-    )
+def test_differences_are_compared_with_the_run(tiny_run: Path) -> None:
+    """What the run's own greedy blocks are is what the counters grow by: no drift."""
+    prompts = baseline_of(tiny_run, 3, "greedy").prompts
+    blocks, kept = sum(one.blocks for one in prompts), sum(one.accepted for one in prompts)
+    with engine_with(page(1000, 500, 300, 100), page(1000 + blocks, 500 + kept, 300, 100)) as url:
+        found = drifted(tiny_run, f"{url}/metrics", rule="greedy")
+    assert (found.source, found.format, found.requests) == (f"{url}/metrics", "vllm", 1)
+    assert (found.rate, found.change) == (pytest.approx(kept / (3 * blocks)), pytest.approx(0.0))
+    assert found.refresh is False
 
 
 def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,24 +85,23 @@ def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, m
     for prompt in 4 * prompts:
         engine.complete(asked | {"prompt": prompt})
         pages.append(engine.page())
-    result = load_result(tiny_run / "result.json")
-    chosen = result.model_copy(update={"verdict": result.verdict.model_copy(update={"run": WAYS["parallel"]})})
-    monkeypatch.setattr(drift, "load_result", lambda path: chosen)
+    chosen = load_verdict(tiny_run).model_copy(update={"run": WAYS["parallel"]})
+    monkeypatch.setattr(baseline, "load_verdict", lambda run: chosen)
     for options, drafting, refresh in (
         ({}, "parallel", False),
         ({"drafting": "autoregressive"}, "autoregressive", True),
     ):
         with engine_with(*pages) as url:
             found = drifted(tiny_run, url, scrapes=len(pages), rule="greedy", **options)
-        assert (found["baseline"]["drafting"], found["refresh"]) == (drafting, refresh)
+        assert (found.drafting, found.refresh) == (drafting, refresh)
 
 
 def test_a_fall_in_the_counters_advises_a_refresh(tiny_run: Path) -> None:
     pages = [page(2000 * number, 20 * number, 0, 0) for number in (1, 2, 3)]
     with engine_with(*pages) as url:
         result = drifted(tiny_run, url, scrapes=3, rule="sample")
-    assert result["refresh"] is True
-    assert result["source"]["requests"] == 2
+    assert result.refresh is True
+    assert result.requests == 2
 
 
 def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
@@ -136,8 +109,8 @@ def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
         drifted(tiny_run, url, rule="sample")
     with engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1), page(110, 55, 33, 11)) as url:
         result = drifted(tiny_run, url, scrapes=3, rule="sample")
-    assert any("that interval is left out" in note for note in result["notes"])
-    assert result["slices"][0]["drafted"] == 300
+    assert any("that interval is left out" in note for note in result.notes)
+    assert result.requests == 1
 
 
 @pytest.mark.parametrize(

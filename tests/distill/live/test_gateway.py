@@ -15,13 +15,13 @@ from running_app import running_app
 from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
 
 from data.responses.engine_metrics import parse_page
-from data.traffic.reader import read_traffic
-from data.traffic.record import TrafficRecord, keyed_hash, read_salt
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.gateway import limits
 from distill.live.gateway.command import _begin_with, arms_of, parse_sampling
 from distill.live.gateway.options import GatewayOptions
+from distill.live.traffic.reader import read_traffic
+from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
 
 PROMPT = {"model": "m", "prompt": "say", "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 6}
@@ -347,7 +347,7 @@ def test_hostile_clients_are_ended_and_harm_nobody(
 def test_a_full_disk_stops_logging_and_never_serving(
     direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import data.traffic.writer as module
+    import distill.live.traffic.writer as module
 
     full, write = [False], module.os.write
 

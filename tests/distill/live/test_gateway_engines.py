@@ -9,8 +9,8 @@ from gateway_server import running_gateway
 from raw_engine import raw_engine
 from typer.testing import CliRunner
 
-from data.traffic.reader import read_traffic
 from distill.cli import app
+from distill.live.traffic.reader import read_traffic
 
 HTTP = httpx.Client(verify=False, timeout=20)
 COUNTS = {"num_spec_steps": 1, "num_accepted_draft_tokens": 1, "num_draft_tokens": 3}

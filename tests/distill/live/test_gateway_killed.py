@@ -12,7 +12,7 @@ import httpx
 from running_app import running_app
 from scripted_engine import ScriptedEngine
 
-from data.traffic.reader import read_traffic
+from distill.live.traffic.reader import read_traffic
 
 SAYS = "the gateway answers at "
 

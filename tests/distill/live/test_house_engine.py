@@ -14,9 +14,9 @@ from house_server import running_house
 
 from data.responses.engine_client import counters_of
 from data.responses.engine_counts import read_counts
-from data.traffic.reader import read_traffic
 from distill.config.target import TargetConfig
 from distill.live.house_decoding import HouseEngine
+from distill.live.traffic.reader import read_traffic
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import decode

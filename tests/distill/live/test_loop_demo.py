@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from traffic_log import record_of, write_log
 
 from distill.config.target import TargetConfig
+from distill.live.alarm.alarm import Alarm, SliceAlarm
+from distill.live.alarm.cusum import Crossing
 from distill.live.house_decoding import HouseEngine
-from distill.live.loop.account import LoopResult, account, told_alarm
+from distill.live.loop.account import LoopResult, account, alarm_behind
 from distill.live.loop.clients import CONSTRAINED_EVERY, Clients
 from distill.live.loop.family import Family
 from distill.live.loop.loop import LOCK, clear_folder, loop_demo
@@ -163,9 +165,9 @@ def test_lost_doubled_and_acceptance_by_hand(tmp_path: Path) -> None:
     assert "2 answers without their record" in told
     assert "not sent back" in told
     # Of the requests that count two came before the shift, so the alarm at the third is the first behind it.
-    slices = [{"alarms": [{"at": 2}, {"at": 3}]}]
-    assert told_alarm({"slices": slices}, tmp_path / "log", 15.0) == 1
-    assert told_alarm({"slices": [{"alarms": [{"at": 2}]}]}, tmp_path / "log", 15.0) is None
+    for at, behind in (((2, 3), 1), ((2,), None)):
+        part = SliceAlarm.model_construct(alarms=[Crossing(1, one, None) for one in at])
+        assert alarm_behind(Alarm.model_construct(slices=[part]), tmp_path / "log", 15.0) == behind
 
 
 def test_the_picture_shows_each_version_and_each_event(tmp_path: Path) -> None:

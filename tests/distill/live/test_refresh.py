@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 from traffic_log import SAMPLING, record_of, write_log
 
-from data.traffic.record import TrafficRecord
 from distill.commands.training_process import TrainingFailed
 from distill.config.run import RunConfig
 from distill.live.refresh import refresh
 from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.refresh import refresh_command
 from distill.live.rollout.rollout import gate_of
+from distill.live.traffic.record import TrafficRecord
 from distill.live.versions import current_version, list_versions
 from speculative.errors import UserError
 

@@ -23,7 +23,6 @@ from scripted_engine import ScriptedEngine
 from starlette.responses import JSONResponse
 
 from data.files import locked
-from data.traffic.record import LOCK
 from distill.faults import exit_status
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway import app as gateway_app
@@ -34,6 +33,7 @@ from distill.live.rollout.engine import MARK
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
 from distill.live.rollout.state import read_state
+from distill.live.traffic.record import LOCK
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
 

@@ -11,12 +11,12 @@ import pytest
 from live_arms import Traffic, gateway_directory, steady
 from simulation import trials
 
-from data.traffic.record import TrafficRecord, to_line
 from distill.live.arms import ARMS, read_arms
+from distill.live.rollout.anytime import Sums, sums_of
 from distill.live.rollout.judgement import GateGain, Law, Served, compare, served_of, watch
 from distill.live.rollout.log_tail import LogTail
+from distill.live.traffic.record import TrafficRecord, to_line
 from speculative.errors import UserError
-from speculative.explain.anytime import Sums, sums_of
 
 LAW = Law(share=0.2, margin=0.0, slower=0.05, false_alarms=0.05, requests=10_000, watch=300)
 

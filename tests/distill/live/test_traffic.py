@@ -15,19 +15,16 @@ from typer.testing import CliRunner
 from data.files import MANIFEST
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from data.traffic.exports import PROMPT_FILES, RESPONSES, list_exports, note_use, partial_of, row_id
-from data.traffic.reader import read_traffic
-from data.traffic.record import TrafficRecord, read_salt
 from distill.cli import app
-from distill.commands.drift.drift import drift_command
-from distill.commands.options import DriftOptions
 from distill.config.load import load_config
 from distill.live.traffic.export import export_traffic
+from distill.live.traffic.exported import PROMPT_FILES, RESPONSES, list_exports, note_use, partial_of, row_id
 from distill.live.traffic.forget import forget_command
 from distill.live.traffic.options import ForgetOptions, ShowOptions
+from distill.live.traffic.reader import read_traffic
+from distill.live.traffic.record import TrafficRecord, read_salt
 from distill.live.traffic.show import show_traffic
 from distill.models.load import load_tokenizer
-from distill.run.result import load_result
 from speculative.errors import UserError
 
 
@@ -232,22 +229,3 @@ def test_the_commands_are_there_and_a_forged_log_ends_them_with_one_line(tmp_pat
     result = CliRunner().invoke(app, ["traffic", "show", str(log)])
     assert isinstance(result.exception, UserError)
     assert str(result.exception).startswith(f"{log}/log-00001.jsonl:2: crc32")
-
-
-def test_drift_reads_a_log_of_the_gateway(tmp_path: Path, tiny_run: Path) -> None:
-    rows = load_result(tiny_run / "result.json").live_prompts
-    counts = [
-        {"accepted": row.accepted, "drafted": row.drafted, "blocks": row.blocks, "slice": row.domain} for row in rows
-    ]
-    same = [
-        record_of(number, **{**counts[number % len(rows)], "response_ids": None, "response_tokens": None})
-        for number in range(40)
-    ]
-    fallen = [record_of(number, accepted=0, drafted=90, blocks=30, draft_version="v0002") for number in range(40, 80)]
-    log = write_log(tmp_path / "log", [*same, *fallen])
-    options = {"run": tiny_run, "log": log, "false_alarms": 0.05}
-    old = drift_command(DriftOptions(**options, draft_version="v0001"), Console(file=io.StringIO()))
-    new = drift_command(DriftOptions(**options, drop=0.2), Console(file=io.StringIO()))
-    assert (old["refresh"], new["refresh"]) == (False, True)
-    assert (old["source"]["format"], old["source"]["requests"]) == ("traffic", 40)
-    assert any("left out are those of v0001 (40)" in note for note in new["notes"])

@@ -16,8 +16,8 @@ import numpy as np
 from data.files import MANIFEST, read_manifest, write_bytes, writing
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from data.traffic.record import keyed_hash
-from data.traffic.retention import write_lock
+from distill.live.traffic.record import keyed_hash
+from distill.live.traffic.retention import write_lock
 from speculative.errors import UserError
 
 EXPORTS, EXPORT_SHARD = "exports.json", 512

@@ -14,10 +14,18 @@ from traffic_log import record_of, write_log
 
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
-from data.traffic.exports import PROMPT_FILES, RESPONSES, Export, forget_exported, list_exports, note_export, row_id
-from data.traffic.reader import acceptance_of, read_traffic
-from data.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
-from data.traffic.retention import DAY, forget, sweep
+from distill.live.traffic.exported import (
+    PROMPT_FILES,
+    RESPONSES,
+    Export,
+    forget_exported,
+    list_exports,
+    note_export,
+    row_id,
+)
+from distill.live.traffic.reader import acceptance_of, read_traffic
+from distill.live.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
+from distill.live.traffic.retention import DAY, forget, sweep
 from speculative.errors import UserError
 
 
@@ -93,7 +101,7 @@ def test_acceptance_is_of_one_draft_and_of_free_text(tmp_path: Path) -> None:
         record_of(8, accepted=0, drafted=0),
     ]
     log = read_traffic(write_log(tmp_path, [*told, *silent]))
-    found = acceptance_of(log)
+    found = acceptance_of(log, "v0002")
     assert [(one.order, one.accepted, one.drafted, one.slice) for one in found.records] == [
         (0, 3, 9, "code"), (1, 0, 9, "code"), (2, 1, 9, "code")
     ]  # fmt: skip

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_traffic_record import RECORD
 
-from data.traffic import writer as module
-from data.traffic.reader import read_traffic
-from data.traffic.record import FORGOTTEN, from_line, log_files, priority
-from data.traffic.retention import forget, write_lock
-from data.traffic.writer import LogWriter, Samples
+from distill.live.traffic import writer as module
+from distill.live.traffic.reader import read_traffic
+from distill.live.traffic.record import FORGOTTEN, from_line, log_files, priority
+from distill.live.traffic.retention import forget, write_lock
+from distill.live.traffic.writer import LogWriter, Samples
 from speculative.errors import UserError
 
 NOW = 1.7e9

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from data.prompts.prompt import PromptRow
 from data.prompts.split import normalised_hash
-from data.traffic.record import TrafficRecord
+from distill.live.traffic.record import TrafficRecord
 
 CONTINUED = 8  # tokens of an answer that a prompt must hold to go on from it
 LATEST = 5  # held-out requests come from the last fifth at most

@@ -3,7 +3,7 @@
 Of a request, `drafted` tokens were proposed and `accepted` kept. How far each falls behind the baseline, less an allowance, is
 summed and held at zero from below; the sum crosses its threshold with the stated probability when nothing has changed. That
 probability is about this: the stream's requests are independent draws of what the pool was drawn from. Held-out prompts
-are such draws; a server's traffic comes in order, and one user's requests resemble each other (`neighbour_correlation`).
+are such draws; a server's traffic comes in order, and one user's requests resemble each other: alarms then come more often.
 
 Shapes: P requests of the pool, N of the stream in their order, B simulated pools and streams.
 """
@@ -11,26 +11,20 @@ Shapes: P requests of the pool, N of the stream in their order, B simulated pool
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
-from scipy import optimize, special
+from scipy import optimize
 
-from speculative.measure.intervals import Interval
+from speculative.explain.rate_change import FEWEST_REQUESTS
 
-FEWEST_REQUESTS = 8  # A pool of fewer says too little of its own spread.
 CELLS = 1 << 21  # Entries (B, N) simulated at once: 16 MB an array.
 _EXCEEDING = 20  # Simulated streams beyond the threshold: its level is then right to a fifth of itself.
 FEWEST_STREAMS = 2000
-_POWER_STREAMS = 400
-_HALVINGS = 12
+_TRIAL_STREAMS = 400
 _NOTHING = 1e-9  # Variance of residuals that are all the same but for rounding.
 
 _ALLOWANCES = (0.5, 0.6, 0.7, 0.8)  # Shares of the drop.
-_TRIAL_LEVEL = 0.02  # Rarer alarms would be too few among _POWER_STREAMS.
-
-Direction = Literal["down", "up"]
-_SIDES: tuple[Direction, ...] = ("down", "up")
+_TRIAL_LEVEL = 0.02  # Rarer alarms would be too few among _TRIAL_STREAMS.
 
 
 @dataclass(frozen=True)
@@ -66,18 +60,16 @@ class Chart:
     allowance: float
     threshold: float
     level: float
-    two_sided: bool = False
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Crossing:
     """One crossing of the threshold; requests counted from 1.
 
     since: the first request behind the last zero of the sum, the usual estimate of when the change began. at: the request
     that crossed. until: where the sum came back to zero, None while it has not.
     """
 
-    direction: Direction
     since: int
     at: int
     until: int | None
@@ -85,25 +77,11 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Monitored:
-    """A stream under the test. path_N: the sum behind each request; up_path_N: two-sided only."""
+    """A stream under the test. path_N: the sum behind each request."""
 
     path_N: np.ndarray
-    up_path_N: np.ndarray | None
     chart: Chart
-    alarms: tuple[Alarm, ...]
-
-
-@dataclass(frozen=True)
-class Power:
-    """What the test would see. probability, delay: of a drop of the stated size from the first request on, and the mean
-    number of requests until its alarm (None where none came). detectable: the drop seen with `wanted` probability, None
-    where not even acceptance of zero would be.
-    """
-
-    probability: float
-    delay: float | None
-    detectable: float | None
-    wanted: float
+    alarms: tuple[Crossing, ...]
 
 
 def block_variance_per_token(rate: float, gamma: int) -> float:
@@ -119,12 +97,11 @@ def block_variance_per_token(rate: float, gamma: int) -> float:
     return float(((2 * places - 1) * survival).sum() - survival.sum() ** 2) / gamma
 
 
-def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float, *, sums: bool = False) -> Pool:
+def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool:
     """The pool of baseline requests that drafted about `gamma` tokens a block.
 
     Within a request the variance is that of its blocks (`block_variance_per_token`); what the requests vary beyond is
-    their own difficulty and grows with drafted^2, by the method of moments. sums: the stream's records are sums over
-    requests (an engine's line each ten seconds); then all variance grows with drafted.
+    their own difficulty and grows with drafted^2, by the method of moments.
 
     Raises ValueError for fewer than FEWEST_REQUESTS requests, one without drafted tokens, or accepted beyond drafted.
     """
@@ -135,11 +112,9 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float, *, sums
         raise ValueError("0 <= accepted <= drafted and drafted > 0 for every request")
     count = len(accepted_P)
     squares_P = (accepted_P - accepted_P.sum() / drafted_P.sum() * drafted_P) ** 2 * count / (count - 1)
-    within, between = squares_P.sum() / drafted_P.sum(), 0.0
-    if not sums:
-        own = block_variance_per_token(float(accepted_P.sum() / drafted_P.sum()), max(1, round(gamma)))
-        within = min(within, own)
-        between = max(0.0, (squares_P - within * drafted_P).sum() / (drafted_P**2).sum())
+    own = block_variance_per_token(float(accepted_P.sum() / drafted_P.sum()), max(1, round(gamma)))
+    within = min(squares_P.sum() / drafted_P.sum(), own)
+    between = max(0.0, (squares_P - within * drafted_P).sum() / (drafted_P**2).sum())
     # Where every request is alike nothing was seen to vary: half a token then, which also keeps the arithmetic finite.
     within = max(within, 0.25 / drafted_P.mean())
     weights_P = drafted_P / (within * drafted_P + between * drafted_P**2)
@@ -160,14 +135,7 @@ def cusum_path(increments_N: np.ndarray) -> np.ndarray:
     return sums_N - np.minimum(np.minimum.accumulate(sums_N, axis=-1), 0.0)
 
 
-def increments(
-    pool: Pool,
-    accepted_N: np.ndarray,
-    drafted_N: np.ndarray,
-    drop: float,
-    allowance: float,
-    direction: Direction = "down",
-) -> np.ndarray:
+def increments(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, drop: float, allowance: float) -> np.ndarray:
     """What each request (N,) adds to the sum: drop x information x (z - allowance x information).
 
     z: the standardised residual, of mean drop x information under the drop. With an allowance of half the drop this is
@@ -176,7 +144,7 @@ def increments(
     spread_N, drafted_N = pool.spread(drafted_N), np.asarray(drafted_N, dtype=np.float64)
     information_N = drafted_N / spread_N
     z_N = (pool.rate * drafted_N - np.asarray(accepted_N)) / spread_N
-    return drop * information_N * ((z_N if direction == "down" else -z_N) - allowance * information_N)
+    return drop * information_N * (z_N - allowance * information_N)
 
 
 @dataclass(frozen=True)
@@ -215,34 +183,20 @@ def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Itera
         yield _Worlds(np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6))
 
 
-def _paths(
-    worlds: _Worlds, squares_N: np.ndarray, chart: Chart, fallen_B: np.ndarray | float, direction: Direction = "down"
-) -> np.ndarray:
-    """CUSUM paths (B, N) of streams whose acceptance has fallen by `fallen_B` from the first request on.
-
-    squares_N: cumulated squared information.
-    """
-    moved_B = worlds.errors_B + fallen_B
-    seen_BN = moved_B[:, None] * squares_N - worlds.noise_BN
-    sums_BN = (seen_BN if direction == "down" else -seen_BN) - chart.allowance * squares_N
+def _paths(worlds: _Worlds, squares_N: np.ndarray, chart: Chart) -> np.ndarray:
+    """CUSUM paths (B, N) of streams in which nothing has changed. squares_N: cumulated squared information."""
+    sums_BN = worlds.errors_B[:, None] * squares_N - worlds.noise_BN - chart.allowance * squares_N
     low_BN = np.minimum(np.minimum.accumulate(sums_BN, axis=1), 0.0)
     return (sums_BN - low_BN) * (chart.drop / worlds.scales_B)[:, None]
 
 
-def _squares(pool: Pool, drafted_N: np.ndarray) -> np.ndarray:
-    return np.cumsum((np.asarray(drafted_N) / pool.spread(drafted_N)) ** 2)
-
-
 def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], streams: int, seed: int) -> list[float]:
     """For each chart the height that `level` of the simulated streams cross, nothing having changed."""
-    squares_N = _squares(pool, drafted_N)
+    squares_N = np.cumsum((np.asarray(drafted_N) / pool.spread(drafted_N)) ** 2)
     highest: list[list[np.ndarray]] = [[] for _ in charts]
     for worlds in _worlds(pool, drafted_N, streams, seed):
         for chart, found in zip(charts, highest, strict=True):
-            top_B = _paths(worlds, squares_N, chart, 0.0).max(1)
-            if chart.two_sided:
-                top_B = np.maximum(top_B, _paths(worlds, squares_N, chart, 0.0, "up").max(1))
-            found.append(top_B)
+            found.append(_paths(worlds, squares_N, chart).max(1))
     # With B exchangeable values beside the real one, P(it exceeds the k-th of them) <= level.
     return [
         float(np.sort(np.concatenate(found))[min(streams, math.ceil((streams + 1) * (1 - chart.level))) - 1])
@@ -250,9 +204,7 @@ def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], stre
     ]
 
 
-def chart_for(
-    pool: Pool, drafted_N: np.ndarray, level: float, drop: float, *, two_sided: bool = False, seed: int = 0
-) -> Chart:
+def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed: int = 0) -> Chart:
     """The chart that a stream of these requests crosses anywhere with probability `level` when nothing has changed.
 
     The threshold is simulated with the pool's own residuals. The error of the baseline is in it: a long stream would
@@ -264,12 +216,12 @@ def chart_for(
     """
     if not 0 < level < 1 or not drop > 0 or len(drafted_N) == 0:
         raise ValueError(f"level {level}, drop {drop}, {len(drafted_N)} requests")
-    chart = Chart(drop, drop / 2, math.inf, level, two_sided)
+    chart = Chart(drop, drop / 2, math.inf, level)
     if pool.residuals_P.var() < _NOTHING:
         # Nothing to simulate with. A likelihood ratio reaches e^h with probability e^-h at most, from each of N starts.
-        return replace(chart, threshold=math.log((1 + two_sided) * len(drafted_N) / level))
+        return replace(chart, threshold=math.log(len(drafted_N) / level))
     tried = [replace(chart, allowance=drop * share, level=max(level, _TRIAL_LEVEL)) for share in _ALLOWANCES]
-    heights = _thresholds(pool, drafted_N, tried, _POWER_STREAMS, seed + 1)
+    heights = _thresholds(pool, drafted_N, tried, _TRIAL_STREAMS, seed + 1)
     # Behind the drop the sum climbs by drop x (drop - allowance) x information^2 a request.
     soonest = min(zip(heights, tried, strict=True), key=lambda pair: pair[0] / (drop - pair[1].allowance))[1]
     chart = replace(soonest, level=level)
@@ -279,93 +231,18 @@ def chart_for(
 
 def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Chart) -> Monitored:
     """The stream under the chart that `chart_for` made for its `drafted_N`."""
-    paths = {
-        side: cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance, side))
-        for side in _SIDES[: 1 + chart.two_sided]
-    }
-    alarms = [alarm for side, path_N in paths.items() for alarm in _alarms(path_N, chart.threshold, side)]
-    return Monitored(paths["down"], paths.get("up"), chart, tuple(sorted(alarms, key=lambda alarm: alarm.at)))
+    path_N = cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance))
+    return Monitored(path_N, chart, tuple(_alarms(path_N, chart.threshold)))
 
 
-def _alarms(path_N: np.ndarray, threshold: float, direction: Direction) -> list[Alarm]:
+def _alarms(path_N: np.ndarray, threshold: float) -> list[Crossing]:
     """One alarm for each stretch between zeros in which the threshold is crossed."""
     zeros = np.flatnonzero(path_N == 0)
-    alarms: list[Alarm] = []
+    alarms: list[Crossing] = []
     for index in np.flatnonzero(path_N > threshold):
         behind = int(np.searchsorted(zeros, index))
         since = int(zeros[behind - 1]) + 2 if behind else 1
         if not alarms or alarms[-1].since != since:
             until = int(zeros[behind]) + 1 if behind < len(zeros) else None
-            alarms.append(Alarm(direction, since, int(index) + 1, until))
+            alarms.append(Crossing(since, int(index) + 1, until))
     return alarms
-
-
-def power_of(pool: Pool, drafted_N: np.ndarray, chart: Chart, *, wanted: float = 0.9, seed: int = 1) -> Power:
-    """What the chart sees of a fall in a stream of these requests, their spread staying as it is; by simulation."""
-    squares_N = _squares(pool, drafted_N)
-    delays: list[float] = []
-    needed: list[np.ndarray] = []
-    for worlds in _worlds(pool, drafted_N, _POWER_STREAMS, seed):
-        over_BN = _paths(worlds, squares_N, chart, chart.drop) > chart.threshold
-        delays += (over_BN.argmax(1) + 1)[over_BN.any(1)].tolist()
-        # A larger fall raises every increment: the smallest that crosses is found by halving.
-        low_B, high_B = np.zeros(len(over_BN)), np.full(len(over_BN), pool.rate)
-        never_B = _paths(worlds, squares_N, chart, high_B).max(1) <= chart.threshold
-        for _ in range(_HALVINGS):
-            middle_B = (low_B + high_B) / 2
-            seen_B = _paths(worlds, squares_N, chart, middle_B).max(1) > chart.threshold
-            low_B, high_B = np.where(seen_B, low_B, middle_B), np.where(seen_B, middle_B, high_B)
-        needed.append(np.where(never_B, np.inf, high_B))
-    detectable = float(np.sort(np.concatenate(needed))[math.ceil(wanted * _POWER_STREAMS) - 1])
-    return Power(
-        len(delays) / _POWER_STREAMS,
-        float(np.mean(delays)) if delays else None,
-        detectable if math.isfinite(detectable) else None,
-        wanted,
-    )
-
-
-def rate_with_interval(
-    pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, confidence: float = 0.95
-) -> tuple[float, Interval]:
-    """Accepted per drafted over some requests of a stream, with a normal interval of the linearised ratio.
-
-    The spread is the requests' own, the pool's where they are fewer than FEWEST_REQUESTS.
-    """
-    rate, error = _ratio(pool, np.asarray(accepted_N, dtype=np.float64), np.asarray(drafted_N, dtype=np.float64))
-    half = float(special.ndtri((1 + confidence) / 2)) * error
-    return rate, (max(0.0, rate - half), min(1.0, rate + half))
-
-
-def change_with_interval(
-    pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, confidence: float = 0.95
-) -> tuple[float, Interval]:
-    """Accepted per drafted of these requests less the pool's, with an interval that has the error of both in it.
-
-    Chosen by the data (the requests behind an alarm's start), they look a little worse than they are.
-    """
-    rate, error = _ratio(pool, np.asarray(accepted_N, dtype=np.float64), np.asarray(drafted_N, dtype=np.float64))
-    before, before_error = _ratio(pool, pool.accepted_P, pool.drafted_P)
-    half = float(special.ndtri((1 + confidence) / 2)) * math.hypot(error, before_error)
-    return rate - before, (rate - before - half, rate - before + half)
-
-
-def _ratio(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray) -> tuple[float, float]:
-    """(sum(accepted) / sum(drafted), its standard error)."""
-    total, count = drafted_N.sum(), len(drafted_N)
-    rate = float(accepted_N.sum() / total)
-    if count < FEWEST_REQUESTS:
-        return rate, float(np.sqrt((pool.spread(drafted_N) ** 2).sum()) / total)
-    return rate, float(np.sqrt(((accepted_N - rate * drafted_N) ** 2).sum() * count / (count - 1)) / total)
-
-
-def neighbour_correlation(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray) -> float | None:
-    """Correlation of a request's residual with the next one's, in requests without a change between; None under 3.
-
-    Well above 2 / sqrt(N), the requests are not independent and false alarms come more often than stated.
-    """
-    if len(accepted_N) < 3:
-        return None
-    rate = np.sum(accepted_N) / np.sum(drafted_N)
-    z_N = (np.asarray(accepted_N) - rate * np.asarray(drafted_N)) / pool.spread(drafted_N)
-    return float((z_N[1:] * z_N[:-1]).sum() / max(1e-12, (z_N**2).sum()))

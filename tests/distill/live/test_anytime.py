@@ -7,7 +7,7 @@ import pytest
 from scipy import integrate, stats
 from simulation import trials
 
-from speculative.explain.anytime import (
+from distill.live.rollout.anytime import (
     FEWEST_REQUESTS,
     SCALE,
     Estimate,

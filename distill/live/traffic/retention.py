@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import write_bytes, writing
-from data.traffic.record import (
+from distill.live.traffic.record import (
     FORGOTTEN,
     WRITE_LOCK,
     RecordError,

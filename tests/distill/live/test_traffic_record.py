@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.traffic.record import RecordError, TrafficRecord, from_line, keyed_hash, prepare_directory, read_salt, to_line
+from distill.live.traffic.record import (
+    RecordError,
+    TrafficRecord,
+    from_line,
+    keyed_hash,
+    prepare_directory,
+    read_salt,
+    to_line,
+)
 from speculative.errors import UserError
 
 RECORD = TrafficRecord(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic_log import SAMPLING, record_of
 
-from data.traffic.selection import CONTINUED, Wanted, capped, fault_of, groups_of, split_by_time
+from distill.live.traffic.selection import CONTINUED, Wanted, capped, fault_of, groups_of, split_by_time
 
 WANTED = Wanted({"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"target"}, 10, 100)
 

@@ -9,20 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculative.explain import cusum
-from speculative.explain.cusum import (
-    FEWEST_REQUESTS,
+from distill.live.alarm import cusum
+from distill.live.alarm.cusum import (
     Chart,
     block_variance_per_token,
-    change_with_interval,
     chart_for,
     cusum_path,
     increments,
     monitor,
-    neighbour_correlation,
     pool_of,
-    power_of,
-    rate_with_interval,
 )
 
 GAMMA = 4
@@ -73,21 +68,19 @@ def test_zeros_of_the_path_are_exact() -> None:
 
 def test_alarms_are_the_stretches_between_zeros_that_cross() -> None:
     pool = pool_of(*requests(np.random.default_rng(1), 50), GAMMA)
-    drafted, chart = np.full(9, 80.0), Chart(0.05, 0.03, 2.0, 0.01, two_sided=True)
+    drafted, chart = np.full(9, 80.0), Chart(0.05, 0.03, 2.0, 0.01)
     information = drafted / pool.spread(drafted)
     added = np.array([-1.0, 1.0, 2.0, 1.0, -9.0, 1.0, -9.0, 2.5, 0.5])
     behind = added / (chart.drop * information) + chart.allowance * information  # in standard deviations
-    fallen, risen = (pool.rate * drafted + sign * behind * pool.spread(drafted) for sign in (-1, 1))
+    fallen = pool.rate * drafted - behind * pool.spread(drafted)
     found = monitor(pool, fallen, drafted, chart)
     np.testing.assert_allclose(found.path_N, [0.0, 1.0, 3.0, 4.0, 0.0, 1.0, 0.0, 2.5, 3.0], atol=1e-9)
-    assert [(alarm.since, alarm.at, alarm.until) for alarm in found.alarms if alarm.direction == "down"] == [
+    assert [(alarm.since, alarm.at, alarm.until) for alarm in found.alarms] == [
         (2, 3, 5),
         (8, 8, None),
     ]
-    found = monitor(pool, risen[7:], drafted[7:], chart)
-    assert found.alarms == (cusum.Alarm("up", 1, 1, None),)
-    met = replace(chart, threshold=float(found.up_path_N.max()))  # type: ignore[union-attr]
-    assert monitor(pool, risen[7:], drafted[7:], met).alarms == (), "met is not crossed"
+    met = replace(chart, threshold=float(found.path_N.max()))
+    assert monitor(pool, fallen, drafted, met).alarms == (), "met is not crossed"
 
 
 def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
@@ -97,13 +90,9 @@ def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
     before = -(((accepted - pool.rate * drafted) / spread) ** 2) / 2
     after = -(((accepted - (pool.rate - 0.1) * drafted) / spread) ** 2) / 2
     np.testing.assert_allclose(increments(pool, accepted, drafted, 0.1, 0.05), after - before, rtol=1e-9)
-    risen = -(((accepted - (pool.rate + 0.1) * drafted) / spread) ** 2) / 2
-    np.testing.assert_allclose(increments(pool, accepted, drafted, 0.1, 0.05, "up"), risen - before, rtol=1e-9)
 
 
-def written_out(
-    pool: cusum.Pool, drafted: np.ndarray, chart: Chart, fallen: float, streams: int, seed: int
-) -> np.ndarray:
+def written_out(pool: cusum.Pool, drafted: np.ndarray, chart: Chart, streams: int, seed: int) -> np.ndarray:
     """The highest sums (streams,) of streams written out request by request, each with a baseline of its own.
 
     A baseline is all but one of the pool's requests drawn again: it gets the rate and the spread a little wrong.
@@ -116,24 +105,17 @@ def written_out(
         scale = ((own[drawn] - error * told[drawn]) ** 2).sum() / (len(own) - 2)
         believed = replace(pool, rate=pool.rate + error, within=pool.within * scale, between=pool.between * scale)
         residuals = centred[rng.integers(len(own), size=len(drafted))]
-        accepted = (pool.rate - fallen) * drafted + residuals * pool.spread(drafted)
-        sides: list[cusum.Direction] = ["down", "up"] if chart.two_sided else ["down"]
-        paths = [
-            cusum_path(increments(believed, accepted, drafted, chart.drop, chart.allowance, side)) for side in sides
-        ]
-        highest.append(np.max(paths))
+        accepted = pool.rate * drafted + residuals * pool.spread(drafted)
+        highest.append(cusum_path(increments(believed, accepted, drafted, chart.drop, chart.allowance)).max())
     return np.array(highest)
 
 
-@pytest.mark.parametrize("two_sided", [False, True])
-def test_the_threshold_is_crossed_by_as_many_written_out_streams(
-    two_sided: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threshold_is_crossed_by_as_many_written_out_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cusum, "FEWEST_STREAMS", 20_000)  # the threshold's own error: 0.15 points
     pool = pool_of(*requests(np.random.default_rng(2), 30), GAMMA)
     drafted = np.array([40.0, 160.0, 80.0, 100.0, 60.0])
-    chart = chart_for(pool, drafted, 0.05, 0.05, two_sided=two_sided)
-    crossed = (written_out(pool, drafted, chart, 0.0, 4000, seed=3) > chart.threshold).mean()
+    chart = chart_for(pool, drafted, 0.05, 0.05)
+    crossed = (written_out(pool, drafted, chart, 4000, seed=3) > chart.threshold).mean()
     assert crossed == pytest.approx(0.05, abs=0.011)  # three standard errors of 4,000 streams
 
 
@@ -165,17 +147,6 @@ def test_a_pool_knows_its_rate_and_spread_at_every_length() -> None:
         assert accepted.std() == pytest.approx(pool.spread(drafted[:1])[0], rel=0.2)
 
 
-def test_sums_of_requests_vary_with_their_number() -> None:
-    rng = np.random.default_rng(5)
-    pool = pool_of(*requests(rng, 2000), GAMMA, sums=True)
-    accepted, drafted = requests(rng, 9 * 2000)
-    accepted, drafted = accepted.reshape(-1, 9).sum(1), drafted.reshape(-1, 9).sum(1)
-    residuals = (accepted - pool.rate * drafted) / pool.spread(drafted)
-    assert residuals.std() == pytest.approx(1.0, abs=0.1)
-    single = pool_of(pool.accepted_P, pool.drafted_P, GAMMA)
-    assert ((accepted - single.rate * drafted) / single.spread(drafted)).std() < 0.6
-
-
 @pytest.mark.parametrize(
     ("accepted", "drafted"),
     [([1] * 7, [4] * 7), ([1] * 8, [4] * 7), ([5] * 8, [4] * 8), ([0] * 8, [0] * 8), ([-1] * 8, [4] * 8)],
@@ -198,83 +169,30 @@ def test_a_pool_without_any_spread_still_has_a_threshold() -> None:
     assert chart.threshold == pytest.approx(math.log(100 / 0.01))
     assert monitor(pool, np.full(100, 40), np.full(100, 40), chart).alarms == ()
     assert monitor(pool, np.full(100, 30), np.full(100, 40), chart).alarms
-    assert power_of(pool, np.full(100, 40), chart).probability == 1.0
 
 
 # The stated probabilities.
 
 CASES = {
-    "as many as the pool": ({}, {}, 60, 60, False),
-    "a stream much longer than the pool": ({}, {}, 20, 200, False),
-    "the fewest of a pool": ({}, {}, FEWEST_REQUESTS, 100, False),
-    "requests five times as long": ({}, {"blocks": (100, 130)}, 60, 60, False),
-    "both sides": ({}, {}, 60, 100, True),
+    "as many as the pool": ({}, {}, 60, 60),
+    "a stream much longer than the pool": ({}, {}, 20, 200),
+    "the fewest of a pool": ({}, {}, 8, 100),
+    "requests five times as long": ({}, {"blocks": (100, 130)}, 60, 60),
 }
 
 
 @pytest.mark.parametrize("case", CASES, ids=list(CASES))
 def test_false_alarms_come_as_often_as_stated(case: str) -> None:
     """Over baselines and streams, both drawn anew: 300 of them at 5 %, within three standard errors (1.3 points each)."""
-    of_pool, of_stream, prompts, count, two_sided = CASES[case]
+    of_pool, of_stream, prompts, count = CASES[case]
     rng, level, trials, alarms = np.random.default_rng(10), 0.05, 300, 0
     for trial in range(trials):
         pool = pool_of(*requests(rng, prompts, **of_pool), GAMMA)
         accepted, drafted = requests(rng, count, **of_stream)
-        chart = chart_for(pool, drafted, level, 0.05, two_sided=two_sided, seed=trial)
+        chart = chart_for(pool, drafted, level, 0.05, seed=trial)
         alarms += bool(monitor(pool, accepted, drafted, chart).alarms)
     error = math.sqrt(level * (1 - level) / trials)
     assert level - 3 * error <= alarms / trials <= level + 3 * error
-
-
-def test_false_alarms_of_an_engines_lines_come_no_more_often_than_stated() -> None:
-    """A line sums six requests here; sums are less skewed than the pool's single ones, so the rate may be lower."""
-    rng, level, trials, alarms = np.random.default_rng(11), 0.05, 200, 0
-    for trial in range(trials):
-        pool = pool_of(*requests(rng, 60), GAMMA, sums=True)
-        accepted, drafted = (values.reshape(-1, 6).sum(1) for values in requests(rng, 6 * 50))
-        chart = chart_for(pool, drafted, level, 0.05, seed=trial)
-        alarms += bool(monitor(pool, accepted, drafted, chart).alarms)
-    assert alarms / trials <= level + 3 * math.sqrt(level * (1 - level) / trials)
-
-
-def test_a_drop_is_seen_as_often_and_as_soon_as_the_power_says() -> None:
-    rng, trials = np.random.default_rng(12), 150
-    start = requests(rng, 20_000)[0].sum() / requests(rng, 20_000)[1].sum()
-    fallen = requests(rng, 20_000, ease=0.74)
-    drop = float(start - fallen[0].sum() / fallen[1].sum())
-    assert 0.05 < drop < 0.12
-    said, said_delays, delays = [], [], []
-    for trial in range(trials):
-        pool = pool_of(*requests(rng, 80), GAMMA)
-        accepted, drafted = requests(rng, 60, ease=0.74)
-        chart = chart_for(pool, drafted, 0.05, drop, seed=trial)
-        power = power_of(pool, drafted, chart)
-        said.append(power.probability)
-        said_delays.append(power.delay or 0.0)
-        found = monitor(pool, accepted, drafted, chart)
-        delays += [found.alarms[0].at] if found.alarms else []
-    seen = len(delays) / trials
-    assert 0.6 < seen < 1.0  # neither hopeless nor certain: the comparison says something
-    # Three standard errors of the counted share, and two points for a spread that a drop changes a little.
-    assert seen == pytest.approx(np.mean(said), abs=3 * math.sqrt(seen * (1 - seen) / trials) + 0.02)
-    assert np.mean(delays) == pytest.approx(np.mean(said_delays), rel=0.2)
-
-
-def test_the_detectable_drop_is_seen_with_the_wanted_probability() -> None:
-    rng = np.random.default_rng(13)
-    pool, drafted = pool_of(*requests(rng, 80), GAMMA), requests(rng, 100)[1]
-    chart = chart_for(pool, drafted, 0.05, 0.05)
-    power = power_of(pool, drafted, chart)
-    assert power.detectable is not None
-    seen = (written_out(pool, drafted, chart, power.detectable, 1000, seed=99) > chart.threshold).mean()
-    assert seen == pytest.approx(power.wanted, abs=0.05)  # its own 400 streams: 1.5 points
-    # Fewer requests see less, and three of a token each see nothing.
-    fewer = chart_for(pool, drafted[:20], 0.05, 0.05)
-    detectable = power_of(pool, drafted[:20], fewer).detectable
-    assert detectable is not None
-    assert detectable > 1.3 * power.detectable
-    one = np.ones(3)
-    assert power_of(pool, one, chart_for(pool, one, 0.01, 0.05)).detectable is None
 
 
 def test_an_error_of_the_baseline_raises_the_allowance_where_it_must() -> None:
@@ -292,14 +210,9 @@ def test_the_change_point_is_near_where_acceptance_fell() -> None:
     before, after = requests(rng, 400), requests(rng, 200, ease=0.7)
     accepted, drafted = np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]])
     found = monitor(pool, accepted, drafted, chart_for(pool, drafted, 0.01, 0.05))
-    assert [alarm.direction for alarm in found.alarms] == ["down"]
-    alarm = found.alarms[0]
+    (alarm,) = found.alarms
     assert 380 <= alarm.since <= 420 < alarm.at < 480
     assert alarm.until is None
-    change, (low, high) = change_with_interval(pool, accepted[alarm.since - 1 :], drafted[alarm.since - 1 :])
-    truth = after[0].sum() / after[1].sum() - before[0].sum() / before[1].sum()
-    assert low < truth < high < 0
-    assert change == pytest.approx(truth, abs=0.05)
 
 
 def test_equal_seeds_give_equal_charts() -> None:
@@ -315,34 +228,3 @@ def test_simulating_in_small_portions_keeps_the_stated_rate(monkeypatch: pytest.
     monkeypatch.setattr(cusum, "CELLS", 80 * 7)
     # Other coins: 400 streams know their 95 % quantile to about a tenth.
     assert chart_for(pool, np.full(80, 80), 0.05, 0.05).threshold == pytest.approx(whole.threshold, rel=0.3)
-
-
-# Rates and neighbours.
-
-
-def test_intervals_of_rate_and_change_hold_what_they_say() -> None:
-    """300 baselines and streams: 95 % intervals hold the truth in 91.2 to 98.8 % (three standard errors)."""
-    rng, trials = np.random.default_rng(18), 300
-    many = requests(rng, 200_000)
-    truth = many[0].sum() / many[1].sum()
-    rates = changes = few = 0
-    for _ in range(trials):
-        pool, stream = pool_of(*requests(rng, 50), GAMMA), requests(rng, 40)
-        low, high = rate_with_interval(pool, *stream)[1]
-        rates += low <= truth <= high
-        low, high = change_with_interval(pool, *stream)[1]
-        changes += low <= 0 <= high
-        low, high = rate_with_interval(pool, stream[0][:3], stream[1][:3])[1]
-        few += low <= truth <= high
-    for hits in (rates, changes, few):
-        assert 0.912 <= hits / trials <= 0.988
-
-
-def test_neighbours_that_resemble_each_other_are_told() -> None:
-    rng = np.random.default_rng(19)
-    pool = pool_of(*requests(rng, 100), GAMMA)
-    accepted, drafted = requests(rng, 1000)
-    assert abs(neighbour_correlation(pool, accepted, drafted) or 0) < 0.1  # three standard errors
-    order = np.argsort(accepted / drafted)
-    assert (neighbour_correlation(pool, accepted[order], drafted[order]) or 0) > 0.8
-    assert neighbour_correlation(pool, accepted[:2], drafted[:2]) is None

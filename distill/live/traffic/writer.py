@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from data.files import write_all, writing
-from data.traffic.record import (
+from distill.live.traffic.record import (
     FORGOTTEN,
     LOCK,
     WRITE_LOCK,
@@ -26,7 +26,7 @@ from data.traffic.record import (
     priority,
     to_line,
 )
-from data.traffic.retention import sweep, write_lock
+from distill.live.traffic.retention import sweep, write_lock
 from speculative.errors import UserError
 
 QUEUE_RECORDS = 4096

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
-from data.traffic.record import (
+from distill.live.traffic.record import (
     FORGOTTEN,
     RecordError,
     TrafficRecord,
@@ -76,14 +76,13 @@ def accepts(record: TrafficRecord) -> bool:
     return bool(record.drafted) and record.accepted is not None and not record.constrained
 
 
-def acceptance_of(log: TrafficLog, draft_version: str = "") -> AcceptanceLog:
-    """Acceptance of the requests that one draft served, by default the last one that served.
+def acceptance_of(log: TrafficLog, version: str) -> AcceptanceLog:
+    """Acceptance of the requests that one draft served.
 
     Raises:
         UserError: no request that such a draft served.
     """
     told = [record for record in log.records if accepts(record)]
-    version = draft_version or (told[-1].draft_version if told else "")
     records = [
         AcceptanceRecord(
             order, record.drafted or 0, record.accepted or 0, record.blocks, record.slice,
@@ -94,9 +93,7 @@ def acceptance_of(log: TrafficLog, draft_version: str = "") -> AcceptanceLog:
     versions = Counter(record.draft_version for record in told)
     if not records:
         known = ", ".join(f"{name} ({count:,})" for name, count in versions.items()) or "none"
-        raise UserError(
-            f"{log.directory}: no requests with counts of {f'the draft {version}' if version else 'a draft'}; there are: {known}"
-        )
+        raise UserError(f"{log.directory}: no requests with counts of the draft {version}; there are: {known}")
     warnings = list(log.warnings)
     if len(log.records) > len(told):
         warnings.append(

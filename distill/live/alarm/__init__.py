@@ -1,0 +1,1 @@
+"""The alarm: has the acceptance of the served draft fallen?"""
