@@ -107,6 +107,10 @@ def last_screen(
         console.print(Group(legend, *completions))
     console.print(ways_table(verdict))
     console.print(Text(verdict.sentence, style=f"bold {style}"))
+    if verdict.costs is not None:
+        break_even = verdict.costs.break_even_alpha
+        alpha = "none" if break_even is None else f"{break_even:.2f}"
+        console.print(f"cost ratio {verdict.costs.cost_ratio:.2f}, break-even alpha at gamma {verdict.gamma}: {alpha}")
     if by_load := run_by_load(verdict):
         console.print(f"what to run by requests at once: {by_load}", highlight=False)
     parts = {stage: value for stage, value in verdict.seconds.items() if "/" not in stage}

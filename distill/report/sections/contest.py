@@ -36,7 +36,8 @@ def ways_table(verdict: Verdict, labels: dict[str, str] | None = None) -> Table:
     if verdict.target_tokens_per_second is not None:
         target = (NOTHING, NOTHING, 1.0, NOTHING, verdict.target_tokens_per_second, 1.0)
         table.add("target alone", *target, strong=verdict.run == "target")
-    for name, fallback in DRAFTS.items():
+    known = DRAFTS | ({} if verdict.baseline else {"best": "the draft"}) | (labels or {})
+    for name in DRAFTS:
         row = {"baseline": verdict.baseline, "served": verdict.served, "best": verdict.best}[name]
         if row is None:
             continue
@@ -47,7 +48,7 @@ def ways_table(verdict: Verdict, labels: dict[str, str] | None = None) -> Table:
             if part
         ]
         table.add(
-            Cell((labels or {}).get(name, fallback), note=", ".join(notes)), row.speed_gamma, Cell(row.alpha, row.alpha_ci),
+            Cell(known[name], note=", ".join(notes)), row.speed_gamma, Cell(row.alpha, row.alpha_ci),
             Cell(row.tau, row.tau_ci, note="" if row.tau_ci else "by replay"), row.accepted_per_drafted, row.tokens_per_second,
             Cell(timed, ends, note="" if ends or timed is None else TOO_FEW_TIMED), strong=name == (verdict.run or "best"),
         )  # fmt: skip
