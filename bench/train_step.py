@@ -201,7 +201,7 @@ def stored_teacher(teacher: Teacher, examples: Sequence[Example], k: int) -> Any
     store.open(manifest, [example.response_tokens for example in examples])
     for number, example in enumerate(examples):
         dense = teacher.signal(collate([example], 0).to(model.device))
-        store.write(number, topk_signal(dense.head, dense.hidden_RD, k).to(torch.device("cpu")))
+        store.write({number: topk_signal(dense.head, dense.hidden_RD, k).to(torch.device("cpu"))})
     return StoredTeacher(store)
 
 

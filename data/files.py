@@ -55,7 +55,7 @@ def write_bytes(path: Path, content: bytes, mode: int = 0o666) -> None:
         raise
 
 
-def write_all(file: int, content: bytes) -> None:
+def write_all(file: int, content: bytes | memoryview) -> None:
     """All of the content into an open file: a single write may take less."""
     left = memoryview(content)
     while left:
@@ -104,13 +104,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def require_manifest(folder: Path, wanted: Mapping[str, Any], remedy: str) -> None:
     """Raises UserError when a folder's manifest differs: the first differing key and both values are named, and the remedy."""
-    wanted, found = json.loads(json.dumps(wanted)), read_manifest(folder)
+    if said := other_key(read_manifest(folder), json.loads(json.dumps(wanted))):
+        raise UserError(f"{folder}: {said}; {remedy}")
+
+
+def other_key(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Says the first key under which two manifests differ, and both values; empty when they are the same."""
     # Of another format the other keys are others too.
     for key in sorted(set(wanted) | set(found), key=lambda key: (key != "format", key)):
         if wanted.get(key) != found.get(key):
-            raise UserError(
-                f"{folder}: made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))}); {remedy}"
-            )
+            return f"made with another {key} ({_short(found.get(key))}, now {_short(wanted.get(key))})"
+    return ""
 
 
 def _checksum_path(path: Path) -> Path:

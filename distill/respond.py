@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from data.responses.chat import ChatTarget
 from data.responses.store import StoredRows
 from distill.config.command_line import RespondOptions, run_program
-from distill.config.layout import RESPONSES, TRAINING
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
 from distill.models.target import Target
 from distill.run.folder import claim_folder
+from distill.run.lag import await_seen
 from distill.run.responses import RunStores
 from distill.run.session import new_accelerator, run_prompts
 from distill.run.synthetic import with_synthetic
@@ -73,14 +73,13 @@ def _signal(config: RunConfig, rows: StoredRows, target: Target, accelerator: Ac
         if target.config.endpoint is not None:
             share = {"rank": accelerator.process_index, "ranks": accelerator.num_processes}
             if isinstance(target.endpoint, ChatTarget):
-                answers = config.folder / RESPONSES / TRAINING
-                target.endpoint.keep_signal(store, answers, rows, config.signal.k, **share)
+                target.endpoint.require_kept(store)
             else:
                 target.endpoint.topk(store, rows, config.signal.k, label="teacher signal", **share)
             accelerator.wait_for_everyone()
         else:
             fill(config, store, target, rows.examples, accelerator)
-        assert not store.missing()
+        await_seen(lambda: not store.missing(), store.folder)
         facts = store.facts()
     finally:
         store.close()

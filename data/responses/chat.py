@@ -5,20 +5,15 @@ their text. Its probabilities are the model's own, before temperature and trunca
 left out of a response.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from data.files import write_bytes, writing
 from data.responses.endpoint import EndpointTarget, request_seed
 from data.responses.prompt_logprobs import TopK, topk_table
 from data.responses.rendered import RenderedPrompt
@@ -30,18 +25,24 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
 from speculative.rules.sampling import SamplingSettings
 
-TOPS = "top"  # folder beside the shards of a store: what was most probable at each token of their responses
-
 
 class ChatTarget(EndpointTarget):
-    """As `EndpointTarget`, asked in messages; of each response token the `top` most probable tokens are kept (0 = none)."""
+    """As `EndpointTarget`, asked in messages.
+
+    With `kept` (a `signal_manifest` of kind topk) the k most probable tokens of each response token are stored as its signal.
+    """
 
     def __init__(self, *of_endpoint: Any, token_bytes: Callable[[], Mapping[int, bytes]]) -> None:
         """``token_bytes``: the text that each id of the target's vocabulary stands for, special tokens left out."""
         super().__init__(*of_endpoint)
-        self.top = 0
+        self.kept: dict[str, Any] | None = None
         self._token_bytes = token_bytes
         self._tops: dict[str, TopK] = {}
+
+    @property
+    def top(self) -> int:
+        """How many of the most probable tokens are asked for."""
+        return 0 if self.kept is None else int(self.kept["k"])
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
@@ -131,58 +132,25 @@ class ChatTarget(EndpointTarget):
         return self._ask(call, options["top_logprobs"])
 
     def _before_shard(self, store: Store, rows: Sequence[Row]) -> None:
-        """Writes the most probable tokens of a shard's responses: a shard that is there has them.
+        """Writes the signal of a shard's responses: a shard that is there has it.
 
         Raises:
             UserError: disk full or folder not writable.
         """
-        keys = [f"{row.prompt_id}:{row.sample}" for row in rows]
-        if not self.top:
+        if self.kept is None:
             return
-        kept = [self._tops.pop(key) for key in keys]
-        columns = [[part.reshape(-1) for part in parts] for parts in zip(*kept, strict=True)]
-        kinds = (pa.int32(), pa.float32(), pa.float32())
-        table = pa.table(
-            {
-                "key": keys, "k": [self.top] * len(keys),
-                **{name: pa.array(parts, pa.list_(kind)) for name, parts, kind in zip(("ids", "log_probs", "log_tail"), columns, kinds, strict=True)},
-            }
-        )  # fmt: skip
-        stream, folder = pa.BufferOutputStream(), store.folder / TOPS
-        pq.write_table(table, stream, compression="zstd")
-        name = hashlib.sha256("\n".join(keys).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
-            write_bytes(folder / f"{name}.parquet", stream.getvalue().to_pybytes())
+        signals = SignalStore(store.folder)
+        signals.open(self.kept, [len(row.response_ids) for row in rows], [row.key for row in rows])
+        tops = (self._tops.pop(f"{row.prompt_id}:{row.sample}") for row in rows)
+        signals.write({number: TopKSignal(*map(torch.from_numpy, top)) for number, top in enumerate(tops)})
+        signals.close()
 
-    def keep_signal(
-        self, store: SignalStore, answers: Path, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1
-    ) -> None:
-        """Writes the signal that an opened store lacks: example i is row i; this rank every `ranks`-th. Nothing is asked.
-
-        ``answers``: folder of the store that `respond` filled.
-
-        Raises:
-            UserError: responses without these (made by another `signal.source` or `signal.k`), damaged files, disk full.
-        """
-        lacking = [index for index in store.missing() if index % ranks == rank]
-        wanted = {f"{rows[index].prompt_id}:{rows[index].sample}": index for index in lacking}
-        for path in sorted((answers / TOPS).glob("*.parquet")):
-            try:
-                found = pq.read_table(path).to_pylist()
-            except (OSError, pa.ArrowException) as error:
-                raise UserError(f"{path}: damaged ({error}); delete {answers} and run again to make it anew") from error
-            for one in found:
-                index = wanted.get(one["key"])
-                if index is None or one["k"] != k or len(one["log_tail"]) != len(rows[index].response_ids):
-                    continue
-                ids_RK, log_probs_RK = torch.tensor(one["ids"]).view(-1, k), torch.tensor(one["log_probs"]).view(-1, k)
-                store.write(index, TopKSignal(ids_RK.long(), log_probs_RK, torch.tensor(one["log_tail"])))
-                del wanted[one["key"]]
-        if wanted:
+    def require_kept(self, store: SignalStore) -> None:
+        """Raises UserError when responses have no signal: they were made by another `signal.source` or `signal.k`."""
+        if missing := len(store.missing()):
             raise UserError(
-                f"{answers}: {len(wanted)} responses were made without their {k} most probable tokens; delete that folder to make "
-                "them again, or set signal.k as it was"
+                f"{store.folder}: {missing} responses were made without their {store.manifest['k']} most probable tokens; delete that "
+                "folder to make them again, or set signal.k as it was"
             )
 
 

@@ -200,7 +200,7 @@ class EndpointTarget:
         try:
             with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
                 for index, signal in self.each(work, missing):
-                    store.write(index, signal)
+                    store.write({index: signal})
                     progress.count(len(signal.log_tail_R))
                     progress.advance(1)
         finally:

@@ -4,6 +4,7 @@
     shard-NNNNN.arrow        rows (prompt, sample number), written under a temporary name and renamed, never changed
     checksum-NNNNN.sha256    of the shard beside it, as `sha256sum -c` reads it; a shard whose bytes have another one is refused
     index.arrow              which rows are in use, in which order
+    signal-RANK-NNN.arrows   what the teacher said about rows, where that was asked for: see `data/signals/store.py`
 
 A killed writer leaves whole shards, and whoever resumes makes the missing rows: nothing lost, nothing twice. A row is known by
 its prompt's id and its sample number, so a store grows: what is there stays, whatever prompts stand beside it.
@@ -89,6 +90,12 @@ class Row:
     def response_ids(self) -> list[int]:
         """Ids of the response."""
         return [int(token) for token, is_response in zip(self.input_ids, self.loss_mask, strict=True) if is_response]
+
+    @property
+    def key(self) -> int:
+        """64 bits that the row is known by."""
+        example = self.example()
+        return example_key(example.input_ids, example.loss_mask, f"{self.prompt_id}:{self.sample}")
 
     def example(self) -> Example:
         """The training sequence of this row."""
@@ -326,10 +333,7 @@ def _table_of(rows: Sequence[Row]) -> pa.Table:
         [row.prompt_id for row in rows], [row.sample for row in rows], [row.domain for row in rows],
         [row.finished for row in rows], [len(example.input_ids) for example in examples],
         [example.response_tokens for example in examples],
-        [
-            example_key(example.input_ids, example.loss_mask, f"{row.prompt_id}:{row.sample}")
-            for row, example in zip(rows, examples, strict=True)
-        ],
+        [row.key for row in rows],
     ]  # fmt: skip
     lists = [
         [example.input_ids for example in examples], [example.loss_mask for example in examples],

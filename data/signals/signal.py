@@ -4,9 +4,9 @@ Legend: R response tokens (rows), K stored entries of a row, S samples of a row,
 All three kinds describe the teacher's distribution at one softening temperature, 1 unless the caller says otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,4 +64,20 @@ class SampledSignal(_Rows):
     entropy_R: Tensor  # float32
 
 
-Signal = DenseSignal | TopKSignal | SampledSignal
+StoredSignal = TopKSignal | SampledSignal
+Signal = DenseSignal | StoredSignal
+_Stored = TypeVar("_Stored", bound=StoredSignal)
+
+
+def joined(signals: Sequence[_Stored]) -> _Stored:
+    """Rows of several examples, at least one, behind each other; samples are padded to the widest with weight and probability 0."""
+
+    def column(name: str) -> Tensor:
+        parts = [getattr(signal, name) for signal in signals]
+        if parts[0].dim() > 1:
+            width, filler = max(part.shape[1] for part in parts), -torch.inf if name.startswith("log_probs") else 0.0
+            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler) for part in parts]
+        return torch.cat(parts)
+
+    columns: Any = {one.name: column(one.name) for one in fields(signals[0])}
+    return replace(signals[0], **columns)

@@ -1,52 +1,61 @@
-"""What the teacher said about each example, on disk: written once by any number of ranks, read where it lies.
+"""What the teacher said about the examples of a token store: columns in shards beside the rows, written once by any number of ranks.
 
-    manifest.json          whose signal, in which form
-    index.bin              entries of 64 bytes: whose record is where, its checksum; all zero = free
-    shard-RANK-NNN.bin     records behind each other, nothing else
+    signal-RANK-NNN.arrows   an Arrow stream; its schema says by which settings the signal was made, then come rows
 
-An example is known by its key, so a store grows: opened for other examples it still has what it knows of them, and of those
-that are not asked for now.
-
-A record is appended and handed to the system before its entry is written, and each opening writes into new files of its own
-rank. So a killed writer leaves whole records, and an example without an entry is simply made again. Files are written in
-place, not renamed: they would be copied for every record otherwise. Instead every record and every entry has a checksum that
-is looked at whenever it is read; it begins with the manifest and the example's number, so that the record of another store or
-of another example does not fit.
+A row is known by its example's key, so a store grows: what is there stays, whatever examples are asked for, and the signals of other
+settings stand beside each other. Rows are appended in messages, and each opening writes into new files of its own rank, so a killed
+writer leaves whole messages, perhaps with part of one behind them: examples without a row are simply made again. Every row has a
+checksum over settings, key and values, which is looked at whenever the row is read.
 """
 
+import functools
 import json
 import os
 import sys
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from rich.console import Console
 from rich.progress import track
 
-from data.files import MANIFEST, require_manifest, write_all, write_manifest, writing
-from data.signals import codec
-from data.signals.signal import SampledSignal, TopKSignal
+from data.files import other_key, write_all, writing
+from data.signals.columns import COLUMNS, MAX_SAMPLES, decode, encode
+from data.signals.signal import StoredSignal, TopKSignal, joined
 from speculative.errors import UserError
 
-FORMAT = 2
-INDEX = "index.bin"
-SHARD_BYTES = 256 << 20  # a file that has grown beyond this gets no more records
-OPEN_FILES = 64
-# 64 bytes divide a page: a killed process leaves no half of an entry. `figure`: tail mass (topk), distinct ids (sampled).
-ENTRY = np.dtype(
-    [("rank", "<u4"), ("shard", "<u4"), ("offset", "<u8"), ("nbytes", "<u8"), ("tokens", "<u8"), ("figure_sum", "<f8"),
-     ("figure_max", "<f8"), ("key", "<u8"), ("record_crc", "<u4"), ("entry_crc", "<u4")]
-)  # fmt: skip
-
-StoredSignal = TopKSignal | SampledSignal
+FORMAT = 3
+SHARDS = "signal-*.arrows"
+SHARD_BYTES = 64 << 20  # a file that has grown beyond this gets no more rows
+MAPPED_FILES = 8  # those that were read last; what they touched goes back with them
+# `figure`: of each token the tail mass (topk), the number of distinct ids (sampled).
+_FACTS = [("key", pa.uint64()), ("tokens", pa.int32()), ("figure_sum", pa.float64()), ("figure_max", pa.float64())]
+_FOUND = np.dtype([("file", "<i4"), ("message", "<i8"), ("row", "<i4"), ("figure_sum", "<f8"), ("figure_max", "<f8")])
+# What Arrow and numpy say of bytes that are no message, or of a row that is not what its schema says.
+_ODD = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError)
 
 
 class _Damaged(Exception):
-    """A file and what is wrong in it."""
+    """What is wrong in a file."""
+
+    def __init__(self, path: Path, fault: str) -> None:
+        super().__init__(f"{path}: {fault}")
+        self.path = path
+
+
+@dataclass
+class _File:
+    """How far a file was read, and the tokens of its rows; `schema` None: of other settings."""
+
+    number: int
+    schema: pa.Schema | None = None
+    end: int = 0
+    tokens: int = 0
 
 
 def signal_manifest(
@@ -60,15 +69,15 @@ def signal_manifest(
     seed: int,
     prompts: bool = False,
 ) -> dict[str, Any]:
-    """What sets one store apart from another: kind, k or samples, the loss's temperature, target, seed of draws, prompts or not.
+    """What sets one signal apart from another: kind, k or samples, the loss's temperature, target, seed of draws, prompts or not.
 
     Raises:
-        UserError: more entries than the vocabulary has tokens, more samples than a record can count.
+        UserError: more entries than the vocabulary has tokens, more samples than a row can count.
     """
     if kind == "topk" and entries > vocab_rows:
         raise UserError(f"signal.k = {entries}: the target's vocabulary has {vocab_rows} tokens; give at most that")
-    if kind == "sampled" and not 1 <= entries <= codec.MAX_SAMPLES:
-        raise UserError(f"signal.samples = {entries}: from 1 to {codec.MAX_SAMPLES}")
+    if kind == "sampled" and not 1 <= entries <= MAX_SAMPLES:
+        raise UserError(f"signal.samples = {entries}: from 1 to {MAX_SAMPLES}")
     manifest = {
         "format": FORMAT, "kind": kind, "k" if kind == "topk" else "samples": entries, "temperature": temperature,
         "vocab_rows": vocab_rows, "target": target, "target_dtype": target_dtype,
@@ -78,7 +87,7 @@ def signal_manifest(
 
 
 class SignalStore:
-    """A folder of teacher signals, one record per example."""
+    """The teacher's signal on a set of examples, in the folder of their token store. U distinct keys of N examples."""
 
     def __init__(self, folder: Path) -> None:
         """Nothing is read or written yet."""
@@ -93,88 +102,53 @@ class SignalStore:
         rank: int = 0,
         repair: bool = False,
     ) -> None:
-        """Creates the store, or accepts the one that is there.
+        """Looks at what is there; a folder without any is as good.
 
         Args:
             manifest: see `signal_manifest`.
             lengths: response tokens of each example.
             keys: 64 bits that each example is known by, whatever its number; by default its number.
             rank: whose files this opening writes.
-            repair: what is damaged counts as missing, with a line on stderr, instead of being refused.
-
-        Raises:
-            UserError: made from something else (the first differing key is named), damaged, or not writable.
+            repair: a damaged file is deleted, with a line on stderr, and its examples count as missing, instead of being refused.
         """
         self._lengths = np.asarray(lengths, dtype=np.int64)
-        self._keys = np.asarray(np.arange(len(self._lengths)) if keys is None else keys, dtype="<u8")
-        self._rank, self._repair = rank, repair
+        self._keys = np.asarray(np.arange(len(self._lengths)) if keys is None else keys, dtype=np.uint64)
+        self._known_U, self._place_N = np.unique(self._keys, return_inverse=True)
+        self._found_U = np.zeros(len(self._known_U), _FOUND)
+        self._found_U["file"] = -1
+        self.manifest = json.loads(json.dumps(manifest))
         self.kind, self._vocab_rows = str(manifest["kind"]), int(manifest["vocab_rows"])
         self._entries = int(manifest["k" if self.kind == "topk" else "samples"])
-        self._seed = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-        self._files: dict[Path, int] = {}  # descriptors of those that were read last
+        settings = json.dumps(self.manifest, sort_keys=True)
+        lists = [(name, pa.list_(kind)) for name, kind in COLUMNS[self.kind].items()]
+        self._schema = pa.schema([*_FACTS, ("crc", pa.uint32()), *lists], metadata={"signal": settings})
+        self._seed = zlib.crc32(settings.encode())
+        self._rank, self._repair = rank, repair
+        self._paths: list[Path] = []  # of every file that was ever seen, by its number
+        self._files: dict[Path, _File] = {}
+        self._other: dict[str, Any] | None = None  # settings that other files were made with
         self._reading = threading.Lock()
-        self._writer: tuple[int, int] | None = None  # file descriptor and number of the file
-        if (self.folder / MANIFEST).exists():
-            remedy = "give the run another name, or delete that folder to make its signal again"
-            require_manifest(self.folder, manifest, remedy)
-        else:
-            self._create(manifest)
-        path = self.folder / INDEX
-        try:
-            # A store that is only read may lie where nobody can write.
-            self._index = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be read ({error.strerror}); delete the folder and {self._again}"
-            ) from error
-        self._slots = self._find_slots()
-
-    def _find_slots(self) -> np.ndarray:
-        """The place in the index of each example: where its entry is, or a free one.
-
-        Free places go out in order to what is missing, in order: ranks that look while others write agree on the rest.
-        """
-        content = self._whole_index()
-        if len(content) % ENTRY.itemsize:
-            path = self.folder / INDEX
-            raise UserError(f"{path}: damaged, {len(content)} bytes; delete the folder and {self._again}")
-        entries = np.frombuffer(content, ENTRY)
-        used = np.frombuffer(content, np.uint8).reshape(-1, ENTRY.itemsize).max(axis=1) > 0
-        places = np.flatnonzero(used)
-        places = places[np.argsort(entries["key"][places], kind="stable")]
-        known = entries["key"][places]
-        slots = np.full(len(self._keys), -1)
-        if len(known):
-            nearest = np.minimum(np.searchsorted(known, self._keys), len(known) - 1)
-            slots = np.where(known[nearest] == self._keys, places[nearest], -1)
-        missing, free = np.flatnonzero(slots < 0), np.flatnonzero(~used)
-        more = np.arange(len(used), len(used) + max(0, len(missing) - len(free)))
-        slots[missing] = np.concatenate([free, more])[: len(missing)]
-        return slots
-
-    def _whole_index(self) -> bytes:
-        return os.pread(self._index, os.fstat(self._index).st_size, 0)
+        self._mapped = functools.lru_cache(MAPPED_FILES)(lambda number, _: pa.memory_map(str(self._paths[number])))
+        self._writer: tuple[int, Path] | None = None  # file descriptor, and the file that nobody else ever writes into
+        self._look()
 
     @property
-    def _again(self) -> str:
-        return f"run `understudy respond {self.folder.parent / 'config.yaml'} --signal {self.kind}` again"
+    def again(self) -> str:
+        """What makes the signal, as a user says it."""
+        return f"`understudy respond {self.folder.parents[1] / 'config.yaml'} --signal {self.kind}`"
 
-    def _create(self, manifest: Mapping[str, Any]) -> None:
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # The manifest comes last: where it is, the index is too. Two ranks may do this at the same time.
-            os.close(os.open(self.folder / INDEX, os.O_RDWR | os.O_CREAT, 0o644))
-            write_manifest(self.folder, manifest)
+    def faults(self) -> list[str]:
+        """What may be why rows are missing: files that end within one, a signal of other settings."""
+        cut = [path for path, file in self._files.items() if file.schema is not None and path.stat().st_size > file.end]
+        other = [] if self._other is None else [f"what is there was {other_key(self._other, self.manifest)}"]
+        return [f"{path.name} ends within a row or is damaged there" for path in cut] + other
 
     def close(self) -> None:
         """Gives the files back. What was written is there already."""
         if self._writer is not None:
             os.close(self._writer[0])
             self._writer = None
-        os.close(self._index)
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        self._mapped.cache_clear()
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Response tokens of these examples."""
@@ -185,201 +159,233 @@ class SignalStore:
         return self._keys[list(indices)].tolist()
 
     def present(self) -> np.ndarray:
-        """Which examples have a record, bool; records themselves are not looked at.
-
-        Raises:
-            UserError: a damaged entry, unless opened to repair.
-        """
-        content, size = self._whole_index(), ENTRY.itemsize
-        starts = (self._slots * size).tolist()
-        return np.array(
-            [
-                self._sound(index, lambda i=index, at=start: self._parsed(i, content[at : at + size]))
-                for index, start in enumerate(starts)
-            ],
-            dtype=bool,
-        )
+        """Which examples have a row, bool; the rows themselves are not looked at."""
+        self._look()
+        return self._found_U["file"][self._place_N] >= 0
 
     def missing(self) -> list[int]:
-        """Numbers of the examples without a record."""
+        """Numbers of the examples without a row."""
         return np.flatnonzero(~self.present()).tolist()
 
     def lacking(self, indices: Sequence[int]) -> list[int]:
-        """Which of these examples have to be made: no record, or, when opened to repair, a damaged one. Each once."""
-        check = self._load if self._repair else self._entry
-        return [index for index in dict.fromkeys(indices) if not self._sound(index, lambda i=index: check(i))]
+        """Which of these examples have to be made: no row, or, when opened to repair, a damaged one. Each once."""
+        if self._without(indices):
+            self._look()  # another rank may have made it
+        for index in indices:
+            self._sound(index)
+        return self._without(indices)
 
-    def write(self, index: int, signal: StoredSignal) -> None:
-        """Stores one example's rows (on the CPU); what was stored of it before is forgotten.
+    def write(self, signals: Mapping[int, StoredSignal]) -> None:
+        """Stores rows of examples, on the CPU, in one message; what was stored of them before is forgotten.
 
         Raises:
             UserError: disk full or folder not writable.
         """
-        rows = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
-        if len(rows) != self._lengths[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
-            raise ValueError(f"example {index} has {self._lengths[index]} tokens of kind {self.kind}, not these")
-        if isinstance(signal, TopKSignal):
-            record, figures = codec.encode_topk(signal, self._vocab_rows), signal.log_tail_R.double().exp()
-        else:
-            record = codec.encode_sampled(signal, self._entries, self._vocab_rows)
-            figures = (signal.weights_RS > 0).sum(-1).double()
+        parts = [self._row(index, signal) for index, signal in signals.items()]
+        arrays = [pa.array([part[name] for part in parts], kind) for name, kind in [*_FACTS, ("crc", pa.uint32())]]
+        for name in COLUMNS[self.kind]:
+            offsets = np.cumsum([0, *(len(part[name]) for part in parts)]).astype(np.int32)
+            arrays.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([part[name] for part in parts]))))
+        message = pa.RecordBatch.from_arrays(arrays, schema=self._schema).serialize()
         with writing(self.folder, "; what was there before is whole"):
-            file, shard = self._file()
-            key = int(self._keys[index])
-            offset = os.lseek(file, 0, os.SEEK_END)
-            write_all(file, record)
-            entry = np.zeros((), ENTRY)
-            entry["rank"], entry["shard"], entry["offset"], entry["nbytes"] = self._rank, shard, offset, len(record)
-            entry["tokens"], entry["key"], entry["record_crc"] = len(rows), key, self._crc(record, key)
-            entry["figure_sum"], entry["figure_max"] = float(figures.sum()), float(max(figures.tolist(), default=0.0))
-            entry["entry_crc"] = self._crc(entry.tobytes()[:-4], key)
-            os.pwrite(self._index, entry.tobytes(), int(self._slots[index]) * ENTRY.itemsize)
+            file, path = self._file()
+            self._writer = None  # while part of a message is in it: behind that nothing could be read
+            write_all(file, memoryview(message))
+        self._writer = file, path
+        self._take_in(path)
 
     def read(self, indices: Sequence[int]) -> StoredSignal:
-        """Rows of these examples behind each other, in this order, on the CPU. Every record's checksum is checked.
+        """Rows of these examples behind each other, in this order, on the CPU. Every row's checksum is checked.
 
         Safe to call from several threads.
 
         Raises:
             UserError: an example that is missing or damaged; file and number are named.
         """
-        signals: list[Any] = []
+        signals = []
         for index in indices:
             try:
-                signal = self._load(index)
+                signals.append(self._load(index))
             except _Damaged as damage:
                 raise self._refusal(index, damage) from damage
-            if signal is None:
-                raise UserError(f"{self.folder / INDEX}: there is no signal of example {index} yet; {self._again}")
-            signals.append(signal)
-        return codec.join_topk(signals, self._entries) if self.kind == "topk" else codec.join_sampled(signals)
-
-    def check_files(self) -> None:
-        """Looks at names and sizes alone: a record itself is checked when it is read.
-
-        Raises:
-            UserError: a file that an entry points into is missing or ends early.
-        """
-        entries = self._present_entries()
-        files, place = np.unique(entries[["rank", "shard"]], return_inverse=True)
-        ends = np.zeros(len(files), dtype=np.uint64)
-        np.maximum.at(ends, place.reshape(-1), entries["offset"] + entries["nbytes"])
-        for file, end in zip(files, ends.tolist(), strict=True):
-            path = self._shard_path(int(file["rank"]), int(file["shard"]))
-            if not path.exists() or path.stat().st_size < end:
-                fault = "ends early" if path.exists() else "missing"
-                raise UserError(f"{path}: {fault}; delete the folder and {self._again}")
+            except KeyError:
+                raise UserError(f"{self.folder}: there is no signal of example {index} yet; run {self.again}") from None
+        return joined(signals or [decode(self._nothing, 0, self._entries, self._vocab_rows)])
 
     def verify(self, *, rank: int = 0, ranks: int = 1, show: bool = False) -> None:
-        """Reads every record there is, once; of several ranks each its share.
+        """Reads every row there is, once; of several ranks each its share.
 
         Raises:
-            UserError: a damaged one, unless opened to repair: then it is forgotten, with a line on stderr.
+            UserError: a damaged one, unless opened to repair: then its file is deleted, with a line on stderr.
         """
         numbers = range(rank, len(self._lengths), ranks)
         # On stderr: stdout may be JSON for a script.
         for index in track(numbers, "checking the signal", console=Console(stderr=True), disable=not show):
-            self._sound(index, lambda i=index: self._load(i))
+            self._sound(index, read=True)
 
     def facts(self) -> dict[str, Any]:
         """{kind, examples, tokens, bytes_per_token, and of each token tail_mean, tail_max (topk) or distinct_mean, distinct_max}.
 
         The tail mass bounds what truncation does to acceptance: alpha from the store is low by at most `tail_mean`, and either
-        side of that by the codec's rounding.
+        side of that by the codes' rounding.
         """
-        entries = self._present_entries()
-        tokens = int(entries["tokens"].sum())
+        present = self.present()
+        rows, tokens = self._found_U[self._place_N[present]], int(self._lengths[present].sum())
+        own = [file for file in self._files.values() if file.schema is not None]
         what = "tail" if self.kind == "topk" else "distinct"
         return {
             "kind": self.kind,
-            "examples": len(entries),
+            "examples": len(rows),
             "tokens": tokens,
-            "bytes_per_token": (int(entries["nbytes"].sum()) + entries.nbytes) / max(tokens, 1),
-            f"{what}_mean": float(entries["figure_sum"].sum()) / max(tokens, 1),
-            f"{what}_max": float(entries["figure_max"].max(initial=0.0)),
+            "bytes_per_token": sum(file.end for file in own) / max(1, sum(file.tokens for file in own)),
+            f"{what}_mean": float(rows["figure_sum"].sum()) / max(tokens, 1),
+            f"{what}_max": float(rows["figure_max"].max(initial=0.0)),
         }
 
-    def _present_entries(self) -> np.ndarray:
-        places = self._slots[self.present()]
-        return np.frombuffer(self._whole_index(), ENTRY)[places]
+    @property
+    def _nothing(self) -> dict[str, np.ndarray]:
+        return {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in COLUMNS[self.kind].items()}
 
-    def _crc(self, content: bytes, key: int) -> int:
-        return zlib.crc32(content, zlib.crc32(key.to_bytes(8, "little"), self._seed))
+    def _row(self, index: int, signal: StoredSignal) -> dict[str, Any]:
+        rows = signal.ids_RK if isinstance(signal, TopKSignal) else signal.ids_RS
+        if len(rows) != self._lengths[index] or isinstance(signal, TopKSignal) != (self.kind == "topk"):
+            raise ValueError(f"example {index} has {self._lengths[index]} tokens of kind {self.kind}, not these")
+        if isinstance(signal, TopKSignal):
+            figures = signal.log_tail_R.double().exp()
+        else:
+            figures = (signal.weights_RS > 0).sum(-1).double()
+        row: dict[str, Any] = {
+            "key": int(self._keys[index]), "tokens": len(rows), "figure_sum": float(figures.sum()),
+            "figure_max": float(max(figures.tolist(), default=0.0)), **encode(signal, self._entries, self._vocab_rows),
+        }  # fmt: skip
+        return row | {"crc": self._crc(row)}
 
-    def _file(self) -> tuple[int, int]:
-        """The file that this opening appends to: nobody else ever writes into it."""
-        if self._writer is not None and os.fstat(self._writer[0]).st_size >= SHARD_BYTES:
-            os.close(self._writer[0])
-            self._writer = None
-        # Counted when a file is begun, not at every record.
-        number = 0 if self._writer else len(list(self.folder.glob(f"shard-{self._rank:03d}-*.bin")))
-        while self._writer is None:
+    def _crc(self, row: Mapping[str, Any]) -> int:
+        facts = np.array([tuple(row[name] for name, _ in _FACTS)], "<u8,<i4,<f8,<f8")
+        crc = zlib.crc32(facts.tobytes(), self._seed)
+        for name in COLUMNS[self.kind]:
+            crc = zlib.crc32(row[name].tobytes(), crc)
+        return crc
+
+    def _file(self) -> tuple[int, Path]:
+        """The file that this opening appends to."""
+        if self._writer is not None:
+            state = os.fstat(self._writer[0])
+            if state.st_size < SHARD_BYTES and state.st_nlink:  # not deleted by who found damage in it
+                return self._writer
+        self.close()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(self.folder.glob(f"signal-{self._rank:03d}-*.arrows")))
+        while True:
+            path = self.folder / f"signal-{self._rank:03d}-{number:03d}.arrows"
             try:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-                self._writer = os.open(self._shard_path(self._rank, number), flags, 0o644), number
+                file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
                 number += 1
-        return self._writer
+                continue
+            write_all(file, memoryview(self._schema.serialize()))
+            return file, path
 
-    def _shard_path(self, rank: int, shard: int) -> Path:
-        return self.folder / f"shard-{rank:03d}-{shard:03d}.bin"
+    def _look(self) -> None:
+        """Takes in what was written since, by whichever rank, and forgets what is gone."""
+        there = sorted(self.folder.glob(SHARDS))
+        for path in there:
+            self._take_in(path)
+        for path in self._files.keys() - set(there):
+            self._forget(path)
 
-    def _entry(self, index: int) -> np.ndarray | None:
-        return self._parsed(index, os.pread(self._index, ENTRY.itemsize, int(self._slots[index]) * ENTRY.itemsize))
-
-    def _parsed(self, index: int, raw: bytes) -> np.ndarray | None:
-        """An entry, None when it is blank. Raises _Damaged."""
-        if not any(raw):
-            return None
-        if len(raw) != ENTRY.itemsize:
-            raise _Damaged(f"{self.folder / INDEX}: ends early")
-        entry = np.frombuffer(raw, ENTRY)[0]
-        if entry["key"] != self._keys[index] or entry["entry_crc"] != self._crc(raw[:-4], int(entry["key"])):
-            raise _Damaged(f"{self.folder / INDEX}: the entry has another checksum")
-        return entry
-
-    def _load(self, index: int) -> StoredSignal | None:
-        """An example's signal, None when it is not there. Raises _Damaged."""
-        entry = self._entry(index)
-        if entry is None:
-            return None
-        path = self._shard_path(int(entry["rank"]), int(entry["shard"]))
-        content = self._content(path, int(entry["offset"]), int(entry["nbytes"]))
-        if self._crc(content, int(entry["key"])) != entry["record_crc"]:
-            raise _Damaged(f"{path}: the record has another checksum")
-        record, tokens = np.frombuffer(content, np.uint8), int(self._lengths[index])
+    def _take_in(self, path: Path) -> None:
+        """Reads on in a file. Where bytes are no whole message, it ends: a writer was killed there, or is at it."""
+        if path not in self._files:
+            self._files[path] = _File(len(self._paths))
+            self._paths.append(path)
+        file = self._files[path]
         try:
-            if self.kind == "topk":
-                return codec.decode_topk(record, tokens, self._entries, self._vocab_rows)
-            return codec.decode_sampled(record, tokens, self._entries, self._vocab_rows)
-        except ValueError as error:
-            raise _Damaged(f"{path}: {error}") from error
+            if path.stat().st_size <= file.end or (file.schema is None and file.end):
+                return
+            with pa.memory_map(str(path)) as source:
+                source.seek(file.end)
+                if not file.end:
+                    schema = pa.ipc.read_schema(source)
+                    if schema == self._schema and schema.metadata == self._schema.metadata:
+                        file.schema = schema
+                    else:
+                        self._other = json.loads((schema.metadata or {}).get(b"signal", b"{}"))
+                    file.end = source.tell()
+                while file.schema is not None and file.end < source.size():
+                    batch = _message(source, file.schema)
+                    self._note(file, batch)
+                    file.end = source.tell()
+        except _ODD:
+            return
 
-    def _content(self, path: Path, offset: int, size: int) -> bytes:
-        """Bytes of a file. Read, not mapped: what was looked at once would stay in memory. Raises _Damaged."""
-        with self._reading:
-            if path not in self._files:
-                while len(self._files) >= OPEN_FILES:
-                    os.close(self._files.pop(next(iter(self._files))))
-                try:
-                    self._files[path] = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise _Damaged(f"{path}: {error.strerror}") from error
-            content = os.pread(self._files[path], size, offset)
-        if len(content) != size:
-            raise _Damaged(f"{path}: ends early")
-        return content
+    def _note(self, file: _File, batch: pa.RecordBatch) -> None:
+        """Where the rows of a message are."""
+        keys = batch["key"].to_numpy()
+        file.tokens += int(batch["tokens"].to_numpy().sum())
+        places = np.searchsorted(self._known_U, keys)
+        asked = places < len(self._known_U)
+        asked[asked] = self._known_U[places[asked]] == keys[asked]
+        found = np.zeros(int(asked.sum()), _FOUND)
+        found["file"], found["message"], found["row"] = file.number, file.end, np.flatnonzero(asked)
+        for name in ("figure_sum", "figure_max"):
+            found[name] = batch[name].to_numpy()[asked]
+        self._found_U[places[asked]] = found
 
-    def _sound(self, index: int, look: Any) -> bool:
-        """Whether looking finds something. Damage is refused, or, when opened to repair, told and forgotten."""
+    def _forget(self, path: Path) -> None:
+        self._found_U["file"][self._found_U["file"] == self._files.pop(path).number] = -1
+
+    def _found(self, index: int) -> Any:
+        return self._found_U[self._place_N[index]]
+
+    def _without(self, indices: Sequence[int]) -> list[int]:
+        return [index for index in dict.fromkeys(indices) if self._found(index)["file"] < 0]
+
+    def _load(self, index: int) -> StoredSignal:
+        """An example's signal. Raises _Damaged; KeyError when it is not there."""
+        found = self._found(index)
+        if found["file"] < 0:
+            raise KeyError(index)
+        path = self._paths[found["file"]]
         try:
-            return look() is not None
+            with self._reading:
+                source = self._mapped(int(found["file"]), self._files[path].end)
+                source.seek(int(found["message"]))
+                batch = _message(source, self._schema)
+            place = int(found["row"])
+            row = {name: batch[name][place].as_py() for name in (*dict(_FACTS), "crc")}
+            row |= {name: _values(batch[name], place) for name in COLUMNS[self.kind]}
+            if row["crc"] != self._crc(row) or row["key"] != self._keys[index]:
+                raise _Damaged(path, "a row has another checksum")
+            return decode(row, int(self._lengths[index]), self._entries, self._vocab_rows)
+        except _ODD as error:
+            raise _Damaged(path, f"a row cannot be read ({' '.join(str(error).split())[:80]})") from error
+
+    def _sound(self, index: int, read: bool = False) -> None:
+        """Reads an example's row where that is to be, or where it may be made again. Damage is refused, or deleted."""
+        try:
+            if (read or self._repair) and self._found(index)["file"] >= 0:
+                self._load(index)
         except _Damaged as damage:
             if not self._repair:
                 raise self._refusal(index, damage) from damage
-            print(f"understudy: {damage} (example {index}); it is made again", file=sys.stderr)
-            os.pwrite(self._index, bytes(ENTRY.itemsize), int(self._slots[index]) * ENTRY.itemsize)
-            return False
+            if damage.path.exists():
+                print(f"understudy: {damage} (example {index}); the file's signals are made again", file=sys.stderr)
+                damage.path.unlink(missing_ok=True)
+            self._forget(damage.path)
 
     def _refusal(self, index: int, damage: _Damaged) -> UserError:
-        return UserError(f"{damage} (example {index}); {self._again}, which makes it anew, or delete the folder first")
+        return UserError(f"{damage} (example {index}); run {self.again} again, which makes it anew")
+
+
+def _message(source: Any, schema: pa.Schema) -> pa.RecordBatch:
+    """The rows of the message that begins where a mapped file stands."""
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
+    batch.validate()
+    return batch
+
+
+def _values(lists: pa.ListArray, row: int) -> np.ndarray:
+    """One row's list as it lies in the file; borders that are damaged give another list, which has another checksum."""
+    start, stop = (lists.offsets[place].as_py() for place in (row, row + 1))
+    return lists.values[start:stop].to_numpy()

@@ -6,8 +6,8 @@ runs/NAME/config.yaml             the resolved config
          student.json             what was measured and chosen for the draft's first weights
          prompts/                 as the target sees them, rendered once: train.arrow, heldout.arrow, manifest.json;
                                   synthetic.arrow and synthetic.json (how they were made, what was left out)
-         responses/, signal/      token stores, day.txt where the chat template writes the date, served.json of a
-                                  target behind a server; what the teacher said
+         responses/               token stores, with what the teacher said; day.txt where the chat template writes the
+                                  date, served.json of a target behind a server
          rollouts/                sequences made while training
          checkpoints/step-000100/ student/ (a Hugging Face model; with optim.ema also the worse of student-raw, student-ema), adapter/ (of student.lora), state/ (optimizer, scheduler, RNG), progress.json,
                                   judgement.json, provenance.json (commit, versions, machine, command)
@@ -30,7 +30,7 @@ USER_TURNS, SYNTHETIC = (
 )  # what the target said as the user; prompts/: the prompts made, how many
 PROMPTS = "prompts"
 DAY, SERVED = "day.txt", "served.json"  # beside the stores of responses, to be copied with them
-SIGNAL, ROLLOUTS = "signal", "rollouts"
+ROLLOUTS = "rollouts"
 CHECKPOINTS, BEST_LINK = "checkpoints", "best"
 ADAPTER = "adapter"  # of a student.lora: what `student` has merged, a peft directory; beside an export too
 STUDENT, AVERAGED, RAW = "student", "student-ema", "student-raw"  # the last two while it is not known which is better

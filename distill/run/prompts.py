@@ -260,7 +260,7 @@ def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
     ):
         raise UserError(
             f"{run}: the prompts are others than those that its checkpoints were trained and judged on; choose another name=... "
-            "(responses/ and signal/ may be copied there: only what is missing is made), or delete its checkpoints/"
+            "(responses/ may be copied there: only what is missing is made), or delete its checkpoints/"
         )
 
 

@@ -13,11 +13,12 @@ from data.responses.chat import ChatTarget
 from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
+from data.signals.store import signal_manifest
 from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, USER_TURNS
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
-from distill.models.target import Target
+from distill.models.target import Target, TargetFacts
 from distill.run.lag import await_seen, await_written
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -35,6 +36,20 @@ def decode_settings(serving: ServingConfig, seed: int, target: Target) -> Decode
     return DecodeSettings(sampling, 0, rule, serving.max_tokens, target.facts.eos_ids, seed)
 
 
+def signal_manifest_of(config: RunConfig, facts: TargetFacts) -> dict[str, Any]:
+    """What the run's signal is known by, see `data.signals.store`.
+
+    Raises:
+        UserError: more entries than the vocabulary has tokens, more samples than can be counted.
+    """
+    signal = config.signal
+    return signal_manifest(
+        signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature,
+        vocab_rows=facts.vocab_rows, target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
+        prompts=config.loss.prompt_weight > 0,
+    )  # fmt: skip
+
+
 class RunStores:
     """Makes and reads the stores of a run; every rank makes its share."""
 
@@ -46,7 +61,8 @@ class RunStores:
         self.folder, self.serving, self.answers = config.folder / RESPONSES, config.serving, answers
         self.accelerator, self.target = accelerator, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
-        self.kept_top = config.signal.k if config.signal.source == "response_logprobs" else 0
+        kept = config.signal.source == "response_logprobs"
+        self.kept_signal = signal_manifest_of(config, target.facts) if kept else None
         self.settings = decode_settings(config.serving, config.seed, target)
         template = config.data.template
         self.identity = {
@@ -123,7 +139,7 @@ class RunStores:
             }  # fmt: skip
             if self.target.config.endpoint is not None:
                 if isinstance(self.target.endpoint, ChatTarget):
-                    self.target.endpoint.top = self.kept_top
+                    self.target.endpoint.kept = self.kept_signal if name == TRAINING else None
                 self.target.endpoint.respond(store, manifest, prompts, settings, **share)
             else:
                 batch_size = self.serving.batch_size

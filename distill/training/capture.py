@@ -5,16 +5,14 @@ ones among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.batches.collate import Batch
-from data.signals.codec import join_sampled, join_topk
-from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
-from data.signals.store import SignalStore, StoredSignal
+from data.signals.signal import DenseSignal, SampledSignal, StoredSignal, TopKSignal, joined
+from data.signals.store import SignalStore
 from distill.config.sections import SignalConfig
 from distill.training.teacher import TeacherSource
 from speculative.errors import UserError
@@ -30,8 +28,8 @@ def _logits_in_chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits / temperature (C, V) in float32) for all rows; ``chunk`` null = as many rows as CHUNK_BYTES hold."""
     start, rows = 0, chunk or FIRST_ROWS
-    while start < len(hidden_RD):
-        part = slice(start, min(start + rows, len(hidden_RD)))
+    while start < max(1, len(hidden_RD)):  # of no rows one empty chunk
+        part = slice(start, max(1, min(start + rows, len(hidden_RD))))
         logits_CV = head(hidden_RD[part]).float()
         yield part, logits_CV if temperature == 1.0 else logits_CV / temperature
         start, rows = part.stop, chunk or max(1, CHUNK_BYTES // (4 * logits_CV.shape[-1]))
@@ -56,7 +54,7 @@ def topk_signal(
         rest_C = logits_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
         total_C = torch.logaddexp(top_CK.logsumexp(-1), rest_C)
         parts.append(TopKSignal(ids_CK, top_CK - total_C.unsqueeze(-1), rest_C - total_C))
-    return join_topk(parts, k).to(hidden_RD.device)
+    return joined(parts).to(hidden_RD.device)
 
 
 @torch.no_grad()
@@ -79,7 +77,7 @@ def sampled_signal(
         ids_CS, weights_CS = _distinct(sample_at(probs_CV, points_CN))
         log_probs_CS = torch.where(weights_CS > 0, log_probs_CV.gather(-1, ids_CS), -torch.inf)
         parts.append(SampledSignal(ids_CS, weights_CS, log_probs_CS, entropy_C))
-    return join_sampled(parts).to(hidden_RD.device)
+    return joined(parts).to(hidden_RD.device)
 
 
 def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +85,7 @@ def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
     is_new_CN = torch.ones_like(ids_CN, dtype=torch.bool)
     is_new_CN[:, 1:] = ids_CN[:, 1:] != ids_CN[:, :-1]
     slots_CN = is_new_CN.cumsum(-1) - 1
-    width = int(slots_CN.max()) + 1
+    width = int(slots_CN.max()) + 1 if len(slots_CN) else 1
     ids_CS = torch.zeros((len(ids_CN), width), dtype=ids_CN.dtype, device=ids_CN.device).scatter_(-1, slots_CN, ids_CN)
     counts_CS = torch.zeros((len(ids_CN), width), device=ids_CN.device)
     counts_CS.scatter_add_(-1, slots_CN, torch.ones_like(slots_CN, dtype=counts_CS.dtype))
@@ -127,17 +125,17 @@ class StoredTeacher:
 class JoinedTeacher(StoredTeacher):
     """Several targets, each from its store: the examples of the second are numbered behind those of the first."""
 
-    def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int], entries: int) -> None:
-        """``stores``: open, all of one kind and ``entries`` (k of topk); ``counts``: the examples of each."""
+    def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int]) -> None:
+        """``stores``: open, all of one kind and k or samples; ``counts``: the examples of each."""
         super().__init__(stores[0])
-        self.stores, self.entries, self._ends_S = stores, entries, np.cumsum(counts)
+        self.stores, self._ends_S = stores, np.cumsum(counts)
 
     def _stored(self, indices: Sequence[int]) -> StoredSignal:
-        parts: list[Any] = []
+        parts = []
         for index in indices:
             place = int(np.searchsorted(self._ends_S, index, side="right"))
             parts.append(self.stores[place].read([index - int(self._ends_S[place - 1] if place else 0)]))
-        return join_topk(parts, self.entries) if self.stores[0].kind == "topk" else join_sampled(parts)
+        return joined(parts or [self.stores[0].read(())])
 
 
 class CapturingTeacher(StoredTeacher):
@@ -184,15 +182,17 @@ class CapturingTeacher(StoredTeacher):
                 f"{batch.rows_R.numel()} rows, but examples {batch.indices} have {sum(lengths)} response tokens"
             )
         made = self._made(self._online(batch), batch.indices, lengths)
-        start = 0
-        for index, length in zip(batch.indices, lengths, strict=True):
-            if index in lacking:
-                rows = made.rows(slice(start, start + length))
-                if (rows.log_probs_RK if isinstance(rows, TopKSignal) else rows.log_probs_RS).isnan().any():
-                    raise UserError(f"example {index}: the target's logits are not finite; try target.dtype: float32")
-                self.store.write(index, rows)
-                lacking.remove(index)  # it may come twice
-            start += length
+        ends = np.cumsum(lengths).tolist()
+        # An example that comes twice is written once.
+        rows = {
+            index: made.rows(slice(end - length, end))
+            for index, length, end in zip(batch.indices, lengths, ends, strict=True)
+            if index in lacking
+        }
+        for index, signal in rows.items():
+            if (signal.log_probs_RK if isinstance(signal, TopKSignal) else signal.log_probs_RS).isnan().any():
+                raise UserError(f"example {index}: the target's logits are not finite; try target.dtype: float32")
+        self.store.write(rows)
         return count
 
     def _online(self, batch: Batch) -> DenseSignal:

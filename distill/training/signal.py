@@ -9,17 +9,17 @@ from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Example, collate, pad_id_of
 from data.batches.examples import Examples, as_examples
-from data.files import MANIFEST
 from data.responses.respond import ResponseBar
-from data.signals.codec import RELATIVE_ERROR
-from data.signals.store import SignalStore, signal_manifest
-from distill.config.layout import CONFIG, SIGNAL, find_student
+from data.signals.columns import RELATIVE_ERROR
+from data.signals.store import SignalStore
+from distill.config.layout import RESPONSES, TRAINING, find_student
 from distill.config.run import RunConfig
 from distill.config.sections import SignalConfig
 from distill.models.load import load_model
 from distill.models.target import Target, TargetFacts
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.others import OtherTarget
+from distill.run.responses import signal_manifest_of
 from distill.training.capture import CapturingTeacher, JoinedTeacher, StoredTeacher
 from distill.training.teacher import Teacher, TeacherSource
 from speculative.errors import UserError
@@ -36,32 +36,22 @@ def open_signal_store(
     *,
     repair: bool,
 ) -> SignalStore:
-    """The run's signal store, open on every rank; all ranks call it. What it knows of other examples stays in it.
+    """The run's signal, beside its responses, open on every rank. What is known of other examples stays there.
 
-    ``repair``: whoever fills the store; it is created, and what is damaged counts as missing. Otherwise it must be complete.
+    ``repair``: whoever makes what is missing; what is damaged is then missing too. Otherwise it must be complete.
 
     Raises:
-        UserError: made from another target or with other settings; not there or not complete (the command is named); damaged.
+        UserError: not there or not complete (the command is named).
     """
-    signal, store = config.signal, SignalStore(config.folder / SIGNAL)
-    manifest = signal_manifest(
-        signal.kind, signal.k if signal.kind == "topk" else signal.samples, temperature=config.loss.temperature, vocab_rows=facts.vocab_rows,
-        target=facts.fingerprint, target_dtype=facts.dtype, seed=config.seed,
-        prompts=config.loss.prompt_weight > 0,
-    )  # fmt: skip
-    command = f"understudy respond {config.folder / CONFIG} --signal {signal.kind}"
-    if not repair and not (store.folder / MANIFEST).exists():
-        raise UserError(f"{store.folder}: signal.source is {signal.source}, and there is none; run `{command}` first")
-    examples, rank = as_examples(examples).with_prompts(config.loss.prompt_weight), accelerator.process_index
-    if accelerator.is_main_process:
-        store.open(manifest, examples.predicted_N, examples.keys_N, rank=rank, repair=repair)
-    accelerator.wait_for_everyone()  # it is there before another rank looks
-    if not accelerator.is_main_process:
-        store.open(manifest, examples.predicted_N, examples.keys_N, rank=rank, repair=repair)
-    accelerator.wait_for_everyone()  # what is damaged is forgotten, and its place free, only when all have looked
+    store, examples = SignalStore(config.folder / RESPONSES / TRAINING), as_examples(examples)
+    examples, rank = examples.with_prompts(config.loss.prompt_weight), accelerator.process_index
+    store.open(signal_manifest_of(config, facts), examples.predicted_N, examples.keys_N, rank=rank, repair=repair)
     if not repair and (missing := store.missing()):
+        old = [f"{config.folder / 'signal'} is of version 0.1"] if (config.folder / "signal").exists() else []
+        found = "".join(f" ({said})" for said in [*store.faults(), *old])
         raise UserError(
-            f"{store.folder}: the signal of {len(missing)} of {len(examples)} examples is missing; run `{command}` first"
+            f"{store.folder}: signal.source is {config.signal.source}, and the signal of {len(missing)} of {len(examples)} examples is "
+            f"missing{found}; run {store.again} first"
         )
     return store
 
@@ -139,10 +129,8 @@ def make_teacher(
     if signal.source != "capture":
         known = [(one.config, one.examples, one.target.facts) for one in others]
         stores = [store, *(open_signal_store(*one, accelerator, repair=False) for one in known)]
-        for one in stores:
-            one.check_files()  # each record is checked when it is read, on the rank that reads it
         counts = [len(examples), *(len(of_other) for _, of_other, _ in known)]
-        return JoinedTeacher(stores, counts, signal.k) if others else StoredTeacher(store)
+        return JoinedTeacher(stores, counts) if others else StoredTeacher(store)
     return CapturingTeacher(
         Teacher(target.model), store, signal, config.loss.temperature, config.seed, config.loss.chunk_tokens
     )

@@ -13,12 +13,12 @@ import torch
 from model_server import MODEL, TEMPLATE, logits_after
 from tiny_training import TOKENS, tiny_tokenizer, write_prompts, write_target
 
-from data.responses.chat import TOPS, ChatTarget
+from data.responses.chat import ChatTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.rendered import RenderedPrompt
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
-from data.signals.store import SignalStore, signal_manifest
+from data.signals.store import SHARDS, SignalStore, signal_manifest
 from distill import respond as respond_command
 from distill import train
 from distill.config.load import parse_config
@@ -33,10 +33,14 @@ from speculative.rules.sampling import SamplingSettings
 PLAIN = DecodeSettings(SamplingSettings(), max_tokens=10, rule="sample", eos_ids=(2,), seed=5)
 
 
+def kept_signal(k: int) -> dict[str, Any]:
+    return signal_manifest("topk", k, temperature=1.0, vocab_rows=TOKENS, target="t", target_dtype="d", seed=0)
+
+
 def chat_at(url: str, top: int = 5) -> ChatTarget:
     endpoint = Endpoint(url=url, api="chat", concurrency=4, timeout=20.0, retries=2)
     target = ChatTarget(endpoint, tiny_tokenizer(), TOKENS, token_bytes=lambda: token_bytes(tiny_tokenizer()))
-    target.top = top
+    target.kept = kept_signal(top) if top else None
     return target
 
 
@@ -62,16 +66,16 @@ def made(target: ChatTarget, folder: Path, settings: DecodeSettings = PLAIN) -> 
 
 
 def opened(folder: Path, rows: list[Row], k: int) -> SignalStore:
-    store, facts = SignalStore(folder), {"vocab_rows": TOKENS, "target": "t", "target_dtype": "d", "seed": 0}
-    store.open(signal_manifest("topk", k, temperature=1.0, **facts), [len(row.response_ids) for row in rows])  # type: ignore[arg-type]
+    store = SignalStore(folder)
+    store.open(kept_signal(k), [len(row.response_ids) for row in rows], [row.key for row in rows])
     return store
 
 
 def test_text_its_probabilities_and_the_signal_are_the_models_own(server: Any, tmp_path: Path) -> None:
     target = chat_at(server[0])
     rows = made(target, tmp_path / "responses")
-    store = opened(tmp_path / "signal", rows, 5)
-    target.keep_signal(store, tmp_path / "responses", rows, 5)
+    store = opened(tmp_path / "responses", rows, 5)
+    target.require_kept(store)
     assert store.missing() == []
     assert {row.prompt_id: tuple(row.prompt_ids) for row in rows} == {
         one.prompt_id: one.prompt_ids for one in prompts()
@@ -114,9 +118,8 @@ def test_more_than_the_api_gives_and_responses_without_a_signal_are_one_line(ser
     with pytest.raises(UserError, match=r"gives at most 20 top_logprobs.*lower signal.k"):
         made(chat_at(server[0], top=64), tmp_path / "a")
     rows = made(chat_at(server[0], top=0), tmp_path / "b")
-    store = opened(tmp_path / "signal", rows, 5)
     with pytest.raises(UserError, match="6 responses were made without their 5 most probable tokens"):
-        chat_at(server[0]).keep_signal(store, tmp_path / "b", rows, 5)
+        chat_at(server[0]).require_kept(opened(tmp_path / "b", rows, 5))
 
 
 def chat_config(folder: Path, url: str, **overrides: Any) -> dict[str, Any]:
@@ -160,7 +163,7 @@ def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None
     facts = respond_command.run(config)
     assert facts is not None
     assert facts["tokens"] > 100
-    assert list((run / "responses" / "train" / TOPS).glob("*.parquet"))
+    assert [path.parent.name for path in run.rglob(SHARDS)] == ["train"] * 1
     assert train.main([str(config)]) == 0
     verdict = load_verdict(run)
     assert verdict.baseline is not None

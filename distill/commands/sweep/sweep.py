@@ -24,12 +24,11 @@ from pathlib import Path
 from rich.console import Console
 
 from data.files import MANIFEST, write_json
-from data.signals.store import INDEX
 from distill.commands.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import Row, figures_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
-from distill.config.layout import DAY, RESPONSES, SERVED, SIGNAL
+from distill.config.layout import DAY, RESPONSES, SERVED
 from distill.config.run import RunConfig
 from speculative.errors import UserError
 
@@ -106,26 +105,24 @@ def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dic
 
 
 def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:
-    """Gives a run that lacks them the responses and teacher signal of runs that would have made the same; names what it gave.
+    """Gives a run that lacks them the responses, and the teacher's signal beside them, of runs that would have made the same.
 
-    Shards are never changed once they are there, so they are linked (copied where the disk cannot); a signal's index is
-    written in place, so it is copied. What is still missing in a store is made by the run itself, into files of its own.
+    Names what it gave. Shards are never changed once they are there, so they are linked (copied where the disk cannot). What is
+    still missing in a store is made by the run itself, into files of its own.
     """
     given = []
-    for part, key in ((RESPONSES, _responses_key), (SIGNAL, _signal_key)):
-        for other in others:
-            if other.folder == config.folder or key(other) != key(config) or not (other.folder / part).is_dir():
-                continue
-            stores = [other.folder / SIGNAL] if part == SIGNAL else sorted((other.folder / RESPONSES).iterdir())
-            for store in stores:
-                to = config.folder / store.relative_to(other.folder)
-                if (store / MANIFEST).exists() and not to.exists():
-                    _link_store(store, to)
-                    given.append(part)
-                    # Prompts rendered on another day would be others, and so would another model under the same name.
-                    for name in (DAY, SERVED):
-                        if store.with_name(name).exists():
-                            shutil.copyfile(store.with_name(name), to.with_name(name))
+    for other in others:
+        if other.folder == config.folder or _responses_key(other) != _responses_key(config):
+            continue
+        for store in sorted((other.folder / RESPONSES).glob("*")):
+            to = config.folder / store.relative_to(other.folder)
+            if (store / MANIFEST).exists() and not to.exists():
+                _link_store(store, to)
+                given.append(RESPONSES)
+                # Prompts rendered on another day would be others, and so would another model under the same name.
+                for name in (DAY, SERVED):
+                    if store.with_name(name).exists():
+                        shutil.copyfile(store.with_name(name), to.with_name(name))
     return list(dict.fromkeys(given))
 
 
@@ -138,7 +135,7 @@ def _link_store(store: Path, to: Path) -> None:
 
 
 def _link_or_copy(file: str, to: str) -> None:
-    if Path(file).name not in (INDEX, MANIFEST):
+    if Path(file).name != MANIFEST:
         with contextlib.suppress(OSError):
             os.link(file, to)
             return
@@ -153,9 +150,3 @@ def _responses_key(config: RunConfig) -> str:
     student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture", "extend_context")}
     parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
     return json.dumps(parts, sort_keys=True)
-
-
-def _signal_key(config: RunConfig) -> str:
-    kept = config.signal.model_dump(mode="json", exclude={"source"})
-    loss = config.loss
-    return json.dumps([_responses_key(config), kept, loss.temperature, loss.prompt_weight > 0], sort_keys=True)

@@ -33,7 +33,7 @@ def forget_command(options: ForgetOptions, console: Console) -> None:
             )
         for run in filter(Path.exists, map(Path, export.uses)):
             lines.append(
-                f"{run}: was trained from it and may hold copies: delete its prompts/, responses/, signal/ and rollouts/, and with held-out "
+                f"{run}: was trained from it and may hold copies: delete its prompts/, responses/ and rollouts/, and with held-out "
                 "prompts also report.*, result.json and proposals.parquet; its drafts work without"
             )
     for line in lines:

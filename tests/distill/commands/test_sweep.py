@@ -233,12 +233,12 @@ def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
 @pytest.mark.parametrize(
     ("override", "shared"),
     [
-        ("loss.name=tv", ["responses", "signal"]),
+        ("loss.name=tv", ["responses"]),
         ("loss.temperature=2.0", ["responses"]),
         ("loss.prompt_weight=0.1", ["responses"]),
         ("signal={source: capture, k: 8}", ["responses"]),
-        ("data.mix={target: 0.5, student: 0.5}", ["responses", "signal"]),
-        ("train.steps=7", ["responses", "signal"]),
+        ("data.mix={target: 0.5, student: 0.5}", ["responses"]),
+        ("train.steps=7", ["responses"]),
         ("seed=1", []),
         ("serving.temperature=0.7", []),
         ("serving.shard_size=128", []),
@@ -250,22 +250,18 @@ def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
 )
 def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, shared: list[str]) -> None:
     donor, taker = config_with(tmp_path, "donor"), config_with(tmp_path, "taker", override)
-    for store in ("responses/train", "responses/heldout", "signal"):
+    for store in ("responses/train", "responses/heldout"):
         (donor.folder / store).mkdir(parents=True)
-        for file in ("manifest.json", "index.bin", "shard-000-000.bin", ".half.tmp"):
+        for file in ("manifest.json", "signal-000-000.arrows", ".half.tmp"):
             (donor.folder / store / file).write_text(file)
     for file in ("day.txt", "served.json"):
         (donor.folder / "responses" / file).write_text("2026-02-28\n")
     assert share_stores(taker, [taker, donor]) == shared
     for file in ("day.txt", "served.json"):
         assert (taker.folder / "responses" / file).exists() == ("responses" in shared)
-    found = sorted(path.relative_to(taker.folder).as_posix() for path in taker.folder.rglob("shard-*"))
-    wanted = {"responses": ["responses/heldout", "responses/train"], "signal": ["signal"]}
-    assert found == [f"{store}/shard-000-000.bin" for part in shared for store in wanted[part]]
+    found = sorted(path.relative_to(taker.folder).as_posix() for path in taker.folder.rglob("signal-*"))
+    assert found == [f"responses/{store}/signal-000-000.arrows" for store in ("heldout", "train") if shared]
     assert not list(taker.folder.rglob(".half.tmp"))
-    if "signal" in shared:
-        (taker.folder / "signal" / "index.bin").write_text("changed in place")
-        assert (donor.folder / "signal" / "index.bin").read_text() == "index.bin"
     assert share_stores(taker, [donor]) == [], "what is there stays"
 
 

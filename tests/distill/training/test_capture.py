@@ -16,7 +16,7 @@ from torch import Tensor
 from data.batches.collate import Batch, collate
 from data.batches.examples import as_examples
 from data.batches.packed import collate_packed
-from data.signals.codec import RELATIVE_ERROR
+from data.signals.columns import RELATIVE_ERROR
 from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import SignalConfig
@@ -186,7 +186,7 @@ def test_uniforms_depend_on_seed_example_and_place_alone() -> None:
 
 
 def open_store(folder: Path, config: SignalConfig, rank: int = 0) -> SignalStore:
-    store = SignalStore(folder / "signal")
+    store = SignalStore(folder / "responses" / "train")
     manifest = signal_manifest(
         config.kind, config.k if config.kind == "topk" else config.samples, temperature=1.5, vocab_rows=TOKENS,
         target="abc", target_dtype="float32", seed=7,
@@ -321,11 +321,11 @@ def test_the_same_draws_whatever_the_batch(tmp_path: Path) -> None:
 
 @KINDS
 def test_a_killed_and_resumed_capture_stores_the_same_bits(tmp_path: Path, config: SignalConfig) -> None:
-    """The first of the micro-batch's examples was written before the kill: the others come out as if all had been."""
+    """One of the micro-batch's examples was written before the kill: the others come out as if all had been."""
     whole, _ = capturing(tmp_path / "whole", config)
     expected = whole.signal(batch_of(3, 0, 5, 1))
     killed, _ = capturing(tmp_path / "killed", config)
-    killed.store.write(3, expected.rows(slice(EXAMPLES[3].response_tokens)))
+    killed.store.write({3: expected.rows(slice(EXAMPLES[3].response_tokens))})
     assert same(killed.signal(batch_of(3, 0, 5, 1)), expected)
 
 
@@ -333,7 +333,7 @@ def test_what_is_kept_is_not_written_again(tmp_path: Path, monkeypatch: pytest.M
     teacher, _ = capturing(tmp_path, CONFIGS[0])
     written: list[int] = []
     write = teacher.store.write
-    monkeypatch.setattr(teacher.store, "write", lambda index, rows: (written.append(index), write(index, rows)))
+    monkeypatch.setattr(teacher.store, "write", lambda rows: (written.extend(rows), write(rows)))
     for indices in ((1, 2), (2, 4, 4), (4, 1)):
         teacher.signal(batch_of(*indices))
     assert written == [1, 2, 4], "an example that comes twice is written once"
@@ -342,13 +342,13 @@ def test_what_is_kept_is_not_written_again(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_record_is_captured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher, online = capturing(tmp_path, CONFIGS[0])
     expected = teacher.signal(batch_of(0, 1))
-    path = next(teacher.store.folder.glob("shard-*"))
+    path = next(teacher.store.folder.glob("signal-*"))
     content = bytearray(path.read_bytes())
-    content[3] ^= 1
+    content[-9] ^= 1
     path.write_bytes(bytes(content))
     assert same(teacher.signal(batch_of(0, 1)), expected)
     assert len(online.asked) == 2
-    assert "example 0" in capsys.readouterr().err
+    assert "example 1" in capsys.readouterr().err
 
 
 def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ def test_truncation_costs_acceptance_at_most_the_tail(tmp_path: Path, k: int) ->
 
 def test_prompts_are_captured_beside_the_responses(tmp_path: Path) -> None:
     config, whole = CONFIGS[0], as_examples(EXAMPLES).with_prompts(0.5)
-    store = SignalStore(tmp_path / "signal")
+    store = SignalStore(tmp_path / "responses" / "train")
     manifest = signal_manifest(
         "topk", config.k, temperature=1.5, vocab_rows=TOKENS, target="t", target_dtype="float32", seed=7, prompts=True
     )

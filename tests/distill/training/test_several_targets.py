@@ -16,8 +16,7 @@ from tiny_models import perturbed
 from tiny_training import examples_of, forget_accelerators, run_config
 
 from data.batches.examples import as_examples
-from data.signals.codec import join_topk
-from data.signals.signal import TopKSignal
+from data.signals.signal import TopKSignal, joined
 from distill import respond as respond_command
 from distill import train
 from distill.config.load import load_config
@@ -107,9 +106,9 @@ def test_every_sequence_learns_from_its_own_target() -> None:
                 TopKSignal(torch.full((int(self.lengths[i]), 2), self.base + i), torch.zeros(int(self.lengths[i]), 2), torch.zeros(int(self.lengths[i])))
                 for i in indices
             ]  # fmt: skip
-            return join_topk(parts, 2)
+            return joined(parts)
 
-    teacher = JoinedTeacher([Told(100, own.predicted_N), Told(200, other.predicted_N)], [5, 4], 2)  # type: ignore[list-item]
+    teacher = JoinedTeacher([Told(100, own.predicted_N), Told(200, other.predicted_N)], [5, 4])  # type: ignore[list-item]
     for batch in windows:
         said = teacher.signal(batch)
         told = [100 + number if number < 5 else 200 + number - 5 for number in batch.indices]

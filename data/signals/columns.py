@@ -1,0 +1,96 @@
+"""Teacher signals as columns of a shard: what rounding costs, and how many bytes a token takes. No files here.
+
+Legend: R response tokens, K stored entries of a token, S distinct samples of a token, N entries of all tokens together.
+
+A log-probability is a 16-bit code, uniform between -32 and 0: the probability read back is off by less than RELATIVE_ERROR of
+itself, at any size down to e^-32 (1.3e-14). A smaller one is read as e^-32, so that what was possible stays possible; one code
+means exactly zero. Ids take 16 bits and, packed in a column of their own, the bits that a larger vocabulary needs above them. The
+log of the tail mass and the entropy are float32. At k = 64 and 151,936 tokens that is 276 bytes a token.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from data.signals.signal import SampledSignal, StoredSignal, TopKSignal
+
+LOG_FLOOR = -32.0
+ZERO_CODE = 65535  # probability 0; the codes below it are -32/65534 apart
+RELATIVE_ERROR = 2.5e-4  # half a step, 16/65534 = 2.442e-4, and float32's rounding of the logarithm, 2e-6
+_LOG_OF_CODE = np.append(np.arange(ZERO_CODE) * (LOG_FLOOR / (ZERO_CODE - 1)), -np.inf).astype(np.float32)
+MAX_SAMPLES = 255  # counts and numbers of distinct ids are bytes
+_ENTRIES = {"ids": pa.uint16(), "ids_above": pa.uint8(), "log_probs": pa.uint16()}
+# What a row holds of its example, a list in each column.
+COLUMNS = {
+    "topk": {**_ENTRIES, "log_tail": pa.float32()},
+    "sampled": {"distinct": pa.uint8(), **_ENTRIES, "counts": pa.uint8(), "entropy": pa.float32()},
+}
+
+
+def encode_log_probs(log_probs: np.ndarray) -> np.ndarray:
+    """Natural logarithms (at most 0, -inf allowed) -> 16-bit codes of the same shape."""
+    bounded = np.clip(log_probs.astype(np.float64), LOG_FLOOR, 0.0)
+    codes = np.rint(bounded * ((ZERO_CODE - 1) / LOG_FLOOR)).astype(np.uint16)
+    return np.where(np.isneginf(log_probs), np.uint16(ZERO_CODE), codes)
+
+
+def decode_log_probs(codes: np.ndarray) -> np.ndarray:
+    """16-bit codes -> float32 natural logarithms of the same shape."""
+    return _LOG_OF_CODE[codes]
+
+
+def _bits_above(vocab_rows: int) -> range:
+    """The bits of an id above the lowest 16."""
+    return range(16, max(16, (vocab_rows - 1).bit_length()))
+
+
+def encode_ids(ids_N: np.ndarray, vocab_rows: int) -> dict[str, np.ndarray]:
+    """Ids below `vocab_rows` -> their lower 16 bits, and each bit above them of all ids, packed."""
+    planes = [np.packbits((ids_N >> bit & 1).astype(bool)) for bit in _bits_above(vocab_rows)]
+    return {"ids": (ids_N & 0xFFFF).astype(np.uint16), "ids_above": np.concatenate([np.zeros(0, np.uint8), *planes])}
+
+
+def decode_ids(columns: Mapping[str, np.ndarray], vocab_rows: int) -> np.ndarray:
+    """The ids (int64) of `encode_ids`."""
+    ids_N, above = columns["ids"].astype(np.int64), _bits_above(vocab_rows)
+    for bit, plane in zip(above, columns["ids_above"].reshape(len(above), -(-len(ids_N) // 8)), strict=True):
+        ids_N |= np.unpackbits(plane, count=len(ids_N)).astype(np.int64) << bit
+    return ids_N
+
+
+def encode(signal: StoredSignal, entries: int, vocab_rows: int) -> dict[str, np.ndarray]:
+    """The columns of one example's signal, on the CPU; entries: k or samples. The padding of samples is left out."""
+    if isinstance(signal, TopKSignal):
+        return {
+            **encode_ids(signal.ids_RK.numpy().reshape(-1), vocab_rows),
+            "log_probs": encode_log_probs(signal.log_probs_RK.numpy().reshape(-1)), "log_tail": signal.log_tail_R.numpy(),
+        }  # fmt: skip
+    counts_RS = np.rint(signal.weights_RS.numpy().astype(np.float64) * entries).astype(np.uint8)
+    drawn_RS = counts_RS > 0
+    return {
+        "distinct": drawn_RS.sum(-1).astype(np.uint8), **encode_ids(signal.ids_RS.numpy()[drawn_RS], vocab_rows),
+        "log_probs": encode_log_probs(signal.log_probs_RS.numpy()[drawn_RS]), "counts": counts_RS[drawn_RS],
+        "entropy": signal.entropy_R.numpy(),
+    }  # fmt: skip
+
+
+def decode(columns: Mapping[str, np.ndarray], tokens: int, entries: int, vocab_rows: int) -> StoredSignal:
+    """The signal in the columns of one example; of samples as wide as its most varied token.
+
+    Raises:
+        ValueError: columns of another length.
+    """
+    ids_N, log_probs_N = decode_ids(columns, vocab_rows), decode_log_probs(columns["log_probs"])
+    if "log_tail" in columns:
+        parts = ids_N.reshape(tokens, entries), log_probs_N.reshape(tokens, entries), columns["log_tail"].copy()
+        return TopKSignal(*map(torch.from_numpy, parts))
+    distinct_R = columns["distinct"].astype(np.int64)
+    drawn_RS = np.arange(distinct_R.max(initial=1)) < distinct_R[:, None]
+    ids_RS, weights_RS = np.zeros(drawn_RS.shape, np.int64), np.zeros(drawn_RS.shape, np.float32)
+    log_probs_RS = np.full(drawn_RS.shape, -np.inf, np.float32)
+    ids_RS[drawn_RS], log_probs_RS[drawn_RS] = ids_N, log_probs_N
+    weights_RS[drawn_RS] = columns["counts"].astype(np.float32) / np.float32(entries)
+    samples = ids_RS, weights_RS, log_probs_RS, columns["entropy"].copy()
+    return SampledSignal(*map(torch.from_numpy, samples))
