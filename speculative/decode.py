@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,73 +64,42 @@ class _Seat:
     stream: TextStream | None
 
 
+class Options(TypedDict, total=False):
+    """What may stand around a decode call.
+
+    batch_size: rows at a time (32). tokenizer: events carry text; needed for stop strings. policy: how many tokens to propose
+    (default: always settings.gamma); its largest gamma is at most settings.gamma. gate: called in order for every token before
+    it is streamed; what it saw is in `response.gate_log`. log: every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
+    eager elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
+    """
+
+    batch_size: int
+    tokenizer: PreTrainedTokenizerBase | None
+    policy: GammaPolicy | None
+    gate: CommitGate | None
+    log: ProposalLog | None
+    runner: str
+    timing: Timing | None
+
+
 def generate(
     target: PreTrainedModel,
     drafter: Drafter | None,
     prompts: Sequence[Prompt],
     settings: DecodeSettings,
-    *,
-    batch_size: int = 32,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    policy: GammaPolicy | None = None,
-    gate: CommitGate | None = None,
-    log: ProposalLog | None = None,
-    runner: str = "auto",
-    timing: Timing | None = None,
+    **options: Unpack[Options],
 ) -> Iterator[Event]:
     """Decode prompts (key, token ids) and yield events as tokens commit; at most `batch_size` rows at a time.
 
     The text follows the target's distribution whatever the drafter (2211.17192); a response depends on (seed, key) and
     not on its batch, up to rounding, so samples of one prompt need distinct keys. Prompts beyond the first
-    `batch_size` are seated longest first.
-
-    tokenizer: events carry text; needed for stop strings. policy: how many tokens to propose (default: always
-    settings.gamma); its largest gamma is at most settings.gamma. gate: called in order for every token before it is
-    streamed; what it saw is in `response.gate_log`. log: every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
-    eager elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding.
+    `batch_size` are seated longest first. options: see `Options`.
 
     Everything is checked before the first event. Closing the stream early frees all memory. Raises UserError: empty
     prompt, unknown token id, prompt + max_tokens beyond the context, too little memory, drafts of another vocabulary,
     models that cannot be rolled back, NaN logits.
     """
-    if settings.gamma > 0 and drafter is None:
-        raise UserError(f"gamma = {settings.gamma} needs a draft: give one, or set gamma to 0")
-    if settings.stop and tokenizer is None:
-        raise UserError("stop strings need the tokenizer: pass tokenizer=...")
-    if batch_size < 1:
-        raise UserError(f"batch_size = {batch_size}: must be at least 1")
-    if drafter is not None and not hasattr(drafter, "propose"):
-        raise UserError(f"{type(drafter).__name__} is not a drafter: give ModelDrafter(model)")
-    if settings.gamma == 0:
-        drafter = None
-    policy = policy or FixedGamma(settings.gamma)
-    if policy.max_gamma > settings.gamma:
-        raise UserError(f"the gamma policy goes up to {policy.max_gamma}, beyond gamma = {settings.gamma}")
-    if settings.tree is not None and not (isinstance(policy, FixedGamma) and policy.max_gamma == settings.gamma):
-        raise UserError(f"a token tree has one depth: use a fixed gamma of {settings.tree.depth} with it")
-    if settings.tree is not None and log is not None:
-        raise UserError("the proposal log is of chains: leave the token tree or the log out")
-    draft_model = drafter.model if drafter is not None else None
-    check_decodable(target, "target")
-    check_prompts(target, drafter, prompts, settings)
-    if drafter is not None and draft_model is not None:
-        check_decodable(draft_model, drafter.name)
-        check_same_vocabulary(target, draft_model)
-    if settings.active_rules is not None:
-        settings.active_rules.check(vocab_rows(target))
-    return _events(
-        target,
-        drafter,
-        prompts,
-        settings,
-        min(batch_size, len(prompts)),
-        tokenizer,
-        policy,
-        gate,
-        log,
-        resolve_runner(runner, target.device),
-        timing if timing is not None else Timing(),
-    )
+    return _Call(target, drafter, prompts, settings, options).events()
 
 
 def decode(
@@ -138,34 +108,16 @@ def decode(
     prompts: Sequence[Prompt],
     settings: DecodeSettings,
     *,
-    batch_size: int = 32,
     on_commit: CommitHook | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    policy: GammaPolicy | None = None,
-    gate: CommitGate | None = None,
-    log: ProposalLog | None = None,
-    runner: str = "auto",
+    **options: Unpack[Options],
 ) -> tuple[list[Response], Timing]:
     """All responses, in the order of the prompts, and where the time went; see `generate`, whose events it collects.
 
     `on_commit(index, token_ids)` is called with the tokens each block adds to prompt number `index`.
     """
-    timing = Timing()
+    timing = options["timing"] = options.get("timing") or Timing()
     responses: list[Response | None] = [None] * len(prompts)
-    events = generate(
-        target,
-        drafter,
-        prompts,
-        settings,
-        batch_size=batch_size,
-        tokenizer=tokenizer,
-        policy=policy,
-        gate=gate,
-        log=log,
-        runner=runner,
-        timing=timing,
-    )
-    for event in events:
+    for event in generate(target, drafter, prompts, settings, **options):
         responses[event.index] = event.response
         if on_commit is not None and event.token_ids:
             on_commit(event.index, event.token_ids)
@@ -210,131 +162,161 @@ def check_prompts(
         )
 
 
-def _events(
-    target: PreTrainedModel,
-    drafter: Drafter | None,
-    prompts: Sequence[Prompt],
-    settings: DecodeSettings,
-    rows: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    policy: GammaPolicy,
-    gate: CommitGate | None,
-    log: ProposalLog | None,
-    runner: str,
-    timing: Timing,
-) -> Iterator[Event]:
-    if not prompts:
-        return
-    began = time.perf_counter() - timing.total_seconds  # A timing may be filled by several calls.
-    draft_model = drafter.model if drafter is not None else None
-    context, _ = context_of(target, drafter) if settings.fit_context else (None, "")
-    budgets = [min(settings.max_tokens, (context or len(ids) + settings.max_tokens) - len(ids)) for _, ids in prompts]
-    longest = max(len(ids) + budget for (_, ids), budget in zip(prompts, budgets, strict=True))
-    if target.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(target.device)
-    # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
-    with in_eval_mode(target, draft_model), ExitStack() as ending:
-        with torch.no_grad():
-            fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
-            shared = getattr(drafter, "shares_cache", False)
-            check_memory(target, draft_model, rows, longest + slots_beyond(settings), fed, shared)
-            loop = open_loop(
-                target,
-                drafter,
-                rows,
-                longest,
-                settings,
-                runner=runner,
-                keep_probs=log is not None,
-                reads_each_block=gate is not None or not _is_fixed(policy, settings.gamma),
-            )
+class _Call:
+    """One decode call, checked."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Drafter | None,
+        prompts: Sequence[Prompt],
+        settings: DecodeSettings,
+        options: Options,
+    ):
+        self.target, self.drafter, self.prompts, self.settings = target, drafter, prompts, settings
+        self.tokenizer, self.gate, self.log = options.get("tokenizer"), options.get("gate"), options.get("log")
+        self.policy = options.get("policy") or FixedGamma(settings.gamma)
+        self.timing = options.get("timing") or Timing()
+        batch_size = options.get("batch_size", 32)
+        if settings.gamma > 0 and drafter is None:
+            raise UserError(f"gamma = {settings.gamma} needs a draft: give one, or set gamma to 0")
+        if settings.stop and self.tokenizer is None:
+            raise UserError("stop strings need the tokenizer: pass tokenizer=...")
+        if batch_size < 1:
+            raise UserError(f"batch_size = {batch_size}: must be at least 1")
+        if drafter is not None and not hasattr(drafter, "propose"):
+            raise UserError(f"{type(drafter).__name__} is not a drafter: give ModelDrafter(model)")
+        if settings.gamma == 0:
+            self.drafter = drafter = None
+        if self.policy.max_gamma > settings.gamma:
+            raise UserError(f"the gamma policy goes up to {self.policy.max_gamma}, beyond gamma = {settings.gamma}")
+        if settings.tree is not None:
+            if not (isinstance(self.policy, FixedGamma) and self.policy.max_gamma == settings.gamma):
+                raise UserError(f"a token tree has one depth: use a fixed gamma of {settings.tree.depth} with it")
+            if self.log is not None:
+                raise UserError("the proposal log is of chains: leave the token tree or the log out")
+        self.draft_model = drafter.model if drafter is not None else None
+        check_decodable(target, "target")
+        check_prompts(target, drafter, prompts, settings)
+        if drafter is not None and self.draft_model is not None:
+            check_decodable(self.draft_model, drafter.name)
+            check_same_vocabulary(target, self.draft_model)
+        if settings.active_rules is not None:
+            settings.active_rules.check(vocab_rows(target))
+        self.rows = min(batch_size, len(prompts))
+        self.runner = resolve_runner(options.get("runner", "auto"), target.device)
+        context, _ = context_of(target, drafter) if settings.fit_context else (None, "")
+        self.budgets = [
+            min(settings.max_tokens, (context or len(ids) + settings.max_tokens) - len(ids)) for _, ids in prompts
+        ]
+        self.seats: list[_Seat | None] = [None] * self.rows
+
+    def events(self) -> Iterator[Event]:
+        """The stream; memory is taken with its first event."""
+        if not self.prompts:
+            return
+        timing, policy = self.timing, self.policy
+        began = time.perf_counter() - timing.total_seconds  # A timing may be filled by several calls.
+        if self.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+        # Eval mode lasts for the stream, no_grad only for our own steps: between events the consumer's code runs.
+        with in_eval_mode(self.target, self.draft_model), ExitStack() as ending:
+            with torch.no_grad():
+                loop = self._open()
             ending.push(lambda kind, *_: loop.close(reusable=kind in (None, GeneratorExit)))
-        policy.start(rows)
-        order = list(range(len(prompts)))
-        if len(prompts) > rows:
-            order.sort(key=lambda index: -len(prompts[index][1]))
-        waiting = deque(order)
-        seats: list[_Seat | None] = [None] * rows
+            policy.start(self.rows)
+            order = list(range(len(self.prompts)))
+            if len(order) > self.rows:
+                order.sort(key=lambda index: -len(self.prompts[index][1]))
+            waiting = deque(order)
+            loop.timing = timing
+            self._seat(loop, list(range(self.rows)), waiting)
+            while any(place is not None for place in self.seats):
+                with torch.no_grad():
+                    events, freed = self._one_block(loop)
+                timing.total_seconds = time.perf_counter() - began
+                yield from events
+                if not freed:
+                    continue
+                if waiting:
+                    self._seat(loop, freed, waiting)
+                kept = [row for row, place in enumerate(self.seats) if place is not None]
+                # A recorded graph knows its buffers by address: its rows stay.
+                if self.runner == EAGER and 0 < len(kept) <= len(self.seats) / 2:
+                    loop.keep(kept)
+                    policy.keep(kept)
+                    self.seats = [self.seats[row] for row in kept]
+            timing.peak_bytes = peak_bytes(self.target.device)
 
-        def seat(free: list[int]) -> None:
-            indices = [waiting.popleft() for _ in free[: len(waiting)]]
-            free = free[: len(indices)]
-            if not free:
-                return
-            now = time.perf_counter()
-            for row, index in zip(free, indices, strict=True):
-                key, ids = prompts[index]
-                stream = TextStream(tokenizer, settings.stop) if tokenizer is not None else None
-                seats[row] = _Seat(index, Response(key=key, prompt_ids=list(ids), budget=budgets[index]), now, stream)
-                policy.admit(row)
-            with torch.no_grad():
-                loop.admit(free, [prompts[index] for index in indices], [budgets[index] for index in indices])
+    def _open(self) -> BlockLoop:
+        settings, policy = self.settings, self.policy
+        longest = max(len(ids) + budget for (_, ids), budget in zip(self.prompts, self.budgets, strict=True))
+        fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
+        shared = getattr(self.drafter, "shares_cache", False)
+        check_memory(self.target, self.draft_model, self.rows, longest + slots_beyond(settings), fed, shared)
+        fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
+        return open_loop(
+            self.target,
+            self.drafter,
+            self.rows,
+            longest,
+            settings,
+            runner=self.runner,
+            keep_probs=self.log is not None,
+            reads_each_block=self.gate is not None or not fixed,
+        )
 
-        loop.timing = timing
-        seat(list(range(rows)))
-        while any(place is not None for place in seats):
-            with torch.no_grad():
-                events, freed = _one_block(loop, seats, settings, policy, gate, log)
-            timing.total_seconds = time.perf_counter() - began
-            yield from events
-            if not freed:
+    def _seat(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> None:
+        """Give free rows to those who wait."""
+        indices = [waiting.popleft() for _ in free[: len(waiting)]]
+        free = free[: len(indices)]
+        if not free:
+            return
+        now = time.perf_counter()
+        for row, index in zip(free, indices, strict=True):
+            key, ids = self.prompts[index]
+            stream = TextStream(self.tokenizer, self.settings.stop) if self.tokenizer is not None else None
+            response = Response(key=key, prompt_ids=list(ids), budget=self.budgets[index])
+            self.seats[row] = _Seat(index, response, now, stream)
+            self.policy.admit(row)
+        with torch.no_grad():
+            loop.admit(free, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
+
+    def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
+        """Run one block; the events of its rows, and the rows whose response ended (they are free now)."""
+        policy, gate = self.policy, self.gate
+        began, recorded = time.perf_counter(), loop.timing.recording_calls
+        outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
+        now = time.perf_counter()
+        seconds = now - began if loop.timing.recording_calls == recorded else None
+        policy.record(
+            outcome.drafted_ids_RG.shape[1], outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R, seconds
+        )
+        known_ids = vocab_rows(self.target) if gate is not None else 0
+        events, freed = [], []
+        for row, seat in enumerate(self.seats):
+            if seat is None or not outcome.rows_R[row]:
                 continue
-            if waiting:
-                seat(freed)
-            kept = [row for row, place in enumerate(seats) if place is not None]
-            # A recorded graph knows its buffers by address: its rows stay.
-            if runner == EAGER and 0 < len(kept) <= len(seats) / 2:
-                loop.keep(kept)
-                policy.keep(kept)
-                seats = [seats[row] for row in kept]
-        timing.peak_bytes = peak_bytes(target.device)
-
-
-def _is_fixed(policy: GammaPolicy, gamma: int) -> bool:
-    return type(policy) is FixedGamma and policy.max_gamma == gamma and policy.stop_below == 0.0
-
-
-def _one_block(
-    loop: BlockLoop,
-    seats: list[_Seat | None],
-    settings: DecodeSettings,
-    policy: GammaPolicy,
-    gate: CommitGate | None,
-    log: ProposalLog | None,
-) -> tuple[list[Event], list[int]]:
-    """Run one block; the events of its rows, and the rows whose response ended (they are free now)."""
-    began, recorded = time.perf_counter(), loop.timing.recording_calls
-    outcome = loop.run_block(policy.choose(loop.active_R), policy.stop_below)
-    now = time.perf_counter()
-    seconds = now - began if loop.timing.recording_calls == recorded else None
-    policy.record(
-        outcome.drafted_ids_RG.shape[1], outcome.rows_R, outcome.drafted_counts_R, outcome.accepted_R, seconds
-    )
-    known_ids = vocab_rows(loop.target.model) if gate is not None else 0
-    events, freed = [], []
-    for row, seat in enumerate(seats):
-        if seat is None or not outcome.rows_R[row]:
-            continue
-        response = seat.response
-        before = len(response.response_ids)
-        if log is not None:
-            _log_block(log, loop, outcome, row, response)
-        count_block(response, outcome, row)
-        ids, text = append_block(response, outcome, row, settings, seat.stream, gate, known_ids)
-        whole = gate is None or ids == outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
-        if response.finish_reason is None and not whole:
-            loop.rewind(row, len(response.prompt_ids) + before + len(ids), ids[-1])
-        response.commit_seconds.append(now - seat.seated)
-        response.commit_sizes.append(len(ids))
-        if response.finish_reason is not None:
-            if seat.stream is not None:
-                text += seat.stream.finish()
-                response.text = seat.stream.text
-            loop.leave(row)
-            seats[row] = None
-            freed.append(row)
-        events.append(Event(seat.index, ids, text, response.finish_reason, response))
-    return events, freed
+            response = seat.response
+            before = len(response.response_ids)
+            if self.log is not None:
+                _log_block(self.log, loop, outcome, row, response)
+            count_block(response, outcome, row)
+            ids, text = append_block(response, outcome, row, self.settings, seat.stream, gate, known_ids)
+            whole = gate is None or ids == outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
+            if response.finish_reason is None and not whole:
+                loop.rewind(row, len(response.prompt_ids) + before + len(ids), ids[-1])
+            response.commit_seconds.append(now - seat.seated)
+            response.commit_sizes.append(len(ids))
+            if response.finish_reason is not None:
+                if seat.stream is not None:
+                    text += seat.stream.finish()
+                    response.text = seat.stream.text
+                loop.leave(row)
+                self.seats[row] = None
+                freed.append(row)
+            events.append(Event(seat.index, ids, text, response.finish_reason, response))
+        return events, freed
 
 
 def _log_block(log: ProposalLog, loop: BlockLoop, outcome: BlockOutcome, row: int, response: Response) -> None:
