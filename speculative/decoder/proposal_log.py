@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from speculative.errors import UserError
@@ -37,17 +36,6 @@ MOST_PLACES = 128  # What an int8 can count.
 FLUSH_ROWS = 16384  # Tens of milliseconds to write: more would show between two streamed tokens.
 
 
-class _Block(NamedTuple):
-    prompt: str
-    block: int
-    position: int
-    drafted_G: np.ndarray
-    accepted: int
-    target_probs_G: np.ndarray | None
-    draft_probs_G: np.ndarray | None
-    source: str
-
-
 class ProposalLog:
     """Context manager around the writing of one log.
 
@@ -64,8 +52,7 @@ class ProposalLog:
         self._flush_rows = flush_rows
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         self._writer: pq.ParquetWriter | None = None
-        self._blocks: list[_Block] = []
-        self._rows = 0
+        self._columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         self._broken = False  # A row group was written in part: the file is not worth finishing.
 
     def __enter__(self) -> ProposalLog:
@@ -103,20 +90,28 @@ class ProposalLog:
         Raises UserError for more than 128 drafted tokens and when the disk is full.
         """
         assert self._writer is not None, "add() outside the with block"
-        drafted_G = np.array(drafted, dtype=np.int32)
-        count = len(drafted_G)
+        count = len(drafted)
         assert 0 <= accepted <= count, (accepted, count)
         if count > MOST_PLACES:
             raise UserError(
                 f"the proposal log takes at most {MOST_PLACES} drafted tokens a block, not {count}: "
                 "lower gamma or switch the log off"
             )
-        if count == 0:
-            return
-        target_probs_G, draft_probs_G = _copied(target_probs, count), _copied(draft_probs, count)
-        self._blocks.append(_Block(prompt, block, position, drafted_G, accepted, target_probs_G, draft_probs_G, source))
-        self._rows += count
-        if self._rows >= self._flush_rows:
+        rows = {
+            "prompt": [prompt] * count,
+            "position": range(position, position + count),
+            "block": [block] * count,
+            "place": range(count),
+            "drafted": drafted.tolist(),
+            "accepted": [place < accepted for place in range(count)],
+            "tested": [place <= accepted for place in range(count)],
+            "target_prob": [None] * count if target_probs is None else target_probs.tolist(),
+            "draft_prob": [None] * count if draft_probs is None else draft_probs.tolist(),
+            "source": [source] * count,
+        }
+        for name, values in rows.items():
+            self._columns[name] += values
+        if len(self._columns["prompt"]) >= self._flush_rows:
             self._flush()
 
     def __exit__(
@@ -137,14 +132,14 @@ class ProposalLog:
             self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
-        """Write what is in memory as one row group."""
-        if not self._blocks:
-            return
+        """Write what is in memory as one row group. Raises ArrowInvalid rather than let a number overflow."""
         assert self._writer is not None
         # Forgotten first: an interruption in between loses these rows, and never writes them twice.
-        blocks, self._blocks, self._rows = self._blocks, [], 0
+        columns, self._columns = self._columns, {name: [] for name in SCHEMA.names}
+        if not columns["prompt"]:
+            return
         try:
-            self._writer.write_table(_table(blocks))
+            self._writer.write_table(pa.table(columns, schema=SCHEMA))
         except OSError as error:
             self._broken = True
             raise self._unwritable(error) from error
@@ -162,45 +157,3 @@ class ProposalLog:
             f"{self.path}: the proposal log cannot be written ({error.strerror or error}); choose another place or "
             "switch the log off"
         )
-
-
-def _copied(probs: np.ndarray | None, count: int) -> np.ndarray | None:
-    if probs is None:
-        return None
-    copy = np.array(probs, dtype=np.float32)
-    assert copy.shape == (count,), (copy.shape, count)
-    return copy
-
-
-def _table(blocks: list[_Block]) -> pa.Table:
-    """One row for each drafted token, in the order of the blocks."""
-    counts = np.array([len(block.drafted_G) for block in blocks])
-    owner = np.repeat(np.arange(len(blocks)), counts)
-    place = np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
-    accepted = np.array([block.accepted for block in blocks])[owner]
-    columns = {
-        "prompt": pc.take(pa.array([block.prompt for block in blocks], pa.string()), pa.array(owner)),
-        "position": np.array([block.position for block in blocks])[owner] + place,
-        "block": np.array([block.block for block in blocks])[owner],
-        "place": place,
-        "drafted": np.concatenate([block.drafted_G for block in blocks]),
-        "accepted": place < accepted,
-        "tested": place <= accepted,
-        "target_prob": _floats([block.target_probs_G for block in blocks], counts),
-        "draft_prob": _floats([block.draft_probs_G for block in blocks], counts),
-        "source": pc.take(pa.array([block.source for block in blocks]).dictionary_encode(), pa.array(owner)),
-    }
-    return pa.table({name: _typed(column, SCHEMA.field(name).type) for name, column in columns.items()}, schema=SCHEMA)
-
-
-def _floats(pieces: list[np.ndarray | None], counts: np.ndarray) -> pa.Array:
-    """The arrays end to end; nulls, as many as said, where there is none. NaN stays NaN."""
-    values = [
-        np.zeros(count, np.float32) if piece is None else piece for piece, count in zip(pieces, counts, strict=True)
-    ]
-    return pa.array(np.concatenate(values), mask=np.repeat([piece is None for piece in pieces], counts))
-
-
-def _typed(column: np.ndarray | pa.Array, kind: pa.DataType) -> pa.Array:
-    """Raises ArrowInvalid rather than let a number overflow."""
-    return column if isinstance(column, pa.Array) else pa.array(column).cast(kind)
