@@ -260,6 +260,8 @@ class BlockLoop:
         width = decision.drafted_ids_RG.shape[1]
         outcome = outcome_of(host, self.active_R.copy(), proposal.counts_R)._replace(sources_R=proposal.sources_R)
         if "predicted" in host and self.drafter is not None:
+            # What stands behind a row's own tokens is as wide as its neighbours' are.
+            host["fed"][:, 1:][np.arange(width) >= outcome.drafted_counts_R[:, None]] = -1
             self.drafter.observe(host["fed"], host["predicted"], outcome.accepted_R)
         self.tokens_RC[self._rows_R[:, None], self.lengths_R[:, None] + np.arange(width + 1)] = outcome.ids_RG1
         self.lengths_R = self.lengths_R + (outcome.accepted_R + 1) * self.active_R

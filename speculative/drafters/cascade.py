@@ -19,23 +19,22 @@ class Cascade:
     proposer. What would not be: a decision that looks at tokens a sampling draft drew and which were then thrown away.
     The uniforms of a position are used again by the next block (see `sampling.row_uniforms`), so such a decision knows
     something about the very numbers the draft is going to be drawn with, and its tokens no longer follow the
-    probabilities that the rule is told. `first` must therefore neither draw nor watch (as a JacobiPool does) a draft
-    that draws: refused before anything was committed with it.
+    probabilities that the rule is told. `first` must therefore not draw: refused before anything was committed with it.
 
     `then` is asked for the whole batch as soon as one row needs it, for at most `then_gamma` tokens (None = as many as
     `first`); for a chain, also where the settings name a token tree. Cascades nest.
     """
 
     def __init__(self, first: Drafter, then: Drafter, min_found: int = 1, then_gamma: int | None = None):
-        """Raises UserError for a first drafter that is a model (it always proposes), and for a number under 1."""
+        """Raises UserError for a first drafter that always proposes (a model, a JacobiPool), and for a number under 1."""
         if min_found < 1 or (then_gamma is not None and then_gamma < 1):
             raise UserError(f"min_found = {min_found}, then_gamma = {then_gamma}: must be at least 1 token")
-        if first.model is not None:
-            raise UserError(f"a cascade whose first drafter is a model ({first.name}) never asks the second: swap them")
+        if first.model is not None or first.observes:
+            raise UserError(f"the {first.name} always proposes, so a cascade never asks who comes after it: swap them")
         self.first, self.then, self.min_found, self.then_gamma = first, then, min_found, then_gamma
         self.name = f"cascade of {first.name} and {then.name}"
         self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
-        self.observes = first.observes or then.observes
+        self.observes = then.observes
         self._strayed_R = np.zeros(0, dtype=bool)
         self._asked_lengths_R = np.zeros(0, dtype=np.int64)
 
@@ -74,12 +73,10 @@ class Cascade:
         self.then.end()
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        for drafter in (self.first, self.then):
-            if drafter.observes:
-                drafter.observe(fed_ids_RG1, predicted_ids_RG1, accepted_R)
+        self.then.observe(fed_ids_RG1, predicted_ids_RG1, accepted_R)
 
     def propose(self, ask: Ask) -> Proposal:
-        """Raises UserError for a pair that would bias the text, before anything it drafted is committed."""
+        """Raises UserError for a first drafter that draws, before anything it drafted is committed."""
         # Looked-up chains and a tree do not share a batch, and a row's tree must not depend on who sits beside it.
         ask = ask._replace(tree=None)
         self._call_back_strayed(ask)
@@ -98,11 +95,6 @@ class Cascade:
         # Moved before the device is busy with the second drafter.
         taken_K = torch.from_numpy(np.flatnonzero(taken_R)).to(early.ids_RG.device)
         late = self.then.propose(ask._replace(gamma=min(ask.gamma, self.then_gamma or ask.gamma)))
-        if late.probs_RGV is not None and self.first.observes:
-            raise UserError(
-                f"the {self.first.name} watches what is drafted and cannot decide when the {self.then.name} draws: "
-                "that would bias the text; use prompt lookup or retrieval first, or a greedy draft"
-            )
         late_sources_R = _sources(late) + len(self.first.source_names)
         if not taken_R.any():
             return late._replace(sources_R=late_sources_R)

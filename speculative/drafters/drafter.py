@@ -115,7 +115,10 @@ class Drafter(Protocol):
         """
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        """What the target was fed in the last block and its most likely token after each; only when `observes`."""
+        """What the target was fed in the last block (-1 behind a row's own) and its most likely token after each.
+
+        Called only when `observes`.
+        """
         raise AssertionError(f"the {self.name} does not observe")
 
     def keep(self, rows: list[int]) -> None:

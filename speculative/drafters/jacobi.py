@@ -30,14 +30,11 @@ class JacobiPool(Drafter):
     source_names: tuple[str, ...] = ("jacobi",)
     observes = True
 
-    def __init__(self, ngram: int = 4, explore: bool = True):
-        """`ngram`: tokens of a pooled n-gram, its key included. `explore` False: propose only what the pool knows.
-
-        Raises UserError for an n-gram without a continuation.
-        """
+    def __init__(self, ngram: int = 4):
+        """`ngram`: tokens of a pooled n-gram, its key included. Raises UserError for one without a continuation."""
         if ngram < 2:
             raise UserError(f"ngram = {ngram}: must be at least 2, a token and what follows it")
-        self.ngram, self.explore = ngram, explore
+        self.ngram = ngram
         self._device = torch.device("cpu")
         self._pools: list[_RowPool] = []
         self._active_R = np.zeros(0, dtype=bool)
@@ -59,7 +56,7 @@ class JacobiPool(Drafter):
             lengths = ask.lengths_R.tolist()
             for row in np.flatnonzero(ask.active_R).tolist():
                 text_C = ask.tokens_RC[row, : lengths[row]]
-                chains[row] = self._pools[row].chain(text_C, ask.gamma, self.explore)
+                chains[row] = self._pools[row].chain(text_C, ask.gamma)
         return one_hot_proposal(chains, ask.gamma, self._device)
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
@@ -90,7 +87,7 @@ class _RowPool:
         # In order of the text: of a token fed twice the later n-gram stays.
         self.followers.update(zip(fed, reversed(chains), strict=True))
 
-    def chain(self, text_C: np.ndarray, gamma: int, explore: bool) -> list[int]:
+    def chain(self, text_C: np.ndarray, gamma: int) -> list[int]:
         chain: list[int] = []
         last = int(text_C[-1])
         while len(chain) < gamma:
@@ -98,8 +95,6 @@ class _RowPool:
             known = self.followers.get(last)
             if known is not None:
                 chain += known
-            elif not explore:
-                break
             elif place < len(self.guesses):
                 chain.append(self.guesses[place])
             else:

@@ -5,7 +5,6 @@ Shapes: R rows, C columns of the token buffer.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -105,34 +104,6 @@ def repeating_prompts(count: int = 8) -> list[tuple[str, list[int]]]:
     return [
         (key, ids + ids[: 1 + index % 4]) for index, (key, ids) in enumerate(prompts_of([9, 2, 23, 4, 40, 3, 15, 6]))
     ][:count]
-
-
-@functools.cache
-def _plain_texts() -> list[Any]:
-    settings = DecodeSettings(GREEDY, 0, "greedy", max_tokens=40, eos_ids=(7, 19))
-    return decode(TARGET, None, repeating_prompts(), settings)[0]
-
-
-def assert_greedy_text_is_plain(drafter: Drafter, rule: str = "greedy") -> list[Any]:
-    """Plain text at every batch size, with rows recycled and compacted; returns the responses of the whole batch."""
-    prompts = repeating_prompts()
-    settings = DecodeSettings(GREEDY, 5, rule, max_tokens=40, eos_ids=(7, 19))
-    plain = _plain_texts()
-    for batch_size, count in ((1, 3), (3, 8), (8, 8)):
-        responses, _ = decode(TARGET, drafter, prompts[:count], settings, batch_size=batch_size)
-        assert [one.response_ids for one in responses] == [one.response_ids for one in plain[:count]], batch_size
-    assert len({len(one.response_ids) for one in plain}) > 1, "rows must end at different times"
-    return responses
-
-
-def assert_sampled_text_ignores_the_batch(drafter: Drafter, rule: str = "sample") -> None:
-    """Text that depends on (seed, key) only."""
-    prompts = repeating_prompts()
-    settings = DecodeSettings(SamplingSettings(0.6, top_k=20), 4, rule, max_tokens=24, eos_ids=(3,), seed=5)
-    together, _ = decode(TARGET, drafter, prompts, settings, batch_size=8)
-    for batch_size, count in ((1, 3), (3, 8)):
-        apart, _ = decode(TARGET, drafter, prompts[:count][::-1], settings, batch_size=batch_size)
-        assert [one.response_ids for one in apart[::-1]] == [one.response_ids for one in together[:count]]
 
 
 def sampled_text_p_value(drafter: Drafter, rule: str = "sample", rows: int = 6000) -> float:

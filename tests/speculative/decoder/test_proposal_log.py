@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
@@ -85,7 +85,6 @@ blocks_strategy = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(blocks_strategy, st.integers(1, 12))
 def test_what_is_read_is_what_was_added_whatever_the_row_groups(tmp_path_factory, drawn, flush_rows):
     blocks: list[Block] = []

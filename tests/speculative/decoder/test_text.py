@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from refusals import refused
 from tokenizers import Tokenizer, decoders, models
@@ -104,7 +104,6 @@ def mixed_byte_tokenizer() -> PreTrainedTokenizerFast:
 MULTI_BYTE = "aé你😀\u200d👩e\u0301ß \n\ufffd"
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.text(MULTI_BYTE, max_size=20), st.lists(st.text(MULTI_BYTE, min_size=1, max_size=4), max_size=3))
 def test_multi_byte_text_is_streamed_as_it_was_written(text, stop):
     check_against_the_twin(EMBEDDED, ids_of(text), tuple(stop))
@@ -117,7 +116,6 @@ random_ids = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(random_ids, st.data())
 def test_any_ids_and_stop_strings_from_their_text(ids, data):
     text = whole(EMBEDDED, ids)
@@ -128,7 +126,6 @@ def test_any_ids_and_stop_strings_from_their_text(ids, data):
     check_against_the_twin(EMBEDDED, ids, stop)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
         st.tuples(st.just(EMBEDDED), random_ids),
@@ -150,7 +147,6 @@ def test_bytes_hold_back_no_more_than_they_must(tokenizer_and_ids, stop):
         assert len(sent) == len(final) - may_begin_a_stop(final, stop)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(["llama", "gemma", "metaspace"]),
     st.lists(st.integers(0, 21), max_size=20),
@@ -170,7 +166,6 @@ def test_pieces_are_streamed_as_they_come():
     assert pieces == ["a", "b", "", "", "", "你 a", "é", ""]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["words", "pairs", "fused first"]),
     st.lists(st.integers(0, 11), max_size=12),

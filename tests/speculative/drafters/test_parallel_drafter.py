@@ -12,9 +12,6 @@ from host_rows import (
     SMALL_VOCAB,
     TARGET,
     HostRows,
-    assert_greedy_text_is_plain,
-    assert_sampled_text_ignores_the_batch,
-    sampled_text_p_value,
 )
 from tiny_models import perturbed, prompts_of, tiny_model
 
@@ -95,23 +92,6 @@ def test_a_block_is_one_call_of_the_draft() -> None:
     assert widths[0] == 5
     assert min(widths[1:]) == 5
     assert max(widths) <= 10
-
-
-def test_text_is_the_targets_at_every_batch_size() -> None:
-    responses = assert_greedy_text_is_plain(ParallelDrafter(DRAFT))
-    assert {count for one in responses for count in one.accepted_counts} >= {0, 1, 3}
-    assert_sampled_text_ignores_the_batch(ParallelDrafter(DRAFT))
-
-
-@pytest.mark.simulation
-@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
-def test_sampled_text_is_the_targets(rule: str) -> None:
-    assert sampled_text_p_value(ParallelDrafter(SMALL), rule, rows=3000) > 1e-3
-
-
-@pytest.mark.simulation
-def test_sampled_text_of_a_cascade_is_the_targets() -> None:
-    assert sampled_text_p_value(Cascade(PromptLookup(min_ngram=2), ParallelDrafter(SMALL)), rows=3000) > 1e-3
 
 
 def small_prompts(count: int) -> list[tuple[str, list[int]]]:

@@ -142,7 +142,7 @@ def test_a_parallel_draft_is_right_there_from_every_start(rule):
 
 
 @given(st.integers(0, 2**20), st.sampled_from(["sample", "greedy-draft"]), st.integers(1, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_agreeing_never_hurts_and_shares_are_of_the_whole(seed, rule, gamma):
     texts, scores = random_text(seed, responses=3, longest=12)
     rows = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER)

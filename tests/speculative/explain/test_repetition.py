@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import prompts_of, tiny_model
 from transformers import AutoTokenizer
@@ -40,7 +40,6 @@ def slow_counts(text, ngram):
     return len([place for place in repeated if place >= begin]), len(looping)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 90), st.integers(1, 3), st.integers(0, 9)), max_size=4),
     st.integers(1, 5),

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -69,7 +69,6 @@ def test_pieces_of_code_put_together_are_the_text():
         max_size=24,
     )
 )
-@settings(max_examples=60, deadline=None)
 def test_pieces_of_any_bytes_equal_decoding_every_prefix(ids):
     assert token_pieces(EMBEDDED, ids) == pieces_of_prefixes(EMBEDDED, ids)
 
@@ -83,7 +82,6 @@ def test_pieces_of_any_bytes_equal_decoding_every_prefix(ids):
         max_size=12,
     )
 )
-@settings(max_examples=60, deadline=None)
 def test_pieces_of_a_tokenizer_that_falls_back_to_bytes(chunks):
     ids = [token_id for chunk in chunks for token_id in chunk]
     assert token_pieces(byte_fallback(), ids) == pieces_of_prefixes(byte_fallback(), ids)
@@ -138,7 +136,6 @@ def test_a_piece_is_judged_by_its_past():
 
 
 @given(st.lists(st.text(max_size=4), max_size=12))
-@settings(max_examples=100, deadline=None)
 def test_every_piece_has_a_class(pieces):
     classes = token_classes(pieces)
     assert len(classes) == len(pieces)

@@ -7,7 +7,6 @@ target's own joint distribution of gamma + 1 tokens.
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scipy import stats
 from table_models import (
@@ -186,7 +185,6 @@ def token_twin(target_probs, ids, draft_probs, coins, uniforms, drafted):
 
 
 @pytest.mark.parametrize(("rule", "twin"), [(verify, token_twin), (verify_block, block_twin)])
-@hypothesis_settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.integers(2, 6),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 from tiny_models import VOCAB, prompts_of, tiny_model
@@ -82,7 +82,6 @@ all_rules = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(all_rules, texts_and_prompts, st.integers(0, 1000), st.sampled_from([torch.float32, torch.float64]))
 def test_every_combination_equals_transformers_row_by_row(rules, rows, seed, dtype):
     texts, prompt_lengths = [text for text, _ in rows], [length for _, length in rows]
@@ -98,7 +97,6 @@ def test_every_combination_equals_transformers_row_by_row(rules, rows, seed, dty
         assert torch.equal(got, logits)
 
 
-@settings(max_examples=60, deadline=None)
 @given(all_rules, texts_and_prompts, st.integers(0, 1000))
 def test_the_positions_of_a_block_equal_rows_of_their_own(rules, rows, seed):
     gamma = 3

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +25,6 @@ from speculative.rules.sampling import (
 )
 
 UNIT = 2.0**-53
-few = hypothesis_settings(max_examples=60, deadline=None)
 
 
 def random_rows(seed: int, rows: int, vocab: int, scale: float = 3.0, zeros: float = 0.0) -> torch.Tensor:
@@ -37,7 +35,6 @@ def random_rows(seed: int, rows: int, vocab: int, scale: float = 3.0, zeros: flo
     return probs
 
 
-@few
 @given(weights=st.lists(st.integers(0, 5), min_size=1, max_size=3 * PIECE + 1).filter(any))
 def test_every_token_gets_its_share_of_evenly_spaced_uniforms(weights: list[int]) -> None:
     counts = torch.tensor(weights)
@@ -65,7 +62,6 @@ def test_the_uniforms_of_a_token_measure_its_probability(piece: int, monkeypatch
         torch.testing.assert_close(measured, probs, rtol=0, atol=1e-12)
 
 
-@few
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.integers(1, 5 * PIECE),
@@ -89,7 +85,6 @@ def test_the_token_is_that_of_one_scan_but_where_rounding_decides(seed, vocab, z
     assert torch.equal(ids[:, 3:], search(running, points)[:, 3:])
 
 
-@few
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 40), zeros=st.sampled_from([0.2, 0.8]))
 def test_no_interval_without_a_weight_however_a_scan_rounds(seed: int, size: int, zeros: float) -> None:
     """A parallel scan adds in another order at each place: here every sum is off by its own 2^-50, but sums of zeros."""
@@ -124,7 +119,6 @@ def kept_by_stable_sort(scores: torch.Tensor, top_p: float) -> tuple[torch.Tenso
     return order[~removed].sort().values, float((running - border).abs().min())
 
 
-@few
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.integers(2, 700),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from table_models import TREES, table_pair, token_trees
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,7 +45,6 @@ def twin(tree, target_probs, ids, draft_probs, coins, uniforms):
     return path, int(sample(target_probs[node], uniforms[len(path)]))
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
 @given(
     tree=token_trees(max_nodes=10),
     seed=st.integers(0, 10**6),

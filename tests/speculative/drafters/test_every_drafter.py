@@ -1,0 +1,100 @@
+"""Whoever drafts, the text is the target's: greedy text is plain text, sampled text has its law and ignores the batch."""
+
+import numpy as np
+import pytest
+from host_rows import SMALL_DRAFT, SMALL_TARGET, SMALL_VOCAB, TARGET, repeating_prompts, sampled_text_p_value
+from simulation import trials
+from tiny_models import VOCAB, perturbed
+
+from speculative.decode import decode
+from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.cascade import Cascade
+from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
+from speculative.drafters.jacobi import JacobiPool
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.parallel import ParallelDrafter
+from speculative.drafters.retrieval import Datastore, Retrieval
+from speculative.rules.sampling import GREEDY, SamplingSettings
+
+DRAFT = perturbed(TARGET)
+MARKED, SMALL_MARKED = perturbed(TARGET), perturbed(SMALL_TARGET, 0.03)
+MARKED.config.pard_token, SMALL_MARKED.config.pard_token = VOCAB - 1, SMALL_VOCAB - 1
+PROMPTS = repeating_prompts()
+GREEDY_TEXT = DecodeSettings(GREEDY, 0, "greedy", max_tokens=40, eos_ids=(7, 19))
+PLAIN = decode(TARGET, None, PROMPTS, GREEDY_TEXT)[0]
+
+
+def past_responses() -> Datastore:
+    """What the target says, every third token of every second response spoiled: whole blocks are right, others soon wrong."""
+    said = [one.response_ids for one in PLAIN[::2]]
+    said += [[token if place % 3 else 11 for place, token in enumerate(one.response_ids)] for one in PLAIN[1::2]]
+    return Datastore.build(said, VOCAB)
+
+
+def random_responses(count: int, length: int, **sizes: int) -> Datastore:
+    said = np.random.default_rng(0).integers(0, SMALL_VOCAB, (count, length)).tolist()
+    return Datastore.build(said, SMALL_VOCAB, **sizes)
+
+
+def prompts_store() -> Datastore:
+    return Datastore.build([ids for _, ids in PROMPTS], VOCAB, min_ngram=2)
+
+
+DRAFTERS = {
+    "lookup": PromptLookup,
+    "pool": JacobiPool,
+    "past responses": lambda: Retrieval(past_responses()),
+    "parallel": lambda: ParallelDrafter(MARKED),
+    "lookup-draft": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT)),
+    "lookup-short draft": lambda: Cascade(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
+    "lookup-past-draft": lambda: Cascade(
+        PromptLookup(3, 3), Cascade(Retrieval(prompts_store()), ModelDrafter(DRAFT), 2)
+    ),
+    "lookup-exit": lambda: Cascade(PromptLookup(min_ngram=2), EarlyExit(TARGET, 1)),
+    "past-pool": lambda: Cascade(Retrieval(past_responses()), JacobiPool()),
+    "lookup-pool": lambda: Cascade(PromptLookup(min_ngram=2), JacobiPool()),
+}
+SMALL = {
+    "lookup": PromptLookup,
+    "pool": JacobiPool,
+    "past responses": lambda: Retrieval(random_responses(40, 12)),
+    "parallel": lambda: ParallelDrafter(SMALL_MARKED),
+    "lookup-draft": lambda: Cascade(PromptLookup(2, 2), ModelDrafter(SMALL_DRAFT)),
+    "lookup-past-draft": lambda: Cascade(
+        PromptLookup(3, 3), Cascade(Retrieval(random_responses(12, 6, max_ngram=2)), ModelDrafter(SMALL_DRAFT), 2)
+    ),
+    "lookup-parallel": lambda: Cascade(PromptLookup(min_ngram=2), ParallelDrafter(SMALL_MARKED)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_text_is_plain_text_at_every_batch_size(name):
+    """With rows recycled and compacted."""
+    drafter = DRAFTERS[name]()
+    assert len({len(one.response_ids) for one in PLAIN}) > 1, "rows must end at different times"
+    settings = DecodeSettings(GREEDY, 5, "greedy", max_tokens=40, eos_ids=(7, 19))
+    for batch_size, count in ((1, 3), (3, 8), (8, 8)):
+        responses, _ = decode(TARGET, drafter, PROMPTS[:count], settings, batch_size=batch_size)
+        assert [one.response_ids for one in responses] == [one.response_ids for one in PLAIN[:count]], batch_size
+    counts = {count for one in responses for count in one.accepted_counts}
+    assert 0 in counts
+    assert max(counts) >= 3, "its tokens must be right and wrong for this test to mean anything"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_text_ignores_the_batch(name):
+    """It depends on (seed, key) only."""
+    drafter = DRAFTERS[name]()
+    settings = DecodeSettings(SamplingSettings(0.6, top_k=20), 4, "sample", max_tokens=24, eos_ids=(3,), seed=5)
+    together, _ = decode(TARGET, drafter, PROMPTS, settings, batch_size=8)
+    for batch_size, count in ((1, 3), (3, 8)):
+        apart, _ = decode(TARGET, drafter, PROMPTS[:count][::-1], settings, batch_size=batch_size)
+        assert [one.response_ids for one in apart[::-1]] == [one.response_ids for one in together[:count]]
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
+@pytest.mark.parametrize("name", SMALL)
+def test_sampled_text_has_the_targets_distribution(name, rule):
+    assert sampled_text_p_value(SMALL[name](), rule, rows=trials(3000, 6000)) > 1e-3
