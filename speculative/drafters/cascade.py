@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.registry import Parts, registers
 from speculative.errors import UserError
 from speculative.rules.sampling import one_hot
 
@@ -146,3 +148,8 @@ def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torc
     probs_RGV[:, :drafted] = late.probs_RGV
     probs_RGV.index_copy_(0, taken_K, one_hot(taken_ids_KG, vocab, probs_RGV.dtype))
     return ids_RG, probs_RGV
+
+
+@registers("lookup + draft")
+def _lookup_then_draft(parts: Parts) -> Drafter:
+    return Cascade(PromptLookup(*(parts.ngrams or (3, 2))), parts.drafter(), then_gamma=parts.then_gamma)

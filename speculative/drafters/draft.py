@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.parallel import DRAFTINGS, Drafting, ParallelDrafter
+from speculative.drafters.registry import Parts, registers
 from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
+from speculative.rules.tree import TokenTree
 
 # Gammas up to which a parallel draft is replayed, unless a larger one is decoded: each costs a draft token a response token.
 PARALLEL_OFFSETS = 8
@@ -42,3 +44,9 @@ class Draft:
 def drafts_of(model: PreTrainedModel) -> tuple[Draft, ...]:
     """The model by every way to draft that its config offers, token by token first."""
     return tuple(Draft(model, how) for how in DRAFTINGS[: 1 if mask_token_of(model.config) is None else None])
+
+
+@registers("draft")
+@registers("token tree", TokenTree.from_branching((3, 2, 1)))
+def _draft(parts: Parts) -> Drafter:
+    return parts.drafter()

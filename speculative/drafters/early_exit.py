@@ -10,7 +10,8 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
+from speculative.drafters.registry import Parts, registers
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.models import is_recurrent, layer_stacks
 from speculative.errors import UserError
@@ -24,7 +25,7 @@ class EarlyExit(ModelDrafter):
     catch up with.
     """
 
-    source_names = ("early exit",)
+    source_names: tuple[str, ...] = ("early exit",)
     on_device = True
     shares_cache = True
 
@@ -92,3 +93,9 @@ def _shorter_config(config: Any, count: int) -> Any:
         text.layer_types = list(text.layer_types)[:count]
     text.num_hidden_layers = count
     return shorter
+
+
+@registers("early exit")
+def _early_exit(parts: Parts) -> Drafter:
+    layers = parts.target.config.get_text_config(decoder=True).num_hidden_layers
+    return EarlyExit(parts.target, parts.layers or max(1, layers // 3))

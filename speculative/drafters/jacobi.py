@@ -10,6 +10,7 @@ import torch
 
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.drafters.lookup import one_hot_proposal
+from speculative.drafters.registry import Parts, registers
 from speculative.errors import UserError
 
 
@@ -101,3 +102,8 @@ class _RowPool:
                 chain.append(int(text_C[place % len(text_C)]))
             last = chain[-1]
         return chain[:gamma]
+
+
+@registers("lookahead")
+def _lookahead(parts: Parts) -> Drafter:
+    return JacobiPool()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
+from speculative.drafters.registry import Parts, registers
 from speculative.errors import UserError
 
 
@@ -116,3 +117,8 @@ class RowIndex:
                     chain.append(chain[-period])
                 return chain
         return []
+
+
+@registers("prompt lookup")
+def _prompt_lookup(parts: Parts) -> Drafter:
+    return PromptLookup(*(parts.ngrams or ()))

@@ -18,6 +18,7 @@ from safetensors.numpy import save
 
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.drafters.lookup import check_ngrams, proposal_width
+from speculative.drafters.registry import Parts, registers
 from speculative.engine.models import vocab_rows
 from speculative.errors import UserError
 
@@ -227,3 +228,10 @@ def _elect(tokens_N: np.ndarray, followers: np.ndarray, groups: np.ndarray, voca
         kept = np.sort(order[np.repeat(stays, votes)])
         followers, groups = followers[kept], groups[kept]
     return elected
+
+
+@registers("past responses")
+def _past_responses(parts: Parts) -> Drafter:
+    if parts.datastore is None:
+        raise UserError("past responses needs a datastore of them: build one with Datastore.build(...)")
+    return Retrieval(parts.datastore)

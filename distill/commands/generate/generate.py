@@ -24,15 +24,11 @@ from distill.models.target import Target
 from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter, ModelDrafter
-from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
-from speculative.drafters.jacobi import JacobiPool
-from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.parallel import DRAFTINGS, ParallelDrafter
-from speculative.drafters.retrieval import Retrieval
+from speculative.drafters.registry import Parts, make_drafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.metrics import latency, live_metrics, stage_seconds
@@ -42,7 +38,12 @@ from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.tree import TokenTree
 
-DRAFTERS = ("draft", "lookup", "retrieval", "early-exit", "jacobi", "cascade", "none")
+# What --drafter says, and the way to decode that it means.
+WAYS = {
+    "draft": "draft", "lookup": "prompt lookup", "retrieval": "past responses", "early-exit": "early exit", "jacobi": "lookahead",
+    "cascade": "lookup + draft",
+}  # fmt: skip
+DRAFTERS = (*WAYS, "none")
 MAX_TOKENS = 128
 DEFAULT_GAMMA = 4
 MOST_GAMMA = 64
@@ -152,16 +153,11 @@ def load(options: GenerateOptions) -> Loaded:
         cast_weights(loaded, model.dtype)
         return Draft(loaded.to(place), options.drafting or DRAFTINGS[0]).drafter()  # type: ignore[arg-type]
 
-    makers: dict[str, Any] = {
-        "none": lambda: None,
-        "draft": draft_model,
-        "lookup": PromptLookup,
-        "retrieval": lambda: Retrieval(read_datastore(datastore, model)),
-        "early-exit": lambda: EarlyExit(model, options.exit_layers or max(1, model.config.num_hidden_layers // 3)),
-        "jacobi": JacobiPool,
-        "cascade": lambda: Cascade(PromptLookup(min_ngram=2), draft_model()),
-    }
-    return Loaded(model, target.tokenizer, makers[options.kind]())
+    if options.kind == "none":
+        return Loaded(model, target.tokenizer, None)
+    past = read_datastore(datastore, model) if options.kind == "retrieval" else None
+    parts = Parts(model, draft_model, past, options.exit_layers)
+    return Loaded(model, target.tokenizer, make_drafter(WAYS[options.kind], parts))
 
 
 def parse_tree(text: str) -> tuple[int, ...]:
