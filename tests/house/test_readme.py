@@ -29,15 +29,15 @@ def test_the_key_tables_of_the_verdicts_page_are_the_types_own() -> None:
     assert not re.search(r"\|\s*\|$", between, flags=re.M), "every key has its meaning"
 
 
-def test_the_rooms_are_all_of_them_with_a_line_each() -> None:
+def test_the_folders_are_all_of_them_with_a_line_each() -> None:
     listed = set(re.findall(r"^  ([a-z]+)/ ", README, re.M))
-    rooms = {
+    folders = {
         path.name
         for package in ("distill", "speculative", "data")
         for path in (ROOT / package).iterdir()
         if path.is_dir() and path.name != "__pycache__"
     }
-    assert listed == rooms
+    assert listed == folders
 
 
 def test_every_file_that_readme_and_docs_name_is_there() -> None:
