@@ -20,7 +20,7 @@ demo: setup      ## distil, judge and export a draft for the embedded target (6 
 	$(BIN)/understudy demo
 
 loop: setup      ## the closed loop: traffic shifts, the draft is trained anew and takes over (6 minutes on 2 cores; after `make engines` in vLLM, 14)
-	$(BIN)/understudy loop-demo
+	$(BIN)/python bench/closed_loop.py
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
 	$(BIN)/python bench/train_target.py --judge-every 250 --to runs/target-16 --run runs/target

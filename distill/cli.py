@@ -10,7 +10,6 @@ from distill.commands.generate.options import GenerateOptions
 from distill.config.command_line import RespondOptions, TrainOptions, lazy_command
 from distill.faults import check_imports, exit_status
 from distill.live.gateway.options import GatewayOptions
-from distill.live.loop.options import LoopOptions
 from distill.live.refresh.options import RefreshOptions
 from distill.live.rollout.options import RolloutOptions
 from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
@@ -35,7 +34,6 @@ COMMANDS = (
     ("check-export", of.CheckExportOptions, "distill.commands.export:check_export"),
     ("refresh", RefreshOptions, "distill.live.refresh.refresh:refresh_command"),
     ("rollout", RolloutOptions, "distill.live.rollout.rollout:rollout"),
-    ("loop-demo", LoopOptions, "distill.live.loop.loop:loop_demo"),
     ("show", of.ShowRunOptions, "distill.commands.show:show"),
     ("config", of.ConfigOptions, "distill.config.table:print_table"),
 )

@@ -1,4 +1,4 @@
-"""Our own decoder as a server in vLLM's protocol: the engine of tests, and of `understudy loop-demo` where none is installed.
+"""Our own decoder as a server in vLLM's protocol: the engine of tests, and of `make loop` where none is installed.
 
     python -m distill.live.house_engine TARGET DRAFT --port 8001 --gamma 3
 

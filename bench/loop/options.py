@@ -1,4 +1,4 @@
-"""What `understudy loop-demo` is asked. Apart, so that --help loads nothing heavy."""
+"""What bench/closed_loop.py is asked."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,7 @@ from distill.config.command_line import Overrides
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """The closed loop shown whole: traffic shifts, an alarm rings, a draft is trained anew and takes over; everything is killed once.
-
-    Exit status: 0 all went as it should, 1 something did not (loop.json says what), 2 a mistake.
-    """
+    """Where the loop runs, on what, and how much of it."""
 
     config: Annotated[str, typer.Argument(help="of the first draft's run; its data.heldout is the traffic before")] = (
         "configs/loop.yaml"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.live.alarm.alarm import Alarm
-from distill.live.loop.clients import Clients
 from distill.live.traffic.reader import accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord, from_line, log_files
+from loop.clients import Clients
 
 
 @dataclass

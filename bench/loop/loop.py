@@ -1,4 +1,4 @@
-"""`understudy loop-demo`: the closed loop from a first draft to a better one in service, with everything killed once on the way.
+"""The closed loop from a first draft to a better one in service, with everything killed once on the way.
 
     to/run/            the first draft's run: kept, so that another loop begins with it
     to/drafts/, to/traffic/, to/*.log   versions, the gateway's log, what each program said: made anew
@@ -26,19 +26,19 @@ from distill.config.layout import VERDICT, list_steps
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.live.alarm.alarm import Alarm, alarm
-from distill.live.loop.account import LoopResult, account, alarm_behind
-from distill.live.loop.clients import Clients
-from distill.live.loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
-from distill.live.loop.family import Family, kill
-from distill.live.loop.options import LoopOptions
-from distill.live.loop.picture import plot_loop
-from distill.live.loop.prompts import shifted_prompts, traffic_prompts
-from distill.live.loop.versions import shuffled_version
 from distill.live.rollout.engine import answers
 from distill.live.rollout.rollout import TAKEN_BACK
 from distill.live.traffic.reader import read_traffic
 from distill.live.versions import remove_read_only
 from distill.run.folder import claim_folder
+from loop.account import LoopResult, account, alarm_behind
+from loop.clients import Clients
+from loop.engines import CONSTRAINTS, ENVIRONMENT, engine_of, engine_words
+from loop.family import Family, kill
+from loop.options import LoopOptions
+from loop.picture import plot_loop
+from loop.prompts import shifted_prompts, traffic_prompts
+from loop.versions import shuffled_version
 from speculative.errors import UserError
 
 RUN, DRAFTS, TRAFFIC, RESULT, PICTURE, LOCK = "run", "drafts", "traffic", "loop.json", "loop.png", ".lock"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from distill.live.loop.account import LoopResult, counted
 from distill.live.traffic.reader import read_traffic
 from distill.report.plot import write_figure
+from loop.account import LoopResult, counted
 from speculative.measure.intervals import ratio_interval
 
 BIN_REQUESTS, MOST_POINTS = 20, 40  # of a line

@@ -29,7 +29,7 @@ class Family:
     def __enter__(self) -> "Family":
         end_marked(self.mark)
         # Its own mark would be its end.
-        words = [sys.executable, "-m", "distill.live.loop.family", self.mark]
+        words = [sys.executable, __file__, self.mark]
         self._watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         return self
 

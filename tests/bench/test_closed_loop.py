@@ -15,6 +15,13 @@ import psutil
 import pytest
 import torch
 from house_server import running_house
+from loop.account import LoopResult, account, alarm_behind
+from loop.clients import CONSTRAINED_EVERY, Clients
+from loop.family import Family
+from loop.loop import LOCK, clear_folder, loop_demo
+from loop.options import LoopOptions
+from loop.picture import plot_loop
+from loop.versions import shuffled_version
 from processes import free_port
 from safetensors.torch import load_file, save_file
 from traffic_log import record_of, write_log
@@ -23,26 +30,21 @@ from distill.config.target import TargetConfig
 from distill.live.alarm.alarm import Alarm, SliceAlarm
 from distill.live.alarm.cusum import Crossing
 from distill.live.house_decoding import HouseEngine
-from distill.live.loop.account import LoopResult, account, alarm_behind
-from distill.live.loop.clients import CONSTRAINED_EVERY, Clients
-from distill.live.loop.family import Family
-from distill.live.loop.loop import LOCK, clear_folder, loop_demo
-from distill.live.loop.options import LoopOptions
-from distill.live.loop.picture import plot_loop
-from distill.live.loop.versions import shuffled_version
 from distill.live.versions import read_version
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 
-CONFIG = Path(__file__).resolve().parents[3] / "configs" / "loop.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+BENCH, CONFIG = ROOT / "bench", ROOT / "configs" / "loop.yaml"
 ASKED = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.95, "top_k": -1, "min_p": 0.0}
 # A family of one that sleeps in a session of its own, started by another that has ended.
 PARENT = """
 import sys, time
 from pathlib import Path
-from distill.live.loop.family import Family
+sys.path.append(sys.argv[2])
+from loop.family import Family
 with Family(Path(sys.argv[1])) as family:
     family.start("sleeper", ["sh", "-c", "setsid sleep 600 & echo $! > " + sys.argv[1] + "/pid"])
     time.sleep(600)
@@ -51,7 +53,7 @@ with Family(Path(sys.argv[1])) as family:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_however_we_end_nothing_of_ours_goes_on(tmp_path: Path, number: int) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), str(BENCH)])
     try:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert parent.poll() is None
