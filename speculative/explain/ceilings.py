@@ -4,16 +4,17 @@ Shapes: N texts, T tokens of one text, K gammas.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from speculative.explain.target_view import top_tokens
-from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau, predicted_speed_ups
+from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau
 from speculative.measure.curves import rule_curve
-from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
+from speculative.measure.measured import LOOKUP, How, Measured
 from speculative.measure.metrics import alpha_with_interval
 from speculative.measure.replay import replay
 from speculative.measure.rival_replay import (
@@ -48,6 +49,9 @@ GAIN_WORTHWHILE = 1.05
 CLOSED_AT_ZERO, CLOSED_PER_ALPHA, WEAK_ALPHA = 0.86, -0.94, 0.43
 # Ceilings look at gammas up to here even where fewer were measured.
 CEILING_GAMMA = 8
+
+# What ways are called beside a draft's own name.
+DISTILLED, CEILING, BEFORE = ", distilled", ", at its ceiling", "lookup + "
 
 # hopeless: at these costs no draft pays enough. no_headroom: distilling is predicted to add less than 5 % to what it has.
 # already_pays: worth serving now, and distilling adds. needs_distillation: not worth it yet, distilled it would be.
@@ -165,17 +169,17 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
 
 
 def decide(
-    costs: StepCosts, now: float, reachable: float, rival: float, together: tuple[float, float] = (1.0, 1.0)
+    costs: StepCosts, now: float, reachable: float, baseline: float, together: tuple[float, float] = (1.0, 1.0)
 ) -> DecisionWord:
     """What to do with a draft, from its speed-ups over the target alone.
 
-    now: as it is, at its best gamma. reachable: with `closed_share` of the gap to its ceiling closed. rival: of what
-    costs no training (prompt lookup); 1 when there is none. together: the same two with the rival before the draft; that
-    is worth a draft where it adds `GAIN_WORTHWHILE` to the rival. The thresholds are the constants above.
+    now: as it is, at its best gamma. reachable: with `closed_share` of the gap to its ceiling closed. baseline: of what
+    costs no training (prompt lookup); 1 when there is none. together: the same two with that before the draft; it
+    is worth a draft where it adds `GAIN_WORTHWHILE` to the baseline. The thresholds are the constants above.
     """
     if hopeless_because(costs) is not None:
         return "hopeless"
-    bar, joint_bar = max(WORTHWHILE, rival), max(WORTHWHILE, GAIN_WORTHWHILE * rival)
+    bar, joint_bar = max(WORTHWHILE, baseline), max(WORTHWHILE, GAIN_WORTHWHILE * baseline)
     if now > 1.0 and reachable < GAIN_WORTHWHILE * now:
         return "no_headroom"
     if reachable < bar and together[1] < joint_bar:
@@ -183,133 +187,135 @@ def decide(
     return "already_pays" if now >= bar or together[0] >= joint_bar else "needs_distillation"
 
 
-def cost_facts(costs: StepCosts) -> dict[str, Any]:
-    """The seconds and ratios of a pair, what a perfect draft gives at them, and the alpha each gamma needs (i.i.d.)."""
-    gammas = ceiling_gammas(costs)
-    gamma, speed_up = best_gamma(perfect_taus(gammas), costs)
-    return {
-        "batch_size": costs.batch_size,
-        "context": costs.context,
-        "target_step_seconds": costs.target_seconds,
-        "draft_step_seconds": costs.draft_step_seconds,
-        "cost_ratio": costs.cost_ratio,
-        "verify_seconds": {str(g): seconds for g, seconds in sorted(costs.verify_seconds.items())},
-        "verify_ratio": {str(g): costs.verify_ratio(g) for g in sorted(costs.verify_seconds)},
-        "perfect": {"gamma": gamma, "speed_up": speed_up},
-        "break_even_alpha": {
-            str(g): break_even_alpha(g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g in gammas
-        },
-        "hopeless": hopeless_because(costs),
-        "hopeless_words": advised[1] if (advised := advice(costs)) is not None else None,
-    }
+@dataclass(frozen=True)
+class Price:
+    """Seconds and ratios of a way under a rule, what a perfect draft gives at them, and the alpha that each gamma needs (i.i.d.).
+
+    hopeless, advice: why no draft of this price pays and what to do, None where one can.
+    """
+
+    way: str
+    rule: str
+    batch_size: int
+    context: int
+    target_step_seconds: float
+    draft_step_seconds: float
+    cost_ratio: float
+    verify_seconds: dict[int, float]
+    perfect_gamma: int
+    perfect_speed_up: float
+    break_even_alpha: dict[int, float | None]
+    hopeless: HopelessReason | None
+    advice: str | None
 
 
-def greedy_ceiling(
-    peaks: Sequence[TargetPeaks], prompt_keys: Sequence[Hashable], gammas: Sequence[int]
-) -> dict[str, Any]:
-    """Alpha with its interval and tau by gamma of a draft that always proposes the target's argmax."""
-    alpha, interval = alpha_with_interval([text.peaks for text in peaks], prompt_keys)
-    taus = replay([text.matches.astype(np.float64) for text in peaks], gammas)
-    return {"alpha": alpha, "alpha_ci": list(interval), "tau": {str(gamma): tau for gamma, tau in taus.items()}}
+def price_of(way: str, rule: str, costs: StepCosts) -> Price:
+    """The price of a way at measured or given step times."""
+    gammas, advised = ceiling_gammas(costs), advice(costs)
+    return Price(
+        way, rule, costs.batch_size, costs.context, costs.target_seconds, costs.draft_step_seconds, costs.cost_ratio,
+        dict(sorted(costs.verify_seconds.items())), *best_gamma(perfect_taus(gammas), costs),
+        {g: break_even_alpha(g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g in gammas},
+        hopeless_because(costs), None if advised is None else advised[1],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One draft under one rule on frozen target text, at the gamma that is best for each row by its step times.
+
+    now: as it is. distilled: with `closed_share` of the gap to its ceiling closed. ceiling: alpha 1, or that of the target's
+    argmax where the draft takes its argmax and the target samples. both: prompt lookup before it, as it is and distilled;
+    empty for a rule that does not judge each token alone. taus: as it is, by gamma. gamma 0: none pays.
+    """
+
+    now: Measured
+    distilled: Measured
+    ceiling: Measured
+    both: tuple[Measured, ...]
+    survival: list[float]
+    taus: dict[int, float]
+    decision: DecisionWord
+
+    @property
+    def rows(self) -> list[Measured]:
+        """All of them."""
+        return [self.now, self.distilled, self.ceiling, *self.both]
 
 
 def lookup_outlook(
-    texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], gammas: Sequence[int], costs: StepCosts
-) -> dict[str, Any]:
-    """What prompt lookup gives on these texts at its best n-gram sizes: tau and speed-up by gamma, the best gamma.
+    texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], gammas: Sequence[int], costs: StepCosts, row: Measured
+) -> tuple[Measured, float, float]:
+    """(prompt lookup at its best n-gram sizes and gamma, share of the tokens where it proposes, and where it is right).
 
-    Also how often it proposes and hits. Sizes and gamma are chosen on the very texts: a few choices, and for a rival.
+    Sizes and gamma are chosen on the very texts: a few choices, and for a baseline. row: the text and the load.
     """
     tuned = tuned_lookup(texts, costs, gammas)
-    kept = [kept_by_lookup(text, max(gammas), tuned.max_ngram, tuned.min_ngram) for text in texts]
-    blocks = certain_blocks(kept, gammas)
-    tokens_N = np.array([len(text.response_ids) for text in texts])
-    steps_NK = lookup_steps(blocks, gammas, costs)
-    best = gammas.index(tuned.gamma)
-    pays = tuned.speed_up > 1.0
+    kept = [kept_by_lookup(text, tuned.gamma, tuned.max_ngram, tuned.min_ngram) for text in texts]
+    steps_N = lookup_steps(certain_blocks(kept, (tuned.gamma,)), (tuned.gamma,), costs)[:, 0]
     kept_T = np.concatenate(kept)
-    return {
-        "max_ngram": tuned.max_ngram,
-        "min_ngram": tuned.min_ngram,
-        "gammas": list(gammas),
-        "tau": (tokens_N.sum() / (blocks.found_NK + blocks.others_NK).sum(0)).tolist(),
-        "speed_up_by_gamma": (tokens_N.sum() / steps_NK.sum(0)).tolist(),
-        "proposes": float((kept_T >= 0).mean()),
-        "hits": float((kept_T > 0).mean()),
-        "gamma": tuned.gamma if pays else 0,
-        "speed_up": tuned.speed_up if pays else 1.0,
-        "speed_up_ci": list(
-            ratio_interval(sum_by_prompt(prompt_keys, tokens_N), sum_by_prompt(prompt_keys, steps_NK[:, best]))
-        ),
-    }
+    found = replace(_tuned_row(row, tuned), way=LOOKUP, speed_up_ci=_pace(texts, prompt_keys, steps_N))
+    return found, float((kept_T >= 0).mean()), float((kept_T > 0).mean())
 
 
 def draft_outlook(
     scores: Sequence[TokenScores],
     peaks: Sequence[TargetPeaks],
     prompt_keys: Sequence[Hashable],
-    rule: str,
     costs: StepCosts,
-    rival: float = 1.0,
+    row: Measured,
+    baseline: float = 1.0,
     texts: Sequence[StoredText] | None = None,
-) -> dict[str, Any]:
-    """One draft under one rule on frozen target text: what it has, what its ceiling is, what lies between, and the word.
+) -> Outlook:
+    """What a draft has under a rule, what its ceiling is, what lies between, and the word.
 
-    {"rule", "curve" (see `rule_curve`), "speed_up_by_gamma", "now", "reachable", "ceiling", "headroom", "together", "decision"}. `now`,
-    `reachable` and `ceiling` hold alpha, gamma (0: none pays), tau and speed_up at the gamma that is best for each.
-    `speed_up_ci` takes the costs as exact. The ceiling is alpha 1, but that of `greedy_ceiling` where the draft takes its
-    argmax and the target samples. rival: speed-up of what costs no training. texts: what was scored; then there is also
-    "together": {"now", "reachable"}, prompt lookup before the draft, for a rule that judges each token alone.
-
-    Of a parallel draft, at the gammas it was scored for, `reachable` closes that share at every offset of a block.
+    row: the draft's name as the way, the rule, the text and the load. baseline: speed-up of what costs no training.
+    texts: what was scored; then prompt lookup before the draft is predicted too. Speed-ups and their intervals take the step
+    times as exact. Of a parallel draft, at the gammas it was scored for, `distilled` closes that share at every offset of a block.
     """
+    rule = row.rule
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
-    curve = rule_curve(scores, prompt_keys, rule, (0, *gammas), survival_gamma=gammas[-1])
-    taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
-    del taus[0]
+    curve = rule_curve(scores, prompt_keys, rule, gammas, survival_gamma=gammas[-1])
+    taus = dict(zip(gammas, curve["tau"], strict=True))
     own = [(text.by_start or text).accept_probs(rule) for text in scores]
+    ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
+    best = [np.ones_like(probs) for probs in own]
     if rule == "greedy-draft":
         best = [_by_start(text.matches.astype(np.float64), probs) for text, probs in zip(peaks, own, strict=True)]
-        ceiling_alpha, ceiling_taus = (
-            alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0],
-            replay(best, gammas),
-        )
-    else:
-        best = [np.ones_like(probs) for probs in own]
-        ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
+        ceiling_alpha = alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0]
+        ceiling_taus = replay(best, gammas)
     share = closed_share(curve["alpha"], ceiling_alpha)
     closed = partly_closed(own, best, share)
     closed_taus = replay(closed, gammas)
-    together = None if texts is None else _together(texts, prompt_keys, scores, rule, closed, gammas, costs)
+    both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
     if rule == "block":
         by_token = replay(own, gammas)
         closed_taus = {g: partly_closed_tau(taus[g], g, by_token[g], closed_taus[g]) for g in gammas}
     alpha = curve["alpha"]
-    closed_alpha = alpha + share * (ceiling_alpha - alpha)
-    now, reachable, ceiling = (
-        _at_best_gamma(of_alpha, of_taus, costs)
-        for of_alpha, of_taus in ((alpha, taus), (closed_alpha, closed_taus), (ceiling_alpha, ceiling_taus))
+    now, distilled, ceiling = (
+        _at_best_gamma(replace(row, way=f"{row.way}{which}"), of_alpha, of_taus, costs)
+        for which, of_alpha, of_taus in (
+            ("", alpha, taus),
+            (DISTILLED, alpha + share * (ceiling_alpha - alpha), closed_taus),
+            (CEILING, ceiling_alpha, ceiling_taus),
+        )
     )
-    if now["gamma"]:
-        spent = now["gamma"] * costs.cost_ratio_at(now["gamma"]) + costs.verify_ratio(now["gamma"])
-        now["speed_up_ci"] = [tau / spent for tau in curve["tau_ci"][curve["gammas"].index(now["gamma"])]]
-    return {
-        "rule": rule,
-        "curve": curve,
-        "speed_up_by_gamma": {str(g): speed_up for g, speed_up in predicted_speed_ups(taus, costs).items()},
-        "now": now,
-        "reachable": reachable,
-        "ceiling": ceiling,
-        "headroom": {"alpha": ceiling_alpha - alpha, "speed_up": ceiling["speed_up"] - now["speed_up"]},
-        "together": together,
-        "decision": decide(
-            costs,
-            now["speed_up"],
-            reachable["speed_up"],
-            rival,
-            (together["now"]["speed_up"], together["reachable"]["speed_up"]) if together else (1.0, 1.0),
-        ),
-    }
+    now = replace(
+        now, alpha_ci=tuple(curve["alpha_ci"]), how={"alpha": "replay", "tau": "replay", "speed_up": "predicted"}
+    )
+    if now.gamma:
+        tau_ci = tuple(curve["tau_ci"][gammas.index(now.gamma)])
+        spent = now.gamma * costs.cost_ratio_at(now.gamma) + costs.verify_ratio(now.gamma)
+        now = replace(now, tau_ci=tau_ci, speed_up_ci=(tau_ci[0] / spent, tau_ci[1] / spent))
+    together = tuple(one.speed_up or 1.0 for one in both) or (1.0, 1.0)
+    decision = decide(costs, now.speed_up or 1.0, distilled.speed_up or 1.0, baseline, (together[0], together[1]))
+    return Outlook(now, distilled, ceiling, both, curve["survival"], taus, decision)
+
+
+def at_load(now: Measured, taus: Mapping[int, float], costs: StepCosts) -> Measured:
+    """The draft as it is at the batch size of these costs: its best gamma there."""
+    row = replace(now, concurrency=costs.batch_size, tau_ci=None, speed_up_ci=None)
+    return replace(_at_best_gamma(row, now.alpha or 0.0, taus, costs), how=now.how)
 
 
 def _by_start(probs_T: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -320,31 +326,42 @@ def _by_start(probs_T: np.ndarray, like: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(padded, like.shape[1])
 
 
-def _together(
+def _both(
     texts: Sequence[StoredText],
     prompt_keys: Sequence[Hashable],
     scores: Sequence[TokenScores],
-    rule: str,
     closed: Sequence[np.ndarray],
-    gammas: Sequence[int],
     costs: StepCosts,
-) -> dict[str, Any]:
+    row: Measured,
+) -> tuple[Measured, Measured]:
     """Prompt lookup before a draft as it is, and before one whose tokens are kept with probability `closed`."""
-    tuned = tuned_cascade(texts, scores, rule, costs, gammas)
+    gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
+    tuned = tuned_cascade(texts, scores, row.rule, costs, gammas)
     kept = [kept_by_lookup(text, tuned.gamma, tuned.max_ngram, tuned.min_ngram) for text in texts]
     pair = (tuned.gamma,), (tuned.then_gamma or tuned.gamma,)
-    steps_N1 = cascade_steps(cascade_blocks(kept, scores, rule, *pair), pair[0], costs, pair[1])
-    tokens_P = sum_by_prompt(prompt_keys, np.array([len(text.response_ids) for text in texts]))
-    interval = list(ratio_interval(tokens_P, sum_by_prompt(prompt_keys, steps_N1[:, 0])))
-    reachable = tuned_cascade_at(texts, closed, costs, gammas)
-    return {"now": {**_if_it_pays(tuned), "speed_up_ci": interval}, "reachable": _if_it_pays(reachable)}
+    steps_N = cascade_steps(cascade_blocks(kept, scores, row.rule, *pair), pair[0], costs, pair[1])[:, 0]
+    row = replace(row, way=f"{BEFORE}{row.way}")
+    now = replace(_tuned_row(row, tuned), speed_up_ci=_pace(texts, prompt_keys, steps_N))
+    distilled = _tuned_row(row, tuned_cascade_at(texts, closed, costs, gammas))
+    predicted: dict[str, How] = {"tau": "predicted", "speed_up": "predicted"}
+    return now, replace(distilled, way=f"{row.way}{DISTILLED}", how=predicted)
 
 
-def _if_it_pays(tuned: Tuned) -> dict[str, Any]:
-    facts = asdict(tuned)
-    return facts if tuned.speed_up > 1.0 else facts | {"gamma": 0, "tau": 1.0, "speed_up": 1.0}
+def _pace(texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], steps_N: np.ndarray) -> Interval:
+    """The interval of tokens over target steps."""
+    tokens_N = np.array([len(text.response_ids) for text in texts])
+    return ratio_interval(sum_by_prompt(prompt_keys, tokens_N), sum_by_prompt(prompt_keys, steps_N))
 
 
-def _at_best_gamma(alpha: float, taus: Mapping[int, float], costs: StepCosts) -> dict[str, Any]:
+def _tuned_row(row: Measured, tuned: Tuned) -> Measured:
+    pays = tuned.speed_up > 1.0
+    return replace(
+        row, gamma=tuned.gamma if pays else 0, then_gamma=tuned.then_gamma, ngrams=(tuned.max_ngram, tuned.min_ngram),
+        tau=tuned.tau if pays else 1.0, speed_up=max(tuned.speed_up, 1.0), how={"tau": "replay", "speed_up": "predicted"},
+    )  # fmt: skip
+
+
+def _at_best_gamma(row: Measured, alpha: float, taus: Mapping[int, float], costs: StepCosts) -> Measured:
     gamma, speed_up = best_gamma(taus, costs)
-    return {"alpha": alpha, "gamma": gamma, "tau": taus[gamma] if gamma else 1.0, "speed_up": speed_up}
+    how: dict[str, How] = {"alpha": "predicted", "tau": "predicted", "speed_up": "predicted"}
+    return replace(row, alpha=alpha, gamma=gamma, tau=taus[gamma] if gamma else 1.0, speed_up=speed_up, how=how)

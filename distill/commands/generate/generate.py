@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,10 +16,9 @@ from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
 from distill.commands.output import check_writable, write_asked
-from distill.config.target import TargetConfig
+from distill.commands.target import open_target
 from distill.faults import Interrupted
 from distill.models.draft import cast_weights, load_draft
-from distill.models.target import Target
 from speculative.decode import Event, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response, Timing
@@ -128,30 +126,15 @@ def refuse_contradictions(options: GenerateOptions) -> None:
             raise UserError(what)
 
 
-def place_of(device: str) -> torch.device:
-    """The device by name; CUDA where there is one when nothing is asked for. Raises UserError for one that is not there."""
-    has_cuda = torch.cuda.is_available()
-    try:
-        place = torch.device(device or ("cuda" if has_cuda else "cpu"))
-    except RuntimeError:
-        raise UserError(f"--device {device}: cpu, cuda or cuda:N") from None
-    if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
-        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here; try --device cpu")
-    return place
-
-
 def load(options: GenerateOptions) -> Loaded:
     """Load what was asked for. Raises UserError for options that contradict each other."""
-    place, draft, datastore = place_of(options.device), options.draft, options.datastore
-    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
-    target = Target(TargetConfig(path=options.target, dtype=options.dtype), place, what="target")  # type: ignore[arg-type]
-    model = target.model
+    target = open_target(options.target, options.dtype, options.device)
+    model, draft, datastore = target.model, options.draft, options.datastore
 
     def draft_model() -> ModelDrafter:
         loaded = load_draft(draft, target)
         cast_weights(loaded, model.dtype)
-        return Draft(loaded.to(place), options.drafting or DRAFTINGS[0]).drafter()  # type: ignore[arg-type]
+        return Draft(loaded.to(target.device), options.drafting or DRAFTINGS[0]).drafter()  # type: ignore[arg-type]
 
     if options.kind == "none":
         return Loaded(model, target.tokenizer, None)

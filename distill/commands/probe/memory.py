@@ -3,14 +3,13 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from distill.commands.options import ProbeOptions
-from speculative.engine.footprint import USABLE_SHARE, capacity, footprint
+from speculative.engine.footprint import USABLE_SHARE, Capacity, Footprint, capacity, footprint
 from speculative.errors import UserError
 
 BYTES_OF = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -65,51 +64,51 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
-def memory_record(
-    device: Device, dtype: torch.dtype, target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]
-) -> dict[str, Any]:
-    """The answer as plain JSON: bytes of the target and of each draft, and the requests that fit.
+@dataclass(frozen=True)
+class DraftMemory:
+    """A draft's bytes, and the requests that fit with it."""
 
-    dtype: that both are served in. Raises UserError for a model whose layers keep something else than keys and values.
-    """
+    name: str
+    footprint: Footprint
+    capacity: Capacity
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the target and of each draft on a device, and the requests that fit. dtype: that both are served in."""
+
+    device: Device
+    dtype: str
+    target: Footprint
+    drafts: list[DraftMemory]
+
+    def lines(self) -> list[str]:
+        """In sentences."""
+        lines = [
+            f"memory at {self.dtype}, {self.device.context:,} tokens a request, {USABLE_SHARE:.0%} of {self.device.memory / GB:.3g} GB "
+            f"usable: the target's weights take {_size(self.target.weights)}, each request's cache {_size(self.target.cache_per_request)}"
+        ]
+        for own in self.drafts:
+            found = own.capacity
+            needs = f"does not fit (needs {_size(found.needed_bytes)} of {_size(found.usable_bytes)})"
+            lines.append(
+                f"memory with {own.name} (weights {_size(own.footprint.weights)}, cache {_size(own.footprint.cache_per_request)} a request): "
+                f"{self.device.concurrency:,} requests {'fits' if found.fits else needs}; {found.requests_alone:,} fit without the draft, "
+                f"{found.requests_with_draft:,} with it: it costs {found.requests_lost:,} requests"
+            )
+        return lines
+
+
+def memory_of(
+    device: Device, dtype: torch.dtype, target: PreTrainedModel, drafts: Sequence[tuple[str, PreTrainedModel]]
+) -> Memory:
+    """What the pair takes. Raises UserError for a model whose layers keep something else than keys and values."""
     own = footprint(target, dtype, device.context)
     rows = []
     for name, draft in drafts:
         of_draft = footprint(draft, dtype, device.context)
-        found = capacity(device.memory, device.concurrency, own, of_draft)
-        rows.append({"name": name, **asdict(of_draft), **asdict(found)})
-    return {
-        "device_bytes": device.memory,
-        "usable_share": USABLE_SHARE,
-        "concurrency": device.concurrency,
-        "context": device.context,
-        "dtype": str(dtype).removeprefix("torch."),
-        "target": asdict(own),
-        "drafts": rows,
-    }
-
-
-def memory_lines(record: dict[str, Any] | None) -> list[str]:
-    """The answer in sentences."""
-    if record is None:
-        return []
-    target = record["target"]
-    lines = [
-        f"memory at {record['dtype']}, {record['context']:,} tokens a request, {record['usable_share']:.0%} of {record['device_bytes'] / GB:.3g} GB usable: "
-        f"the target's weights take {_size(target['weights'])}, each request's cache {_size(target['cache_per_request'])}"
-    ]  # fmt: skip
-    for row in record["drafts"]:
-        answer = (
-            "fits"
-            if row["fits"]
-            else f"does not fit (needs {_size(row['needed_bytes'])} of {_size(row['usable_bytes'])})"
-        )
-        lines.append(
-            f"memory with {row['name']} (weights {_size(row['weights'])}, cache {_size(row['cache_per_request'])} a request): "
-            f"{record['concurrency']:,} requests {answer}; {row['requests_alone']:,} fit without the draft, {row['requests_with_draft']:,} with it: "
-            f"it costs {row['requests_lost']:,} requests"
-        )  # fmt: skip
-    return lines
+        rows.append(DraftMemory(name, of_draft, capacity(device.memory, device.concurrency, own, of_draft)))
+    return Memory(device, str(dtype).removeprefix("torch."), own, rows)
 
 
 def _size(count: int) -> str:

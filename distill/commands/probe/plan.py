@@ -5,7 +5,7 @@ from typing import Any
 
 from distill.commands.options import STDLIB, ProbeOptions
 from distill.report.durations import parse_seconds
-from speculative.drafters.parallel import Drafting
+from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, given_costs
 from speculative.rules.rule import Rule
@@ -28,9 +28,9 @@ class Plan:
         sampled = [value for value in self.temperatures if value > 0]
         return (sampled[0], "sample") if sampled else (0.0, "greedy")
 
-    def costs_of(self, drafting: Drafting) -> StepCosts | None:
-        """Given costs of a draft that drafts so: a draft call takes as long whether it drafts a token or a block."""
-        if self.given is None or drafting == "autoregressive":
+    def costs_of(self, draft: Draft | None) -> StepCosts | None:
+        """Given costs of a draft: a draft call takes as long whether it drafts a token or a block."""
+        if self.given is None or draft is None or not draft.parallel:
             return self.given
         call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]
         return given_costs(self.given.target_seconds, call, verify, MOST_GAMMA, parallel=True)
@@ -41,11 +41,6 @@ def read_plan(options: ProbeOptions) -> Plan:
     temperatures = _numbers(options.temperatures, "--temperatures", float, 0.0, 100.0)
     gammas = sorted(_numbers(options.gammas, "--gammas", int, 1, MOST_GAMMA))
     batch_sizes = _numbers(options.batch_sizes, "--batch-sizes", int, 1, 4096)
-    for value, option in ((options.count, "--count"), (options.max_tokens, "--max-tokens")):
-        if value < 1:
-            raise UserError(f"{option} {value}: give at least 1")
-    if options.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype {options.dtype}: auto, float32, bfloat16 or float16")
     if options.prompts == STDLIB and (options.prompt_column or options.messages_column):
         raise UserError("--prompt-column and --messages-column: stdlib has no columns; name a source with --prompts")
     if bool(options.t_target) != bool(options.t_draft):

@@ -17,15 +17,18 @@ from tiny_training import tiny_tokenizer
 
 from distill.commands.options import ProbeOptions
 from distill.commands.probe import probe as program
+from distill.commands.probe import texts as answers
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.probe import probe
-from distill.commands.probe.screen import Stages, busy_machine, draft_sentence, print_probe, probe_lines
+from distill.commands.probe.result import Candidate, ModelFacts, Probe, draft_sentence
+from distill.commands.probe.screen import Stages, busy_machine, print_probe, probe_lines
 from distill.models.carving import carve
 from distill.models.load import load_model, load_tokenizer
-from distill.run.verdict_record import WAYS
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.cost import StepCosts, measure_costs
+from speculative.explain.ceilings import DecisionWord, Outlook, price_of
+from speculative.measure.cost import StepCosts, given_costs, measure_costs
+from speculative.measure.measured import Measured
 from speculative.measure.rival_replay import NGRAM_SIZES
 
 
@@ -79,7 +82,7 @@ def given(folder: Path, tiny_target: Path) -> ProbeOptions:
 
 
 @pytest.fixture(scope="module")
-def measured(folder: Path, tiny_target: Path) -> dict[str, Any]:
+def measured(folder: Path, tiny_target: Path) -> Probe:
     """A whole probe with a draft that can be used and one that cannot."""
     drafts = [str(folder / "carved"), str(folder / "foreign")]
     options = ProbeOptions(
@@ -89,228 +92,187 @@ def measured(folder: Path, tiny_target: Path) -> dict[str, Any]:
     return probe(options)
 
 
-def text_of(result: dict[str, Any]) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def text_of(result: Probe) -> str:
+    console = Console(file=io.StringIO(), width=220)
     print_probe(console, result)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def rows_of(result: Probe) -> dict[tuple[str, str, str, int], Measured]:
+    rows = {(row.way, row.text, row.rule, row.concurrency): row for row in result.measured}
+    assert len(rows) == len(result.measured), "one row for one thing"
+    return rows
+
+
 def test_the_result_is_whole_and_written(measured, folder):
-    assert json.loads((folder / "out" / "probe.json").read_text()) == measured
-    (carved, foreign) = measured["drafts"]
-    assert [(cell["temperature"], cell["rule"]) for cell in carved["cells"]] == [
-        (0.0, "greedy"), (1.0, "sample"), (1.0, "greedy-draft"), (1.0, "block"),
+    assert json.loads((folder / "out" / "probe.json").read_text()) == json.loads(json.dumps(measured.record()))
+    carved, foreign = measured.drafts
+    assert [(one.now.text, one.now.rule) for one in carved.outlooks] == [
+        ("temperature 0", "greedy"), ("temperature 1", "sample"), ("temperature 1", "greedy-draft"), ("temperature 1", "block"),
     ]  # fmt: skip
     # Every rule at the first batch size, the leading one first; that one at the others too.
-    assert [(facts["rule"], facts["batch_size"]) for facts in carved["costs"]] == [
+    assert [(price.rule, price.batch_size) for price in carved.prices] == [
         ("sample", 1), ("greedy", 1), ("greedy-draft", 1), ("block", 1), ("sample", 2),
     ]  # fmt: skip
-    assert all(facts["draft_step_seconds"] > 0 and facts["target_step_seconds"] > 0 for facts in carved["costs"])
-    assert foreign["refused"].startswith("it does not share the target's vocabulary: token id ")
-    assert measured["checks"]["alpha_live"] == pytest.approx(1.0, abs=1e-3)
-    assert measured["settings"]["lead"] == {"temperature": 1.0, "rule": "sample"}
-    assert measured["best"] == carved["name"]
-    assert {text["temperature"] for text in measured["lookup"]} == {0.0, 1.0}
-    assert len(measured["greedy_ceilings"]) == 1
+    assert all(price.draft_step_seconds > 0 and price.target_step_seconds > 0 for price in carved.prices)
+    assert foreign.refused.startswith("it does not share the target's vocabulary: token id ")
+    assert measured.checks["alpha_live"] == pytest.approx(1.0, abs=1e-3)
+    assert (measured.settings.lead_text, measured.settings.lead_rule) == ("temperature 1", "sample")
+    assert measured.best == carved.name
+    assert [about.greedy_alpha is None for about in measured.texts] == [True, False]
 
 
-def test_what_is_printed_has_the_numbers_of_the_result(measured):
-    printed = text_of(measured)
-    carved = measured["drafts"][0]
-    for number in (
-        f"{carved['lead']['alpha']:.3f}",
-        f"{carved['costs'][0]['cost_ratio']:.2f}",
-        "refused",
-        "4 prompts are too few to be certain; give at least 6",
-    ):
-        assert number in printed
-    assert probe_lines(measured)[-1] == f"Verdict: {measured['sentence']}"
-    assert carved["sentence"] in measured["sentence"]
-
-
-def test_rivals_and_repetition_are_told_before_training(measured):
-    carved = measured["drafts"][0]
-    rows = {(row["temperature"], row["name"]): row for row in measured["rivals"]}
-    names = ["lookup", carved["name"], f"lookup+{carved['name']}"]
-    assert list(rows) == [(temperature, name) for temperature in (0.0, 1.0) for name in names]
-    for facts in measured["lookup"]:
-        row = rows[facts["temperature"], "lookup"]
-        assert (row["speed_up"], row["speed_up_ci"]) == (facts["speed_up"], facts["speed_up_ci"])
-        assert (row["draft"], row["distilled"]) == (None, None)
-    for cell in carved["cells"]:
-        if cell["rule"] in ("greedy", "sample"):
-            assert rows[cell["temperature"], carved["name"]]["distilled"] == cell["reachable"]["speed_up"]
-            together = rows[cell["temperature"], names[2]]
-            assert together["speed_up"] == cell["together"]["now"]["speed_up"] >= 1.0
-            assert (together["max_ngram"], together["min_ngram"]) in NGRAM_SIZES
-        else:
-            assert cell["together"] is None
-    assert [facts["temperature"] for facts in measured["repetition"]] == [0.0, 1.0]
-    assert all(facts["looping"] == facts["repeated"] == 0 for facts in measured["repetition"]), (
-        "eight tokens a response"
+def test_rows_and_repetition_are_told_before_training(measured):
+    carved, rows = measured.drafts[0], rows_of(measured)
+    for text, rule in (("temperature 0", "greedy"), ("temperature 1", "sample")):
+        assert rows["prompt lookup", text, rule, 1].speed_up >= 1.0
+        for way in (carved.name, f"lookup + {carved.name}"):
+            now, distilled = rows[way, text, rule, 1], rows[f"{way}, distilled", text, rule, 1]
+            assert 1.0 <= now.speed_up <= distilled.speed_up + 1e-9
+            assert (now.how["tau"], now.how["speed_up"], distilled.how["tau"]) == ("replay", "predicted", "predicted")
+        assert rows[f"lookup + {carved.name}", text, rule, 1].ngrams in NGRAM_SIZES
+    assert ("lookup + " + carved.name, "temperature 1", "block", 1) not in rows
+    assert (
+        rows[carved.name, "temperature 1", "sample", 2].alpha == rows[carved.name, "temperature 1", "sample", 1].alpha
     )
+    assert all(about.looping == about.repeated == 0 for about in measured.texts), "eight tokens a response"
     printed = text_of(measured)
-    assert f"{rows[0.0, names[2]]['distilled']:.2f}x" in printed
-    assert "go round in a loop" in printed
+    lead = carved.lead
+    for words in (
+        f"{lead.now.alpha:.3f}", f"{carved.prices[0].cost_ratio:.2f}", f"{lead.both[1].speed_up:.2f}x", "go round in a loop", "refused",
+        "4 prompts are too few to be certain; give at least 6", "measured times",
+    ):  # fmt: skip
+        assert words in printed
+    assert probe_lines(measured)[-1] == f"Verdict: {measured.sentence}"
+    assert draft_sentence(carved, measured.lookups[1].speed_up) in measured.sentence
 
 
 def test_a_target_that_loops_is_said_so_in_the_sentence(given, monkeypatch):
-    answer = program.frozen_responses
+    answer = answers.frozen_responses
 
     def looping(*args: Any, **options: Any) -> list[HeldoutResponse]:
         return [replace(one, response_ids=(one.response_ids[:3] * 16)[:48]) for one in answer(*args, **options)]
 
-    monkeypatch.setattr(program, "frozen_responses", looping)
+    monkeypatch.setattr(answers, "frozen_responses", looping)
     result = probe(replace(given, temperatures="0", max_tokens=48))
-    (facts,) = result["repetition"]
-    assert facts["looping"] >= 45 / 48
-    assert result["sentence"].endswith(f" But {facts['warning']}.")
-    assert f"{facts['looping']:.0%}".replace("%", " % of the target's tokens repeat") in result["sentence"]
-    lookup = next(row for row in result["rivals"] if row["name"] == "lookup")
-    assert lookup["speed_up"] > 3
-    assert f"{lookup['speed_up']:.2f}x" in result["sentence"]
+    (about,), (lookup,) = result.texts, result.lookups
+    assert about.looping >= 45 / 48
+    assert result.sentence.endswith(f" But {about.warning}.")
+    assert lookup.speed_up > 3
+    assert f"{lookup.speed_up:.2f}x" in result.sentence
 
 
-def test_given_times_are_used_and_nothing_is_timed(given, monkeypatch):
+def test_given_times_are_used_and_nothing_is_timed_and_all_is_the_same_twice(given, monkeypatch):
     def never(*args: Any, **options: Any) -> StepCosts:
         raise AssertionError("timed")
 
     monkeypatch.setattr(program, "measure_costs", never)
     result = probe(given)
-    (facts, *_) = result["drafts"][0]["costs"]
-    assert facts["cost_ratio"] == pytest.approx(0.12)
-    assert result["settings"]["batch_sizes"] == [1]
-    assert "v = 1" in " ".join(result["costs"]["assumptions"])
-    lead = result["drafts"][0]["lead"]
-    cell = next(one for one in result["drafts"][0]["cells"] if one["rule"] == "sample")
-    assert lead["alpha"] == cell["curve"]["alpha"]
-    for gamma, speed_up in cell["speed_up_by_gamma"].items():
-        assert speed_up == pytest.approx(cell["curve"]["tau"][int(gamma)] / (0.12 * int(gamma) + 1))
+    (carved,) = result.drafts
+    assert carved.prices[0].cost_ratio == pytest.approx(0.12)
+    assert (result.settings.batch_sizes, result.settings.times) == ([1], "given")
+    assert "v = 1" in " ".join(result.assumptions)
+    assert carved.lead.now.speed_up == pytest.approx(max(tau / (0.12 * g + 1) for g, tau in carved.lead.taus.items()))
+    again = probe(given)
+    assert {**result.record(), "seconds": None} == {**again.record(), "seconds": None}
 
 
 @pytest.mark.parametrize(("prompts", "seen"), [(5, None), (6, 0.08), (6, None)])
 def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
-    record = measured["drafts"][0] | {"detectable_alpha": seen}
-    told = probe_lines({**measured, "drafts": [record], "settings": {**measured["settings"], "prompts": prompts}})
-    text = "\n".join(told)
+    candidate = replace(measured.drafts[0], detectable_alpha=seen)
+    settings = replace(measured.settings, prompts=prompts)
+    text = "\n".join(probe_lines(replace(measured, drafts=[candidate], settings=settings)))
     assert ("5 prompts are too few to be certain; give at least 6" in text) == (prompts == 5)
     assert ("a gain of 0.080 in alpha would be seen in 4 of 5 cases (80 % power)" in text) == (seen is not None)
-    assert "surely" not in text
-
-
-def test_it_is_the_same_twice(given):
-    one, other = probe(given), probe(given)
-    assert {**one, "seconds": None} == {**other, "seconds": None}
 
 
 def test_memory_is_said_when_it_is_asked_for(given):
-    asked = replace(given, device_memory="1GB", concurrency=4, context="64", out=None)
-    result = probe(asked)
-    (row,) = result["memory"]["drafts"]
-    assert row["fits"]
-    assert row["requests_lost"] == row["requests_alone"] - row["requests_with_draft"] > 0
-    assert any(f"it costs {row['requests_lost']:,} requests" in line for line in probe_lines(result))
-    assert probe(replace(given, out=None))["memory"] is None
+    result = probe(replace(given, device_memory="1GB", concurrency=4, context="64"))
+    (row,) = result.memory.drafts
+    assert row.capacity.fits
+    assert row.capacity.requests_lost == row.capacity.requests_alone - row.capacity.requests_with_draft > 0
+    assert any(f"it costs {row.capacity.requests_lost:,} requests" in line for line in probe_lines(result))
 
 
-@pytest.mark.parametrize(("c", "faster"), [(0.001, "autoregressive"), (0.1, None), (0.5, "parallel")])
+@pytest.mark.parametrize(("c", "faster"), [(0.001, "token by token"), (0.1, None), (0.5, "one pass a block")])
 def test_a_draft_that_can_draft_both_ways_is_two_and_the_faster_is_picked(given, folder, c, faster):
     draft = str(folder / "both")
     asked = replace(
         given, drafts=[draft], temperatures="1", t_target="100ms", t_draft=f"{100 * c}ms", device_memory="1GB"
     )
     result = probe(replace(asked, concurrency=4, context="64"))
-    names = {"autoregressive": draft, "parallel": f"{draft}, one pass a block"}
-    assert {record["drafting"]: record["name"] for record in result["drafts"]} == names
-    (by_token, by_block) = (
-        dict(enumerate(next(cell for cell in record["cells"] if cell["rule"] == "sample")["curve"]["tau"]))
-        for record in result["drafts"]
-    )
+    names = {"token by token": draft, "one pass a block": f"{draft}, one pass a block"}
+    assert {one.drafting: one.name for one in result.drafts} == names
+    by_token, by_block = (one.lead.taus for one in result.drafts)
     assert by_token[1] == pytest.approx(by_block[1]), "a block of one needs no mask"
     assert by_token[16] != pytest.approx(by_block[16])
     by_hand = {
-        "autoregressive": max(tau / (gamma * c + 1) for gamma, tau in by_token.items()),
-        "parallel": max(tau / ((c if gamma else 0) + 1) for gamma, tau in by_block.items()),
+        "token by token": max(1.0, *(tau / (gamma * c + 1) for gamma, tau in by_token.items())),
+        "one pass a block": max(1.0, *(tau / (c + 1) for tau in by_block.values())),
     }
-    for record in result["drafts"]:
-        assert record["lead"]["now"]["speed_up"] == pytest.approx(by_hand[record["drafting"]])
-        assert record["costs"][0]["cost_ratio"] == pytest.approx(c)
-    picked = max(by_hand, key=by_hand.__getitem__)
+    for one in result.drafts:
+        assert one.lead.now.speed_up == pytest.approx(by_hand[one.drafting])
+        assert one.prices[0].cost_ratio == pytest.approx(c)
+    picked, other = max(by_hand, key=by_hand.__getitem__), min(by_hand, key=by_hand.__getitem__)
     assert faster in (picked, None)
-    assert (result["drafting"], result["best"]) == (picked, names[picked])
-    other, (printed, told) = min(by_hand, key=by_hand.__getitem__), (text_of(result), result["sentence"])
+    assert (result.drafting, result.best) == (picked, names[picked])
     assert (
-        f"Drafting {WAYS[picked]} gives {by_hand[picked]:.2f}x, {WAYS[other]} gives {by_hand[other]:.2f}x as it is"
-        in told
+        f"Drafting {picked} gives {by_hand[picked]:.2f}x, {other} gives {by_hand[other]:.2f}x as it is"
+        in result.sentence
     )
-    assert all(f"{name} as it is: 6 prompts" in " ".join(printed.split()) for name in names.values())
-    assert [row["name"] for row in result["memory"]["drafts"]] == [draft]
+    assert [row.name for row in result.memory.drafts] == [draft]
 
 
 def test_each_way_to_draft_is_timed_by_its_own_costs(given, folder, monkeypatch):
     asked = []
 
     def one_price(_: Any, draft: Any, *__: Any, **___: Any) -> StepCosts:
-        drafting = "autoregressive" if draft is None else draft.drafting
-        asked.append(drafting)
-        return StepCosts(1.0, {1: 0.3, 2: 0.4}, {1: 1.0, 2: 1.1}, 1, 64, parallel=drafting == "parallel")
+        asked.append("none" if draft is None else draft.drafting)
+        return StepCosts(1.0, {1: 0.3, 2: 0.4}, {1: 1.0, 2: 1.1}, 1, 64, parallel=asked[-1] == "parallel")
 
     monkeypatch.setattr(program, "measure_costs", one_price)
     options = replace(given, drafts=[str(folder / "both")], t_target="", t_draft="", gammas="1,2", batch_sizes="1")
-    token, block = probe(replace(options, temperatures="0"))["drafts"]
-    assert asked == ["autoregressive", "autoregressive", "parallel"], "the target alone, and each way"
-    assert (token["costs"][0]["cost_ratio"], block["costs"][0]["cost_ratio"]) == pytest.approx((0.25, 0.35))
-    assert block["cells"][0]["curve"]["gammas"] == [0, 1, 2]
-    assert block["cells"][0]["speed_up_by_gamma"]["2"] == pytest.approx(block["cells"][0]["curve"]["tau"][2] / 1.5)
+    token, block = probe(replace(options, temperatures="0")).drafts
+    assert asked == ["none", "autoregressive", "parallel"], "the target alone, and each way"
+    assert (token.prices[0].cost_ratio, block.prices[0].cost_ratio) == pytest.approx((0.25, 0.35))
+    assert list(block.lead.taus) == [1, 2]
 
 
-def test_a_dear_draft_is_hopeless_in_words_and_for_machines(given):
-    result = probe(replace(given, t_draft="15.5ms", temperatures="1"))
-    assert (result["decision"], result["go"]) == ("hopeless", False)
-    assert (
-        "at c = 0.62 even a draft that is always accepted would give 1.56x: take a shallower draft."
-        in result["sentence"]
-    )
-    dear_calls = probe(replace(given, t_draft="1ms", t_verify="250ms", temperatures="1"))
-    assert dear_calls["decision"] == "hopeless"
-    assert "a shallower draft cannot help" in dear_calls["sentence"]
-    assert probe(replace(given, drafts=[], t_draft="15.5ms", temperatures="1"))["decision"] == "hopeless"
+@pytest.mark.parametrize(
+    ("changes", "decision", "words"),
+    [
+        ({"t_draft": "15.5ms"}, "hopeless", "at c = 0.62 even a draft that is always accepted would give 1.56x: take a shallower"),
+        ({"t_draft": "1ms", "t_verify": "250ms"}, "hopeless", "a shallower draft cannot help"),
+        ({"drafts": [], "t_draft": "15.5ms"}, "hopeless", "Hopeless: c = 0.62"),
+        ({"drafts": []}, "no_draft", "c = 0.12, a perfect draft gives 5.82x; alpha must be over 0.38 at gamma 5"),
+        ({"drafts": ["TARGET"]}, "no_headroom", "It already accepts 1.000 of a ceiling of 1.000"),
+    ],
+)  # fmt: skip
+def test_the_decision_is_in_words_and_for_machines(given, changes, decision, words):
+    if changes.get("drafts"):
+        changes = {"drafts": [given.target]}
+    result = probe(replace(given, temperatures="1", **changes))
+    assert (result.decision, result.go) == (decision, False)
+    assert words in result.sentence
+    if decision == "no_headroom":
+        assert any("it is the target itself" in line for line in probe_lines(result))
 
 
-def test_the_target_as_its_own_draft_is_allowed_and_named(given):
-    result = probe(replace(given, drafts=[given.target], temperatures="1"))
-    (record,) = result["drafts"]
-    assert record["lead"]["alpha"] == pytest.approx(1.0, abs=1e-4)
-    assert record["decision"] == "no_headroom"
-    assert any("it is the target itself" in line for line in probe_lines(result))
-
-
-def test_without_a_draft_lookup_is_what_there_is(given, folder):
+def test_without_a_draft_lookup_is_what_there_is(given):
     result = probe(replace(given, drafts=[], t_target="", t_draft="", gammas="1,2", batch_sizes="1", temperatures="0"))
-    assert (result["decision"], result["go"], result["drafts"], result["best"]) == ("no_draft", False, [], None)
-    assert result["sentence"].startswith("No draft was given. Prompt lookup ")
-    assert result["costs"]["target"][0]["verify_seconds"].keys() == {"1", "2"}
-    assert "measured times" in text_of(result)
-    planned = probe(replace(given, drafts=[], temperatures="0"))
-    assert "c = 0.12, a perfect draft gives 5.82x; alpha must be over 0.38 at gamma 5" in planned["sentence"]
+    assert (result.decision, result.go, result.drafts, result.best) == ("no_draft", False, [], None)
+    assert result.sentence.startswith("No draft was given. Prompt lookup ")
+    assert list(result.target_prices[0].verify_seconds) == [1, 2]
 
 
-def test_the_embedded_prompts_that_do_not_fit_are_left_out(given):
-    result = probe(replace(given, prompts="stdlib", count=3, max_tokens=40, temperatures="0"))
-    assert result["settings"]["prompts"] == 3
-
-
-def test_a_repeated_prompt_counts_once(given):
+def test_prompts_are_distinct_and_fit(given, folder, chat_target):
+    assert probe(replace(given, prompts="stdlib", count=3, max_tokens=40, temperatures="0")).settings.prompts == 3
     result = probe(replace(given, count=32, max_tokens=2, temperatures="0"))
-    assert result["settings"]["prompts"] == 20
-    assert "20 distinct prompts, not the 32 asked for" in result["notes"][0]
-
-
-def test_conversations_are_probed_by_the_template(given, folder, chat_target):
+    assert result.settings.prompts == 20
+    assert "20 distinct prompts, not the 32 asked for" in result.notes[0]
     bare = replace(given, target=str(chat_target), temperatures="0", max_tokens=4, drafts=[])
     chats = probe(replace(bare, prompts=str(folder / "chats.jsonl"), messages_column="messages"))
-    assert chats["texts"] == probe(replace(bare, chat=True))["texts"]
-    assert chats["greedy_ceilings"] == probe(replace(bare, chat=True))["greedy_ceilings"]
+    assert chats.texts == probe(replace(bare, chat=True)).texts
 
 
 @pytest.mark.parametrize(
@@ -325,7 +287,6 @@ def test_conversations_are_probed_by_the_template(given, folder, chat_target):
         ({"gammas": "1,17"}, "--gammas 1,17: give numbers from 1 to 16"),
         ({"batch_sizes": "0"}, "--batch-sizes 0: "),
         ({"batch_sizes": "1.5"}, "--batch-sizes 1.5: "),
-        ({"count": 0}, "--count 0: "),
         ({"dtype": "int8"}, "--dtype int8: auto, float32"),
         ({"device": "tpu0"}, "--device tpu0: "),
         ({"target": "./nowhere"}, "target './nowhere': no config.json there"),
@@ -364,8 +325,8 @@ def test_a_mistake_is_one_line(given, folder, changes, message):
 
 def test_a_draft_that_breaks_does_not_stop_the_others(given, folder):
     result = probe(replace(given, drafts=[str(folder / name) for name in ("huge", "carved", "short")]))
-    assert [record["refused"] is None for record in result["drafts"]] == [False, True, False]
-    assert result["best"] == str(folder / "carved")
+    assert [one.refused is None for one in result.drafts] == [False, True, False]
+    assert result.best == str(folder / "carved")
     assert text_of(result).count("refused") == 2
 
 
@@ -375,23 +336,19 @@ def test_the_lead_is_the_first_temperature_that_samples():
     assert read_plan(replace(options, temperatures="0")).lead == (0.0, "greedy")
 
 
-def record_of(decision: str, **changes: Any) -> dict[str, Any]:
-    now = {"alpha": 0.8, "gamma": 4, "tau": 3.0, "speed_up": 1.5}
-    lead = {
-        "alpha": 0.8,
-        "now": now,
-        "reachable": {**now, "alpha": 0.9, "speed_up": 1.8},
-        "ceiling": {**now, "alpha": 0.97, "speed_up": 2.5},
-        "together": {"now": {**now, "speed_up": 1.9}, "reachable": {**now, "speed_up": 2.2}},
-    }
-    costs = {"hopeless_words": "at c = 0.70 even a draft that is always accepted would give no speed-up"}
-    return {"name": "d", "decision": decision, "lead": {**lead, **changes}, "costs": [costs]}
+def candidate_of(decision: DecisionWord) -> Candidate:
+    now = Measured("d", "sample", alpha=0.8, gamma=4, tau=3.0, speed_up=1.5)
+    distilled, ceiling = replace(now, alpha=0.9, speed_up=1.8), replace(now, alpha=0.97, speed_up=2.5)
+    both = replace(now, speed_up=1.9), replace(now, speed_up=2.2)
+    lead = Outlook(now, distilled, ceiling, both, [], {}, decision)
+    model = ModelFacts("d", 1, 1, None, 1, "float32")
+    return Candidate("d", model, "ok", prices=[price_of("d", "sample", given_costs(1.0, 0.7))], lead=lead)
 
 
 @pytest.mark.parametrize(
-    ("decision", "rival", "words"),
+    ("decision", "baseline", "words"),
     [
-        ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give no speed-up."),
+        ("hopeless", 1.0, "at c = 0.70 even a draft that is always accepted would give 1.39x: take a shallower draft."),
         ("no_headroom", 1.0, "It already accepts 0.800 of a ceiling of 0.970"),
         ("no_headroom", 1.9, "prompt lookup gives 1.90x"),
         ("already_pays", 1.0, "go. It pays as it is (alpha 0.800, 1.50x at gamma 4)"),
@@ -400,8 +357,8 @@ def record_of(decision: str, **changes: Any) -> dict[str, Any]:
         ("out_of_reach", 1.0, "under 1.1x"),
     ],
 )
-def test_each_decision_has_its_sentence(decision, rival, words):
-    sentence = draft_sentence(record_of(decision), rival)
+def test_each_decision_has_its_sentence(decision, baseline, words):
+    sentence = draft_sentence(candidate_of(decision), baseline)
     assert words in sentence
     assert sentence.startswith("d: ")
     both = "With prompt lookup before it: 1.90x at gamma 4 as it is, 2.20x distilled."

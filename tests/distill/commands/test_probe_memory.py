@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_model
 
 from distill.commands.options import ProbeOptions
-from distill.commands.probe.memory import Device, device_of, memory_lines, memory_record, parse_bytes, parse_tokens
+from distill.commands.probe.memory import Device, device_of, memory_of, parse_bytes, parse_tokens
 from speculative.errors import UserError
 
 ASKED = ProbeOptions("embedded", device_memory="80GB", concurrency=64, context="8k")
@@ -40,10 +40,9 @@ def test_the_three_options_go_together(missing: dict) -> None:
 
 def test_the_answer_in_words_follows_from_its_numbers() -> None:
     model = tiny_model()
-    record = memory_record(Device(10**6, 100, 64), torch.float32, model, [("small", tiny_model(num_hidden_layers=1))])
-    (row,) = record["drafts"]
-    assert row["requests_lost"] == row["requests_alone"] - row["requests_with_draft"] > 0
-    lines = memory_lines(record)
-    assert f"it costs {row['requests_lost']} requests" in lines[1]
-    assert ("does not fit" in lines[1]) is not row["fits"]
-    assert memory_lines(None) == []
+    found = memory_of(Device(10**6, 100, 64), torch.float32, model, [("small", tiny_model(num_hidden_layers=1))])
+    row = found.drafts[0].capacity
+    assert row.requests_lost == row.requests_alone - row.requests_with_draft > 0
+    line = found.lines()[1]
+    assert f"it costs {row.requests_lost} requests" in line
+    assert ("does not fit" in line) is not row.fits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from speculative.engine.models import evaluating
 from speculative.evaluate import HeldoutResponse
 from speculative.explain import ceilings
 from speculative.measure.cost import StepCosts, best_gamma, given_costs
-from speculative.measure.replay import replay
+from speculative.measure.measured import Measured
 from speculative.measure.rival_replay import NGRAM_SIZES, tuned_cascade
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
@@ -26,6 +26,7 @@ VOCAB = 8  # Small, so that texts repeat themselves and lookup has something to 
 TARGET = tiny_model(vocab_size=VOCAB)
 CHEAP = given_costs(1.0, 0.1)
 WARM = SamplingSettings(0.7, top_k=5)
+ROW = Measured("d", "sample")
 
 
 def texts_of(sampling: SamplingSettings, count: int = 6, tokens: int = 40) -> list[HeldoutResponse]:
@@ -37,13 +38,13 @@ def texts_of(sampling: SamplingSettings, count: int = 6, tokens: int = 40) -> li
 
 def test_lookup_outlook_of_text_that_repeats_and_of_text_that_does_not():
     loop = [HeldoutResponse("a", "x", [1, 2, 3], [1, 2, 3] * 10, [0.0] * 30)]
-    found = ceilings.lookup_outlook(loop, ["a"], range(1, 17), CHEAP)
-    assert found["speed_up"] > 5
-    assert found["hits"] > 0.9
-    assert (found["max_ngram"], found["min_ngram"]) in NGRAM_SIZES
+    found, _, hits = ceilings.lookup_outlook(loop, ["a"], range(1, 17), CHEAP, ROW)
+    assert found.speed_up > 5
+    assert hits > 0.9
+    assert found.ngrams in NGRAM_SIZES
     fresh = [HeldoutResponse("a", "x", [100], list(range(30)), [0.0] * 30)]
-    nothing = ceilings.lookup_outlook(fresh, ["a"], range(1, 17), CHEAP)
-    assert (nothing["gamma"], nothing["speed_up"], nothing["proposes"], nothing["hits"]) == (0, 1.0, 0.0, 0.0)
+    nothing, proposes, hits = ceilings.lookup_outlook(fresh, ["a"], range(1, 17), CHEAP, ROW)
+    assert (nothing.gamma, nothing.speed_up, proposes, hits) == (0, 1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("sampling", [SamplingSettings(1.0), WARM])
@@ -73,18 +74,14 @@ def test_a_parallel_draft_whose_every_offset_is_as_good_has_the_outlook_of_one_t
         both.append(
             replace(own, by_start=replace(own, **{name: table(getattr(own, name), of) for name, of in parts.items()}))
         )
-    peaks, keys, costs = (
-        ceilings.target_peaks(TARGET, texts, WARM),
-        [text.prompt for text in texts],
-        given_costs(1.0, 0.1, max_gamma=8),
-    )
-    expected, found = (ceilings.draft_outlook(of, peaks, keys, rule, costs, 1.0, texts) for of in (plain, both))
-    for of, like in ((found, expected), (found["together"], expected["together"])):
-        for name in ("now", "reachable", "ceiling") if of is found else ("now", "reachable"):
-            for key in ("gamma", "tau", "speed_up"):
-                assert of[name][key] == pytest.approx(like[name][key]), (name, key)
-    assert found["reachable"]["speed_up"] > found["now"]["speed_up"]
-    assert found["decision"] == expected["decision"]
+    peaks, keys = ceilings.target_peaks(TARGET, texts, WARM), [text.prompt for text in texts]
+    costs, row = given_costs(1.0, 0.1, max_gamma=8), Measured("d", rule)
+    expected, found = (ceilings.draft_outlook(of, peaks, keys, costs, row, 1.0, texts) for of in (plain, both))
+    for one, like in zip(found.rows, expected.rows, strict=True):
+        assert (one.way, one.gamma) == (like.way, like.gamma)
+        assert (one.tau, one.speed_up) == (pytest.approx(like.tau), pytest.approx(like.speed_up)), one.way
+    assert found.distilled.speed_up > found.now.speed_up
+    assert found.decision == expected.decision
 
 
 def test_what_is_hopeless_of_a_token_need_not_be_of_a_block():
@@ -105,12 +102,13 @@ def test_the_greedy_ceiling_is_an_unbiased_bound():
     sampling = SamplingSettings(1.0)
     texts = texts_of(sampling, count=12, tokens=60)
     peaks = ceilings.target_peaks(TARGET, texts, sampling)
-    found = ceilings.greedy_ceiling(peaks, [text.key for text in texts], (1, 4))
-    # Both estimate E[max prob]; the gap is the coins of 720 tokens: standard deviation under .5 / sqrt(720) = .019.
-    assert found["alpha"] == pytest.approx(float(np.concatenate([one.matches for one in peaks]).mean()), abs=4 * 0.019)
-    assert found["tau"]["4"] == pytest.approx(replay([one.matches.astype(float) for one in peaks], (4,))[4])
     scores = score_tokens(perturbed(TARGET, 0.1), texts, sampling)
-    assert np.mean([one.accept_probs("greedy-draft").mean() for one in scores]) < found["alpha"]
+    row = Measured("d", "greedy-draft")
+    found = ceilings.draft_outlook(scores, peaks, [text.key for text in texts], CHEAP, row)
+    # Both estimate E[max prob]; the gap is the coins of 720 tokens: standard deviation under .5 / sqrt(720) = .019.
+    matches = float(np.concatenate([one.matches for one in peaks]).mean())
+    assert found.ceiling.alpha == pytest.approx(matches, abs=4 * 0.019)
+    assert found.now.alpha < found.ceiling.alpha
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.floats(0, 1))
@@ -179,7 +177,7 @@ def test_advice_goes_by_what_costs_too_much(c, v, batch_size, culprit, said):
     costs = StepCosts(1.0, {1: c}, v, batch_size=batch_size or 0, context=0)
     assert ceilings.advice(costs)[0] == culprit
     assert said in ceilings.advice(costs)[1]
-    assert ceilings.cost_facts(costs)["hopeless_words"] == ceilings.advice(costs)[1]
+    assert ceilings.price_of("d", "sample", costs).advice == ceilings.advice(costs)[1]
 
 
 @given(st.floats(0.001, 2), st.floats(1, 4), st.floats(0, 8))
@@ -187,7 +185,6 @@ def test_advice_is_there_where_the_pair_is_hopeless_and_following_it_helps(c, v,
     costs = StepCosts(1.0, {1: c}, {1: v, 8: v + more}, batch_size=2, context=0)
     advised = ceilings.advice(costs)
     assert (advised is None) == (ceilings.hopeless_because(costs) is None)
-    assert (ceilings.cost_facts(costs)["hopeless_words"] is None) == (advised is None)
     if advised is not None:
         shallower = StepCosts(1.0, {1: 0.0}, costs.verify_seconds, batch_size=2, context=0)
         helps = ceilings.hopeless_because(shallower) is None
@@ -230,13 +227,17 @@ def test_lookup_before_a_draft_is_the_cascade_and_distilling_adds_to_it():
     texts = texts_of(WARM, count=8)
     scores = score_tokens(perturbed(TARGET, 0.2), texts, WARM)
     peaks, keys = ceilings.target_peaks(TARGET, texts, WARM), [text.key for text in texts]
-    found = ceilings.draft_outlook(scores, peaks, keys, "sample", CHEAP, 1.0, texts)
+    now, distilled = ceilings.draft_outlook(scores, peaks, keys, CHEAP, ROW, 1.0, texts).both
     tuned = tuned_cascade(texts, scores, "sample", CHEAP, range(1, 17))
-    now, reachable = found["together"]["now"], found["together"]["reachable"]
-    assert now == {**asdict(tuned), "speed_up_ci": now["speed_up_ci"]}
-    assert now["speed_up_ci"][0] < now["speed_up"] < now["speed_up_ci"][1]
-    assert reachable["speed_up"] > now["speed_up"] > 1.0
-    assert ceilings.draft_outlook(scores, peaks, keys, "sample", CHEAP)["together"] is None
+    assert (now.ngrams, now.gamma, now.then_gamma) == (
+        (tuned.max_ngram, tuned.min_ngram),
+        tuned.gamma,
+        tuned.then_gamma,
+    )
+    assert (now.tau, now.speed_up) == (tuned.tau, tuned.speed_up)
+    assert now.speed_up_ci[0] < now.speed_up < now.speed_up_ci[1]
+    assert distilled.speed_up > now.speed_up > 1.0
+    assert ceilings.draft_outlook(scores, peaks, keys, CHEAP, ROW).both == ()
 
 
 @pytest.mark.parametrize("rule", ["sample", "block"])
@@ -244,35 +245,35 @@ def test_the_target_as_its_own_draft_has_no_headroom(rule):
     sampling = SamplingSettings(1.0)
     texts = texts_of(sampling)
     peaks = ceilings.target_peaks(TARGET, texts, sampling)
-    found = ceilings.draft_outlook(score_tokens(TARGET, texts, sampling), peaks, list(range(6)), rule, CHEAP)
-    assert found["headroom"]["alpha"] == pytest.approx(0, abs=1e-4)  # one pass against another, float32
+    row = Measured("d", rule)
+    found = ceilings.draft_outlook(score_tokens(TARGET, texts, sampling), peaks, list(range(6)), CHEAP, row)
+    assert found.ceiling.alpha - found.now.alpha == pytest.approx(0, abs=1e-4)  # one pass against another, float32
     # Texts of 40 tokens end inside their last block: tau 8 instead of 9 at gamma 8 and the like.
-    assert found["now"]["speed_up"] == pytest.approx(found["reachable"]["speed_up"], rel=1e-3)
-    assert found["decision"] == "no_headroom"
+    assert found.now.speed_up == pytest.approx(found.distilled.speed_up, rel=1e-3)
+    assert found.decision == "no_headroom"
 
 
 def test_an_outlook_adds_up():
     sampling = SamplingSettings(1.0)
     texts = texts_of(sampling, count=8)
-    peaks = ceilings.target_peaks(TARGET, texts, sampling)
+    peaks, keys = ceilings.target_peaks(TARGET, texts, sampling), [text.key for text in texts]
     scores = score_tokens(perturbed(TARGET, 0.1), texts, sampling)
     for rule in ("sample", "greedy-draft", "block"):
-        found = ceilings.draft_outlook(scores, peaks, [text.key for text in texts], rule, CHEAP)
-        gamma = found["now"]["gamma"]
-        assert found["now"]["speed_up"] == pytest.approx(found["curve"]["tau"][gamma] / (0.1 * gamma + 1))
-        assert found["now"]["speed_up"] == max(1.0, *found["speed_up_by_gamma"].values())
-        low, high = found["now"]["speed_up_ci"]
-        assert low < found["now"]["speed_up"] < high
-        assert found["now"]["speed_up"] <= found["reachable"]["speed_up"] <= found["ceiling"]["speed_up"]
-        assert found["headroom"]["alpha"] == pytest.approx(found["ceiling"]["alpha"] - found["now"]["alpha"])
-        assert (found["ceiling"]["alpha"] == 1.0) == (rule != "greedy-draft")
+        found = ceilings.draft_outlook(scores, peaks, keys, CHEAP, Measured("d", rule))
+        now = found.now
+        assert now.speed_up == pytest.approx(found.taus[now.gamma] / (0.1 * now.gamma + 1))
+        assert now.speed_up == pytest.approx(max(tau / (0.1 * gamma + 1) for gamma, tau in found.taus.items()))
+        assert now.speed_up_ci[0] < now.speed_up < now.speed_up_ci[1]
+        assert now.speed_up <= found.distilled.speed_up <= found.ceiling.speed_up
+        assert (found.ceiling.alpha == 1.0) == (rule != "greedy-draft")
+        dear = given_costs(1.0, 0.4)
+        assert ceilings.at_load(now, found.taus, dear).speed_up < now.speed_up
 
 
-def test_cost_facts_are_plain_and_whole():
-    facts = ceilings.cost_facts(given_costs(0.025, 0.003, 0.03))
-    assert facts["cost_ratio"] == pytest.approx(0.12)
-    assert facts["verify_ratio"] == {"1": pytest.approx(1.2), "16": pytest.approx(1.2)}
-    assert facts["perfect"] == {"gamma": 16, "speed_up": pytest.approx(17 / (16 * 0.12 + 1.2))}
-    assert facts["hopeless"] is None
+def test_a_price_is_whole():
+    price = ceilings.price_of("d", "sample", given_costs(0.025, 0.003, 0.03))
+    assert price.cost_ratio == pytest.approx(0.12)
+    assert (price.perfect_gamma, price.perfect_speed_up) == (16, pytest.approx(17 / (16 * 0.12 + 1.2)))
+    assert price.hopeless is None
     # iid tau(alpha, 1) = 1 + alpha must pay .12 + 1.2.
-    assert facts["break_even_alpha"]["1"] == pytest.approx(0.32, abs=1e-6)
+    assert price.break_even_alpha[1] == pytest.approx(0.32, abs=1e-6)

@@ -1,0 +1,242 @@
+"""What a probe found: rows of `Measured`, the price of each way, and a word and a sentence for each draft and for all."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distill.commands.probe.memory import Memory
+from speculative.drafters.draft import Draft
+from speculative.explain.ceilings import WORTH_DISTILLING, WORTHWHILE, Outlook, Price
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, Measured
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as a person knows it."""
+
+    name: str
+    parameters: int
+    layers: int | None
+    context: int | None
+    vocabulary_rows: int
+    dtype: str
+
+
+@dataclass
+class Candidate:
+    """A draft that was asked about, drafting one way; `draft` is None and `refused` says why when it cannot be used.
+
+    prices: of each rule at the first batch size, the leading one first, and of that one at the others. outlooks: of each text
+    under each rule; `lead` is the one that decides.
+    """
+
+    name: str
+    model: ModelFacts
+    vocabulary: str
+    refused: str | None = None
+    draft: Draft | None = None
+    notes: list[str] = field(default_factory=list)
+    prices: list[Price] = field(default_factory=list)
+    outlooks: list[Outlook] = field(default_factory=list)
+    lead: Outlook | None = None
+    at_loads: list[Measured] = field(default_factory=list)
+    detectable_alpha: float | None = None
+
+    @property
+    def go(self) -> bool:
+        """Whether it is worth distilling."""
+        return self.lead is not None and self.lead.decision in WORTH_DISTILLING
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """Speed-ups as it is and distilled."""
+        assert self.lead is not None
+        return self.lead.now.speed_up or 1.0, self.lead.distilled.speed_up or 1.0
+
+    @property
+    def drafting(self) -> str:
+        """In words."""
+        parallel = self.draft is not None and self.draft.parallel
+        return (BY_BLOCK if parallel else BY_TOKEN).removeprefix("draft, ")
+
+    def record(self) -> dict[str, Any]:
+        """As JSON: without the rows, which stand with all others."""
+        decisions = [{"text": one.now.text, "rule": one.now.rule, "decision": one.decision} for one in self.outlooks]
+        return asdict(self.model) | {
+            "name": self.name, "drafting": self.drafting, "vocabulary": self.vocabulary, "refused": self.refused,
+            "notes": self.notes, "decisions": decisions, "go": self.go, "detectable_alpha": self.detectable_alpha,
+            "decision": None if self.lead is None else self.lead.decision,
+            "survival": None if self.lead is None else self.lead.survival,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """The target's answers at one temperature. repeated, looping: shares of their tokens. proposes, hits: shares of the
+    tokens where prompt lookup proposes, and is right. greedy_alpha: no draft that takes its argmax has more, null at 0.
+    """
+
+    text: str
+    tokens: int
+    repeated: float
+    looping: float
+    warning: str | None
+    proposes: float
+    hits: float
+    greedy_alpha: float | None
+    greedy_alpha_ci: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked. lead: text and rule that decide. times: `measured` or `given`."""
+
+    prompts_from: str
+    prompts: int
+    chat: bool
+    max_tokens: int
+    lead_text: str
+    lead_rule: str
+    gammas: list[int]
+    batch_sizes: list[int]
+    times: str
+    device: str
+    threads: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Everything; `decision` is one of `ceilings.DecisionWord`, or `no_draft`. Speed-ups are predicted, of the first batch size
+    unless a row says another concurrency. assumptions: what they take for granted.
+    """
+
+    target: ModelFacts
+    settings: Settings
+    checks: dict[str, Any]
+    texts: list[TextFacts]
+    target_prices: list[Price]
+    lookups: list[Measured]
+    drafts: list[Candidate]
+    assumptions: list[str]
+    notes: list[str]
+    memory: Memory | None
+    seconds: dict[str, float]
+    decision: str
+    best: str | None
+    drafting: str | None
+    sentence: str
+
+    @property
+    def go(self) -> bool:
+        """Whether the best draft is worth distilling."""
+        return self.decision in WORTH_DISTILLING
+
+    @property
+    def usable(self) -> list[Candidate]:
+        """The drafts that could be judged."""
+        return [one for one in self.drafts if one.refused is None]
+
+    @property
+    def measured(self) -> list[Measured]:
+        """Every row: prompt lookup, then each draft's."""
+        own = [
+            row for one in self.usable for row in (*(row for each in one.outlooks for row in each.rows), *one.at_loads)
+        ]
+        return [*self.lookups, *own]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON, format 2."""
+        prices = [*self.target_prices, *(price for one in self.usable for price in one.prices)]
+        known = ("checks", "assumptions", "notes", "seconds", "decision", "go", "best", "drafting", "sentence")
+        return {
+            "format": FORMAT, "target": asdict(self.target), "settings": asdict(self.settings),
+"texts": [asdict(one) for one in self.texts], "prices": [asdict(one) for one in prices],
+            "measured": [row.record() for row in self.measured], "drafts": [one.record() for one in self.drafts],
+            "memory": None if self.memory is None else asdict(self.memory),
+            **{name: getattr(self, name) for name in known},
+        }  # fmt: skip
+
+
+def draft_sentence(candidate: Candidate, baseline: float) -> str:
+    """The verdict about one draft in words; baseline: speed-up of prompt lookup."""
+    lead = candidate.lead
+    assert lead is not None
+    alone = _alone_sentence(candidate.name, lead, candidate.prices[0], baseline)
+    if lead.decision == "hopeless" or not lead.both:
+        return alone
+    now, distilled = lead.both
+    at = f" at gamma {now.gamma}" if now.gamma else ""
+    return (
+        f"{alone} With prompt lookup before it: {now.speed_up:.2f}x{at} as it is, {distilled.speed_up:.2f}x distilled."
+    )
+
+
+def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> str:
+    now, distilled, ceiling = lead.now, lead.distilled, lead.ceiling
+    alpha, pace = now.alpha or 0.0, now.speed_up or 1.0
+    has = f"alpha {alpha:.3f}, " + (f"{pace:.2f}x at gamma {now.gamma}" if now.gamma else "which no gamma makes pay")
+    hope = (
+        f"distilled as far as others from there (alpha {distilled.alpha:.2f}) it would give {distilled.speed_up:.2f}x"
+    )
+    if lead.decision == "hopeless":
+        return f"{name}: hopeless with {has}; {price.advice}."
+    if lead.decision == "no_headroom":
+        beaten = f"; prompt lookup gives {baseline:.2f}x" if baseline > pace else ""
+        return (
+            f"{name}: no headroom. It already accepts {alpha:.3f} of a ceiling of {ceiling.alpha:.3f}, and drafts that start "
+            f"there gain about {(distilled.alpha or 0.0) - alpha:.3f}: distilling cannot pay much. Serve it as it is, {pace:.2f}x "
+            f"at gamma {now.gamma}{beaten}."
+        )
+    if lead.decision == "already_pays":
+        return f"{name}: go. It pays as it is ({has}); {hope}, its ceiling is {ceiling.speed_up:.2f}x."
+    if lead.decision == "needs_distillation":
+        beaten = f" and prompt lookup gives {baseline:.2f}x for free" if baseline > max(pace, WORTHWHILE) else ""
+        return f"{name}: go, but it needs distillation. It has {has}{beaten}; {hope}, its ceiling is {ceiling.speed_up:.2f}x."
+    bar = f"prompt lookup's {baseline:.2f}x" if baseline > WORTHWHILE else f"{WORTHWHILE}x"
+    return f"{name}: no go. It has {has}; {hope}, under {bar}: take a better or a cheaper draft."
+
+
+def overall(drafts: Sequence[Candidate], lookup: Measured, planned: Price | None) -> tuple[str, Candidate | None, str]:
+    """(decision, the draft with the best prospect, one sentence for all); planned: the given times, where there are."""
+    by_model: dict[int, list[Candidate]] = {}
+    for one in drafts:
+        if one.draft is not None:
+            by_model.setdefault(id(one.draft.model), []).append(one)
+    ways = [sorted(of, key=lambda one: one.pace, reverse=True) for of in by_model.values()]
+    baseline = lookup.speed_up or 1.0
+    free = (
+        f"Prompt lookup alone gives {baseline:.2f}x for free: a draft must beat that."
+        if baseline >= 1.05
+        else "Prompt lookup gives nothing here."
+    )
+    if not ways:
+        return _without_drafts(planned, free)
+    best = max((of[0] for of in ways), key=lambda one: (one.go, one.pace[1]))
+    goes, own = [of[0] for of in ways if of[0].go], draft_sentence(best, baseline)
+    if len(ways) == 1:
+        sentence = f"{own} {free}"
+    elif not goes:
+        sentence = f"No go: of {len(ways)} drafts none is worth distilling; nearest: {own} {free}"
+    else:
+        sentence = f"Go with {best.name} ({len(goes)} of {len(ways)} drafts are worth distilling). {own} {free}"
+    others = next(of for of in ways if of[0] is best)
+    if len(others) > 1:
+        gives = ", ".join(f"{one.drafting} gives {one.pace[0]:.2f}x" for one in others)
+        sentence += f" Drafting {gives} as it is."
+    assert best.lead is not None
+    return best.lead.decision, best, sentence
+
+
+def _without_drafts(planned: Price | None, free: str) -> tuple[str, None, str]:
+    if planned is None:
+        return "no_draft", None, f"No draft was given. {free}"
+    needed = planned.break_even_alpha.get(5)
+    start = "No draft was given" if planned.hopeless is None else "Hopeless"
+    alpha = (
+        "no alpha pays at gamma 5" if needed is None else f"alpha must be over {needed:.2f} at gamma 5 to pay at all"
+    )
+    gives = f"c = {planned.cost_ratio:.2f}, a perfect draft gives {planned.perfect_speed_up:.2f}x"
+    return "no_draft" if planned.hopeless is None else "hopeless", None, f"{start}: {gives}; {alpha}. {free}"

@@ -1,0 +1,127 @@
+"""The prompts of a probe, and the target's answers to them."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from data.prompts.prompt import PromptSource
+from data.prompts.sources import load_source
+from data.prompts.split import content_hash
+from distill.commands.options import STDLIB, ProbeOptions
+from distill.commands.probe.result import TextFacts
+from distill.run.prompts import asked_rows, render_rows
+from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.engine.models import end_token_ids
+from speculative.errors import UserError
+from speculative.evaluate import HeldoutResponse, frozen_responses
+from speculative.explain import ceilings
+from speculative.explain.repetition import repetition
+from speculative.measure.cost import StepCosts
+from speculative.measure.measured import Measured
+from speculative.measure.metrics import alpha_with_interval
+from speculative.measure.replay import law_of
+from speculative.rules.rule import Rule, rules_of_text
+from speculative.rules.sampling import SamplingSettings
+
+
+@dataclass(frozen=True)
+class ProbeText:
+    """The target's answers at one temperature, and how it would have drafted for itself."""
+
+    sampling: SamplingSettings
+    responses: list[HeldoutResponse]
+    peaks: list[ceilings.TargetPeaks]
+
+    @property
+    def name(self) -> str:
+        """As rows call it."""
+        return text_name(self.sampling.temperature)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that it can be replayed under, the text's own first."""
+        return rules_of_text(law_of("sample", self.sampling))
+
+    @property
+    def keys(self) -> Sequence[Hashable]:
+        """The prompt of each answer: the unit of every interval."""
+        return [response.prompt for response in self.responses]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(response.response_ids) for response in self.responses)
+
+    def row(self, way: str, rule: str, load: int) -> Measured:
+        """The beginning of a row about this text."""
+        prompts = len(set(self.keys))
+        return Measured(way, rule, load, self.name, prompts, self.tokens)
+
+    def facts(self, gammas: Sequence[int], costs: StepCosts) -> tuple[Measured, TextFacts]:
+        """(what prompt lookup gives, what is known of the text)."""
+        row = self.row("", self.rules[0], costs.batch_size)
+        lookup, proposes, hits = ceilings.lookup_outlook(self.responses, self.keys, gammas, costs, row)
+        alpha, ends = alpha_with_interval([text.peaks for text in self.peaks], self.keys)
+        greedy = (None, None) if self.sampling.greedy else (alpha, ends)
+        found = repetition(self.responses)
+        repeats = found["repeated"], found["looping"], found["warning"]
+        return lookup, TextFacts(self.name, self.tokens, *repeats, proposes, hits, *greedy)
+
+
+def text_name(temperature: float) -> str:
+    """What the text at a temperature is called."""
+    return f"temperature {temperature:g}"
+
+
+def decode_settings(options: ProbeOptions, target: PreTrainedModel, temperature: float) -> DecodeSettings:
+    """Of the target alone."""
+    rule: Rule = "greedy" if temperature == 0 else "sample"
+    return DecodeSettings(
+        SamplingSettings(temperature), 0, rule, options.max_tokens, end_token_ids(target), options.seed
+    )
+
+
+def answered(
+    options: ProbeOptions, target: PreTrainedModel, prompts: Sequence[Prompt], temperature: float
+) -> ProbeText:
+    """The target's answers at a temperature."""
+    settings = decode_settings(options, target, temperature)
+    responses = frozen_responses(target, prompts, settings, "probe", batch_size=min(32, len(prompts)))
+    return ProbeText(settings.sampling, responses, ceilings.target_peaks(target, responses, settings.sampling))
+
+
+def chosen_prompts(
+    options: ProbeOptions, tokenizer: PreTrainedTokenizerBase, context: int | None
+) -> tuple[list[Prompt], list[str]]:
+    """At most `count` distinct prompts from all over the source, and what a reader should know of them."""
+    embedded = options.prompts == STDLIB
+    room = (context or 1 << 20) - options.max_tokens
+    if room < 1:
+        raise UserError(
+            f"--max-tokens {options.max_tokens} leaves no room for a prompt in the target's context of {context}: lower it"
+        )
+    if embedded:
+        rows = sorted(load_source(PromptSource(path=STDLIB, split="heldout")), key=content_hash)[: 4 * options.count]
+        rows = [replace(row, origin=f"prompt-{number}") for number, row in enumerate(rows, start=1)]
+    else:
+        rows, _ = asked_rows(options.prompts, options.prompt_column, options.messages_column)
+    prompts = render_rows(rows, tokenizer, options.chat)
+    distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
+    if embedded:
+        distinct = [prompt for prompt in distinct if len(prompt[1]) <= room] or distinct
+        chosen = distinct[: options.count]
+    else:
+        order = np.random.default_rng(options.seed).permutation(len(distinct))[: options.count]
+        chosen = [distinct[index] for index in sorted(order)]
+    for key, ids in chosen:
+        if len(ids) > room:
+            raise UserError(
+                f"prompt {key} has {len(ids)} tokens; with --max-tokens {options.max_tokens} that exceeds the target's "
+                f"context of {context}: shorten the prompt or lower --max-tokens"
+            )
+    notes = []
+    if len(chosen) < options.count:
+        notes.append(f"{len(chosen)} distinct prompts, not the {options.count} asked for: intervals are wider")
+    return chosen, notes

@@ -1,0 +1,33 @@
+"""The target that a command is asked for: on which device, in which dtype."""
+
+import torch
+
+from distill.config.target import TargetConfig
+from distill.models.target import Target
+from speculative.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def place_of(device: str) -> torch.device:
+    """The device by name; CUDA where there is one when nothing is asked for. Raises UserError for one that is not there."""
+    has_cuda = torch.cuda.is_available()
+    try:
+        place = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    except RuntimeError:
+        raise UserError(f"--device {device}: cpu, cuda or cuda:N") from None
+    if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
+        raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices here; try --device cpu")
+    return place
+
+
+def open_target(path: str, dtype: str, device: str) -> Target:
+    """The target by directory, hub id or `embedded`.
+
+    Raises:
+        UserError: not there, an unknown dtype, a device that is not there.
+    """
+    place = place_of(device)
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: auto, float32, bfloat16 or float16")
+    return Target(TargetConfig(path=path, dtype=dtype), place, what="target")  # type: ignore[arg-type]
