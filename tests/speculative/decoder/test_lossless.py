@@ -11,7 +11,6 @@ import torch
 from scipy import stats
 from simulation import trials
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
-from transformers import GenerationConfig
 
 from speculative.decode import decode
 from speculative.decoder import block_loop
@@ -180,24 +179,6 @@ def test_logits_rules_reach_both_models_alike(name, rule):
         assert texts(drafted) == texts(plain)
         without, _ = decode(TARGET, None, prompts, dataclasses.replace(settings, gamma=0, rules=None))
         assert texts(plain) != texts(without)
-
-
-def test_repetition_penalty_and_min_tokens_generate_what_transformers_generates():
-    prompts, eos_ids = prompts_of(RAGGED), (7, 21, 33)
-    settings = DecodeSettings(GREEDY, 4, "greedy", 24, eos_ids, min_tokens=9, rules=LogitsRules(repetition_penalty=1.4))
-    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=3)
-    config = GenerationConfig(
-        max_new_tokens=24,
-        min_new_tokens=9,
-        repetition_penalty=1.4,
-        eos_token_id=list(eos_ids),
-        pad_token_id=0,
-        do_sample=False,
-    )
-    for response, (_, ids) in zip(responses, prompts, strict=True):
-        out = TARGET.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config)
-        assert response.response_ids == out[0, len(ids) :].tolist()
-        assert len(response.response_ids) >= 9
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "gpt_neox", "opt"])

@@ -124,40 +124,34 @@ def test_buffers_made_in_inference_mode_serve_nobody_outside(recorded):
     assert texts(responses) == texts(expected)
 
 
-def test_a_model_that_cannot_be_captured_runs_eagerly_with_one_warning(recorded, monkeypatch):
-    def refuse(self, function, inputs, device):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+def refused_capture(function, inputs):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(CpuGraphRunner, "_record", refuse)
+
+def wrong_capture(function, inputs):
+    output = function()
+    return Recording(lambda: [part.fill_(7.0) for part in tensors_of(output)], inputs, output)
+
+
+def empty_capture(function, inputs):
+    """As on a device that is not the current one: its buffers hold what the capture left there."""
+    return Recording(lambda: None, inputs, function())
+
+
+@pytest.mark.parametrize(
+    ("capture", "said"),
+    [
+        (refused_capture, "cannot be captured in a CUDA graph .operation not permitted"),
+        (wrong_capture, "other logits when replayed"),
+        (empty_capture, "other logits when replayed"),
+    ],
+)
+def test_a_model_whose_captures_fail_runs_eagerly_with_one_warning(recorded, monkeypatch, capture, said):
+    monkeypatch.setattr(CpuGraphRunner, "_record", lambda self, function, inputs, device: capture(function, inputs))
     target = tiny_model()
-    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph .operation not permitted") as seen:
+    with pytest.warns(UserWarning, match=said) as seen:
         responses, _ = decode(target, None, PROMPTS, DecodeSettings(GREEDY, 0, "greedy", max_tokens=24), runner="graph")
     assert len(seen) == 1
-    assert texts(responses) == generated(target, PROMPTS, 24)
-
-
-def test_a_capture_that_gives_other_logits_is_not_trusted(recorded, monkeypatch):
-    def wrong(self, function, inputs, device):
-        output = function()
-        return Recording(lambda: [part.fill_(7.0) for part in tensors_of(output)], inputs, output)
-
-    monkeypatch.setattr(CpuGraphRunner, "_record", wrong)
-    target = tiny_model()
-    with pytest.warns(UserWarning, match="other logits when replayed"):
-        responses, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, GREEDY_3, runner="graph")
-    assert texts(responses) == generated(target, PROMPTS, 24)
-
-
-def test_a_capture_that_recorded_nothing_is_not_trusted(recorded, monkeypatch):
-    """On a device that is not the current one a graph is empty: its buffers hold what the capture left there."""
-
-    def empty(self, function, inputs, device):
-        return Recording(lambda: None, inputs, function())
-
-    monkeypatch.setattr(CpuGraphRunner, "_record", empty)
-    target = tiny_model()
-    with pytest.warns(UserWarning, match="other logits when replayed"):
-        responses, _ = decode(target, ModelDrafter(perturbed(target)), PROMPTS, GREEDY_3, runner="graph")
     assert texts(responses) == generated(target, PROMPTS, 24)
 
 

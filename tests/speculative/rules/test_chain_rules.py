@@ -19,7 +19,6 @@ from table_models import (
     target_text_probs,
     text_probs,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 
 from speculative.errors import UserError
@@ -266,42 +265,6 @@ def test_extreme_ratios_stay_finite_in_float32(rule):
         assert bool(outcome.accept_probs_BG.isfinite().all())
         assert outcome.accepted_B.tolist() == [gamma if target_row is sure else 0]
         assert outcome.next_ids_B.tolist() == [target_row.argmax()]
-
-
-def block_inputs(device):
-    generator = torch.Generator().manual_seed(0)
-    target, draft = (torch.rand(4, length, 32, generator=generator).softmax(-1).to(device) for length in (6, 5))
-    ids, drafted = (
-        torch.randint(high, shape, generator=generator).to(device) for high, shape in ((32, (4, 5)), (6, (4,)))
-    )
-    coins, uniforms = (torch.rand(4, length, generator=generator).double().to(device) for length in (5, 6))
-    return target, ids, draft, coins, uniforms, drafted
-
-
-def every_form(target, ids, draft, coins, uniforms, drafted):
-    rest = coins, uniforms, drafted
-    forms = [rule(target, ids, rows, *rest) for rule in (verify, verify_block) for rows in (draft, None)]
-    return [*forms, verify_greedy(target.argmax(-1), ids, drafted)]
-
-
-def test_nothing_asks_for_a_value_on_the_way():
-    """Under fake tensors an operation that must know a value (item, nonzero, a branch) raises: no synchronisation."""
-    with FakeTensorMode() as mode:
-        every_form(*map(mode.from_tensor, block_inputs("cpu")))
-
-
-@pytest.mark.device
-@pytest.mark.gpu
-def test_the_device_gives_the_same_and_is_never_waited_for():
-    expected, inputs = every_form(*block_inputs("cpu")), block_inputs("cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        outcomes = every_form(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for outcome, wanted in zip(outcomes, expected, strict=True):
-        for got, value in zip(outcome, wanted, strict=True):
-            torch.testing.assert_close(got.cpu(), value)
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 4])

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from speculative.rules.processors import LogitsRules
-from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 V, COLUMNS = 12, 9
 SCRATCH = 10**9  # Not a token id: reading it would raise.
@@ -111,20 +111,6 @@ def test_the_positions_of_a_block_equal_rows_of_their_own(rules, rows, seed):
     for place in range(gamma + 1):
         alone = rules(logits[:, place], tokens, lengths + place, prompt_lengths)
         assert torch.equal(block[:, place], alone), place
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingSettings(0.7, top_p=0.9)])
-def test_a_draft_equal_to_the_target_has_the_targets_rows(sampling):
-    """The draft's calls are single steps and the target's a block; bf16 logits, as a served model returns them."""
-    rules = LogitsRules(1.4, ((3, 2.5),), tuple(range(10)), (7,), 4, (1, 2), (NoRepeatNGramLogitsProcessor(2),))
-    generator = torch.Generator().manual_seed(0)
-    logits = (2 * torch.randn(5, 4, V, generator=generator)).bfloat16()
-    tokens = torch.randint(V, (5, COLUMNS), generator=generator)
-    lengths, prompt_lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 2, 2, 5])
-    target = logits_to_probs(rules(logits, tokens, lengths[:, None] + torch.arange(4), prompt_lengths), sampling)
-    for step in range(4):
-        draft = logits_to_probs(rules(logits[:, step], tokens, lengths + step, prompt_lengths), sampling)
-        assert torch.equal(draft, target[:, step])
 
 
 def test_logits_may_be_a_view_in_any_layout():

@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from table_models import TREES, table_pair, token_trees
-from torch._subclasses.fake_tensor import FakeTensorMode
+from table_models import TREES, token_trees
 
-from speculative.rules.sampling import SamplingSettings, one_hot, sample
+from speculative.rules.sampling import one_hot, sample
 from speculative.rules.tree import TokenTree, draw_children, top_children
 from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
 from speculative.rules.verify import verify
@@ -180,59 +179,3 @@ def test_equal_rows_are_always_accepted_whatever_the_rounding():
     outcome = verify_tree(tree, probs, ids, probs, coins, torch.zeros(100, 3))
     assert outcome.path_BD.tolist() == [[1, 3]] * 100
     assert torch.equal(outcome.accept_probs_BDK, torch.tensor([1.0, 0.0]).expand(100, 2, 2))
-
-
-@pytest.mark.parametrize("drawn", [True, False])
-def test_more_candidates_keep_more_tokens(drawn):
-    kept = []
-    for count in (1, 2, 3):
-        tree, generator = TokenTree.from_branching((count,)), torch.Generator().manual_seed(1)
-        target, draft = (table[:1].expand(4000, 1, 6) for table in table_pair(5, 6, 0, SamplingSettings(1.0)))
-        uniforms = torch.rand(4000, count, generator=generator, dtype=torch.float64)
-        ids = top_children(draft[:, 0], count)
-        if drawn:
-            ids = draw_children(draft[:, 0], count, uniforms)
-        rows = draft if drawn else None
-        coins, residual = torch.zeros(4000, 1, count), torch.zeros(4000, 2)
-        outcome = verify_tree(tree, target.expand(-1, count + 1, -1), ids, rows, coins, residual)
-        kept.append(float(outcome.accept_probs_BDK.sum() / 4000))
-    assert kept[0] < kept[1] < kept[2] <= 1.0
-
-
-def tree_inputs(device):
-    tree, generator = TokenTree.from_branching((3, 2, 1)), torch.Generator().manual_seed(0)
-    target, draft = (torch.rand(4, 16, 32, generator=generator).softmax(-1).to(device) for _ in range(2))
-    ids = torch.randint(32, (4, 15), generator=generator).to(device)
-    coins, uniforms = (torch.rand(4, *shape, generator=generator).double().to(device) for shape in ((3, 3), (4,)))
-    tree.on(ids.device)
-    return tree, target, ids, draft, coins, uniforms
-
-
-def every_rule(tree, target, ids, draft, coins, uniforms):
-    return [
-        verify_tree(tree, target, ids, draft, coins, uniforms),
-        verify_tree(tree, target, ids, None, coins, uniforms),
-        verify_tree_greedy(tree, target.argmax(-1), ids),
-    ]
-
-
-def test_nothing_asks_for_a_value_on_the_way():
-    """Under fake tensors an operation that must know a value (item, nonzero, a branch) raises: no synchronisation."""
-    tree, *tensors = tree_inputs("cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        every_rule(tree, *map(mode.from_tensor, tensors))
-
-
-@pytest.mark.device
-@pytest.mark.gpu
-def test_the_device_gives_the_same_and_is_never_waited_for():
-    expected, inputs = every_rule(*tree_inputs("cpu")), tree_inputs("cuda")
-    every_rule(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        outcomes = every_rule(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for outcome, wanted in zip(outcomes, expected, strict=True):
-        for got, value in zip(outcome, wanted, strict=True):
-            torch.testing.assert_close(got.cpu(), value)
