@@ -8,8 +8,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 # `gpu` and `device` are skipped by conftest; a browser is no Python package; engines live in an environment of their own.
 MAY_SKIP = {
-    "conftest.py", "distill/report/test_report_browser.py", "distill/training/test_sharding.py",
-    "engines/test_engine_loop.py", "engines/test_vllm.py",
+    "conftest.py", "distill/report/test_report_browser.py", "engines/test_engine_loop.py", "engines/test_vllm.py",
 }  # fmt: skip
 SKIPS = {"skip", "skipif", "importorskip", "xfail"}
 
