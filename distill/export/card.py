@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from distill.export.commands import places
+from distill.export.engine import places
 from distill.export.load_table import load_words
 from distill.run.verdict_record import Interval, Verdict
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.files import open_modes
 from distill.config.layout import SERVING_FILE, SERVING_FORMAT
-from distill.export.engines import check_directory_name
+from distill.export.engine import check_directory_name
 from speculative.errors import UserError
 
 

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
 from distill.config.sections import Quantization
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
-from distill.export.commands import others, sampling_fields
 from distill.export.destination import appearing_directory, check_destination
-from distill.export.engines import EngineVerdict, check_all
+from distill.export.engine import EngineVerdict, check_all, others
 from distill.export.facts import EngineFacts, gather_facts, lookups_of, shorter_context, ways_to_serve
 from distill.export.load_table import gamma_by_load, run_by_load
 from distill.export.merge import load_merged_student
@@ -217,7 +216,7 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
 def _engines_record(facts: EngineFacts, engines: list[EngineVerdict]) -> dict[str, Any]:
     return {
         "gamma_by_load": facts.gamma_by_load,
-        "sampling": sampling_fields(facts),
+        "sampling": facts.request,
         "engines": {engine.engine: asdict(engine) for engine in engines},
         "other_engines": others(facts),
     }

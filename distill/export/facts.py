@@ -17,13 +17,6 @@ from speculative.measure.load import MOST_LOAD
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
-# Model types, and beginnings of them, that vLLM 0.32 loads as heads of the target or as another method, whatever `method` says.
-REROUTED_TYPES = (
-    "bailing_hybrid", "deepseek_v3", "deepseek_v4", "dots3_note", "ernie4_5_moe", "exaone4_5", "exaone_moe", "gemma4_assistant",
-    "gemma4_unified_assistant", "glm4_moe", "glm5_next", "glm_moe_dsa", "glm_ocr", "hy_v3", "hy_v4", "inkling", "intern_s2_preview",
-    "interns2_mobius", "kimi_k3", "longcat_flash", "medusa", "mimo", "minimax_m3", "mlp_speculator", "pangu_ultra_moe", "qwen3_5",
-    "qwen3_next", "qwen4_exp", "step3p5", "step3p7",
-)  # fmt: skip
 
 
 class OnePass(NamedTuple):
@@ -54,7 +47,6 @@ class EngineFacts:
     target_quantised: bool
     draft_quantised: bool = False
     pre_tokenizer: str | None = None  # llama.cpp's name for how the target's tokenizer cuts text
-    rerouted_type: str | None = None  # the draft's model type where vLLM takes it for another method
     draft_context: int | None = None  # tokens, where it is shorter than the target's
     measured_rule: str | None = None  # the rule of the run's verdict, None when not measured
     sampling: SamplingSettings | None = None  # of the run; None: not known
@@ -74,6 +66,48 @@ class EngineFacts:
     def sampled_drafts_win(self) -> bool:
         """Whether drafting by sampling is predicted to be accepted more than drafting the argmax."""
         return self.sampled and self.taus.get("sample", 0.0) > self.taus.get("greedy-draft", float("inf"))
+
+    @property
+    def request(self) -> dict[str, float | int]:
+        """The measured settings as a request's JSON has them; what is off is left out."""
+        if self.sampling is None:
+            return {}
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        asked = {"temperature": self.sampling.temperature} if self.sampling.greedy else self.sampling.as_dict()
+        return {name: value for name, value in asked.items() if value != off.get(name)}
+
+    @property
+    def by_load(self) -> bool:
+        """Whether gamma is to follow the number of concurrent requests."""
+        return len(self.gamma_by_load) > 1 and any(gamma for _, _, gamma in self.gamma_by_load)
+
+    @property
+    def largest_gamma(self) -> int:
+        """The most that is drafted at any load."""
+        return max(gamma for _, _, gamma in self.gamma_by_load) if self.by_load else self.gamma
+
+    @property
+    def load_advice(self) -> str:
+        """What to do where gamma cannot follow the load."""
+        if self.most_load is not None:
+            return f"Drafting pays up to {self.most_load} concurrent requests: cap a server with the draft there"
+        pays = any(gamma for _, _, gamma in self.gamma_by_load)
+        return (
+            "Drafting pays at every load: no cap is needed"
+            if pays
+            else "Drafting pays at no load: serve the target alone"
+        )
+
+    def predicted(self, rule: str) -> str:
+        """tau under a rule, in words."""
+        tau = self.taus.get(rule)
+        return "nothing was predicted" if tau is None else f"replay predicts tau {tau:.2f}"
+
+    @staticmethod
+    def timed(one: Rival) -> str:
+        """What a way was timed at, in words."""
+        ends = f" [{one.speed_up_ci[0]:.2f}, {one.speed_up_ci[1]:.2f}]" if one.speed_up_ci else ""
+        return f"timed at {one.speed_up:.2f}x{ends} the target alone"
 
     @property
     def most_load(self) -> int | None:
@@ -133,7 +167,6 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, *
         target_quantised=quantization_of(target.config) is not None,
         draft_quantised=quantization_of(draft.config) is not None,
         pre_tokenizer=pre_tokenizer_name(target.tokenizer),
-        rerouted_type=rerouted_type(draft.config),
         draft_context=shorter_context(draft.config, target.config),
         **served,
     )
@@ -143,11 +176,3 @@ def shorter_context(draft_config: Any, target_config: Any) -> int | None:
     """Tokens that the draft takes, where the target takes more."""
     draft, target = max_positions(draft_config), max_positions(target_config)
     return draft if draft and target and draft < target else None
-
-
-def rerouted_type(config: Any) -> str | None:
-    """The model type, where vLLM takes a model of it for another method than `draft_model`."""
-    model_type = str(config.model_type)
-    # A Nemotron without prediction layers of its own stays a draft model.
-    heads = model_type.startswith("nemotron_h") and getattr(config, "num_nextn_predict_layers", None)
-    return model_type if heads or model_type.startswith(REROUTED_TYPES) else None

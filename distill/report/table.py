@@ -14,7 +14,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 NOTHING = "\N{EN DASH}"
-NARROWEST = 8  # characters that a head may take before it is wrapped
+NARROWEST = 8  # characters that a head may take before it is wrapped on a terminal
+WIDEST_NOTE = 16  # and a note
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,15 @@ class Table:
         ]
 
     def __rich__(self) -> RichTable:
+        # Close together, so that the table of ways fits into 80 characters.
         shown = RichTable(
-            title=self.title or None, caption=self.caption or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            title=self.title or None, caption=self.caption or None, box=box.SIMPLE_HEAD, padding=0, show_edge=False
         )
         rows = [[self._entry(place, cell) for place, cell in enumerate(row)] for row in self.cells]
         for place, column in enumerate(self.heads):
             lines = [line for row in rows for line in row[place].plain.split("\n")]
             width = max(NARROWEST, *map(len, lines)) if lines else NARROWEST
-            head = Text("\n".join(textwrap.wrap(column.name, width, break_long_words=False)))
+            head = Text("\n".join(textwrap.wrap(column.name.replace(" / ", "/ "), width, break_long_words=False)))
             shown.add_column(
                 head, justify="left" if column.words else "right", no_wrap=not column.words, overflow="fold"
             )
@@ -123,8 +125,9 @@ class Table:
         return shown
 
     def _entry(self, place: int, cell: Cell) -> Text:
-        lines = (self.text(place, cell), self.note(place, cell), cell.mark)
-        return Text("\n".join(line for line in lines if line), style="bold" if cell.strong else "")
+        notes = (self.heads[place].interval(cell.ci), *textwrap.wrap(cell.note, WIDEST_NOTE), cell.mark)
+        lines = [self.text(place, cell), *(line for line in notes if line)]
+        return Text("\n".join(lines), style="bold" if cell.strong else "")
 
     def markdown(self) -> str:
         """A pipe table; nothing in its text is markup."""

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from distill.config.layout import EXPORT, best_student
-from distill.export.commands import with_places
-from distill.export.engines import check_all
+from distill.export.engine import check_all, with_places
 from distill.export.facts import gather_facts, lookups_of, ways_to_serve
 from distill.models.target import Target, load_target_side
 from distill.run.result import (

@@ -9,9 +9,17 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from distill.export.commands import others, places, with_places
-from distill.export.engines import ENGINES, check, check_all, check_directory_name, rerouted_word
-from distill.export.facts import EngineFacts, OnePass, gather_facts, lookups_of, rerouted_type
+from distill.export.engine import (
+    check,
+    check_all,
+    check_directory_name,
+    known_engines,
+    others,
+    places,
+    rerouted_word,
+    with_places,
+)
+from distill.export.facts import EngineFacts, OnePass, gather_facts, lookups_of
 from distill.models.target import TargetSide
 from distill.run.verdict_record import LOOKUP, TOGETHER, Rival, Verdict
 from speculative.errors import UserError
@@ -64,8 +72,8 @@ def speculative_config(facts):
 
 def test_every_engine_takes_a_good_pair():
     verdicts = check_all(GOOD)
-    assert [verdict.engine for verdict in verdicts] == list(ENGINES)
-    assert set(ENGINES) == {"vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"}
+    assert [verdict.engine for verdict in verdicts] == list(known_engines())
+    assert set(known_engines()) == {"vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"}
     for verdict in verdicts:
         assert verdict.ok
         assert verdict.reasons == []
@@ -283,7 +291,7 @@ def refusing(**changes):
 
 
 def test_rows_must_be_equal_except_for_llama_cpp():
-    everyone = set(ENGINES)
+    everyone = set(known_engines())
     assert refusing(draft_rows=4097) == everyone - {"llama.cpp"}
     assert refusing(draft_rows=4096 + 128) == everyone - {"llama.cpp"}
     assert refusing(draft_rows=4096 + 129) == everyone
@@ -292,9 +300,9 @@ def test_rows_must_be_equal_except_for_llama_cpp():
 
 
 def test_token_strings_must_be_equal_and_llama_cpp_looks_from_5():
-    assert refusing(first_difference=(3, "a", "b")) == set(ENGINES) - {"llama.cpp"}
+    assert refusing(first_difference=(3, "a", "b")) == set(known_engines()) - {"llama.cpp"}
     difference = (7, "a", None)
-    assert refusing(first_difference=difference, first_difference_from_5=difference) == set(ENGINES)
+    assert refusing(first_difference=difference, first_difference_from_5=difference) == set(known_engines())
     reason = check("SGLang", replace(GOOD, first_difference=difference)).reasons[0]
     assert "id 7" in reason
     assert "'a'" in reason
@@ -306,8 +314,6 @@ def test_rules_of_single_engines():
     assert refusing(added_ends_equal=False) == {"llama.cpp"}
     assert refusing(tokenizer_kind_equal=False) == {"llama.cpp"}
     assert refusing(draft="/models/My-EAGLE3-draft") == {"vLLM"}
-    assert refusing(rerouted_type="qwen3_next") == {"vLLM"}
-    assert "model_type is 'qwen3_next'" in check("vLLM", replace(GOOD, rerouted_type="qwen3_next")).reasons[0]
     assert refusing(sampling=SamplingSettings(0.8, min_p=0.05)) == {"vLLM"}
     assert refusing(sampling=SamplingSettings(0.0, min_p=0.05)) == set()
 
@@ -346,28 +352,6 @@ def test_names_that_vllm_reroutes_are_refused(path):
 def test_a_path_that_no_json_in_a_command_holds_is_refused(path):
     with pytest.raises(UserError, match="JSON cannot hold"):
         check_directory_name(path)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields", "rerouted"),
-    [
-        *(
-            (name, {}, True)
-            for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
-        ),
-        *((name, {}, True) for name in ("mimo", "ernie4_5_moe", "exaone4_5", "medusa")),
-        *(
-            (name, {}, False)
-            for name in ("qwen3", "qwen2", "llama", "gemma3_text", "glm4", "ernie4_5", "exaone4", "deepseek_v2")
-        ),
-        ("nemotron_h", {"num_nextn_predict_layers": 1}, True),
-        ("nemotron_h", {"num_nextn_predict_layers": 0}, False),
-        ("nemotron_h", {}, False),
-    ],
-)
-def test_model_types_that_vllm_reroutes(model_type, fields, rerouted):
-    found = rerouted_type(SimpleNamespace(model_type=model_type, **fields))
-    assert found == (model_type if rerouted else None)
 
 
 @pytest.mark.parametrize("path", ["/m/draft", "/m/eagle/draft", "runs/flash", "/home/beagle/x"])
@@ -414,7 +398,7 @@ def test_facts_of_equal_tokenizers():
     assert facts.added_ends_equal
     assert facts.tokenizer_kind_equal
     assert not facts.target_quantised
-    assert (facts.draft_context, facts.rerouted_type) == (64, None)
+    assert facts.draft_context == 64
 
 
 def test_facts_of_different_tokenizers():

@@ -9,7 +9,7 @@ from test_engines import GOOD, calls
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from distill.export.engines import check
+from distill.export.engine import check
 from distill.export.gguf import LLAMA3, QWEN2, pre_tokenizer_name
 from distill.models.load import load_tokenizer
 

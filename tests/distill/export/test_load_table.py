@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_engines import GOOD, options, tensorrt_file
 
-from distill.export.engines import check, check_all
+from distill.export.engine import check, check_all
 from distill.export.load_table import gamma_by_load, load_words
 from distill.run.verdict_record import BestDraft, LoadRow, Verdict
 
