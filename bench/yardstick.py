@@ -55,8 +55,7 @@ from data.responses.rendered import RenderedPrompt
 from data.responses.synthetic import mixed_rows, sampled_rows, synthetic_rows
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import OptimConfig, SignalConfig
-from distill.loss import definitions as losses
-from distill.loss.definitions import Objective
+from distill.loss.definitions import Objective, overlap
 from distill.loss.offsets import Survival, drawn_depths
 from distill.models.carving import carve
 from distill.models.heads import SplitModel
@@ -268,7 +267,7 @@ def measure(target: Any, draft: Any, heldout: Sequence[HeldoutResponse]) -> dict
     """
     draft.eval()
     teacher, split = Teacher(target), SplitModel(draft)
-    overlap = agreed = tokens = 0.0
+    common = agreed = tokens = 0.0
     for batch in _groups(examples_of(heldout)):
         signal = teacher.signal(batch)
         hidden_BTD = split.hidden(batch.input_ids_BT)
@@ -276,12 +275,12 @@ def measure(target: Any, draft: Any, heldout: Sequence[HeldoutResponse]) -> dict
         for start in range(0, len(hidden_RD), 512):
             rows = slice(start, start + 512)
             pair = [head(h[rows]).float() for head, h in ((signal.head, signal.hidden_RD), (split.head, hidden_RD))]
-            overlap += float(losses.overlap(pair[0].log_softmax(-1), pair[1].log_softmax(-1)).double().sum())
+            common += float(overlap(pair[0].softmax(-1), pair[1].softmax(-1)).double().sum())
             agreed += int((pair[0].argmax(-1) == pair[1].argmax(-1)).sum())
         tokens += len(hidden_RD)
     accept = score_responses(draft, heldout, SamplingSettings(1.0))
     return {
-        "alpha": overlap / tokens,
+        "alpha": common / tokens,
         "alpha_sampled": float(np.concatenate(accept).mean()),
         "agreement": agreed / tokens,
         "tau": {str(gamma): tau for gamma, tau in replay(accept, GAMMAS).items()},

@@ -1,13 +1,13 @@
-"""Objectives per token: pure functions of two log-probability rows. The definitions; `divergences.py` and `gradients.py` beside it are their fast twin.
+"""Objectives, each written once: its value over two distributions. `rows.py` beside it lets autograd find the gradient.
 
-Legend: N tokens, V vocabulary, K stored entries, S samples. Every function takes log-probabilities (natural logarithm, float32 or better) and returns
-one loss per token, in nats where it is a divergence. Nothing here averages: the trainer owns the one denominator.
+Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V vocabulary, K stored entries,
+S samples. Losses are one number a token, in nats where they are a divergence. Nothing here averages: the trainer owns the one denominator.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from speculative.rules.verify import accept_probability
 
 ACCEPTED_LENGTH = "accepted_length"  # of blocks, not of rows by themselves: distill/loss/accepted.py
 UNTOUCHED = SamplingSettings()  # the model's own distribution
+# What can be learnt without a target, and from samples of it: the rest is not linear in the target.
+WITHOUT_TARGET, FROM_SAMPLES = {"ce"}, {"ce", "forward_kl"}
+# Stands for the logarithm of zero, so that 0 x log 0 is 0: its product with a probability above 1e-8 counts as infinite.
+LOWEST = -1e30
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,6 @@ class Objective:
         return self.rule in ("sample", "block") and self.serving == SamplingSettings(self.temperature)
 
 
-def overlap(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
-    """sum_v min(target, student) = 1 - TV: the probability that a draft token is accepted (arXiv 2211.17192). (N,)"""
-    return torch.minimum(target_log_probs_NV, student_log_probs_NV).exp().sum(-1)
-
-
 def acceptance(target_logits_NV: Tensor, student_logits_NV: Tensor, serving: SamplingSettings, rule: Rule) -> Tensor:
     """Probability that a server accepts the student's token: the overlap of what settings and rule make of both. (N,)"""
     target_NV = logits_to_probs(target_logits_NV, GREEDY if rule == "greedy" else serving)
@@ -80,81 +79,112 @@ def kept(
     return accept_probability(student_N, target_N).where(target_N > 0, 0.0)
 
 
-def forward_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
-    """KL(target || student) = sum_v target (log target - log student), in nats. (N,)"""
-    # A token that the target excludes has log-probability -inf and weight 0; 0 * inf is nan, so the product is masked.
-    return _weighted_difference(target_log_probs_NV, student_log_probs_NV)
+class Distribution(NamedTuple):
+    """The same twice, (N, E): natural logarithms, at least `LOWEST`, and probabilities."""
+
+    log_probs_NE: Tensor
+    probs_NE: Tensor
 
 
-def reverse_kl(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
-    """KL(student || target), in nats (MiniLLM, arXiv 2306.08543). (N,)"""
-    return _weighted_difference(student_log_probs_NV, target_log_probs_NV)
+class Pair(NamedTuple):
+    """What an objective compares, row by row. The target has no gradient; both of the student's tensors lead to its logits."""
+
+    target: Distribution
+    student: Distribution
+    # sum_e min(target, student) = 1 - TV: the probability that a draft token is accepted (arXiv 2211.17192).
+    overlap_N: Tensor
+    log_label_N: Tensor  # the student's log-probability of the token that follows
 
 
-def jsd(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor, beta: float) -> Tensor:
-    """Beta KL(target || mix) + (1 - beta) KL(student || mix), mix = beta target + (1 - beta) student (GKD, arXiv 2306.13649). (N,)"""
-    weights = torch.tensor([beta, 1.0 - beta], dtype=target_log_probs_NV.dtype, device=target_log_probs_NV.device).log()
-    mix_log_probs_NV = torch.logaddexp(target_log_probs_NV + weights[0], student_log_probs_NV + weights[1])
-    return beta * _weighted_difference(target_log_probs_NV, mix_log_probs_NV) + (1.0 - beta) * _weighted_difference(
-        student_log_probs_NV, mix_log_probs_NV
-    )
+OBJECTIVES: dict[str, Callable[[Pair, "Objective"], Tensor]] = {}  # by name, as configs know them
 
 
-def tv(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
+def registered(function: Callable[[Pair, Objective], Tensor]) -> Callable[[Pair, Objective], Tensor]:
+    """Registers an objective under its function's name: that, and the name in `distill/config/sections.py`, is all that one needs."""
+    OBJECTIVES[function.__name__] = function
+    return function
+
+
+def overlap(target_probs_NE: Tensor, student_probs_NE: Tensor, mass_N: Tensor | float = 1.0) -> Tensor:
+    """sum_e min(target, student), (N,): what the target has, `mass_N`, less what the student lacks. The gradient of a minimum takes longer."""
+    return mass_N - torch.relu(target_probs_NE - student_probs_NE).sum(-1)
+
+
+@registered
+def forward_kl(pair: Pair, objective: Objective) -> Tensor:
+    """KL(target || student) = sum_e target (log target - log student). (N,)"""
+    return -_dot(pair.target.probs_NE, pair.student.log_probs_NE - pair.target.log_probs_NE)
+
+
+@registered
+def reverse_kl(pair: Pair, objective: Objective) -> Tensor:
+    """KL(student || target) (MiniLLM, arXiv 2306.08543). (N,)"""
+    return _student_mean(pair, pair.target.log_probs_NE)
+
+
+@registered
+def jsd(pair: Pair, objective: Objective) -> Tensor:
+    """Beta KL(target || mix) + (1 - beta) KL(student || mix), mix = beta target + (1 - beta) student (GKD, arXiv 2306.13649). (N,)
+
+    The mix is held fixed: the gradient through it is the same for every token, which a softmax does not feel.
+    """
+    beta = objective.beta
+    with torch.no_grad():
+        log_mix_NE = torch.lerp(pair.student.probs_NE, pair.target.probs_NE, beta).log_().clamp_(min=LOWEST)
+        target_part_N = _dot(pair.target.probs_NE, pair.target.log_probs_NE - log_mix_NE)
+    return beta * target_part_N + (1.0 - beta) * _student_mean(pair, log_mix_NE)
+
+
+@registered
+def tv(pair: Pair, objective: Objective) -> Tensor:
     """Total variation, 1 - overlap. Its gradient carries a factor student(v): it dies on a cold start. (N,)"""
-    return 1.0 - overlap(target_log_probs_NV, student_log_probs_NV)
+    return 1.0 - pair.overlap_N
 
 
-def neg_log_alpha(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor) -> Tensor:
-    """-log sum_v min(target, student), in nats (LK losses, arXiv 2602.23881). (N,)
+@registered
+def neg_log_alpha(pair: Pair, objective: Objective) -> Tensor:
+    """-log sum_e min(target, student) (LK losses, arXiv 2602.23881). (N,)
 
     Taken in log space, so that an overlap too small for float32 still has a gradient.
     """
-    return -torch.minimum(target_log_probs_NV, student_log_probs_NV).logsumexp(-1)
+    return -torch.minimum(pair.target.log_probs_NE, pair.student.log_probs_NE).logsumexp(-1)
 
 
-def lk_hybrid(target_log_probs_NV: Tensor, student_log_probs_NV: Tensor, eta: float) -> Tensor:
+@registered
+def lk_hybrid(pair: Pair, objective: Objective) -> Tensor:
     """Lambda KL(target || student) + (1 - lambda) TV, lambda = exp(-eta stop_grad(alpha)) (arXiv 2602.23881). (N,)"""
-    alpha_N = overlap(target_log_probs_NV, student_log_probs_NV)
-    weight_N = torch.exp(-eta * alpha_N.detach())
-    return weight_N * forward_kl(target_log_probs_NV, student_log_probs_NV) + (1.0 - weight_N) * (1.0 - alpha_N)
+    weight_N = torch.exp(-objective.eta * pair.overlap_N.detach())
+    return weight_N * forward_kl(pair, objective) + (1.0 - weight_N) * tv(pair, objective)
 
 
-def ce(student_log_probs_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """-log student(label), in nats. (N,)"""
-    return -student_log_probs_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
+@registered
+def ce(pair: Pair, objective: Objective) -> Tensor:
+    """-log student(label). (N,)"""
+    return -pair.log_label_N
 
 
-# Name -> definition, of the target's and the student's log-probabilities; ce, the seventh, has labels for a target.
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor, Objective], Tensor]] = {
-    "forward_kl": lambda target_NV, student_NV, _: forward_kl(target_NV, student_NV),
-    "reverse_kl": lambda target_NV, student_NV, _: reverse_kl(target_NV, student_NV),
-    "tv": lambda target_NV, student_NV, _: tv(target_NV, student_NV),
-    "neg_log_alpha": lambda target_NV, student_NV, _: neg_log_alpha(target_NV, student_NV),
-    "jsd": lambda target_NV, student_NV, objective: jsd(target_NV, student_NV, objective.beta),
-    "lk_hybrid": lambda target_NV, student_NV, objective: lk_hybrid(target_NV, student_NV, objective.eta),
-}
-NAMES = (*DIVERGENCES, "ce")
+@registered
+def accepted_length(pair: Pair, objective: Objective) -> Tensor:
+    """Of blocks: the rows' weights say what a row's TV counts (`accepted.py`). (N,)"""
+    return tv(pair, objective)
 
 
-def mixed(
-    objective: Objective, target_log_probs_NV: Tensor | None, student_log_probs_NV: Tensor, labels_N: Tensor
-) -> Tensor:
-    """Weighted sum of the named objectives, per token. (N,)
+def mixed(objective: Objective, pair: Pair) -> Tensor:
+    """Weighted sum of the named objectives. (N,)"""
+    terms = [weight * OBJECTIVES[name](pair, objective) for name, weight in objective.weights.items() if weight]
+    return sum(terms, start=torch.zeros_like(pair.overlap_N))
 
-    Raises:
-        KeyError: an unknown name. ValueError: a divergence without target log-probabilities.
+
+def _dot(first_NE: Tensor, second_NE: Tensor) -> Tensor:
+    return (first_NE * second_NE).sum(-1)
+
+
+def _student_mean(pair: Pair, log_others_NE: Tensor) -> Tensor:
+    """sum_e student (log student - log other), the other held fixed. (N,)
+
+    So is the student in the logarithm: sum_e student grad log student is the gradient of 1.
     """
-    total_N = torch.zeros_like(labels_N, dtype=student_log_probs_NV.dtype)
-    for name, weight in objective.weights.items():
-        if name == "ce":
-            loss_N = ce(student_log_probs_NV, labels_N)
-        elif target_log_probs_NV is None:
-            raise ValueError(f"objective {name} compares with a target, and there is none")
-        else:
-            loss_N = DIVERGENCES[name](target_log_probs_NV, student_log_probs_NV, objective)
-        total_N = total_N + weight * loss_N
-    return total_N
+    return _dot(pair.student.probs_NE, (pair.student.log_probs_NE - log_others_NE).detach())
 
 
 def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,10 +220,3 @@ def selected_rows(student_losses_N: Tensor, reference_losses_N: Tensor, keep: fl
     count = math.ceil(keep * student_losses_N.numel())
     order_N = (student_losses_N - reference_losses_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values
-
-
-def _weighted_difference(log_weights_NV: Tensor, log_others_NV: Tensor) -> Tensor:
-    """sum_v weight (log weight - log other), 0 where the weight is 0. (N,)"""
-    weights_NV = log_weights_NV.exp()
-    difference_NV = torch.where(weights_NV > 0, log_weights_NV - log_others_NV, torch.zeros_like(log_weights_NV))
-    return (weights_NV * difference_NV).sum(-1)

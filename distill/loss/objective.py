@@ -2,12 +2,12 @@
 
 Legend: R response tokens (rows) of a micro-batch, C tokens of a chunk, D hidden width, V vocabulary.
 
-The head's products run chunk by chunk, and each chunk's gradient is taken at once, in closed form (`distill/loss/gradients.py`). So the
+The head's products run chunk by chunk, and each chunk's gradient is taken at once, by autograd through its rows (`distill/loss/rows.py`). So the
 peak is O(C x V), and a step costs four products with a head: target forward, student forward, and two for the student's backward;
 three with a stored signal. Inside a chunk the row mathematics goes block by block, each small enough to stay in the cache.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from distill.loss import accepted
 from distill.loss import definitions as losses
 from distill.loss.chunk_heads import UNKNOWN_VOCABULARY, Head, frozen_head_of, head_of, slices
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
-from distill.loss.gradients import Rows, Scratch, part_of, rows_of
+from distill.loss.rows import Rows, part_of, rows_of
 from distill.models.heads import OutputHead
 
 # Bytes of a chunk's logits. On a CPU the head's weights are read once a chunk, so a chunk has CPU_ROWS rows at least.
 CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
-# Bytes of a block: five or so of them share a core's cache; on a GPU they only bound the scratch memory.
+# Bytes of a block of dense rows: five or so of them share a core's cache; on a GPU they only bound the scratch memory. Rows with a
+# stored signal hold fewer, so that a block has four times the rows and starts fewer kernels.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
 # Rows of a micro-batch that the server's acceptance is estimated from, and the logits that they may have.
 MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
@@ -150,14 +151,13 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
         raise ValueError(
             f"objective {ACCEPTED_LENGTH} weighs rows itself: it goes with no other objective or weighting"
         )
-    if names - {*losses.NAMES, ACCEPTED_LENGTH}:
-        raise ValueError(f"no objective is called {', '.join(sorted(names - set(losses.NAMES)))}")
-    if signal is None and names != {"ce"}:
-        raise ValueError(f"objective {', '.join(sorted(names - {'ce'}))} compares with a target, and there is none")
-    if isinstance(signal, SampledSignal) and names - {"forward_kl", "ce"}:
-        raise ValueError(
-            f"objective {', '.join(sorted(names - {'forward_kl', 'ce'}))} is not linear in the target: no samples serve it"
-        )
+    for served, why in (
+        (losses.OBJECTIVES.keys(), "is unknown"),
+        (losses.WITHOUT_TARGET if signal is None else names, "compares with a target, and there is none"),
+        (losses.FROM_SAMPLES if isinstance(signal, SampledSignal) else names, "is not linear in the target: no samples serve it"),
+    ):  # fmt: skip
+        if names - served:
+            raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")
     if objective.weighting != "none" and signal is None:
         raise ValueError(f"weighting {objective.weighting} looks at the target, and there is none")
     if objective.weighting == "selected" and reference is None:
@@ -193,7 +193,7 @@ def _length_weights(
         token_R = ((gain_R - dense_R) * accept_R).where(known_R & (accept_R < 1.0), 0.0)
         share_R = 1.0 - accepted.accepted_lengths(accept_R, follows_R, gamma) / gamma
         scale = objective.weight(ACCEPTED_LENGTH)
-        return scale * share_R.double().sum(), torch.stack([scale * dense_R / gamma, token_R / dense_R], -1)
+        return scale * share_R.double().sum(), torch.stack([dense_R / gamma, scale * token_R / dense_R], -1)
 
 
 def _selected(
@@ -252,43 +252,38 @@ class _Sweep:
     labels_R: Tensor
     weights_R: Tensor | None
     wants_gradient: bool
-    scratch: Scratch = field(default_factory=Scratch)
 
     def run(self, head: Head) -> Rows:
         """Loss, overlap and slack of every row; the head collects the gradients."""
         objective, device = self.objective, self.labels_R.device
         chunk = objective.chunk_tokens or chunk_rows(head.vocabulary, head.dtype, device)
-        block = min(chunk, _block_rows(head.vocabulary, device))
         target = frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
+        block = min(chunk, _block_rows(head.vocabulary, device, dense=target is not None))
         nothing = torch.zeros(0, dtype=torch.promote_types(head.dtype, torch.float32), device=device)
-        found = [Rows(nothing, nothing, nothing, None)]
+        found = [Rows(nothing, nothing, nothing)]
         for chosen in slices(self.labels_R.numel(), chunk):
             logits_CV = head.logits(chosen)
             against = part_of(self.signal, chosen) if target is None else target.logits(chosen)
             if target is not None and against.shape != logits_CV.shape:
                 raise ValueError(f"target logits {tuple(against.shape)}, student logits {tuple(logits_CV.shape)}")
             labels_C, weights_C = self.labels_R[chosen], part_of(self.weights_R, chosen)
-            gradient_CV = None
-            if self.wants_gradient:
-                gradient_CV = logits_CV if head.in_place else torch.empty_like(logits_CV)
+            into_CV = logits_CV if head.in_place or not self.wants_gradient else torch.empty_like(logits_CV)
             for part in slices(len(logits_CV), block):
-                rows = rows_of(
+                rows, gradient_CV = rows_of(
                     objective, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
-                    self.wants_gradient, self.scratch, block if objective.compile else None,
+                    self.wants_gradient,
                 )  # fmt: skip
-                if gradient_CV is not None and rows.gradient_CV is not None:
-                    gradient_CV[part] = head.before_cap(rows.gradient_CV, logits_CV[part])
-                # Without its gradient: that would keep a block of logits alive.
-                found.append(rows._replace(gradient_CV=None))
-            if gradient_CV is not None:
-                head.take(chosen, gradient_CV)
-            del logits_CV, gradient_CV, against
-        loss_R, overlap_R, slack_R = (torch.cat(parts) for parts in list(zip(*found, strict=True))[:3])
-        return Rows(loss_R, overlap_R, slack_R, None)
+                found.append(rows)
+                if gradient_CV is not None:
+                    into_CV[part] = head.before_cap(gradient_CV, logits_CV[part])
+            if self.wants_gradient:
+                head.take(chosen, into_CV)
+            del logits_CV, into_CV, against
+        return Rows(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _block_rows(vocabulary: int, device: torch.device) -> int:
+def _block_rows(vocabulary: int, device: torch.device, dense: bool) -> int:
     if device.type == "cpu":
         # Every thread gets its share: rows are what a softmax is divided by.
-        return max(1, CPU_BLOCK // (vocabulary * 4)) * torch.get_num_threads()
+        return max(1, (CPU_BLOCK if dense else 4 * CPU_BLOCK) // (vocabulary * 4)) * torch.get_num_threads()
     return max(1, GPU_BLOCK // (vocabulary * 4))

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from data.signals.signal import DenseSignal, Signal
 from distill.config.layout import STUDENT, step_folder
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
-from distill.loss.gradients import part_of
 from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
 from distill.loss.offsets import Survival, survival_sums
+from distill.loss.rows import part_of
 from distill.models.heads import SplitModel
 from speculative.decoder.stage_clock import StageClock
 from speculative.engine.parallel import mask_token_of, masked_pass

@@ -1,8 +1,9 @@
-"""The slow twin of the chunked loss: all logits at once, the objectives' definitions, gradients by autograd.
+"""The slow twin of the chunked loss: all logits at once, every objective by its textbook formula, gradients by autograd alone.
 
-Legend: N tokens, V vocabulary, K stored entries, S samples, R response tokens.
+Legend: N tokens, E events, V vocabulary, K stored entries, S samples, R response tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,17 +13,61 @@ from torch import Tensor
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
 from distill.loss.definitions import (
     Objective,
-    ce,
     entropy_weight,
     filled_ids,
-    mixed,
-    overlap,
     sampled_forward_kl,
     sampled_overlap,
     selected_rows,
 )
 from distill.loss.objective import Sums, refuse_impossible
 from distill.models.heads import OutputHead
+
+
+def kl(first_NE: Tensor, second_NE: Tensor) -> Tensor:
+    """KL(first || second) of log-probabilities; 0 log 0 = 0. (N,)"""
+    difference_NE = torch.where(first_NE > -torch.inf, first_NE - second_NE, 0.0)
+    return (first_NE.exp() * difference_NE).sum(-1)
+
+
+def overlap(target_NE: Tensor, student_NE: Tensor) -> Tensor:
+    """sum_e min(target, student) of log-probabilities. (N,)"""
+    return torch.minimum(target_NE, student_NE).exp().sum(-1)
+
+
+def jsd(target_NE: Tensor, student_NE: Tensor, beta: float) -> Tensor:
+    mix_NE = (beta * target_NE.exp() + (1.0 - beta) * student_NE.exp()).log()
+    return beta * kl(target_NE, mix_NE) + (1.0 - beta) * kl(student_NE, mix_NE)
+
+
+def lk_hybrid(target_NE: Tensor, student_NE: Tensor, eta: float) -> Tensor:
+    alpha_N = overlap(target_NE, student_NE)
+    weight_N = torch.exp(-eta * alpha_N.detach())
+    return weight_N * kl(target_NE, student_NE) + (1.0 - weight_N) * (1.0 - alpha_N)
+
+
+# Name -> the formula over the target's and the student's log-probabilities; ce, which has labels for a target, is below.
+PLAIN: dict[str, Callable[[Tensor, Tensor, Objective], Tensor]] = {
+    "forward_kl": lambda target, student, _: kl(target, student),
+    "reverse_kl": lambda target, student, _: kl(student, target),
+    "jsd": lambda target, student, objective: jsd(target, student, objective.beta),
+    "tv": lambda target, student, _: 1.0 - overlap(target, student),
+    "neg_log_alpha": lambda target, student, _: -torch.minimum(target, student).logsumexp(-1),
+    "lk_hybrid": lambda target, student, objective: lk_hybrid(target, student, objective.eta),
+}
+
+
+def ce(student_NV: Tensor, labels_N: Tensor) -> Tensor:
+    return -student_NV.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
+
+
+def compared(objective: Objective, target_NE: Tensor, student_NE: Tensor) -> Tensor:
+    """The weighted sum of all but ce. (N,)"""
+    terms = [
+        weight * PLAIN[name](target_NE, student_NE, objective)
+        for name, weight in objective.weights.items()
+        if name != "ce"
+    ]
+    return sum(terms, start=torch.zeros_like(student_NE[:, 0]))
 
 
 class Definition(NamedTuple):
@@ -86,13 +131,13 @@ def dense_by_definition(
 ) -> Definition:
     """Against all of the target's logits, or without a target (ce only)."""
     student_NV = log_probs(student_logits_NV, objective.temperature)
-    target_NV = None if target_logits_NV is None else log_probs(target_logits_NV, objective.temperature)
-    loss_N = mixed(objective, target_NV, student_NV, labels_N)
+    loss_N = objective.weight("ce") * ce(student_NV, labels_N)
     none_N = torch.zeros_like(loss_N)
-    if target_logits_NV is None or target_NV is None:
+    if target_logits_NV is None:
         return Definition(loss_N, none_N, none_N, none_N)
-    with torch.no_grad():
-        return Definition(loss_N, overlap(target_NV, student_NV), none_N, entropy(target_NV))
+    target_NV = log_probs(target_logits_NV, objective.temperature)
+    loss_N = loss_N + compared(objective, target_NV, student_NV)
+    return Definition(loss_N, overlap(target_NV, student_NV).detach(), none_N, entropy(target_NV))
 
 
 def topk_by_definition(
@@ -103,8 +148,7 @@ def topk_by_definition(
     target_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_NV.dtype)
     events_NE = stored_events(signal.ids_RK, signal.log_probs_RK, student_NV)
     # The label is a token, not an event.
-    compared = replace(objective, weights={name: weight for name, weight in objective.weights.items() if name != "ce"})
-    loss_N = objective.weight("ce") * ce(student_NV, labels_N) + mixed(compared, target_NE, events_NE, labels_N)
+    loss_N = objective.weight("ce") * ce(student_NV, labels_N) + compared(objective, target_NE, events_NE)
     smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
     return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eager_loss import dense_by_definition
 from processes import run_ranks
 from tiny_models import tiny_model
 from tiny_training import TOKENS, final_weights, make_loop, metrics_of, run_config, tiny_tokenizer
@@ -19,7 +20,7 @@ from torch import Tensor
 from data.batches.collate import Batch, Example, collate
 from distill.config.layout import step_folder
 from distill.config.run import RunConfig
-from distill.loss.definitions import Objective, mixed
+from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival
 from distill.models.carving import carve
 from distill.models.mask_token import give_mask_token
@@ -73,7 +74,7 @@ def one_by_one(module: DraftModule, target: Any, examples: list[Example]) -> tup
             for offset, weight in enumerate(module.survival.weights()[:depth]):
                 row, label = first - 1 + offset, ids[first + offset : first + offset + 1]
                 pair = targets_TV[row : row + 1], students_TV[row : row + 1]
-                total = total + weight * mixed(module.objective, *pair, label).double().sum()
+                total = total + weight * dense_by_definition(module.objective, *pair, label).loss_N.double().sum()
                 if first == deepest:
                     kept *= float((pair[1] - pair[0]).detach()[0, label].exp().clamp(max=1.0))
                     survival[:, offset] += torch.tensor([kept, 1.0])
