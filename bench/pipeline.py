@@ -23,7 +23,7 @@ from rich.table import Table
 
 from data.batches.collate import Batch, Example, collate
 from data.prompts import stdlib
-from data.responses.prompt_logprobs import Readers, read_topk
+from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan, row_of
 from distill.loss.definitions import Objective
@@ -163,7 +163,7 @@ def plain_topk(content: bytes, k: int) -> torch.Tensor:
 
 
 def bench_topk(tokens: int, k: int, repeats: int) -> dict:
-    """Microseconds a token, of CPU in this process, to read a server's top-k: at once, in a process beside it, entry by entry."""
+    """Microseconds of CPU a token to read a server's top-k: at once, entry by entry."""
     rng, vocab_rows = np.random.default_rng(0), 150_000
     ids_RK = rng.choice(vocab_rows, (tokens, k), replace=False)
     logs_RK = np.sort(np.log(rng.dirichlet(np.full(k + 1, 0.2), len(ids_RK))[:, 1:] + 1e-12))[:, ::-1]
@@ -171,8 +171,7 @@ def bench_topk(tokens: int, k: int, repeats: int) -> dict:
         {str(i): {"logprob": x, "rank": n, "decoded_token": f" w{n}"} for n, (i, x) in enumerate(zip(*row, strict=True), 1)}
         for row in zip(ids_RK.tolist(), logs_RK.tolist(), strict=True)
     ]  # fmt: skip
-    content, readers = json.dumps({"choices": [{"prompt_logprobs": places}]}).encode(), Readers(1)
-    total = len(places)
+    content, total = json.dumps({"choices": [{"prompt_logprobs": places}]}).encode(), len(places)
 
     def cost(read: Callable[[], Any]) -> Callable[[], float]:
         def run() -> float:
@@ -185,12 +184,10 @@ def bench_topk(tokens: int, k: int, repeats: int) -> dict:
     micros = alternate(
         {
             "arrays": cost(lambda: read_topk(content, 1, total, k, vocab_rows)),
-            "process": cost(lambda: readers.read(content, 1, total, k, vocab_rows)),
             "plain": cost(lambda: plain_topk(content, k)),
         },
         repeats,
     )
-    readers.close()
     return {"microseconds_per_token": micros, "ratio": micros["plain"] / micros["arrays"], "k": k}
 
 
@@ -248,7 +245,7 @@ def main(
     both = result["topk"]["microseconds_per_token"]
     table.add_row(
         "a server's top-k, us/token",
-        f"{both['arrays']:.1f}; with readers {both['process']:.1f}",
+        f"{both['arrays']:.1f}",
         f"entry by entry {both['plain']:.0f}",
         f"{result['topk']['ratio']:.1f}",
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from data.responses.endpoint_keys import Endpoint
-from data.responses.prompt_logprobs import Readers, processes_for
+from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponseBar, ResponsePlan, row_of
 from data.responses.served import TEXTS, TOP, recognise
@@ -45,7 +45,6 @@ class EndpointTarget:
         self._client: Any = None
         self._model: str | None = None
         self._root: str | None = None
-        self._readers = Readers(0)
 
     @property
     def client(self) -> Any:
@@ -193,19 +192,11 @@ class EndpointTarget:
         def work(index: int) -> TopKSignal:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
-        asked = self.endpoint.readers
-        some = missing[:64]
-        tokens = len(missing) * sum(len(rows[index].input_ids) for index in some) // len(some)
-        self._readers = Readers(processes_for(tokens, ranks) if asked is None else asked)
-        try:
-            with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
-                for index, signal in self.each(work, missing):
-                    store.write({index: signal})
-                    progress.count(len(signal.log_tail_R))
-                    progress.advance(1)
-        finally:
-            self._readers.close()
-            self._readers = Readers(0)
+        with ResponseBar(label, mine, mine - len(missing), show and rank == 0) as progress:
+            for index, signal in self.each(work, missing):
+                store.write({index: signal})
+                progress.count(len(signal.log_tail_R))
+                progress.advance(1)
 
     def _answer(self, prompt: RenderedPrompt, settings: DecodeSettings, key: str) -> Response:
         return self.answer(prompt.prompt_ids, settings, key)
@@ -251,7 +242,7 @@ class EndpointTarget:
         ids = [*prompt_ids, *response_ids]
         content = self._content(ids, max_tokens=1, temperature=0.0, prompt_logprobs=k)
         try:
-            found = self._readers.read(content, len(prompt_ids), len(ids), k, self.vocab_rows)
+            found = read_topk(content, len(prompt_ids), len(ids), k, self.vocab_rows)
         except ValueError as error:
             raise UserError(f"{self.endpoint.url}: {error}") from error
         return TopKSignal(*map(torch.from_numpy, found))

@@ -22,9 +22,6 @@ class Endpoint(BaseModel):
     concurrency: int = Field(32, ge=1, description="requests under way at once")
     timeout: float = Field(600.0, gt=0, description="seconds of one request")
     retries: int = Field(5, ge=0, description="of a request that meets a dropped connection, 429 or 5xx")
-    readers: int | None = Field(
-        None, ge=0, description="processes that read the top-k of answers; null = by tokens and cores, at most 8"
-    )
 
 
 def is_address(url: str) -> bool:

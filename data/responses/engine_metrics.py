@@ -7,18 +7,17 @@ llama.cpp's `llamacpp:spec_decode_num_*`, the same schema (pull request 26389); 
 `sglang:spec_accept_length` and `..._rate`, and `avg_spec_accept_length` of /server_info, which no difference can be made of.
 """
 
+import contextlib
 import itertools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from data.responses.engine_counts import CountsError
+from speculative.errors import UserError
 
 PAGES = ("/metrics", "/prometheus/metrics")
-_LINE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[^"}]|"(?:\\.|[^"\\])*")*)\})?\s+(\S+)(?:\s+-?\d+)?')
-_LABEL = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
 
 # name without `_total` -> [(labels, value)]
 Page = dict[str, list[tuple[dict[str, str], float]]]
@@ -46,17 +45,20 @@ class ServerCounts:
 
 
 def parse_page(text: str) -> Page:
-    """The samples of a page in Prometheus' text format; what is no sample is passed over."""
+    """The samples of a page in Prometheus' text format; none of a page in another.
+
+    Raises:
+        UserError: the package that reads them is not installed.
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise UserError("`pip install prometheus-client` to read an engine's counters") from error
     page: Page = {}
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _LINE.fullmatch(line.strip())
-        if found is None:
-            continue
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        page.setdefault(found[1].removesuffix("_total"), []).append((dict(_LABEL.findall(found[2] or "")), value))
+    with contextlib.suppress(ValueError):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                page.setdefault(sample.name.removesuffix("_total"), []).append((sample.labels, sample.value))
     return page
 
 

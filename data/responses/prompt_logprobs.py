@@ -1,15 +1,8 @@
-"""The most probable tokens at each place of a text, out of a server's answer; in processes of their own where there is much to read.
+"""The most probable tokens at each place of a text, out of a server's answer.
 
-Imports nothing of this package, nor torch: this file is also the program of those processes, which start in a tenth of a second.
 Legend: R response tokens, K entries of a row, N entries of all rows together.
 """
 
-import contextlib
-import os
-import pickle
-import queue
-import subprocess
-import sys
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +11,6 @@ import numpy as np
 CLAMPED = -9999.0
 # Float32 logarithms of k probabilities: their sum is known to about this.
 _SUM_SLACK = 1e-3
-# Tokens that are read in the time that a process takes to start, many times over; and how many such processes a server can feed.
-_WORTH_A_PROCESS, _MOST_PROCESSES = 100_000, 8
 
 TopK = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -90,78 +81,3 @@ def topk_table(ids_N: np.ndarray, logs_N: np.ndarray, counts_R: np.ndarray, k: i
         # What is missing to one by less than float32 can say is nothing.
         log_tail_R = np.log(np.where(1 - mass_R > k * 2.0**-23, 1 - mass_R, 0.0))
     return ids_RK, logs_RK.astype(np.float32), log_tail_R.astype(np.float32)
-
-
-class Readers:
-    """`read_topk` from threads: in so many processes, or in the caller's own."""
-
-    def __init__(self, processes: int) -> None:
-        """Starts them; `close` ends them, and so does the end of this process."""
-        self._processes = [_reader() for _ in range(processes)]
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        for process in self._processes:
-            self._idle.put(process)
-
-    def read(self, content: bytes, start: int, total: int, k: int, vocab_rows: int) -> TopK:
-        """As `read_topk`; what a process that is gone was asked is read here, and another takes its place."""
-        job = content, start, total, k, vocab_rows
-        if not self._processes:
-            return read_topk(*job)
-        process = self._idle.get()
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            pickle.dump(job, process.stdin, protocol=5)
-            process.stdin.flush()
-            found = pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):  # it was killed, maybe in mid-answer
-            process = self._replaced(process)
-            return read_topk(*job)
-        finally:
-            self._idle.put(process)
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
-
-    def _replaced(self, gone: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        gone.kill()
-        gone.wait()
-        with contextlib.suppress(OSError):  # no memory for another now: the next job tries again
-            self._processes[self._processes.index(gone)] = gone = _reader()
-        return gone
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-
-def _reader() -> subprocess.Popen[bytes]:
-    # Its own session: Ctrl-C is for the program that asked. -P: our neighbours here are no top-level modules.
-    return subprocess.Popen(
-        [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-
-
-def processes_for(tokens: int, ranks: int) -> int:
-    """How many processes so many tokens are worth, on a machine that ``ranks`` ranks share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min((cores - 1) // ranks, _MOST_PROCESSES, tokens // _WORTH_A_PROCESS)
-
-
-def _serve() -> None:
-    """Jobs from stdin, results to stdout, until whoever asks is gone."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            job = pickle.load(sys.stdin.buffer)
-            try:
-                found: TopK | str = read_topk(*job)
-            except ValueError as error:
-                found = str(error)
-            pickle.dump(found, sys.stdout.buffer, protocol=5)
-            sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()

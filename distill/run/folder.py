@@ -31,7 +31,7 @@ from speculative.rules.sampling import SamplingSettings
 # Keys that a resumed run may have changed: they do not reach what is trained on, only how it is laid out or shown.
 MAY_DIFFER = (
     "resume", "output", "target.shard", "target.device_map", "student.gradient_checkpointing", "target.endpoint.url", "target.endpoint.api_key_env",
-    "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "target.endpoint.readers", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
+    "target.endpoint.concurrency", "target.endpoint.timeout", "target.endpoint.retries", "train.micro_batch_size", "train.log_every", "train.keep_states", "train.profile_steps", "loss.chunk_tokens",
     "serving.batch_size", "judge.batch_size", "judge.speed_prompts", "judge.speed_seconds", "judge.speed_threads", "judge.served", "tracking.trackers",
     "tracking.project", "export.quantize",
 )  # fmt: skip

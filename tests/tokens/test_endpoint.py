@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
-import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import model_server
 import numpy as np
-import psutil
 import pytest
 import torch
 from model_server import MODEL, Behaviour, logits_after
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer
 
-from data.responses import prompt_logprobs
 from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
-from data.responses.prompt_logprobs import Readers, processes_for
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import respond
 from data.responses.served import TEXTS, TOP, difference
@@ -203,51 +197,6 @@ def test_a_signal_store_is_filled_by_two_ranks(server: Any, tmp_path: Path) -> N
         # to the rounding of the store's codec
         torch.testing.assert_close(found.log_tail_R.exp(), wanted.log_tail_R.exp(), atol=2e-3, rtol=0)
         assert torch.equal(found.ids_RK.sort().values, wanted.ids_RK.sort().values)
-
-
-def test_reading_in_other_processes_changes_nothing_and_they_end(server: Any, tmp_path: Path) -> None:
-    rows = locally(tmp_path / "local", GREEDY)
-    here, there = opened(tmp_path / "here", rows), opened(tmp_path / "there", rows)
-    before = {child.pid for child in psutil.Process().children()}
-    target_at(server[0], readers=0).topk(here, rows, 5, show=False)
-    target_at(server[0], readers=2).topk(there, rows, 5, show=False)
-    assert {child.pid for child in psutil.Process().children()} == before
-    for index in range(len(rows)):
-        assert here.read([index]).ids_RK.equal(there.read([index]).ids_RK)  # type: ignore[union-attr]
-        assert here.read([index]).log_tail_R.equal(there.read([index]).log_tail_R)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("when", ["idle", "mid-answer"])
-def test_a_reader_says_what_is_wrong_and_another_takes_the_place_of_one_that_was_killed(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readers = Readers(1)
-    place = b'{"choices": [{"prompt_logprobs": [null, {"3": {"logprob": -0.5}, "4": {"logprob": -0.25}}]}]}'
-    try:
-        with pytest.raises(ValueError, match="no prompt_logprobs"):
-            readers.read(b'{"choices": [{}]}', 1, 2, 1, 9)
-        gone = readers._processes[0]
-        if when == "idle":
-            gone.kill()
-            gone.wait()
-        else:
-            gone.stdout = io.BytesIO(pickle.dumps(np.zeros(100), protocol=5)[:-50])
-        ids_RK, log_probs_RK, log_tail_R = readers.read(place, 1, 2, 1, 9)
-        assert gone.poll() is not None
-        monkeypatch.setattr(prompt_logprobs, "read_topk", lambda *_: pytest.fail("read in the program itself"))
-        assert readers.read(place, 1, 2, 1, 9)[0].tolist() == [[4]]
-    finally:
-        readers.close()
-    assert all(process.poll() is not None for process in readers._processes)
-    assert (ids_RK.tolist(), log_probs_RK.tolist()) == ([[4]], [[-0.25]])
-    # all but the one that is kept
-    np.testing.assert_allclose(np.exp(log_tail_R), [1 - math.exp(-0.25)], rtol=1e-6)
-
-
-def test_processes_are_for_many_tokens_only() -> None:
-    assert processes_for(50_000, 1) == 0
-    assert processes_for(10**9, 1) == min(8, len(os.sched_getaffinity(0)) - 1)
-    assert processes_for(10**9, 10**6) == 0
 
 
 def test_dropped_slow_and_failing_requests_change_nothing(server: Any, tmp_path: Path) -> None:
