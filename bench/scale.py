@@ -37,7 +37,7 @@ from distill.models.target import Target
 from distill.run.prompts import PromptSets, load_prompts
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores
-from distill.run.session import new_accelerator
+from distill.run.run import Run, new_accelerator
 from distill.training.batches import make_batches
 from speculative.engine.memory import peak_bytes
 
@@ -59,13 +59,13 @@ def config_of(folder: Path) -> RunConfig:
 def prompts_of(config: RunConfig, target: Target) -> PromptSets:
     """The run's prompts, as training loads them."""
     return load_prompts(
-        config.data, target.tokenizer, CONTEXT, RESPONSE_TOKENS, config.judge.prompts, run=config.folder
+        config.data, target.tokenizer, CONTEXT, RESPONSE_TOKENS, config.judge.prompts, folder=config.folder
     )
 
 
 def answer(config: RunConfig, target: Target, prompts: Sequence[RenderedPrompt]) -> None:
     """Synthetic responses to the prompts that have none yet."""
-    stores, generator = RunStores(config, new_accelerator(), target), np.random.default_rng(len(prompts))
+    stores, generator = RunStores(Run(config), target), np.random.default_rng(len(prompts))
     store, plan = Store(config.folder / RESPONSES / TRAINING), ResponsePlan(prompts, 1, config.serving.shard_size)
     store.open(stores.manifest(stores.settings))
     for shard, numbers in track(plan.share(store, 0, 1)[0], "responses", console=Console(stderr=True)):
@@ -83,10 +83,11 @@ def answer(config: RunConfig, target: Target, prompts: Sequence[RenderedPrompt])
 
 def first_batch(folder: Path, target: Target) -> StoredRows:
     """What training does before its first step."""
-    config, accelerator = config_of(folder), new_accelerator()
+    config = config_of(folder)
+    run = Run(config)
     sets = prompts_of(config, target)
-    rows = RunStores(config, accelerator, target).training(sets.train)
-    batches = make_batches(config, accelerator, target, sets.train, rows.examples, CONTEXT)
+    rows = RunStores(run, target).training(sets.train)
+    batches = make_batches(run, target, sets.train, rows.examples, CONTEXT)
     batches.micro_batch_size = 32
     window = batches.micro_batches(0)
     assert sum(batch.labels_R.numel() for batch in window) == config.train.batch_size * RESPONSE_TOKENS
@@ -125,7 +126,6 @@ def grow(folder: Path, responses: int) -> float:
     prompts = prompts_of(config, target).train
     first = time.perf_counter() - began
     answer(config, target, prompts)
-    target.remember()
     return first
 
 

@@ -38,7 +38,7 @@ from data.files import write_json
 from distill.commands.training_process import terminated_as_interrupted
 from distill.faults import Interrupted, exit_status
 from distill.run.provenance import describe_run
-from distill.training.loop import NotFinite
+from distill.training.trainer import NotFinite
 from speculative.measure.effects import standard_errors
 
 

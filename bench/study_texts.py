@@ -23,19 +23,20 @@ from data.batches.collate import Batch
 from data.signals.signal import DenseSignal
 from distill.config.run import RunConfig
 from distill.models.draft import as_exported
-from distill.models.student import first_student, refuse_impossible
+from distill.models.student import refuse_impossible
 from distill.models.target import Target
-from distill.run.checkpoint import Progress
+from distill.run.answers import Answers, first_student
 from distill.run.responses import RunStores, decode_settings
-from distill.run.session import new_accelerator, run_prompts
+from distill.run.run import Run, new_accelerator
+from distill.run.session import run_prompts
 from distill.training.batches import make_batches, make_objective
 from distill.training.capture import CapturingTeacher
-from distill.training.loop import Loop
 from distill.training.micro_batch import chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import settled_precision
 from distill.training.signal import make_teacher
 from distill.training.teacher import Teacher, TeacherSource
+from distill.training.trainer import Trainer
 from speculative.errors import UserError
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -76,13 +77,14 @@ class Texts:
         config.folder.mkdir(parents=True, exist_ok=True)
         self.target = Target(config.target, accelerator.device)
         heldout = config.judge.prompts + study.tune_prompts
-        self.context, _, self.sets = run_prompts(config, self.target, accelerator, heldout)
+        run = Run(config, accelerator)
+        self.context, self.tokenizer, self.sets = run_prompts(run, self.target, heldout)
         if len(self.sets.heldout) < heldout:
             raise UserError(
                 f"{study.name}: {len(self.sets.heldout)} held-out prompts are too few for {config.judge.prompts} that judge "
                 f"(judge.prompts) and {study.tune_prompts} that tune (tune_prompts); add to data.heldout, or lower these"
             )
-        stores = RunStores(config, accelerator, self.target)
+        stores = RunStores(run, self.target)
         self.rows = stores.training(self.sets.train)
         self.heldout = stores.heldout(self.sets.heldout, config.serving_rule, select=True)
         self.sampling = decode_settings(config.serving, config.seed, self.target).sampling
@@ -111,30 +113,31 @@ def _trained(config: RunConfig, texts: Texts, steps: int) -> tuple[PreTrainedMod
     target, accelerator = texts.target, _accelerator(config)
     set_seed(config.seed)
     refuse_impossible(config.student, target.side.config)
-    student = first_student(config, accelerator, target, texts.rows, (texts.sets.train, texts.sets.heldout))
+    run = Run(config, accelerator)
+    answers = Answers(run, target, texts.tokenizer, texts.sets, texts.context)
+    answers.training = texts.rows
+    student = first_student(answers)
     module = DraftModule(student, make_objective(config))
     examples = texts.rows.examples
     teacher: TeacherSource | None = texts.teacher
     if config.signal.source == "capture":
-        teacher = make_teacher(config, target, examples, accelerator)
+        teacher = make_teacher(run, target, examples)
         if isinstance(teacher, CapturingTeacher):
             teacher.teacher = texts.teacher  # who remembers what the target said to the others
-    batches = make_batches(config, accelerator, target, texts.sets.train, examples, texts.context, teacher)
+    batches = make_batches(run, target, texts.sets.train, examples, texts.context, teacher)
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, accelerator, module, texts.teacher, batches.longest
     )
-    progress = Progress()
-    nobody: Any = None  # judges: the loop takes its steps one by one
-    loop = Loop(config, accelerator, module, teacher, batches, target.tokenizer, nobody, progress, {})
+    trainer = Trainer(run, module, teacher, batches, target.tokenizer, {})
     for step in range(steps):
-        progress.step = step
-        progress.tokens_seen += loop.step(loop.micro_batches(step)).tokens
-    average = None if loop.average is None else DraftModule(loop.average.module, module.objective)
+        run.progress.step = step
+        run.progress.tokens_seen += trainer.step(trainer.micro_batches(step)).tokens
+    average = None if trainer.average is None else DraftModule(trainer.average.module, module.objective)
     draft = as_exported((average or module).exported(), target)
     if isinstance(teacher, CapturingTeacher):
         teacher.store.close()
     accelerator.free_memory()
-    return draft, progress.tokens_seen
+    return draft, run.progress.tokens_seen
 
 
 def sums_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> dict[str, list[float]]:

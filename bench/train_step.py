@@ -63,6 +63,7 @@ from distill.models.layers import layer_list
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.provenance import describe_run
+from distill.run.run import Run
 from distill.training.capture import StoredTeacher, topk_signal
 from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers
@@ -266,8 +267,8 @@ def own_responses(race: Race, prompts: int) -> Callable[[], list[Example]]:
     folder = tempfile.mkdtemp(prefix="rollouts-")
     config = parse_config(
         {
-            "name": "bench",
-            "output": folder,
+            "name": Path(folder).name,
+            "output": str(Path(folder).parent),
             "data": {
                 "train": [{"path": "unused"}],
                 "rollouts": {"prompts": prompts, "max_tokens": settings.length - cut},
@@ -278,7 +279,7 @@ def own_responses(race: Race, prompts: int) -> Callable[[], list[Example]]:
     many = [race.examples[number % len(race.examples)] for number in range(prompts)]
     rendered = [RenderedPrompt(str(n), "bench", tuple(e.input_ids[:cut].tolist())) for n, e in enumerate(many)]
     accelerator = Accelerator(cpu=race.device.type == "cpu")
-    made = Rollouts(config, accelerator, race.target, race.tokenizer, rendered, Path(folder))
+    made = Rollouts(Run(config, accelerator), race.target, race.tokenizer, rendered)
     module, turn = DraftModule(race.student, Objective({"ce": 1.0})), iter(range(STEPS))
     return lambda: made.student(next(turn), module.exported)
 

@@ -9,20 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from data.responses.chat import ChatTarget
 from data.responses.store import StoredRows
 from distill.config.command_line import RespondOptions, run_program
+from distill.config.layout import CONFIG
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.faults import check_imports, exit_status
 from distill.models.target import Target
+from distill.run.answers import Answers
 from distill.run.folder import claim_folder
-from distill.run.lag import await_seen
-from distill.run.responses import RunStores
-from distill.run.session import new_accelerator, run_prompts
-from distill.run.synthetic import with_synthetic
+from distill.run.run import Run, new_accelerator
+from distill.run.session import run_prompts
 from distill.training.signal import fill, open_signal_store, signal_line
 from speculative.errors import UserError
 
@@ -49,43 +47,41 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
         UserError: odd config, folder of another run, target or prompts not there, disk full.
     """
     config, wanted = _resolved(config_path, overrides, signal)
-    accelerator = new_accelerator(project_dir=str(config.folder))
-    if accelerator.is_main_process:
-        claim_folder(config)
-    accelerator.wait_for_everyone()
-    target = Target(config.target, accelerator.device, config.folder)
-    context, tokenizer, sets = run_prompts(config, target, accelerator)
-    accelerator.print(sets.report)
-    stores = RunStores(config, accelerator, target)
-    rows = stores.training(with_synthetic(config, tokenizer, sets.train, stores, context, accelerator)[0])
-    stores.heldout_by_rule(sets.heldout)
-    if accelerator.is_main_process:
-        target.remember()
-    accelerator.print(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
-    facts = _signal(config, rows, target, accelerator) if wanted else None
-    accelerator.end_training()
+    ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
+    ranks.once(ranks.folder / CONFIG, lambda: claim_folder(config))
+    target = Target(config.target, ranks.device, ranks.folder)
+    context, tokenizer, sets = run_prompts(ranks, target)
+    ranks.say(sets.report)
+    answers = Answers(ranks, target, tokenizer, sets, context)
+    rows = answers.training
+    assert answers.heldout
+    ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
+    facts = _signal(ranks, rows, target) if wanted else None
+    ranks.accelerator.end_training()
     return facts
 
 
-def _signal(config: RunConfig, rows: StoredRows, target: Target, accelerator: Accelerator) -> dict[str, Any]:
-    store = open_signal_store(config, rows.examples, target.facts, accelerator, repair=True)
+def _signal(run: Run, rows: StoredRows, target: Target) -> dict[str, Any]:
+    config = run.config
+    store = open_signal_store(run, rows.examples, target.facts, repair=True)
     try:
         if target.config.endpoint is not None:
-            share = {"rank": accelerator.process_index, "ranks": accelerator.num_processes}
             if isinstance(target.endpoint, ChatTarget):
                 target.endpoint.require_kept(store)
             else:
-                target.endpoint.topk(store, rows, config.signal.k, label="teacher signal", **share)
-            accelerator.wait_for_everyone()
+                target.endpoint.topk(
+                    store, rows, config.signal.k, label="teacher signal", rank=run.rank, ranks=run.ranks
+                )
+            run.wait()
         else:
-            fill(config, store, target, rows.examples, accelerator)
-        await_seen(lambda: not store.missing(), store.folder)
+            fill(run, store, target, rows.examples)
+        run.await_seen(lambda: not store.missing(), store.folder)
         facts = store.facts()
     finally:
         store.close()
-    accelerator.print(signal_line(config.signal, facts))
+    run.say(signal_line(config.signal, facts))
     if config.signal.source != "response_logprobs":
-        accelerator.print(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
+        run.say(f"train from it with signal.source=store signal.kind={config.signal.kind} behind the config")
     return facts
 
 

@@ -2,28 +2,18 @@
 
 import difflib
 import functools
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data.files import write_json
-from data.responses.rendered import RenderedPrompt
-from data.responses.store import Row
-from distill.config.layout import STUDENT_NOTES
-from distill.config.run import RunConfig
 from distill.config.sections import StudentConfig
 from distill.models.carving import carve, channel_scores, choose_layers, layers_only, trim_mlps
 from distill.models.load import load_model, load_pretrained, load_tokenizer, reason_of
 from distill.models.mask_token import give_mask_token
-from distill.models.target import Target
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
     compare_vocabularies,
@@ -198,14 +188,14 @@ def context_of(student: StudentConfig) -> int | None:
     return None
 
 
-def run_context(config: RunConfig, target_context: int | None) -> int:
-    """Tokens of prompt and response that a run's sequences may have: what the target takes, or `data.context_length`.
+def run_context(student: StudentConfig, asked: int | None, target_context: int | None) -> int:
+    """Tokens of prompt and response that a run's sequences may have: what the target takes, or ``asked`` for by `data.context_length`.
 
     Raises:
         UserError: a draft that is made for less; as `context_of`.
     """
-    limits = [limit for limit in (target_context, config.data.context_length) if limit is not None]
-    own, student = context_of(config.student), config.student
+    limits = [limit for limit in (target_context, asked) if limit is not None]
+    own = context_of(student)
     if own is None or student.extend_context or not limits or own >= min(limits):
         return min(limits, default=own or NO_LIMIT)
     which, remedy = (
@@ -295,55 +285,6 @@ def add_lora(
         raise UserError(f"student.lora.target_modules = {modules}: {str(error).splitlines()[0][:200]}") from error
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Token ids of the ends of responses and of prompts, one by one, as often as they are asked for."""
-
-    ends: Sequence[int]
-    sets: Sequence[Sequence[RenderedPrompt]]
-
-    def __iter__(self) -> Iterator[Sequence[int]]:
-        return chain([self.ends], (prompt.prompt_ids for prompt in chain.from_iterable(self.sets)))
-
-
-# Responses that layers and channels are chosen by.
-CALIBRATION_TEXTS = 32
-
-
 def carved_by_measurement(student: StudentConfig) -> bool:
     """Whether the draft's first weights are chosen by what the target does on text."""
     return student.layers == "auto" or student.intermediate_size is not None
-
-
-def first_student(
-    config: RunConfig,
-    accelerator: Accelerator,
-    target: Target,
-    rows: Sequence[Row] = (),
-    prompts: Sequence[Sequence[RenderedPrompt]] = (),
-) -> Any:
-    """The draft before training. What was chosen for it is kept in student.json: a resumed run and every rank have the same."""
-    wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
-    read = target.host_model if config.target.shard else lambda: target.model
-    source: Any = read() if wants_weights else target.side
-    path, notes = config.folder / STUDENT_NOTES, dict[str, Any]()
-    # Every n-th response, so that all domains have a say.
-    texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
-
-    def made(layers: Sequence[int] | None) -> Any:
-        return make_student(
-            config.student, source, target.tokenizer, texts or None, seed=config.seed,
-            temperature=config.serving.temperature, layers=layers, notes=notes,
-            texts=_Texts(target.facts.eos_ids, prompts),
-        )  # fmt: skip
-
-    student, choice = None, None
-    if accelerator.is_main_process:
-        choice = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
-        student = made(choice and choice["layers"])
-        choice = choice or notes.get("layers")
-        if notes and not path.exists():
-            write_json(path, notes)
-            accelerator.print(f"student: {path} says what was measured and chosen")
-    (choice,) = broadcast_object_list([choice])
-    return student if student is not None else made(choice and choice["layers"])

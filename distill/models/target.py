@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,17 +109,20 @@ class Target:
         dtype = dtype_of(self.config.dtype, self.device)
         return load_model(self._what, self.config.path, dtype=dtype, **self._how)
 
-    def hold(self, model: PreTrainedModel) -> None:
-        """From now on ``model`` is the target in memory, until it is released: the same weights in another arrangement."""
-        self._model = model
+    @contextlib.contextmanager
+    def arranged(self, make: Callable[[], PreTrainedModel] | None = None) -> Iterator[None]:
+        """Frees the weights; inside the block what ``make`` returns is the target, the same weights in another arrangement.
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether the weights are loaded."""
-        return self._model is not None
+        Without ``make``, and behind the block, whoever asks for `model` loads them again.
+        """
+        self._free()
+        try:
+            self._model = make() if make is not None else None
+            yield
+        finally:
+            self._free()
 
-    def release(self) -> None:
-        """Forgets the weights; whoever asks for `model` loads them again."""
+    def _free(self) -> None:
         self._model = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

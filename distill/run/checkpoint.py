@@ -1,17 +1,14 @@
 """Checkpoints: written whole or not at all, found again, judged, pruned."""
 
-import contextlib
 import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
 from data.files import open_modes, write_json
@@ -28,31 +25,9 @@ from distill.config.layout import (
     list_steps,
     step_folder,
 )
+from distill.run.run import Progress, Run
 from distill.run.verdict_record import Judgement
 from speculative.errors import UserError
-
-
-@dataclass
-class Progress:
-    """What a resumed run needs besides tensors. The position in the data follows from `step`."""
-
-    step: int = 0
-    tokens_seen: int = 0
-    best_step: int | None = None
-    best_score: float | None = None
-    judged_without_gain: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def spend(self, stage: str, seconds: float) -> None:
-        """Adds to the time spent in a stage."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-
-    @contextlib.contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Books the seconds of the block by the wall clock; not those of one that fails."""
-        started = time.perf_counter()
-        yield
-        self.spend(stage, time.perf_counter() - started)
 
 
 def last_resumable(run: Path) -> int | None:
@@ -60,14 +35,7 @@ def last_resumable(run: Path) -> int | None:
     return next((step for step in reversed(list_steps(run)) if (step_folder(run, step) / STATE).exists()), None)
 
 
-def save_checkpoint(
-    run: Path,
-    accelerator: Accelerator,
-    students: dict[str, Any],
-    tokenizer: Any,
-    progress: Progress,
-    provenance: dict[str, Any],
-) -> Path:
+def save_checkpoint(run: Run, students: dict[str, Any], tokenizer: Any, provenance: Mapping[str, Any]) -> Path:
     """Writes students, optimizer, scheduler, every rank's RNG and progress under a temporary name, then renames.
 
     All ranks call it. ``students`` are causal LMs by folder name on the main process, and not looked at elsewhere.
@@ -78,38 +46,56 @@ def save_checkpoint(
     # Accelerate notes at each save that tied weights are stored once: as it should be.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     disable_progress_bar()
-    final = step_folder(run, progress.step)
+    final = step_folder(run.folder, run.progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
     try:
-        if accelerator.is_main_process:
+        if run.main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary / STATE))
-        accelerator.wait_for_everyone()  # every rank's RNG is in the folder before it is renamed
-        if accelerator.is_main_process:
+        run.wait()
+        run.accelerator.save_state(str(temporary / STATE))
+        run.wait()  # every rank's RNG is in the folder before it is renamed
+        if run.main:
             for name, student in students.items():
                 student.save_pretrained(str(temporary / name))
                 tokenizer.save_pretrained(str(temporary / name))
-            write_json(temporary / PROVENANCE, provenance)
-            write_json(temporary / PROGRESS, asdict(progress))
+            write_json(temporary / PROVENANCE, dict(provenance))
+            write_json(temporary / PROGRESS, asdict(run.progress))
             open_modes(temporary)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(temporary, final)
-        accelerator.wait_for_everyone()
+        run.wait()
     except Exception as error:
         if not _is_disk_trouble(error):
             raise
         shutil.rmtree(temporary, ignore_errors=True)
-        steps = list_steps(run)
-        kept = (
-            f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no earlier checkpoint"
-        )
-        raise UserError(f"{final}: cannot be written ({str(error).splitlines()[0]}); {kept}") from error
+        raise UserError(
+            f"{final}: cannot be written ({str(error).splitlines()[0]}); {last_good(run.folder)}"
+        ) from error
     return final
 
 
-def settle_weights(folder: Path, judgement: dict[str, Any]) -> None:
+def last_good(run: Path) -> str:
+    """Which checkpoint a run that stops can go on from, in words."""
+    steps = list_steps(run)
+    return f"the last good checkpoint is {step_folder(run, steps[-1])}" if steps else "there is no checkpoint yet"
+
+
+def keep_judgement(run: Run, step: int, judgement: Mapping[str, Any]) -> None:
+    """Settles the weights of a judged checkpoint, counts those without a gain and links the best. All ranks call it."""
+    if run.main:
+        settle_weights(step_folder(run.folder, step), judgement)
+    # From the files, not from memory: a kill between two writes cannot make them disagree.
+    scores = run.seen(lambda: judged_scores(run.folder))
+    run.progress.best_step, run.progress.best_score = max(scores, key=lambda item: item[1])
+    run.progress.judged_without_gain = sum(step > run.progress.best_step for step, _ in scores)
+    if run.main:
+        write_json(step_folder(run.folder, step) / PROGRESS, vars(run.progress))
+        point_best(run.folder, run.progress.best_step)
+    run.wait()
+
+
+def settle_weights(folder: Path, judgement: Mapping[str, Any]) -> None:
     """Gives the better of raw and averaged weights the name `student`; the other stays beside it. May be called again."""
     if judgement.get("weights") == "ema" and (folder / AVERAGED).exists():
         if (folder / STUDENT).exists():

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator
 
 from data.batches.examples import Examples
 from data.responses.rendered import RenderedPrompt
@@ -19,6 +17,7 @@ from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target
 from distill.run.checkpoint import resume_point
 from distill.run.responses import RunStores
+from distill.run.run import Run
 from distill.run.session import run_prompts
 from distill.run.synthetic import with_synthetic
 from speculative.errors import UserError
@@ -37,7 +36,7 @@ class OtherTarget:
 
     name: str
     weight: float
-    config: RunConfig
+    run: Run
     target: Target
     examples: Examples
     heldout: list[HeldoutResponse]
@@ -53,8 +52,7 @@ class OtherTarget:
 
 
 def open_others(
-    config: RunConfig,
-    accelerator: Accelerator,
+    run: Run,
     target: Target,
     train: Collection[RenderedPrompt],
     heldout: Collection[RenderedPrompt],
@@ -68,7 +66,7 @@ def open_others(
         UserError: no run there, or one not answered; of another tokenizer, vocabulary or way of serving; a target named twice; one run
             trains on what the other holds out; a sequence longer than ``context``.
     """
-    found: list[OtherTarget] = []
+    config, found = run.config, list[OtherTarget]()
     known = {target.facts.fingerprint: "this run"}
     for number, other in enumerate(config.target.others):
         key, folder = f"target.others.{number}.run", Path(other.run)
@@ -81,7 +79,8 @@ def open_others(
         _require_alike(config, own, key)
         # Its store is read here, whoever speaks when that run itself is trained.
         own = own.model_copy(update={"signal": config.signal})
-        one = Target(own.target, accelerator.device, folder, f"{key}: target.path")
+        there = Run(own, run.accelerator)
+        one = Target(own.target, run.device, folder, f"{key}: target.path")
         if one.facts.fingerprint in known:
             raise UserError(
                 f"{key} {folder}: {own.target.path} is the target of {known[one.facts.fingerprint]} too; name each target once"
@@ -93,9 +92,9 @@ def open_others(
             raise UserError(
                 f"{key} {folder}: {own.target.path} has {one.facts.vocab_rows} vocabulary rows, {config.target.path} {target.facts.vocab_rows}"
             )
-        limit, tokenizer, sets = run_prompts(own, one, accelerator)
-        stores = RunStores(own, accelerator, one, answers=False)
-        prompts, _ = with_synthetic(own, tokenizer, sets.train, stores, limit, accelerator)
+        limit, tokenizer, sets = run_prompts(there, one)
+        stores = RunStores(there, one, answers=False)
+        prompts, _ = with_synthetic(there, tokenizer, sets.train, stores, limit)
         _require_apart(key, (train, heldout), (prompts, sets.heldout))
         examples, text = stores.training(prompts).examples, stores.heldout(sets.heldout, config.judge_rule)
         longest = max((len(said.prompt_ids) + len(said.response_ids) for said in text), default=0)
@@ -105,12 +104,11 @@ def open_others(
                 f"{key} {folder}: a sequence of {longest} tokens; this run's pair takes {context}: answer there with data.context_length: "
                 f"{context}"
             )
-        found.append(OtherTarget(own.target.path, other.weight, own, one, examples, text))
-        one.release()
+        found.append(OtherTarget(own.target.path, other.weight, there, one, examples, text))
     return found
 
 
-def require_unchanged(config: RunConfig, told: Sequence[dict[str, Any]]) -> None:
+def require_unchanged(run: Run, told: Sequence[Mapping[str, Any]]) -> None:
     """Refuses to go on from a checkpoint that learned from other answers of the other targets: numbers and scores would change meaning.
 
     ``told``: `OtherTarget.told` of each. The main process calls it.
@@ -118,7 +116,7 @@ def require_unchanged(config: RunConfig, told: Sequence[dict[str, Any]]) -> None
     Raises:
         UserError: they have answered anew, or the checkpoint does not say what it learned from.
     """
-    checkpoint = resume_point(config.folder)[1]
+    checkpoint = resume_point(run.folder)[1]
     if checkpoint is None:
         return
     path = checkpoint / PROVENANCE
@@ -131,7 +129,7 @@ def require_unchanged(config: RunConfig, told: Sequence[dict[str, Any]]) -> None
     for number, (then, now) in enumerate(zip(before, told, strict=False)):
         if then != now:
             raise UserError(
-                f"target.others.{number}.run {config.target.others[number].run}: its responses are no longer those that {checkpoint} learned "
+                f"target.others.{number}.run {run.config.target.others[number].run}: its responses are no longer those that {checkpoint} learned "
                 "from; choose another name=..., or delete that run's checkpoints"
             )
 

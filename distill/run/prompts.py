@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 
 from data.files import MANIFEST, read_manifest, write_manifest
 from data.prompts.prompt import PromptRow
@@ -25,7 +24,7 @@ from data.responses.rendered import SCHEMA, RenderedPrompt, StoredPrompts, write
 from distill.config.layout import CHECKPOINTS, PROMPTS
 from distill.config.sections import DataConfig, SourceConfig
 from distill.models.load import tokenizer_fingerprint
-from distill.run.lag import await_seen, await_written
+from distill.run.run import Run
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 
@@ -53,8 +52,8 @@ def load_prompts(
     heldout_prompts: int,
     *,
     heldout_only: bool = False,
-    run: Path | None = None,
-    accelerator: Accelerator | None = None,
+    folder: Path | None = None,
+    ranks: Run | None = None,
 ) -> PromptSets:
     """All prompts of a run, rendered by the target's tokenizer.
 
@@ -65,33 +64,36 @@ def load_prompts(
         context_length: tokens that prompt + response may have at most.
         heldout_prompts: keep this many held-out prompts: the first ones by hash, so that more of them begin with these.
         heldout_only: leave `train` empty (for evaluation alone); the run's folder is read, never written.
-        run: the run's folder; None = nothing is kept.
-        accelerator: given when all ranks of a run call.
+        folder: the run's; None = nothing is kept.
+        ranks: given when all ranks of a run call.
 
     Raises:
         UserError: sources missing, empty or all duplicates; a prompt too long (`data.too_long: error`); no template; other prompts
             than those that a run with checkpoints began with.
     """
     made_with = _made_with(data, tokenizer, context_length, max_tokens)
-    if run is not None:
-        folder = run / PROMPTS
-        kept = (accelerator is not None and not accelerator.is_main_process) or _is_kept(
-            folder, made_with, heldout_prompts
-        )
-        if not kept and not (heldout_only and data.heldout):
-            _refuse_untold(run)
-        if not kept and not heldout_only:
-            _make(data, tokenizer, folder, made_with, heldout_prompts)
-            kept = True
-        if accelerator is not None:
-            await_written(folder / MANIFEST)
-            if kept:
-                await_seen(lambda: all((folder / name).exists() for name in (TRAIN_FILE, HELDOUT_FILE)), folder)
-        if kept:
-            return _read(folder, heldout_prompts)
-        # Evaluation alone gets here, under other limits than the run's.
-        if own := _own_heldout(folder, made_with, heldout_prompts):
-            return PromptSets([], own, "")
+    if folder is not None:
+        own, kept = folder / PROMPTS, folder / PROMPTS / MANIFEST
+
+        def make() -> None:
+            if not _is_kept(own, made_with, heldout_prompts):
+                _refuse_untold(own.parent)
+                _make(data, tokenizer, own, made_with, heldout_prompts)
+
+        if not heldout_only:
+            if ranks is None:
+                make()
+            else:
+                ranks.once(kept, make)
+                ranks.await_seen(lambda: all((own / name).exists() for name in (TRAIN_FILE, HELDOUT_FILE)), own)
+            return _read(own, heldout_prompts)
+        if _is_kept(own, made_with, heldout_prompts):
+            return _read(own, heldout_prompts)
+        if not data.heldout:
+            _refuse_untold(folder)
+        # Under other limits than the run's.
+        if drawn := _own_heldout(own, made_with, heldout_prompts):
+            return PromptSets([], drawn, "")
     if heldout_only and data.heldout:
         render = _Renderer(data, tokenizer, made_with)
         rows = rows_of(data.heldout, render.bad_rows)[0]

@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-
 from data.files import MANIFEST
 from data.prompts.template import check_learnable, template_fingerprint
 from data.responses.chat import ChatTarget
@@ -14,12 +11,12 @@ from data.responses.rendered import RenderedPrompt, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond, store_references
 from data.responses.store import INDEX, Row, Store, StoredRows
 from data.signals.store import signal_manifest
-from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, USER_TURNS
+from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TARGET_FACTS, TRAINING, USER_TURNS
 from distill.config.run import RunConfig
 from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.target import Target, TargetFacts
-from distill.run.lag import await_seen, await_written
+from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -53,13 +50,14 @@ def signal_manifest_of(config: RunConfig, facts: TargetFacts) -> dict[str, Any]:
 class RunStores:
     """Makes and reads the stores of a run; every rank makes its share."""
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator, target: Target, *, answers: bool = True) -> None:
-        """Fingerprints target and tokenizer; nothing is written yet.
+    def __init__(self, run: Run, target: Target, *, answers: bool = True) -> None:
+        """Fingerprints target and tokenizer, and writes down what the target is; no responses yet.
 
         ``answers``: whether the target makes what is missing; otherwise that is refused, and nothing is ever written.
         """
-        self.folder, self.serving, self.answers = config.folder / RESPONSES, config.serving, answers
-        self.accelerator, self.target = accelerator, target
+        config = run.config
+        self.folder, self.serving, self.answers = run.folder / RESPONSES, config.serving, answers
+        self.run, self.target = run, target
         self.of_dataset, self.judge_rule = config.data.responses == "reference", config.judge_rule
         kept = config.signal.source == "response_logprobs"
         self.kept_signal = signal_manifest_of(config, target.facts) if kept else None
@@ -72,6 +70,8 @@ class RunStores:
             "tokenizer": tokenizer_fingerprint(target.tokenizer),
             "template": template_fingerprint(target.tokenizer, template.mode, template.chat_template_kwargs)[:16],
         }
+        if answers:
+            run.once(run.folder / TARGET_FACTS, target.remember)
 
     def training(self, prompts: Sequence[RenderedPrompt]) -> StoredRows:
         """Rows to train on: the target's answers, or the dataset's own."""
@@ -81,7 +81,7 @@ class RunStores:
         manifest = self.manifest(self.settings) | {"responses": "reference", "prompts": prompts_fingerprint(prompts)}
         if not self.answers:
             return self._found(store, manifest, ResponsePlan(prompts, 1, size))
-        if self.accelerator.is_main_process:
+        if self.run.main:
             store_references(store, manifest, prompts, self.serving.max_tokens, size)
         return self._in_order(store, ResponsePlan(prompts, 1, size))
 
@@ -127,15 +127,16 @@ class RunStores:
         plan = ResponsePlan(prompts, samples, self.serving.shard_size)
         if not self.answers:
             return self._found(store, manifest, plan)
-        if self.accelerator.is_main_process:
+
+        def opened() -> bool:
             store.open(manifest)
-        self.accelerator.wait_for_everyone()  # the folder is there before another rank writes into it
-        # The main process looks, before the first rank writes.
-        (whole,) = broadcast_object_list([bool(store.present(plan.keys).all())])
+            return bool(store.present(plan.keys).all())
+
+        whole = self.run.seen(opened)  # the folder is there before another rank writes into it
         if not whole:
             share: dict[str, Any] = {
-                "samples_per_prompt": samples, "shard_size": plan.shard_size, "rank": self.accelerator.process_index,
-                "ranks": self.accelerator.num_processes, "label": f"{name} responses",
+                "samples_per_prompt": samples, "shard_size": plan.shard_size, "rank": self.run.rank,
+                "ranks": self.run.ranks, "label": f"{name} responses",
             }  # fmt: skip
             if self.target.config.endpoint is not None:
                 if isinstance(self.target.endpoint, ChatTarget):
@@ -144,9 +145,9 @@ class RunStores:
             else:
                 batch_size = self.serving.batch_size
                 respond(store, manifest, self.target.model, prompts, settings, batch_size=batch_size, **share)
-        self.accelerator.wait_for_everyone()
-        if not whole and self.accelerator.is_main_process:
-            await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
+        self.run.wait()
+        if not whole and self.run.main:
+            self.run.await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
         return self._in_order(store, plan, select)
 
     def _found(self, store: Store, manifest: dict[str, Any], plan: ResponsePlan) -> StoredRows:
@@ -166,12 +167,10 @@ class RunStores:
 
     def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
         """The plan's rows, checked and put in its order: to stay so, by the main process, and the others find them so."""
-        if select and self.accelerator.is_main_process:
-            store.select(plan.keys, plan.domains())
         if select:
-            await_written(store.folder / INDEX)
+            self.run.once(store.folder / INDEX, lambda: store.select(plan.keys, plan.domains()))
         rows = store.rows() if select else store.chosen(plan.keys, plan.domains())
-        await_seen(lambda: all(path.exists() for path in rows.files), store.folder)
+        self.run.await_seen(lambda: all(path.exists() for path in rows.files), store.folder)
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows

@@ -1,18 +1,14 @@
-"""What every program opens first: the accelerator, the context that fits, the target, the self-checks."""
+"""What every program opens first: the prompts and the context that fits, a pair, the self-checks."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from transformers import PreTrainedModel
 
-from data.files import write_bytes, write_json
+from data.files import write_bytes
 from data.prompts.template import on_day
 from data.responses.rendered import RenderedPrompt
 from distill.config.layout import DAY, RESPONSES, SELF_CHECKS
@@ -22,6 +18,7 @@ from distill.models.student import NO_LIMIT, run_context
 from distill.models.target import Target
 from distill.run.prompts import PromptSets, load_prompts
 from distill.run.responses import decode_settings
+from distill.run.run import Run, new_accelerator
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
@@ -32,34 +29,26 @@ from speculative.rules.rule import Rule
 CHECKED_PROMPTS = 8
 
 
-def new_accelerator(**options: Any) -> Accelerator:
-    """An Accelerator on the best device that has float64, which the sums need: Apple's GPU does not, its CPU does."""
-    # The other ranks wait while the main process judges: for longer than the usual ten minutes on real prompts.
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=12))
-    return Accelerator(cpu=torch.backends.mps.is_available(), kwargs_handlers=[patience], **options)
-
-
-def dated_tokenizer(target: Target, run: Path, accelerator: Accelerator | None = None) -> Any:
+def dated_tokenizer(target: Target, folder: Path, run: Run | None = None) -> Any:
     """The target's tokenizer as a run renders its prompts: a template that writes the date writes that of the run's first start.
 
-    All ranks of a program that makes responses call it, with the accelerator: the main process writes the day down.
+    ``run``: given where responses are made, by all ranks together; the day is then written down in its ``folder``.
     """
-    path, day = run / RESPONSES / DAY, date.today()
-    if path.exists():
-        day = date.fromisoformat(path.read_text(encoding="utf-8").strip())
-    elif (
-        accelerator is not None
-        and accelerator.is_main_process
-        and on_day(target.tokenizer, day) is not target.tokenizer
-    ):
-        path.parent.mkdir(exist_ok=True)
-        write_bytes(path, f"{day}\n".encode())
-    return on_day(target.tokenizer, broadcast_object_list([day])[0] if accelerator is not None else day)
+    path = folder / RESPONSES / DAY
+
+    def day() -> date:
+        today = date.today()
+        if path.exists():
+            return date.fromisoformat(path.read_text(encoding="utf-8").strip())
+        if run is not None and on_day(target.tokenizer, today) is not target.tokenizer:
+            path.parent.mkdir(exist_ok=True)
+            write_bytes(path, f"{today}\n".encode())
+        return today
+
+    return on_day(target.tokenizer, day() if run is None else run.seen(day))
 
 
-def run_prompts(
-    config: RunConfig, target: Target, accelerator: Accelerator, heldout: int | None = None
-) -> tuple[int, Any, PromptSets]:
+def run_prompts(run: Run, target: Target, heldout: int | None = None) -> tuple[int, Any, PromptSets]:
     """(tokens of prompt and response that a run's sequences may have, the tokenizer that renders its prompts, the prompts). All ranks call it.
 
     ``heldout``: how many held-out prompts; None = those that judge.
@@ -67,11 +56,12 @@ def run_prompts(
     Raises:
         UserError: see `run_context` and `load_prompts`.
     """
-    context = run_context(config, target.facts.context_length)
-    tokenizer = dated_tokenizer(target, config.folder, accelerator)
+    config = run.config
+    context = run_context(config.student, config.data.context_length, target.facts.context_length)
+    tokenizer = dated_tokenizer(target, run.folder, run)
     sets = load_prompts(
-        config.data, tokenizer, context, config.serving.max_tokens, heldout or config.judge.prompts, run=config.folder,
-        accelerator=accelerator,
+        config.data, tokenizer, context, config.serving.max_tokens, heldout or config.judge.prompts, folder=run.folder,
+        ranks=run,
     )  # fmt: skip
     return context, tokenizer, sets
 
@@ -117,37 +107,29 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy")
     context = context_limit(*positions, config.data.context_length)
     tokenizer = dated_tokenizer(target, config.folder)
     sets = load_prompts(
-        config.data, tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True, run=config.folder
+        config.data, tokenizer, context, config.serving.max_tokens, prompts, heldout_only=True, folder=config.folder
     )
     return Pair(target, draft, context, sets.heldout, decode_settings(config.serving, config.seed, target))
 
 
 def check_instrument(
-    config: RunConfig,
-    accelerator: Accelerator,
-    target: Target,
-    prompts: Sequence[RenderedPrompt],
-    settings: DecodeSettings,
-) -> dict[str, Any]:
+    run: Run, target: Target, prompts: Sequence[RenderedPrompt], settings: DecodeSettings
+) -> Mapping[str, Any]:
     """The self-checks on the first held-out prompts, once per run, at most `judge.batch_size` of them at once.
 
     Raises:
         SelfCheckError: the judge contradicts itself.
     """
-    path = config.folder / SELF_CHECKS
-    looks = accelerator.is_main_process and path.exists()
-    (found,) = broadcast_object_list([json.loads(path.read_text(encoding="utf-8")) if looks else None])
-    if found is not None:
+
+    def checked() -> dict[str, Any]:
+        keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
+        found = self_checks(target.model, keyed, settings, batch_size=run.config.judge.batch_size)
+        run.say(
+            f"self-checks: target as its own draft alpha {found['alpha_live']:.3f} live, {found['alpha_replay']:.3f} replay; "
+            f"speculative greedy = plain greedy on {found['greedy_equal']}/{found['prompts']} prompts"
+        )
+        for warning in found["warnings"]:
+            run.say(f"warning: {warning}")
         return found
-    keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
-    result = self_checks(target.model, keyed, settings, batch_size=config.judge.batch_size)
-    if accelerator.is_main_process:
-        write_json(path, result)
-    accelerator.print(
-        f"self-checks: target as its own draft alpha {result['alpha_live']:.3f} live, {result['alpha_replay']:.3f} replay; "
-        f"speculative greedy = plain greedy on {result['greedy_equal']}/{result['prompts']} prompts"
-    )
-    for warning in result["warnings"]:
-        accelerator.print(f"warning: {warning}")
-    accelerator.wait_for_everyone()
-    return result
+
+    return run.record(run.folder / SELF_CHECKS, checked)

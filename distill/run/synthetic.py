@@ -3,26 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate import Accelerator
-
 from data.files import write_json
 from data.prompts.prompt import PromptRow
 from data.prompts.template import render_prompt
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.synthetic import mixed_rows, row_of, sampled_rows, synthetic_rows
 from distill.config.layout import PROMPTS, SYNTHETIC
-from distill.config.run import RunConfig
 from distill.run.prompts import HELDOUT_FILE, as_rendered, rows_of
 from distill.run.responses import RunStores
+from distill.run.run import Run
 
 
 def with_synthetic(
-    config: RunConfig,
-    tokenizer: Any,
-    own: Sequence[RenderedPrompt],
-    stores: RunStores,
-    context: int,
-    accelerator: Accelerator,
+    run: Run, tokenizer: Any, own: Sequence[RenderedPrompt], stores: RunStores, context: int
 ) -> tuple[Sequence[RenderedPrompt], str]:
     """The training prompts and the synthetic ones behind them; one line of how many were made, kept, left out and why. All ranks call it.
 
@@ -36,10 +29,11 @@ def with_synthetic(
     Raises:
         UserError: magpie without a chat template, mix with prompts that have nothing in common.
     """
+    config = run.config
     asked = config.data.synthetic
     if asked is None:
         return own, ""
-    template, folder = config.data.template, config.folder / PROMPTS
+    template, folder = config.data.template, run.folder / PROMPTS
     rows = [row_of(prompt) for prompt in own]
     heldout = [row_of(prompt) for prompt in StoredPrompts(folder / HELDOUT_FILE)]
     if config.data.heldout:
@@ -60,12 +54,12 @@ def with_synthetic(
 
     made, counts = synthetic_rows(rows, heldout, asked.count, candidates, lambda row: len(ids(row)) <= most)
     prompts = [as_rendered(row, ids(row)) for row in made]
-    if accelerator.is_main_process:
+    if run.main:
         fingerprint = write_prompts(folder / f"{SYNTHETIC}.arrow", prompts)
         write_json(
             folder / f"{SYNTHETIC}.json", asked.model_dump(mode="json") | {"prompts": fingerprint, "counts": counts}
         )
-        accelerator.print(synthetic_line(asked.method, counts))
+        run.say(synthetic_line(asked.method, counts))
     return [*own, *prompts], synthetic_line(asked.method, counts)
 
 

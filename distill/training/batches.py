@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from data.batches.collate import Batch, Example, collate, pad_id_of
@@ -19,12 +18,14 @@ from data.batches.mixture import Mixture, Pool
 from data.batches.packed import collate_packed
 from data.batches.packing import micro_batches, packed_micro_batches
 from data.batches.windows import text_examples
-from data.responses.rendered import RenderedPrompt, prompt_lengths
+from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
+from distill.config.sections import ParallelConfig
 from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival, drawn_depths
 from distill.models.heads import SplitModel
 from distill.models.target import Target
+from distill.run.run import Run
 from distill.training.capture import StoredTeacher
 from distill.training.rollouts import Draft, Rollouts
 from distill.training.teacher import TeacherSource
@@ -59,14 +60,12 @@ class BatchSource:
         ranks: int,
         rollouts: Rollouts | None = None,
         text_examples: Sequence[Example] | None = None,
-        longest_rollout: int = 0,
-        mask_token: int | None = None,
         others: Sequence[tuple[float, Examples]] = (),
     ) -> None:
         """`examples`: responses of the target; `others`: (weight, responses) of other targets. `rollouts` and `text_examples` are needed where `data.mix` has a share of them.
 
         Raises:
-            UserError: a sequence that is longer than `train.packing`, or holds the mask token of a parallel draft.
+            UserError: a sequence that is longer than `train.packing`.
         """
         mix, every = config.data.mix, config.data.rollouts.every
         shares = {
@@ -83,7 +82,6 @@ class BatchSource:
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
         # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
         self.micro_batch_size = config.train.micro_batch_size or 1
-        self._longest_rollout, self._mask_token = longest_rollout, mask_token
         # Told the micro-batches of a step before it is asked for them, in the thread that made them.
         self.read_ahead: Callable[[Sequence[Batch]], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -140,8 +138,9 @@ class BatchSource:
     @property
     def longest(self) -> int:
         """Tokens of the longest row that a micro-batch can have."""
-        held = (int(examples.lengths_N.max()) for _, examples in self._held.values())
-        return self.config.train.packing or max(self._longest_rollout, *held, 2)
+        held = [int(examples.lengths_N.max()) for _, examples in self._held.values()]
+        rollout = self.rollouts.longest if self.rollouts is not None else 0
+        return self.config.train.packing or max(rollout, *held, 2)
 
     def _documents(self, step: int, draft: Draft | None) -> tuple[list[Example], list[int]]:
         """The sequences of a step, pool after pool, and their numbers."""
@@ -173,12 +172,6 @@ class BatchSource:
             raise UserError(
                 f"train.packing = {packing}: a sequence of data.mix.{name} has {longest} tokens; set it to at least that"
             )
-        for number in range(len(examples)) if self._mask_token is not None else ():
-            if self._mask_token in examples[number].input_ids:
-                raise UserError(
-                    f"student.parallel.mask_token: a sequence of data.mix.{name} holds token {self._mask_token}, which stands for a token "
-                    "not known yet; give an id that no text has"
-                )
         self._held[name] = generation, examples
 
     def _in_blocks(self, example: Example, step: int, place: int) -> Example:
@@ -243,8 +236,7 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
 
 
 def make_batches(
-    config: RunConfig,
-    accelerator: Accelerator,
+    run: Run,
     target: Target,
     prompts: Sequence[RenderedPrompt],
     examples: Examples | Sequence[Example],
@@ -256,17 +248,19 @@ def make_batches(
     """The source of micro-batches, with rollouts and general text where the mix has a share of them.
 
     ``teacher``: one that reads a store does so a step ahead. ``mask_token``: of a parallel draft. ``others``: as for `BatchSource`.
+
+    Raises:
+        UserError: sequences that are too long, or hold the mask token; general text that cannot be cut into windows.
     """
-    mix, data, tokenizer = config.data.mix, config.data, target.tokenizer
-    rollouts, text, longest = None, None, 0
-    if mix.student or mix.speculative:
-        rollouts = Rollouts(config, accelerator, target.model, tokenizer, prompts, config.folder)
-        longest = int(prompt_lengths(prompts).max()) + (data.rollouts.max_tokens or config.serving.max_tokens)
-        if config.train.packing is not None and longest > config.train.packing:
+    config, data, tokenizer, packing = run.config, run.config.data, target.tokenizer, run.config.train.packing
+    rollouts, text = None, None
+    if data.mix.student or data.mix.speculative:
+        rollouts = Rollouts(run, target.model, tokenizer, prompts)
+        if packing is not None and rollouts.longest > packing:
             raise UserError(
-                f"train.packing = {config.train.packing}: a rollout may have {longest} tokens; set it to at least that"
+                f"train.packing = {packing}: a rollout may have {rollouts.longest} tokens; set it to at least that"
             )
-    if mix.text:
+    if data.mix.text:
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "data.text: the target's tokenizer has no eos token, which separates documents; set data.mix.text to 0"
@@ -276,13 +270,22 @@ def make_batches(
                 f"data.text_window = {data.text_window}: the models take {context} tokens; set it to at most that"
             )
         text = text_examples(data.text, tokenizer, data.text_window)
-    source = BatchSource(
-        config, examples, pad_id_of(tokenizer), accelerator.process_index, accelerator.num_processes, rollouts, text,
-        longest, mask_token, others,
-    )  # fmt: skip
+    if mask_token is not None:
+        for sequences in (examples, text or (), *(own for _, own in others)):
+            _refuse_token(mask_token, sequences)
+    source = BatchSource(config, examples, pad_id_of(tokenizer), run.rank, run.ranks, rollouts, text, others)
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
     return source
+
+
+def _refuse_token(mask_token: int, sequences: Examples | Sequence[Example]) -> None:
+    for number in range(len(sequences)):
+        if mask_token in sequences[number].input_ids:
+            raise UserError(
+                f"student.parallel.mask_token: a sequence to learn from holds token {mask_token}, which stands for a token "
+                "not known yet; give an id that no text has"
+            )
 
 
 def make_objective(config: RunConfig) -> Objective:
@@ -297,7 +300,6 @@ def make_objective(config: RunConfig) -> Objective:
     )  # fmt: skip
 
 
-def make_survival(config: RunConfig) -> Survival | None:
+def make_survival(parallel: ParallelConfig | None) -> Survival | None:
     """What weighs the offsets of a parallel draft; None for one that drafts token by token."""
-    parallel = config.student.parallel
     return None if parallel is None else Survival(parallel.tokens, parallel.retain)

@@ -17,21 +17,18 @@ from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from data.batches.collate import Example
 from data.files import write_bytes
-from data.responses.rendered import RenderedPrompt, prompts_fingerprint
+from data.responses.rendered import RenderedPrompt, prompt_lengths, prompts_fingerprint
 from data.responses.respond import ResponsePlan, respond
 from data.responses.store import Row, Store
 from distill.config.layout import ROLLOUTS
-from distill.config.run import RunConfig
 from distill.models.draft import cast_copy
 from distill.models.load import model_fingerprint, tokenizer_fingerprint
 from distill.run import checkpoint
-from distill.run.lag import await_seen
+from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
@@ -73,25 +70,30 @@ class Rollouts:
 
     def __init__(
         self,
-        config: RunConfig,
-        accelerator: Accelerator,
+        run: Run,
         target: PreTrainedModel,
         tokenizer: Any,
         prompts: Sequence[RenderedPrompt],
-        run: Path,
     ) -> None:
         """Nothing is read or written yet.
 
         `seconds` adds up the time spent in making and reading.
         """
-        self.config, self.accelerator, self.target = config, accelerator, target
-        self.prompts, self.run, self.folder = prompts, run, run / ROLLOUTS
+        self.run, self.config, self.target = run, run.config, target
+        self.prompts, self.folder = prompts, run.folder / ROLLOUTS
         self.identity = {
             "format": ROLLOUT_FORMAT,
             "target": model_fingerprint(target),
             "tokenizer": tokenizer_fingerprint(tokenizer),
         }
         self.seconds = 0.0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a rollout may have with its prompt."""
+        return int(prompt_lengths(self.prompts).max()) + (
+            self.config.data.rollouts.max_tokens or self.config.serving.max_tokens
+        )
 
     def student(self, generation: int, draft: Draft) -> list[Example]:
         """The draft's own responses, sampled at `data.rollouts.temperature` (on-policy distillation, arXiv 2306.13649).
@@ -144,17 +146,18 @@ class Rollouts:
             "shard_size": self.config.serving.shard_size,
         }  # fmt: skip
         store = Store(self.folder / f"{kind}-g{generation:05d}")
-        if self.accelerator.is_main_process:
+        keys = ResponsePlan(prompts, 1, self.config.serving.shard_size).keys
+
+        def lacking() -> bool:
             self._delete_old(kind, generation)
             store.open(manifest)
-        self.accelerator.wait_for_everyone()  # the folder is there, and nobody writes yet
-        keys = ResponsePlan(prompts, 1, self.config.serving.shard_size).keys
+            return not store.present(keys).all()
+
         # The main process looks, before the first rank writes: all of them make the draft whole together, or none.
-        (missing,) = broadcast_object_list([not store.present(keys).all()])
-        if missing:
+        if self.run.seen(lacking):
             self._make(kind, store, manifest, prompts, settings, self._as_served(draft()))
-        self.accelerator.wait_for_everyone()
-        await_seen(lambda: bool(store.present(keys).all()), store.folder)
+        self.run.wait()
+        self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
             raise UserError(f"{store.folder}: {lost} of {len(keys)} responses are missing; run again to make them")
         rows = store.read()
@@ -170,18 +173,18 @@ class Rollouts:
         self, kind: Kind, store: Store, manifest: dict[str, Any], prompts: Sequence[RenderedPrompt],
         settings: DecodeSettings, draft: PreTrainedModel,
     ) -> None:  # fmt: skip
-        serving, accelerator = self.config.serving, self.accelerator
+        serving = self.config.serving
         speculative = kind == "speculative"
         respond(
             store, manifest, self.target if speculative else draft, prompts, settings, samples_per_prompt=1,
-            batch_size=serving.batch_size, shard_size=serving.shard_size, rank=accelerator.process_index,
-            ranks=accelerator.num_processes, show=False, drafter=ModelDrafter(draft) if speculative else None,
+            batch_size=serving.batch_size, shard_size=serving.shard_size, rank=self.run.rank,
+            ranks=self.run.ranks, show=False, drafter=ModelDrafter(draft) if speculative else None,
             companion=write_rejected if speculative else None,
         )  # fmt: skip
 
     def _delete_old(self, kind: Kind, generation: int) -> None:
         """Deletes generations that neither this one's predecessor nor a resume from the last checkpoint could ask for."""
-        resumable = checkpoint.last_resumable(self.run)
+        resumable = checkpoint.last_resumable(self.run.folder)
         oldest = generation - 1
         if resumable is not None:
             oldest = min(oldest, resumable // self.config.data.rollouts.every)

@@ -208,7 +208,6 @@ def sharded_teacher(accelerator: Accelerator, target: Target) -> PreTrainedModel
         raise UserError(
             "target.shard: quantised weights cannot be cut over ranks; use target.device_map, or a stored signal"
         )
-    target.release()
     whole = target.host_model() if accelerator.is_main_process else None
     kept = [None] if whole is None else [(whole.config, whole.dtype)]
     config, dtype = broadcast_object_list(kept)[0]

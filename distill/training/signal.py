@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from data.batches.collate import Example, collate, pad_id_of
 from data.batches.examples import Examples, as_examples
@@ -13,13 +11,13 @@ from data.responses.respond import ResponseBar
 from data.signals.columns import RELATIVE_ERROR
 from data.signals.store import SignalStore
 from distill.config.layout import RESPONSES, TRAINING, find_student
-from distill.config.run import RunConfig
 from distill.config.sections import SignalConfig
 from distill.models.load import load_model
 from distill.models.target import Target, TargetFacts
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.others import OtherTarget
 from distill.run.responses import signal_manifest_of
+from distill.run.run import Run
 from distill.training.capture import CapturingTeacher, JoinedTeacher, StoredTeacher
 from distill.training.teacher import Teacher, TeacherSource
 from speculative.errors import UserError
@@ -29,12 +27,7 @@ FILLED_AT_ONCE = 32
 
 
 def open_signal_store(
-    config: RunConfig,
-    examples: Examples | Sequence[Example],
-    facts: TargetFacts,
-    accelerator: Accelerator,
-    *,
-    repair: bool,
+    run: Run, examples: Examples | Sequence[Example], facts: TargetFacts, *, repair: bool
 ) -> SignalStore:
     """The run's signal, beside its responses, open on every rank. What is known of other examples stays there.
 
@@ -43,9 +36,10 @@ def open_signal_store(
     Raises:
         UserError: not there or not complete (the command is named).
     """
-    store, examples = SignalStore(config.folder / RESPONSES / TRAINING), as_examples(examples)
-    examples, rank = examples.with_prompts(config.loss.prompt_weight), accelerator.process_index
-    store.open(signal_manifest_of(config, facts), examples.predicted_N, examples.keys_N, rank=rank, repair=repair)
+    config = run.config
+    store, examples = SignalStore(run.folder / RESPONSES / TRAINING), as_examples(examples)
+    examples = examples.with_prompts(config.loss.prompt_weight)
+    store.open(signal_manifest_of(config, facts), examples.predicted_N, examples.keys_N, rank=run.rank, repair=repair)
     if not repair and (missing := store.missing()):
         old = [f"{config.folder / 'signal'} is of version 0.1"] if (config.folder / "signal").exists() else []
         found = "".join(f" ({said})" for said in [*store.faults(), *old])
@@ -62,7 +56,7 @@ def check_signal(signal: SignalConfig, vocab_rows: int) -> None:
         raise UserError(f"signal.k = {signal.k}: the target's vocabulary has {vocab_rows} tokens; give at most that")
 
 
-def fill(config: RunConfig, store: SignalStore, target: Target, examples: Examples, accelerator: Accelerator) -> None:
+def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> None:
     """Captures what the store lacks, this rank its share: micro-batches of like length, the longest first.
 
     What an earlier run left is checked first, by each rank a share. The target's weights are not touched when nothing is missing.
@@ -70,13 +64,13 @@ def fill(config: RunConfig, store: SignalStore, target: Target, examples: Exampl
     Raises:
         UserError: disk full; a target whose distributions are not finite.
     """
+    config = run.config
     examples = examples.with_prompts(config.loss.prompt_weight)
-    show, rank, ranks = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
+    show, rank, ranks = run.main, run.rank, run.ranks
     if store.present().any():
         store.verify(rank=rank, ranks=ranks, show=show)
-    accelerator.wait_for_everyone()
-    (found,) = broadcast_object_list([store.missing()])  # one list: else shares would overlap or gape
-    missing = np.array(found, dtype=np.int64)
+    run.wait()
+    missing = np.array(run.seen(store.missing), dtype=np.int64)  # one list: else shares would overlap or gape
     size = config.train.micro_batch_size or FILLED_AT_ONCE
     order = missing[np.argsort(-examples.lengths_N[missing].astype(np.int64), kind="stable")].tolist()
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
@@ -87,9 +81,9 @@ def fill(config: RunConfig, store: SignalStore, target: Target, examples: Exampl
         with ResponseBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
             for indices in mine:
                 batch = collate([examples[index] for index in indices], pad_id_of(target.tokenizer), indices)
-                teacher.fill(batch.to(accelerator.device))
+                teacher.fill(batch.to(run.device))
                 bar.advance(len(indices))
-    accelerator.wait_for_everyone()
+    run.wait()
 
 
 def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
@@ -107,11 +101,7 @@ def signal_line(signal: SignalConfig, facts: dict[str, Any]) -> str:
 
 
 def make_teacher(
-    config: RunConfig,
-    target: Target,
-    examples: Examples | Sequence[Example],
-    accelerator: Accelerator,
-    others: Sequence[OtherTarget] = (),
+    run: Run, target: Target, examples: Examples | Sequence[Example], others: Sequence[OtherTarget] = ()
 ) -> TeacherSource | None:
     """The target itself, the store of what it said, or the target asked once for each sequence; None when no objective needs one.
 
@@ -120,15 +110,16 @@ def make_teacher(
     Raises:
         UserError: a store that is missing, incomplete, damaged or of something else.
     """
+    config = run.config
     if config.objective_names() == {"ce"}:
         return None
     signal = config.signal
     if signal.source == "online":
         return Teacher(target.model)
-    store = open_signal_store(config, examples, target.facts, accelerator, repair=signal.source == "capture")
+    store = open_signal_store(run, examples, target.facts, repair=signal.source == "capture")
     if signal.source != "capture":
-        known = [(one.config, one.examples, one.target.facts) for one in others]
-        stores = [store, *(open_signal_store(*one, accelerator, repair=False) for one in known)]
+        known = [(one.run, one.examples, one.target.facts) for one in others]
+        stores = [store, *(open_signal_store(*one, repair=False) for one in known)]
         counts = [len(examples), *(len(of_other) for _, of_other, _ in known)]
         return JoinedTeacher(stores, counts) if others else StoredTeacher(store)
     return CapturingTeacher(

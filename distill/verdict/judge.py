@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-
 from distill.config.sections import JudgeConfig
 from distill.models.draft import as_exported
 from distill.models.target import Target
@@ -32,13 +29,12 @@ def judge_by_replay(
 
 
 class DraftJudge:
-    """Live decoding and replay on the frozen held-out responses, on the main process; the others get its record."""
+    """Live decoding and replay on the frozen held-out responses: the main process alone asks it."""
 
     def __init__(
         self,
         judging: JudgeConfig,
         settings: DecodeSettings,
-        accelerator: Accelerator,
         target: Target,
         heldout: dict[Rule, list[HeldoutResponse]],
         drafting: Drafting = "autoregressive",
@@ -49,19 +45,13 @@ class DraftJudge:
         ``drafting``: how the draft will be served. ``others``: weight and frozen responses of other targets, whose tau counts in the score.
         """
         self.judging, self.settings, self.drafting = judging, settings, drafting
-        self.accelerator, self.target, self.heldout, self.others = accelerator, target, heldout, others
+        self.target, self.heldout, self.others = target, heldout, others
 
-    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
+    def __call__(self, step: int, module: DraftModule) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, greedy: the same for greedy decoding}.
 
         With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
         """
-        shared: list[Any] = [None]
-        if module is not None:
-            shared = [self._record(step, module)]
-        return broadcast_object_list(shared)[0] if self.accelerator.num_processes > 1 else shared[0]
-
-    def _record(self, step: int, module: DraftModule) -> dict[str, Any]:
         draft = self._draft(module)
         by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
         taus = [(weight, judge_by_replay(draft, text, self.settings)["tau"]) for weight, text in self.others]

@@ -12,7 +12,7 @@ from tiny_training import forget_accelerators, write_prompts, write_target
 from data.batches.collate import Batch
 from distill import train
 from distill.training import micro_batch
-from distill.training.loop import Loop, StepResult
+from distill.training.trainer import StepResult, Trainer
 
 pytestmark = pytest.mark.device
 
@@ -60,17 +60,17 @@ def test_a_run_trains_and_judges(variant: str, tmp_path: Path, without_verdict: 
 
 def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three values are read: the window's tokens, the gradient's norm, the sums; the host waits for two uploads, of a few numbers."""
-    asked, step = [], Loop.step
+    asked, step = [], Trainer.step
 
-    def counted(loop: Loop, window: Sequence[Batch]) -> StepResult:
+    def counted(loop: Trainer, window: Sequence[Batch]) -> StepResult:
         LEDGER.clear()
         result = step(loop, window)
         uploads = [sum(n for (waits, _), n in LEDGER.uploads.items() if waits is kind) for kind in (True, False)]
         asked.append((sum(LEDGER.reads.values()), sum(LEDGER.synchronized.values()), *uploads))
         return result
 
-    monkeypatch.setattr(Loop, "step", counted)
-    monkeypatch.setattr(train, "_conclude", lambda *_: None)
+    monkeypatch.setattr(Trainer, "step", counted)
+    monkeypatch.setattr(train, "conclude", lambda *_: None)
     assert run(tmp_path, "judge.live=never") == 0
     reads, micro_batches, tensors = 3, 2, 3  # ids, rows, labels
     assert asked == [(reads, 1, 2, micro_batches * tensors)] * 2
@@ -97,8 +97,8 @@ def test_the_micro_batch_is_what_a_trial_step_finds_room_for(
     trained = []
     monkeypatch.setattr(micro_batch, "trial_step", trial)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: sizes[-1] * gib_each * 2**30)
-    monkeypatch.setattr(Loop, "fit", lambda loop: trained.append(len(loop.micro_batches(0)[0].input_ids_BT)))
-    monkeypatch.setattr(train, "_conclude", lambda *_: None)
+    monkeypatch.setattr(train, "judge_all", lambda loop, _: trained.append(len(loop.micro_batches(0)[0].input_ids_BT)))
+    monkeypatch.setattr(train, "conclude", lambda *_: None)
     assert run(tmp_path, "judge.live=never", "train.micro_batch_size=null", "train.batch_size=8") == 0
     assert trained == [expected]
     printed = capsys.readouterr().out

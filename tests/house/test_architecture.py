@@ -115,11 +115,11 @@ def test_the_reader_sees_every_kind_of_import(source: str, imported: list[str]) 
     [
         ("data.files", "distill", True),
         ("speculative.decode", "data.responses.store", True),
-        ("distill.loss.objective", "distill.training.loop", True),
-        ("distill.export.card", "distill.training.loop", True),
-        ("distill.training.loop", "distill.loss.objective", False),
-        ("distill.training.loop", "distill.training.batches", False),
-        ("distill.training.loop", "speculative.evaluate", False),
+        ("distill.loss.objective", "distill.training.trainer", True),
+        ("distill.export.card", "distill.training.trainer", True),
+        ("distill.training.trainer", "distill.loss.objective", False),
+        ("distill.training.trainer", "distill.training.batches", False),
+        ("distill.training.trainer", "speculative.evaluate", False),
         ("speculative.rules.verify", "speculative.decode", True),
     ],
 )

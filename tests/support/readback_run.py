@@ -21,6 +21,7 @@ from distill.config.load import dump_config, load_config
 from distill.models.target import Target
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import RunStores
+from distill.run.run import Run
 from distill.run.served_record import ServedRecord
 
 GAMMA = 3
@@ -39,7 +40,7 @@ def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenTe
     prompts = [
         RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_frozen_text(tiny_run).responses
     ]
-    RunStores(config, accelerator, target).heldout_by_rule(prompts)
+    RunStores(Run(config, accelerator), target).heldout_by_rule(prompts)
     return load_frozen_text(config.folder)
 
 

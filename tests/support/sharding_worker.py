@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from tiny_models import tiny_model
 from tiny_training import (
     TOKENS,
-    ScriptedJudge,
     examples_of,
+    fit,
     forget_accelerators,
     make_loop,
     run_config,
@@ -36,11 +36,12 @@ from distill.models.mask_token import give_mask_token
 from distill.models.student import add_lora
 from distill.models.target import Target
 from distill.run.checkpoint import resume_point
+from distill.run.run import Run
 from distill.training import sharding
 from distill.training.batches import BatchSource, make_survival
-from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
+from distill.training.trainer import Trainer
 from speculative.engine.parallel import mask_token_of
 
 # Response tokens per sequence: unequal between sequences, micro-batches and ranks.
@@ -106,7 +107,7 @@ def new_accelerator(config: RunConfig, engine: str = "") -> Accelerator:
     return accelerator
 
 
-def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
+def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Trainer:
     """A loop of the float64 student against a float64 target, resumed where its run stands."""
     config.folder.mkdir(parents=True, exist_ok=True)
     if "blocks" in variant:
@@ -114,12 +115,12 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Loop:
         config = config.model_copy(update={"student": config.student.model_copy(update={"parallel": parallel})})
     accelerator = new_accelerator(config, engine)
     target = tiny_model(vocab_size=TOKENS, dtype=torch.float64)
-    module = DraftModule(tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config))
-    progress, _ = resume_point(config.folder)
-    batches = BatchSource(config, uneven_examples(), 0, accelerator.process_index, accelerator.num_processes)
-    return Loop(
-        config, accelerator, module, Teacher(target), batches, tiny_tokenizer(), ScriptedJudge(), progress, {"seed": 0}
+    module = DraftModule(
+        tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config.student.parallel)
     )
+    run = Run(config, accelerator, resume_point(config.folder)[0])
+    batches = BatchSource(config, uneven_examples(), 0, run.rank, run.ranks)
+    return Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
 
 
 def trained(config: RunConfig, variant: str = "", engine: str = "", until: int = STEPS) -> dict[str, Any]:
@@ -163,15 +164,14 @@ def teacher_case(folder: Path) -> dict[str, torch.Tensor]:
     whole_numbers = sum(weight.numel() for weight in target.model.parameters())
     if not accelerator.is_main_process:
         target.host_model = None  # type: ignore[method-assign, assignment]
-    target.hold(sharding.sharded_teacher(accelerator, target))
-    teacher = Teacher(target.model)
-    seen["sharded"], seen["again"] = (teacher.signal(batch).hidden_RD for _ in range(2))
-    local = sum(
-        weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
-        for weight in target.model.parameters()
-    )
-    seen["kept"] = torch.tensor([local, whole_numbers])
-    target.release()
+    with target.arranged(lambda: sharding.sharded_teacher(accelerator, target)):
+        teacher = Teacher(target.model)
+        seen["sharded"], seen["again"] = (teacher.signal(batch).hidden_RD for _ in range(2))
+        local = sum(
+            weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
+            for weight in target.model.parameters()
+        )
+        seen["kept"] = torch.tensor([local, whole_numbers])
     seen["whole again"] = Teacher(target.model).signal(batch).hidden_RD
     return seen
 
@@ -202,9 +202,11 @@ def cases(rank: int, folder: Path) -> None:
 def slow_train(path: Path) -> int:
     """`distill.train` with a tiny loop in place of models and responses; each step takes a tenth of a second."""
 
-    def distil(config: RunConfig, accelerator: Accelerator) -> None:
-        (config.folder / f"rank{accelerator.process_index}.pid").write_text(str(os.getpid()), encoding="utf-8")
-        loop = make_loop(config, accelerator=accelerator, examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13]))
+    def distil(run: Run) -> None:
+        (run.folder / f"rank{run.rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+        loop = make_loop(
+            run.config, accelerator=run.accelerator, examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
+        )
         step = loop.step
 
         def slowed(window: Any) -> Any:
@@ -212,7 +214,7 @@ def slow_train(path: Path) -> int:
             return step(window)
 
         loop.step = slowed  # type: ignore[method-assign]
-        loop.fit()
+        fit(loop)
 
     train.distil = distil
     return train.main([str(path)])

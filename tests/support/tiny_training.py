@@ -24,10 +24,12 @@ from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.models.mask_token import give_mask_token
 from distill.run.checkpoint import resume_point
+from distill.run.run import Run
+from distill.train import judge_all
 from distill.training.batches import BatchSource, make_survival
-from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
+from distill.training.trainer import Trainer
 
 TOKENS = 300
 train_tokenizer = bench("train_target").train_tokenizer
@@ -122,39 +124,30 @@ def make_loop(
     objective: Objective | None = None,
     examples: Sequence[Example] | None = None,
     kind: str = "llama",
-) -> Loop:
-    """A loop as `distill.train` makes it, on a random target and the draft carved from it; resumes as that does."""
+) -> Any:
+    """A trainer as `distill.train` makes it, `judge` with it, on a random target and the draft carved from it; resumes as that does."""
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator = accelerator or fresh_accelerator(config.folder)
-    progress, _ = resume_point(config.folder)
     torch.manual_seed(config.seed)
     target = tiny_model(kind, vocab_size=TOKENS)
     module = DraftModule(
         student if student is not None else carve(target, [0]),
         objective or Objective(config.loss_weights(), chunk_tokens=config.loss.chunk_tokens),
-        make_survival(config),
+        make_survival(config.student.parallel),
     )
     if module.survival is not None:
         give_mask_token(module.inner, 0, tiny_tokenizer(), ())
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
-    return Loop(
-        config,
-        accelerator,
-        module,
-        Teacher(target),
-        BatchSource(
-            config,
-            examples,
-            0,
-            accelerator.process_index,
-            accelerator.num_processes,
-            mask_token=None if module.survival is None else 0,
-        ),
-        tiny_tokenizer(),
-        judge or ScriptedJudge(),
-        progress,
-        {"seed": 0},
-    )
+    run = Run(config, accelerator, resume_point(config.folder)[0])
+    batches = BatchSource(config, examples, 0, run.rank, run.ranks)
+    trainer = Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
+    trainer.judge = judge or ScriptedJudge()
+    return trainer
+
+
+def fit(trainer: Any) -> None:
+    """To the end, each checkpoint judged and kept as `distill.train` does it."""
+    judge_all(trainer, trainer.judge)
 
 
 def metrics_of(config: RunConfig) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ from distill.config.run import RunConfig
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, past_responses
 from distill.run.result import Result
-from distill.run.session import CHECKED_PROMPTS, new_accelerator, open_pair
+from distill.run.run import Run
+from distill.run.session import CHECKED_PROMPTS, open_pair
 from distill.run.verdict_record import Judgement
 from distill.verdict.conclusion import seen_by_both
 from distill.verdict.evidence import BEST, Contestant, gather, line_up
@@ -51,7 +52,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     target = pair.target
     checked = pair.settings.under(rule, gammas[0])
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
-    frozen = RunStores(config, new_accelerator(), target).heldout(pair.prompts, rule)
+    frozen = RunStores(Run(config), target).heldout(pair.prompts, rule)
     contestant = Contestant(BEST, path, path, None, Draft(pair.draft))
     widest = pair.settings.under(rule, max(gammas))
     field = line_up(config.judge, widest, target.model, [contestant], {rule: frozen}, pair.context)

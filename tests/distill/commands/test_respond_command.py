@@ -32,6 +32,7 @@ from distill.respond import main, run
 from distill.run import session as session_module
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
+from distill.run.run import Run
 from distill.training import signal as signal_module
 from distill.training.capture import CapturingTeacher
 from distill.training.signal import open_signal_store, signal_line
@@ -103,13 +104,13 @@ def topk_run(config_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_judging_other_prompts_leaves_the_run_s_held_out_text_as_it_is(topk_run: Path, config_path: Path) -> None:
     config = load_config(config_path, [f"output={topk_run}"])
     target, folder = Target(config.target, torch.device("cpu")), config.folder / "responses" / "heldout"
-    prompts = load_prompts(config.data, target.tokenizer, 128, 10, 4, heldout_only=True, run=config.folder).heldout
+    prompts = load_prompts(config.data, target.tokenizer, 128, 10, 4, heldout_only=True, folder=config.folder).heldout
 
     def files() -> dict[str, tuple[bytes, int]]:
         return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
     before, own = files(), [row.prompt_id for row in Store(folder).read()]
-    stores = RunStores(config, fresh_accelerator(topk_run), target)
+    stores = RunStores(Run(config, fresh_accelerator(topk_run)), target)
     asked = prompts[2:0:-1]
     assert [one.key for one in stores.heldout(asked, "sample")] == [prompt.prompt_id for prompt in asked]
     assert files() == before, "a folder that may not be written is as good"

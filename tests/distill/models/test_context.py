@@ -21,6 +21,10 @@ def config_of(student: dict[str, Any], **data: Any) -> RunConfig:
     )
 
 
+def context_for(config: RunConfig, target: int | None) -> int:
+    return run_context(config.student, config.data.context_length, target)
+
+
 def pretrained(folder: Path, **keys: Any) -> dict[str, Any]:
     write_target(folder, num_hidden_layers=1, max_position_embeddings=64)
     return {"init": "pretrained", "path": str(folder), **keys}
@@ -29,7 +33,7 @@ def pretrained(folder: Path, **keys: Any) -> dict[str, Any]:
 def test_a_shorter_draft_is_refused_by_name_unless_the_run_keeps_within_it(tmp_path: Path) -> None:
     student = pretrained(tmp_path / "draft")
     with pytest.raises(UserError) as error:
-        run_context(config_of(student), 256)
+        context_for(config_of(student), 256)
     text = str(error.value)
     assert "\n" not in text
     for part in (
@@ -39,14 +43,14 @@ def test_a_shorter_draft_is_refused_by_name_unless_the_run_keeps_within_it(tmp_p
         "data.context_length: 64",
     ):
         assert part in text
-    assert run_context(config_of(student, context_length=64), 256) == 64
-    assert run_context(config_of(student), 64) == 64
-    assert run_context(config_of(student), None) == 64
-    assert run_context(config_of({**student, "extend_context": True}), 256) == 256
+    assert context_for(config_of(student, context_length=64), 256) == 64
+    assert context_for(config_of(student), 64) == 64
+    assert context_for(config_of(student), None) == 64
+    assert context_for(config_of({**student, "extend_context": True}), 256) == 256
     random = {"init": "config", "architecture": {"model_type": "llama", "max_position_embeddings": 64}}
     with pytest.raises(UserError, match=r"student.architecture is made for 64.*set its max_position_embeddings to 256"):
-        run_context(config_of(random), 256)
-    assert run_context(config_of({"init": "carved"}), 256) == 256
+        context_for(config_of(random), 256)
+    assert context_for(config_of({"init": "carved"}), 256) == 256
 
 
 def test_a_stretched_draft_reaches_as_far_as_the_target_and_stays_so_on_disk(tmp_path: Path) -> None:

@@ -55,11 +55,11 @@ def test_facts_outlive_the_weights(tmp_path: Path) -> None:
     first.remember()
     again = Target(TargetConfig(path=str(tmp_path / "target")), CPU, tmp_path)
     assert again.facts == facts
-    assert not again.in_memory
+    assert again._model is None
     other = Target(TargetConfig(path=str(tmp_path / "target"), dtype="bfloat16"), CPU, tmp_path)
     assert (facts.dtype, other.facts.dtype) == ("float32", "bfloat16")
     assert replace(other.facts, dtype=facts.dtype, fingerprint=facts.fingerprint) == facts
-    assert other.in_memory, "facts of another dtype were asked for: the weights tell"
+    assert other._model is not None, "facts of another dtype were asked for: the weights tell"
 
 
 def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkey
     spread = Target(TargetConfig(path=str(tmp_path / "target"), device_map="auto"), CPU)
     assert spread.facts == facts
     assert spread.model.device == CPU
-    spread.release()
+    spread._free()
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     with pytest.raises(UserError, match=r"target\.device_map: auto gives one process all GPUs, and 2 were started"):
         _ = spread.model

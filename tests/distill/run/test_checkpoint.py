@@ -175,9 +175,7 @@ class Run:
 
     def save(self) -> Path:
         loop = self.loop
-        return checkpoint.save_checkpoint(
-            loop.run, loop.accelerator, {"student": loop.module.student}, loop.tokenizer, loop.progress, loop.provenance
-        )
+        return checkpoint.save_checkpoint(loop.run, {"student": loop.module.student}, loop.tokenizer, loop.provenance)
 
     def assert_only_the_first_is_there(self) -> None:
         assert list_steps(self.config.folder) == [0]

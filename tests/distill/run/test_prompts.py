@@ -29,7 +29,7 @@ def data_of(folder: Path, count: int = 40, **keys: Any) -> DataConfig:
 def loaded(
     data: DataConfig, judged: int = 4, run: Path | None = None, context: int = 100, **options: Any
 ) -> PromptSets:
-    return load_prompts(data, TOKENIZER, context, 10, judged, run=run, **options)
+    return load_prompts(data, TOKENIZER, context, 10, judged, folder=run, **options)
 
 
 def ids(prompts: Any) -> list[str]:
@@ -78,8 +78,8 @@ def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for sets in (loaded(data, run=run), loaded(data, 4, run=run, heldout_only=True)):
             assert (list(sets.train), sets.heldout, sets.report) == (list(first.train), first.heldout, first.report)
         assert loaded(data, 8, run=run).heldout[:4] == first.heldout, "another number to judge"
-        other = SimpleNamespace(is_main_process=False, wait_for_everyone=lambda: None)
-        assert list(loaded(data, run=run, accelerator=other).train) == list(first.train)
+        other = SimpleNamespace(once=lambda *_: None, await_seen=lambda *_: None)
+        assert list(loaded(data, run=run, ranks=other).train) == list(first.train)
     assert {path.name for path in (run / PROMPTS).iterdir()} == {"train.arrow", "heldout.arrow", "manifest.json"}
 
 

@@ -22,6 +22,7 @@ from distill.config.run import RunConfig
 from distill.models.target import Target
 from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
+from distill.run.run import Run
 from distill.run.synthetic import synthetic_line, with_synthetic
 from speculative.errors import UserError
 
@@ -29,11 +30,11 @@ from speculative.errors import UserError
 def made(config: RunConfig) -> tuple[Any, Any, str]:
     """(own prompts, with the synthetic ones behind them, what is told); every fourth token ends a turn, for a random target says no end."""
     target = Target(config.target, torch.device("cpu"))
-    accelerator = fresh_accelerator(config.folder)
-    sets = load_prompts(config.data, target.tokenizer, 128, 16, 10, run=config.folder)
-    stores = RunStores(config, accelerator, target)
+    run = Run(config, fresh_accelerator(config.folder))
+    sets = load_prompts(config.data, target.tokenizer, 128, 16, 10, folder=config.folder)
+    stores = RunStores(run, target)
     stores.settings = replace(stores.settings, eos_ids=tuple(range(2, 1500, 4)))
-    return sets.train, *with_synthetic(config, target.tokenizer, sets.train, stores, 128, accelerator)
+    return sets.train, *with_synthetic(run, target.tokenizer, sets.train, stores, 128)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tiny_training import (
     ScriptedJudge,
     examples_of,
     final_weights,
+    fit,
     fresh_accelerator,
     make_loop,
     metrics_of,
@@ -36,11 +37,12 @@ from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving import carve
 from distill.run.checkpoint import resume_point
+from distill.run.run import Run
 from distill.training.batches import BatchSource, position_weighted
-from distill.training.loop import Loop
 from distill.training.module import DraftModule
 from distill.training.rollouts import Rollouts
 from distill.training.teacher import Teacher
+from distill.training.trainer import Trainer
 from speculative.errors import UserError
 
 LENGTHS = [9, 12, 7, 15, 10, 8, 11, 14, 6, 13, 5, 16, 9, 10, 12, 7, 8]
@@ -301,19 +303,20 @@ def test_rollouts_need_someone_to_make_them(tmp_path: Path) -> None:
         source_of(config).micro_batches(0)
 
 
-def rollout_loop(config: RunConfig) -> Loop:
+def rollout_loop(config: RunConfig) -> Trainer:
     """A loop on all four pools, rollouts made by the draft that trains; resumes where the run stands."""
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator, tokenizer, target = fresh_accelerator(config.folder), tiny_tokenizer(), tiny_model(vocab_size=TOKENS)
-    progress, _ = resume_point(config.folder)
     module = DraftModule(carve(target, [0]), Objective(config.loss_weights(), chunk_tokens=5))
     prompts = [RenderedPrompt(key, "any", tuple(ids)) for key, ids in prompts_of([3, 5, 2, 4, 6, 3], vocab_size=TOKENS)]
-    rollouts = Rollouts(config, accelerator, target, tokenizer, prompts, config.folder)
+    run = Run(config, accelerator, resume_point(config.folder)[0])
+    rollouts = Rollouts(run, target, tokenizer, prompts)
     examples = examples_of(LENGTHS)
     batches = BatchSource(config, examples, 0, 0, 1, rollouts, windows())
-    teacher, judge = Teacher(target), ScriptedJudge()
-    return Loop(config, accelerator, module, teacher, batches, tokenizer, judge, progress, {"seed": 0})
+    trainer: Any = Trainer(run, module, Teacher(target), batches, tokenizer, {"seed": 0})
+    trainer.judge = ScriptedJudge()
+    return trainer
 
 
 def rollout_config(folder: Path, packing: int | None) -> RunConfig:
@@ -333,16 +336,16 @@ def rollout_config(folder: Path, packing: int | None) -> RunConfig:
 def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packing: int | None) -> None:
     whole, killed = (rollout_config(tmp_path / name, packing) for name in ("whole", "killed"))
 
-    def fit(config: RunConfig) -> None:
-        rollout_loop(config).fit()
+    def fit_whole(config: RunConfig) -> None:
+        fit(rollout_loop(config))
 
     def fit_to_9(config: RunConfig) -> None:
         loop = rollout_loop(config)
         make = loop.batches.micro_batches
         loop.batches.micro_batches = lambda step, draft: os._exit(9) if step == 9 else make(step, draft)  # type: ignore[method-assign]
-        loop.fit()
+        fit(loop)
 
-    fit(whole)
+    fit_whole(whole)
     # Resumes at 5, in a generation that the draft of step 4 made; two have been made since.
     assert run_child(fit_to_9, killed) == 9
     generator, deaths = random.Random(1), 0
@@ -352,9 +355,9 @@ def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packin
         return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
     for _ in range(4):
-        deaths += run_and_kill(fit, killed, progress=lines, generator=generator, most=2) != 0
+        deaths += run_and_kill(fit_whole, killed, progress=lines, generator=generator, most=2) != 0
     assert deaths >= 1
-    assert run_child(fit, killed) == 0
+    assert run_child(fit_whole, killed) == 0
     assert list_steps(killed.folder) == [0, 5, 10, 11]
     for name, weight in final_weights(whole).items():
         assert torch.equal(final_weights(killed)[name], weight), name

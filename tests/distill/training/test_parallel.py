@@ -14,7 +14,16 @@ import torch
 from eager_loss import dense_by_definition
 from processes import run_ranks
 from tiny_models import tiny_model
-from tiny_training import TOKENS, final_weights, make_loop, metrics_of, run_config, tiny_tokenizer
+from tiny_training import (
+    TOKENS,
+    final_weights,
+    fit,
+    fresh_accelerator,
+    make_loop,
+    metrics_of,
+    run_config,
+    tiny_tokenizer,
+)
 from torch import Tensor
 
 from data.batches.collate import Batch, Example, collate
@@ -24,6 +33,8 @@ from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival
 from distill.models.carving import carve
 from distill.models.mask_token import give_mask_token
+from distill.run.run import Run
+from distill.training.batches import make_batches
 from distill.training.capture import sampled_signal, topk_signal
 from distill.training.micro_batch import trial_batch, trial_step
 from distill.training.module import DraftModule
@@ -177,13 +188,13 @@ def test_the_step_is_the_same_however_the_batch_is_shared(tmp_path: Path) -> Non
 
 def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
     whole, stopped = blocks_config(tmp_path / "whole"), blocks_config(tmp_path / "stopped")
-    make_loop(whole).fit()
+    fit(make_loop(whole))
     loop = make_loop(stopped)
     step = loop.step
     loop.step = lambda window: step(window if loop.progress.step < 3 else None)  # type: ignore[method-assign,arg-type]
     with pytest.raises(TypeError):
-        loop.fit()
-    make_loop(stopped).fit()
+        fit(loop)
+    fit(make_loop(stopped))
     assert metrics_of(stopped) == metrics_of(whole)
     lines = [line for line in metrics_of(whole) if "loss" in line]
     assert lines[0]["survival/4"] > lines[-1]["survival/4"] >= 0.9**4 / 1.001, "it starts at 1"
@@ -198,8 +209,9 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
 def test_a_text_with_the_mask_token_is_refused(tmp_path: Path) -> None:
     (text,) = texts_of((9,))
     text.input_ids[1] = MASK
-    with pytest.raises(UserError, match=r"mask_token: a sequence of data\.mix\.target holds token 0"):
-        make_loop(blocks_config(tmp_path), examples=[text] * 4)
+    run, target = Run(blocks_config(tmp_path), fresh_accelerator(tmp_path)), SimpleNamespace(tokenizer=tiny_tokenizer())
+    with pytest.raises(UserError, match=r"mask_token: a sequence to learn from holds token 0"):
+        make_batches(run, target, (), [text] * 4, 64, mask_token=MASK)  # type: ignore[arg-type]
 
 
 def test_a_trial_step_asks_for_blocks_too_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

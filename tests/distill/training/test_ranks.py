@@ -15,6 +15,7 @@ from processes import free_port, rank_statuses, run_ranks
 from tiny_training import (
     ScriptedJudge,
     examples_of,
+    fit,
     forget_accelerators,
     fresh_accelerator,
     make_loop,
@@ -29,10 +30,11 @@ from distill import faults, train
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.models import student
-from distill.run import lag
+from distill.run import run
 from distill.run.checkpoint import judged_scores, last_resumable
 from distill.run.folder import load_verdict
-from distill.training.loop import Loop
+from distill.run.run import Run
+from distill.training.trainer import Trainer
 from speculative.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,11 +79,10 @@ def test_trackers_are_finished_behind_the_line_and_hold_nobody(
 
 
 def _asks_for_what_never_shows(rank: int, folder: Path) -> None:
-    fresh_accelerator(folder)
-    lag.PATIENCE = 0.3
-    if rank == 0:
-        (folder / "written").write_text("x", encoding="utf-8")
-    lag.await_written(folder / "written" if rank == 0 else folder / "elsewhere")
+    shared = Run(run_config(folder), fresh_accelerator(folder))
+    run.PATIENCE = 0.3
+    path = folder / "written" if rank == 0 else folder / "elsewhere"
+    shared.once(path, lambda: path.write_text("x", encoding="utf-8"))
 
 
 def test_a_rank_without_the_shared_disk_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -93,13 +94,12 @@ class RefusingJudge(ScriptedJudge):
     """The main process finds while judging that it cannot; the others wait for its record."""
 
     def __call__(self, step: int, module: Any) -> dict[str, Any]:
-        if step and module is not None:
+        if step:
             raise UserError("the judge says no")
-        torch.distributed.barrier()
         return super().__call__(step, module)
 
 
-def _out_of_memory(loop: Loop) -> None:
+def _out_of_memory(loop: Trainer) -> None:
     step = loop.step
 
     def failing(window: Any) -> Any:
@@ -110,7 +110,7 @@ def _out_of_memory(loop: Loop) -> None:
     loop.step = failing  # type: ignore[method-assign]
 
 
-def _full_disk(loop: Loop) -> None:
+def _full_disk(loop: Trainer) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -118,16 +118,16 @@ def _full_disk(loop: Loop) -> None:
         loop.tokenizer.save_pretrained = fail
 
 
-def _mistake_of_ours(loop: Loop) -> None:
+def _mistake_of_ours(loop: Trainer) -> None:
     if not loop.accelerator.is_main_process:
         loop.micro_batches = lambda step: [][step]  # type: ignore[method-assign]
 
 
-def _refusing_judge(loop: Loop) -> None:
-    loop.validator = RefusingJudge()
+def _refusing_judge(loop: Trainer) -> None:
+    loop.judge = RefusingJudge()
 
 
-def _rank(rank: int, folder: Path, spoil: Callable[[Loop], None]) -> None:
+def _rank(rank: int, folder: Path, spoil: Callable[[Trainer], None]) -> None:
     """`distill.train` on a tiny loop. As under NCCL, a group cannot be destroyed while another rank waits in a collective."""
     forget_accelerators()
     screen = os.open(folder / f"screen{rank}", os.O_WRONLY | os.O_CREAT)
@@ -135,10 +135,10 @@ def _rank(rank: int, folder: Path, spoil: Callable[[Loop], None]) -> None:
     sys.stderr = os.fdopen(2, "w")
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
 
-    def distil(config: RunConfig, accelerator: Any) -> None:
-        loop = make_loop(config, accelerator=accelerator, examples=examples_of([9, 12, 7, 15]))
+    def distil(run: Run) -> None:
+        loop = make_loop(run.config, accelerator=run.accelerator, examples=examples_of([9, 12, 7, 15]))
         spoil(loop)
-        loop.fit()
+        fit(loop)
 
     train.distil = distil
     torch.distributed.destroy_process_group = lambda *_: time.sleep(60)
@@ -167,12 +167,12 @@ def test_ranks_skip_an_update_together(tmp_path: Path) -> None:
     [
         (_out_of_memory, 1, 2, "understudy: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB); lower "),
         (_refusing_judge, 0, 2, "understudy: the judge says no"),
-        (_full_disk, 0, 2, "cannot be written ([Errno 28] No space left on device); there is no earlier checkpoint"),
+        (_full_disk, 0, 2, "cannot be written ([Errno 28] No space left on device); there is no checkpoint yet"),
         (_mistake_of_ours, 1, 1, "IndexError: list index out of range"),
     ],
 )
 def test_one_rank_that_fails_ends_all_at_once_and_says_why(
-    tmp_path: Path, spoil: Callable[[Loop], None], culprit: int, status: int, last: str
+    tmp_path: Path, spoil: Callable[[Trainer], None], culprit: int, status: int, last: str
 ) -> None:
     (tmp_path / "run.yaml").write_text(dump_config(run_config(tmp_path)), encoding="utf-8")
     statuses = rank_statuses(_rank, tmp_path, spoil, limit=15)
@@ -275,14 +275,14 @@ def _on_a_lagging_disk(rank: int, path: Path, overrides: list[str], stop: bool) 
 
         student.choose_layers = measured_again
     if stop:
-        step = Loop.step
+        step = Trainer.step
 
-        def interrupted(self: Loop, window: Any) -> Any:
+        def interrupted(self: Trainer, window: Any) -> Any:
             if self.progress.step == 2:
                 os.kill(os.getpid(), signal.SIGINT)
             return step(self, window)
 
-        Loop.step = interrupted  # type: ignore[method-assign]
+        Trainer.step = interrupted  # type: ignore[method-assign]
     sys.exit(train.main([str(path), *overrides]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,23 @@ END = 2
 
 @dataclass
 class Rank:
-    """What rollouts ask of an Accelerator; one process plays several ranks, one after another."""
+    """What rollouts ask of a run; one process plays several ranks, one after another."""
 
-    process_index: int = 0
-    num_processes: int = 1
+    config: Any
+    rank: int = 0
+    ranks: int = 1
 
     @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
+    def folder(self) -> Path:
+        return self.config.folder
 
-    def wait_for_everyone(self) -> None:
+    def seen(self, look: Callable[[], Any]) -> Any:
+        return look()
+
+    def wait(self) -> None:
+        pass
+
+    def await_seen(self, *_: Any) -> None:
         pass
 
 
@@ -90,9 +98,9 @@ def config_of(
     )
 
 
-def rollouts_of(config: RunConfig, rank: Rank | None = None, target: PreTrainedModel | None = None) -> Rollouts:
-    accelerator: Any = rank or Rank()
-    return Rollouts(config, accelerator, target or target_model(), tiny_tokenizer(), rendered(16), config.folder)
+def rollouts_of(config: RunConfig, rank: int = 0, ranks: int = 1, target: PreTrainedModel | None = None) -> Rollouts:
+    run: Any = Rank(config, rank, ranks)
+    return Rollouts(run, target or target_model(), tiny_tokenizer(), rendered(16))
 
 
 def same(found: list[Example], expected: list[Example]) -> bool:
@@ -247,7 +255,7 @@ def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: in
     config = config_of(tmp_path / "many")
     shards = set()
     for rank in range(ranks):
-        rollouts = rollouts_of(config, Rank(rank, ranks))
+        rollouts = rollouts_of(config, rank, ranks)
         if rank < min(ranks, 3) - 1:
             with pytest.raises(UserError, match="are missing"):  # in earnest, the barrier waits for the other ranks
                 made(rollouts, kind, 1, Draft(draft_model()))

@@ -26,6 +26,7 @@ from distill.models.target import Target
 from distill.report.page import report_command
 from distill.run.folder import load_verdict
 from distill.run.others import open_others
+from distill.run.run import Run
 from distill.training.batches import BatchSource
 from distill.training.capture import JoinedTeacher
 from speculative.errors import UserError
@@ -285,5 +286,5 @@ def test_what_was_answered_on_a_gpu_is_known_on_one_without_the_weights(
         raise AssertionError("the weights are loaded")
 
     monkeypatch.setattr(target_module, "load_model", loaded)
-    (found,) = open_others(config, gpu, own, (), (), 128)
-    assert (len(found.heldout), found.target.in_memory) == (10, False)
+    (found,) = open_others(Run(config, gpu), own, (), (), 128)
+    assert (len(found.heldout), found.target._model) == (10, None)

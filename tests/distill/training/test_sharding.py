@@ -211,7 +211,7 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
 
     def fit(one: RunConfig) -> None:
         forget_accelerators()
-        make_loop(one, ScriptedJudge(), examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])).fit()
+        fit(make_loop(one, ScriptedJudge(), examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])))
 
     fit(killed)
     fit(whole)
@@ -266,7 +266,9 @@ def test_a_whole_state_is_not_read_by_sharded_ranks(tmp_path: Path) -> None:
     loop.accelerator.state.distributed_type = sharding.DistributedType.FSDP
     loop.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     with pytest.raises(UserError, match="written by a run without FSDP2"):
-        sharding.load_state(loop.accelerator, loop.wrapped, loop.optimizers, step_folder(loop.run, STOP) / "state")
+        sharding.load_state(
+            loop.accelerator, loop.wrapped, loop.optimizers, step_folder(loop.run.folder, STOP) / "state"
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "falcon"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_training import fresh_accelerator, make_loop, metrics_of, run_config
+from tiny_training import fit, fresh_accelerator, make_loop, metrics_of, run_config
 from wandb_records import records_of
 
 from distill.config.layout import METRICS
@@ -131,7 +131,7 @@ def tracked_run(folder: Path, tracker: str) -> None:
     accelerator = fresh_accelerator(config.folder, log_with=[tracker])
     values = config.model_dump(mode="json")
     start_trackers(accelerator, config.tracking.trackers, config.tracking.project, config.name, values)
-    make_loop(config, accelerator=accelerator).fit()
+    fit(make_loop(config, accelerator=accelerator))
     accelerator.end_training()
     assert [line["step"] for line in metrics_of(config)] == [0, 1, 2, 2], "metrics.jsonl is written all the same"
 

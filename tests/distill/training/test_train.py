@@ -20,8 +20,8 @@ from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.target import Target
 from distill.run.verdict_record import BestDraft, JudgedDraft, Verdict
-from distill.training.loop import STAGES
 from distill.training.optim import make_optimizers
+from distill.training.trainer import STAGES
 from speculative.errors import UserError
 from speculative.measure.replay import replay
 from speculative.measure.token_scores import score_responses

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import ScriptedJudge, final_weights, make_loop, metrics_of, run_config
+from tiny_training import ScriptedJudge, final_weights, fit, make_loop, metrics_of, run_config
 
 from distill import respond as respond_command
 from distill import train
@@ -18,7 +18,7 @@ from distill.config.load import load_config
 from distill.models.target import Target
 from distill.run import checkpoint
 from distill.run.folder import load_verdict
-from distill.training.loop import MOST_SKIPS, Loop, NotFinite
+from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
 
 
@@ -50,19 +50,19 @@ class TestStoredSignals:
         assert facts["bytes_per_token"] < 70
         in_memory: list[bool] = []
         started: list[Target] = []
-        make, step = Target.__init__, Loop.step
+        make, step = Target.__init__, Trainer.step
 
         def noting(self: Target, *arguments: Any) -> None:
             make(self, *arguments)
             started.append(self)
 
-        def watching(self: Loop, window: Any) -> Any:
-            in_memory.append(any(target.in_memory for target in started))
+        def watching(self: Trainer, window: Any) -> Any:
+            in_memory.append(any(target._model is not None for target in started))
             return step(self, window)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Target, "__init__", noting)
-            patched.setattr(Loop, "step", watching)
+            patched.setattr(Trainer, "step", watching)
             patched.setattr(conclusion, "report_command", lambda run: None)
             assert train.main([str(tiny_config), *overrides]) == 0
         assert in_memory == [False] * 6
@@ -133,8 +133,8 @@ def test_the_better_weights_are_called_student(tmp_path: Path, weights: str) -> 
     better = iter([1.0, 1.0, *([1.0, 2.0] if weights == "ema" else [2.0, 1.0]) * 3])
     config = run_config(tmp_path, optim={"ema": 0.5, "lr": 1e-2})
     loop = make_loop(config, ScriptedJudge(lambda step: next(better)))
-    loop.fit()
-    folder = step_folder(loop.run, 6)
+    fit(loop)
+    folder = step_folder(loop.run.folder, 6)
     student = load_file(folder / "student" / "model.safetensors")
     wanted = loop.module.student if weights == "raw" else loop.average.module  # type: ignore[union-attr]
     state = wanted.state_dict()
@@ -146,7 +146,7 @@ def test_the_better_weights_are_called_student(tmp_path: Path, weights: str) -> 
 def test_a_run_with_averaged_weights_goes_on_exactly(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"optim": {"ema": 0.8, "lr": 1e-2}, "judge": {"every": 2}}
     whole = run_config(tmp_path / "whole", **sections)
-    make_loop(whole).fit()
+    fit(make_loop(whole))
     parts = run_config(tmp_path / "parts", **sections)
     first = make_loop(parts)
     step = first.step
@@ -158,10 +158,10 @@ def test_a_run_with_averaged_weights_goes_on_exactly(tmp_path: Path) -> None:
 
     first.step = stopping  # type: ignore[method-assign]
     with pytest.raises(Stop):
-        first.fit()
+        fit(first)
     second = make_loop(parts)
     assert second.progress.step == 4
-    second.fit()
+    fit(second)
     assert_same_weights(final_weights(whole), final_weights(parts))
 
 
@@ -178,7 +178,7 @@ def test_warm_up_has_its_own_objective(tmp_path: Path) -> None:
 
 
 class TestSpikes:
-    def spiked(self, tmp_path: Path) -> Loop:
+    def spiked(self, tmp_path: Path) -> Trainer:
         loop = make_loop(run_config(tmp_path, optim={"lr": 1e-2, "spike_factor": 10.0}, train={"steps": 100}))
         for _ in range(16):
             loop.spikes.is_spike(0.5)
@@ -218,15 +218,15 @@ def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, t
     run = load_config(tiny_config, ["name=mixed"]).folder
     assert {path.name.split("-")[0] for path in (run / "rollouts").iterdir()} == {"student", "speculative"}
 
-    step = Loop.step
+    step = Trainer.step
 
-    def stopping(self: Loop, window: Any) -> Any:
+    def stopping(self: Trainer, window: Any) -> Any:
         if self.progress.step == 5:
             raise Stop
         return step(self, window)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Loop, "step", stopping)
+        patched.setattr(Trainer, "step", stopping)
         with pytest.raises(Stop):
             train.main([str(tiny_config), "name=mixed-parts", *overrides])
     assert train.main([str(tiny_config), "name=mixed-parts", *overrides]) == 0
@@ -237,8 +237,8 @@ def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, t
 def test_metrics_are_the_same_in_another_cut(tmp_path: Path) -> None:
     one = run_config(tmp_path / "one", train={"steps": 4, "batch_size": 4, "micro_batch_size": 4})
     two = run_config(tmp_path / "two", train={"steps": 4, "batch_size": 4, "micro_batch_size": 1})
-    make_loop(one).fit()
-    make_loop(two).fit()
+    fit(make_loop(one))
+    fit(make_loop(two))
     for first, second in zip(metrics_of(one), metrics_of(two), strict=True):
         if "loss" in first:
             # float32 sums in another order

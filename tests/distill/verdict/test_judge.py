@@ -31,9 +31,8 @@ def setting() -> Any:
 
 def judge_of(setting: Any, drafting: Drafting, live: str) -> DraftJudge:
     target, _, settings, heldout = setting
-    accelerator: Any = SimpleNamespace(num_processes=1)
     judging = JudgeConfig(gamma=3, live=live)  # type: ignore[arg-type]
-    return DraftJudge(judging, settings, accelerator, target, {"sample": heldout}, drafting)
+    return DraftJudge(judging, settings, target, {"sample": heldout}, drafting)
 
 
 @pytest.mark.parametrize(("drafting", "offsets"), [("autoregressive", None), ("parallel", 3)])

@@ -1,4 +1,4 @@
-"""The Accelerate loop: one exact step, checkpoints, judgements, early stop. It knows nothing of what is judged, or how.
+"""The trainer: one exact step after another, and checkpoints as they come. It knows nothing of judging.
 
 Legend: R response tokens of a micro-batch.
 """
@@ -6,26 +6,22 @@ Legend: R response tokens of a micro-batch.
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from data.batches.collate import Batch
-from data.files import write_json
-from distill.config.layout import ADAPTER, AVERAGED, JUDGEMENT, PROGRESS, STATE, STUDENT, list_steps, step_folder
-from distill.config.run import RunConfig
+from distill.config.layout import ADAPTER, AVERAGED, PROGRESS, STATE, STUDENT, step_folder
 from distill.faults import Interrupted
 from distill.run import checkpoint
+from distill.run.run import Run
 from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
@@ -50,20 +46,17 @@ class NotFinite(UserError):
     """Loss or gradient is nan or infinite; the update was not made."""
 
 
-class Validator(Protocol):
-    """Judges a checkpoint. All ranks call it; the record is the same on each."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """The draft at a step. ``folder`` holds it and all that a resumed run needs; None for a look between two checkpoints.
 
-    def __call__(self, step: int, module: DraftModule | None) -> dict[str, Any]:
-        """A JSON-able record with at least `score`: higher is better. The module is None except on the main process."""
-        ...
+    ``drafts``: all ranks call it. {raw: the draft with all of its weights, ema: the averaged one where there is one}, in eval mode;
+    empty except on the main process.
+    """
 
-    def headline(self, record: dict[str, Any]) -> str:
-        """The record in one line for the screen."""
-        ...
-
-    def dial(self, module: DraftModule) -> dict[str, float]:
-        """{alpha, tau} of the draft as it is, cheaply; the main process alone calls it."""
-        ...
+    step: int
+    folder: Path | None
+    drafts: Callable[[], dict[str, DraftModule]]
 
 
 @dataclass
@@ -87,20 +80,17 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Loop:
+class Trainer:
     """Trains a `DraftModule` on micro-batches, from wherever its run stands."""
 
     def __init__(
         self,
-        config: RunConfig,
-        accelerator: Accelerator,
+        run: Run,
         module: DraftModule,
         teacher: TeacherSource | None,
         batches: BatchSource,
         tokenizer: Any,
-        validator: Validator,
-        progress: checkpoint.Progress,
-        provenance: dict[str, Any],
+        provenance: Mapping[str, Any],
         reference: Teacher | None = None,
     ) -> None:
         """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one.
@@ -108,68 +98,87 @@ class Loop:
         Raises:
             UserError: batch, micro-batch and number of ranks do not divide.
         """
-        train, optim = config.train, config.optim
-        check_batches(train, accelerator.num_processes)
-        self.config, self.accelerator, self.teacher, self.reference = config, accelerator, teacher, reference
-        self.batches, self.tokenizer, self.validator = batches, tokenizer, validator
-        self.progress, self.provenance = progress, provenance
-        self.run = config.folder
-        precision = sharding.settled_precision(train.mixed_precision)[0]
-        self.flops = FlopMeter(accelerator.device, precision, train.compile)
-        optimizers = make_optimizers(module, optim)
+        config, accelerator = run.config, run.accelerator
+        check_batches(config.train, run.ranks)
+        self.run, self.config, self.accelerator, self.progress = run, config, accelerator, run.progress
+        self.teacher, self.reference, self.batches = teacher, reference, batches
+        self.tokenizer, self.provenance = tokenizer, provenance
+        precision = sharding.settled_precision(config.train.mixed_precision)[0]
+        self.flops = FlopMeter(accelerator.device, precision, config.train.compile)
+        optimizers = make_optimizers(module, config.optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
-        self.schedulers = make_schedules(optimizers, optim, train.steps)
-        self.spikes = SpikeGuard(optim.spike_factor)
-        self.average = weight_average(self.module.student, optim.ema) if optim.ema else None
+        self.schedulers = make_schedules(optimizers, config.optim, config.train.steps)
+        self.spikes = SpikeGuard(config.optim.spike_factor)
+        self.average = weight_average(self.module.student, config.optim.ema) if config.optim.ema else None
         self.survival = self.module.survival
         own = [one for one in (self.average, self.survival) if one is not None]
         accelerator.register_for_checkpointing(*self.schedulers, self.spikes, *own)
         self.clock = self.module.clock = StageClock(accelerator.device)
-        self.metrics = Metrics(self.run, accelerator, train.log_every, bool(config.tracking.trackers))
-        if progress.step or self._seen(step_folder(self.run, 0) / STATE):
-            state = step_folder(self.run, progress.step) / STATE
+        self.metrics = Metrics(run.folder, accelerator, config.train.log_every, bool(config.tracking.trackers))
+        state = step_folder(run.folder, self.progress.step) / STATE
+        if run.seen(state.exists):
             sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
-            self.metrics.cut_after(progress.step)
+            self.metrics.cut_after(self.progress.step)
 
     @property
     def module(self) -> DraftModule:
         """The module without Accelerate's wrapper: to save and to judge, never to train through."""
         return self.accelerator.unwrap_model(self.wrapped)
 
-    def fit(self) -> None:
-        """Steps to the end (or to early stop), judging at step 0 and at every checkpoint.
+    def fit(self) -> Iterator[Checkpoint]:
+        """Steps to the end. Yields each checkpoint when it is written, the first before any step, and the looks between them.
+
+        What is drawn while a checkpoint is held does not reach the training: after a resume it need not be drawn again.
 
         Raises:
             NotFinite: before the update; names the last good checkpoint.
             Interrupted: Ctrl-C, after a checkpoint was written.
         """
-        interrupt, main, train = Interrupt(), self.accelerator.is_main_process, self.config.train
+        interrupt, train = Interrupt(), self.config.train
         word = "distil" if self.teacher else "train"
-        trace = traced(self.run, train.profile_steps, self.accelerator.device, main)
+        trace = traced(self.run.folder, train.profile_steps, self.accelerator.device, self.run.main)
         try:
-            self._judge_if_due()
-            with progress_line(word, train.steps, self.progress.step, main) as show, trace as step_ended:
-                while self.progress.step < train.steps and not self._out_of_patience():
-                    started = time.perf_counter()
-                    self.clock.start()
-                    result = self.step(self.micro_batches(self.progress.step))
-                    elapsed = time.perf_counter() - started
-                    self.progress.step += 1
-                    self.progress.tokens_seen += result.tokens
-                    self._book(result, elapsed)
-                    show(self.progress.step, self._record(result, elapsed))
+            if self._is_due():  # else it is an interrupt's checkpoint, met again after a resume
+                yield from self._held(self.save())
+            with progress_line(word, train.steps, self.progress.step, self.run.main) as show, trace as step_ended:
+                while self.progress.step < train.steps:
+                    show(self.progress.step + 1, self._one_step())
                     step_ended()
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
-                        self._judge_if_due()
+                        yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)
-                    self._read_dial_if_due()
+                    if not self._is_due() and self._is_looked_at():
+                        yield from self._held(None)
                     if stop:
-                        # Not judged first: a launcher waits 30 s.
-                        self.save()
-                        folder = step_folder(self.run, self.progress.step)
+                        folder = self.save()  # Not judged first: a launcher waits 30 s.
                         raise Interrupted(f"checkpoint {folder} is written; the same command goes on from it")
         finally:
             interrupt.restore()
+
+    def _held(self, folder: Path | None) -> Iterator[Checkpoint]:
+        device = self.accelerator.device  # without a list torch would wake every GPU of the machine in every rank
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            self.wrapped.eval()
+            yield Checkpoint(self.progress.step, folder, self._drafts)
+
+    def _drafts(self) -> dict[str, DraftModule]:
+        full = self._full()
+        if full is None:
+            return {}
+        return {"raw": full} | ({"ema": self._averaged()} if self.average is not None else {})
+
+    def _one_step(self) -> str:
+        """Takes the next step and books it; returns the facts for the progress line."""
+        started = time.perf_counter()
+        self.clock.start()
+        result = self.step(self.micro_batches(self.progress.step))
+        elapsed = time.perf_counter() - started
+        self.progress.step += 1
+        self.progress.tokens_seen += result.tokens
+        self.progress.spend("train", elapsed)
+        for stage, seconds in result.seconds.items():
+            self.progress.spend(f"train/{stage}", seconds)
+        return self._record(result, elapsed)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step: a function of the step alone (and of the rollouts stored for it)."""
@@ -268,7 +277,7 @@ class Loop:
             NotFinite: so many in a row that the run is no longer training.
         """
         step, median = self.progress.step + 1, self.spikes.median()
-        if self.accelerator.is_main_process:
+        if self.run.main:
             print(
                 f"step {step}: gradient norm {grad_norm:.3g} is {grad_norm / max(median, 1e-30):.0f} times the recent median; "
                 "update skipped (optim.spike_factor)",
@@ -277,25 +286,15 @@ class Loop:
         if self.spikes.skipped_in_a_row >= MOST_SKIPS:
             raise NotFinite(
                 f"step {step}: {MOST_SKIPS} updates skipped in a row, gradient norm {grad_norm:.3g} against {median:.3g} before; "
-                f"{self._last_good()}; try a lower optim.lr, or a higher optim.spike_factor (now {self.spikes.factor:g}), under another name"
+                f"{checkpoint.last_good(self.run.folder)}; try a lower optim.lr, or a higher optim.spike_factor (now {self.spikes.factor:g}), under another name"
             )
 
     def _refuse_update(self, loss: float, grad_norm: float) -> None:
         self.wrapped.zero_grad(set_to_none=True)
         raise NotFinite(
             f"step {self.progress.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}; stopped before the update; "
-            f"{self._last_good()}; try a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g}) under another name"
+            f"{checkpoint.last_good(self.run.folder)}; try a lower optim.lr (now {float(self.schedulers[0].base_lrs[0]):g}) under another name"
         )
-
-    def _last_good(self) -> str:
-        steps = list_steps(self.run)
-        return f"last good checkpoint: {step_folder(self.run, steps[-1])}" if steps else "no checkpoint yet"
-
-    def _book(self, result: StepResult, elapsed: float) -> None:
-        """Adds a step's time to the run's, by stage."""
-        self.progress.spend("train", elapsed)
-        for stage, seconds in result.seconds.items():
-            self.progress.spend(f"train/{stage}", seconds)
 
     def _record(self, result: StepResult, elapsed: float) -> str:
         """Writes the metrics of a step; returns the facts for the progress line."""
@@ -329,78 +328,12 @@ class Loop:
         sampled = signal.source != "online" and signal.kind == "sampled"
         return f" (temperature {objective.temperature:g})" if sampled and not objective.overlap_is_acceptance else ""
 
-    def _judge_if_due(self) -> None:
-        """Checkpoint, then judge it; a checkpoint already judged is left alone (after a resume)."""
-        if not self._is_due():
-            return  # an interrupt's checkpoint, met again after a resume
-        step = self.progress.step
-        folder = step_folder(self.run, step)
-        self.save()
-        record = self._judgement(folder / JUDGEMENT)
-        if self.accelerator.is_main_process:
-            checkpoint.settle_weights(folder, record)
-        flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-        flat["judge/judging_seconds"] = self.progress.seconds.get("judge", 0.0)  # of all judgements so far
-        self.metrics.write(step, flat, always=True)
-        # From the files, not from memory: a kill between two writes cannot make them disagree.
-        # Those that the main process sees: on a network disk another machine sees a new file later.
-        (scores,) = broadcast_object_list(
-            [checkpoint.judged_scores(self.run) if self.accelerator.is_main_process else None]
-        )
-        self.progress.best_step, self.progress.best_score = max(scores, key=lambda item: item[1])
-        self.progress.judged_without_gain = sum(step > self.progress.best_step for step, _ in scores)
-        if self.accelerator.is_main_process:
-            write_json(folder / PROGRESS, vars(self.progress))
-            checkpoint.point_best(self.run, self.progress.best_step)
-        self.accelerator.wait_for_everyone()
-
     def _is_due(self) -> bool:
         return self.progress.step % self.config.judge.every == 0 or self.progress.step == self.config.train.steps
 
-    def _read_dial_if_due(self) -> None:
-        """Between checkpoints: held-out alpha and tau of the weights as they are, by replay, into the metrics."""
-        step, every = self.progress.step, self.config.judge.dial_every
-        if not every or step % every or self._is_due():
-            return
-        with self.progress.timed("judge"):
-            self.wrapped.eval()
-            full = self._full()
-            if full is not None and self.accelerator.is_main_process:
-                with self._own_random_numbers():
-                    reading = self.validator.dial(full)
-                values = {f"dial/{key}": value for key, value in reading.items()}
-                self.metrics.write(step, values, always=True)
-                self.accelerator.print(
-                    f"step {step:>5}  dial  alpha {reading['alpha']:.3f}  tau {reading['tau']:.2f} by replay"
-                )
-            self.accelerator.wait_for_everyone()
-
-    def _judgement(self, path: Path) -> dict[str, Any]:
-        """The record at ``path``, made first when there is none."""
-        looks = self.accelerator.is_main_process and path.exists()
-        (judged,) = broadcast_object_list([json.loads(path.read_text(encoding="utf-8")) if looks else None])
-        if judged is not None:
-            return judged
-        # What the judge draws must not reach the training: after a resume the judgement is not repeated.
-        with self.progress.timed("judge"), self._own_random_numbers():
-            self.wrapped.eval()
-            record = self.validator(self.progress.step, self._full())
-            if self.average is not None:
-                averaged = self._averaged() if self.accelerator.is_main_process else None
-                record = self._better(record, self.validator(self.progress.step, averaged))
-        if self.accelerator.is_main_process:
-            write_json(path, record)
-            self.accelerator.print(self.validator.headline(record))
-        self.accelerator.wait_for_everyone()
-        return record
-
-    def _own_random_numbers(self) -> Any:
-        device = self.accelerator.device  # without a list torch would wake every GPU of the machine in every rank
-        return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-    def _seen(self, path: Path) -> bool:
-        """Whether the main process finds a path, on every rank."""
-        return broadcast_object_list([path.exists()])[0]
+    def _is_looked_at(self) -> bool:
+        every = self.config.judge.dial_every
+        return bool(every) and self.progress.step % every == 0
 
     def _full(self) -> DraftModule | None:
         """The draft with all of its weights on the main process. All ranks call it."""
@@ -411,15 +344,11 @@ class Loop:
         assert self.average is not None
         return DraftModule(self.average.module, self.module.objective).eval()
 
-    def _better(self, raw: dict[str, Any], averaged: dict[str, Any]) -> dict[str, Any]:
-        """The record of the better weights, with the other's score beside it."""
-        chosen, weights = (averaged, "ema") if averaged["score"] > raw["score"] else (raw, "raw")
-        return chosen | {"weights": weights, "score_raw": raw["score"], "score_ema": averaged["score"]}
-
-    def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there."""
-        if self._seen(step_folder(self.run, self.progress.step) / PROGRESS):
-            return
+    def save(self) -> Path:
+        """Writes the checkpoint of this step, unless it is there; its folder."""
+        folder = step_folder(self.run.folder, self.progress.step)
+        if self.run.seen((folder / PROGRESS).exists):
+            return folder
         students: dict[str, Any] = {}
         full = self._full()
         if full is not None:
@@ -429,13 +358,10 @@ class Loop:
                 students[ADAPTER] = adapter
             if self.average is not None:
                 students[AVERAGED] = self._averaged().exported()
-        checkpoint.save_checkpoint(self.run, self.accelerator, students, self.tokenizer, self.progress, self.provenance)
-        if self.accelerator.is_main_process:
-            checkpoint.prune_states(self.run, self.config.train.keep_states)
-
-    def _out_of_patience(self) -> bool:
-        patience = self.config.judge.patience
-        return patience > 0 and self.progress.judged_without_gain >= patience
+        checkpoint.save_checkpoint(self.run, students, self.tokenizer, self.provenance)
+        if self.run.main:
+            checkpoint.prune_states(self.run.folder, self.config.train.keep_states)
+        return folder
 
     def _any_rank(self, flag: bool) -> bool:
         if self.accelerator.num_processes == 1:

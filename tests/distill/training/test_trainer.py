@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tiny_training import (
     ScriptedJudge,
     final_weights,
+    fit,
     forget_accelerators,
     fresh_accelerator,
     make_loop,
@@ -39,7 +40,7 @@ from distill.faults import Interrupted
 from distill.models.heads import SplitModel
 from distill.run import checkpoint
 from distill.training.batches import make_objective
-from distill.training.loop import Loop, NotFinite
+from distill.training.trainer import NotFinite, Trainer
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -92,8 +93,8 @@ def _rank(rank: int, folder: Path) -> None:
         run_config(folder / "fit", train={"steps": 3}, judge={"every": 2}), accelerator=fresh_accelerator(folder)
     )
     assert loop.accelerator.num_processes == 2
-    loop.fit()
-    outcome["judged"] = loop.validator.steps  # type: ignore[attr-defined]
+    fit(loop)
+    outcome["judged"] = loop.judge.steps  # type: ignore[attr-defined]
     torch.save(outcome, folder / f"rank{rank}.pt")
 
 
@@ -135,7 +136,7 @@ def test_two_ranks_hold_the_same_weights_and_judge_the_same_checkpoints(steps: d
     first, second = steps["2x2"], steps["2x2 rank 1"]
     for name, weight in first["weights"].items():
         torch.testing.assert_close(second["weights"][name], weight, rtol=0, atol=0)
-    assert first["judged"] == second["judged"] == [0, 2, 3]
+    assert (first["judged"], second["judged"]) == ([0, 2, 3], []), "the main process judges"
 
 
 def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_learning_rate_warms_up_and_decays_to_its_floor(tmp_path: Path) -> None:
         judge={"every": 100},
     )
     loop = make_loop(config)
-    loop.fit()
+    fit(loop)
     rates = [line["lr"] for line in metrics_of(config) if "lr" in line]
     assert rates[:5] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01])
     assert all(later < earlier for earlier, later in pairwise(rates[4:]))
@@ -245,7 +246,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poiso
 
     loop.step = poisoned  # type: ignore[method-assign]
     with pytest.raises(NotFinite, match="step 4") as caught:
-        loop.fit()
+        fit(loop)
     text = str(caught.value)
     assert isinstance(caught.value, UserError)
     assert "\n" not in text
@@ -273,7 +274,7 @@ def test_training_lowers_the_loss_and_raises_alpha(tmp_path: Path) -> None:
     config = run_config(
         tmp_path, train={"steps": 40}, judge={"every": 40}, loss={"name": "forward_kl", "chunk_tokens": 64}
     )
-    make_loop(config).fit()
+    fit(make_loop(config))
     lines = [line for line in metrics_of(config) if "loss" in line]
     first, last = lines[:5], lines[-5:]
     assert sum(line["loss"] for line in last) < 0.5 * sum(line["loss"] for line in first)
@@ -284,9 +285,9 @@ def test_training_lowers_the_loss_and_raises_alpha(tmp_path: Path) -> None:
 # --- resume ------------------------------------------------------------------------------------------------------------
 
 
-def finish(config: RunConfig, kind: str = "llama", score: Callable[[int], float] = float) -> Loop:
+def finish(config: RunConfig, kind: str = "llama", score: Callable[[int], float] = float) -> Trainer:
     loop = make_loop(config, ScriptedJudge(score), kind=kind)
-    loop.fit()
+    fit(loop)
     return loop
 
 
@@ -321,7 +322,7 @@ def test_a_run_stopped_after_any_step_goes_on_exactly(tmp_path: Path, kind: str,
         loop = make_loop(config(f"stopped{stop}"), kind=kind)
         step = loop.step
 
-        def stopping(window: Any, loop: Loop = loop, step: Any = step, stop: int = stop) -> Any:
+        def stopping(window: Any, loop: Trainer = loop, step: Any = step, stop: int = stop) -> Any:
             result = step(window)
             if loop.progress.step == stop:
                 raise Killed
@@ -329,7 +330,7 @@ def test_a_run_stopped_after_any_step_goes_on_exactly(tmp_path: Path, kind: str,
 
         loop.step = stopping  # type: ignore[method-assign]
         with pytest.raises(Killed):
-            loop.fit()
+            fit(loop)
         torch.manual_seed(1234)  # a new process has another random state
         finish(config(f"stopped{stop}"), kind)
         assert_same_run(config(f"stopped{stop}"), config("whole"))
@@ -344,13 +345,13 @@ def test_a_judge_that_draws_random_numbers_does_not_change_a_resumed_run(tmp_pat
             return super().__call__(step, module)
 
     whole, stopped = (run_config(tmp_path / name, train={"steps": 4}) for name in ("whole", "stopped"))
-    make_loop(whole, DrawingJudge(), kind="gpt2").fit()
+    fit(make_loop(whole, DrawingJudge(), kind="gpt2"))
     loop = make_loop(stopped, DrawingJudge(), kind="gpt2")
     step = loop.step
     loop.step = lambda window: _raise(Killed) if loop.progress.step == 3 else step(window)  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        loop.fit()
-    make_loop(stopped, DrawingJudge(), kind="gpt2").fit()
+        fit(loop)
+    fit(make_loop(stopped, DrawingJudge(), kind="gpt2"))
     assert_same_run(stopped, whole)
 
 
@@ -401,8 +402,8 @@ def test_judgement_is_not_repeated_after_a_resume(tmp_path: Path) -> None:
     config = run_config(tmp_path, train={"steps": 4})
     first = finish(config)
     again = finish(config)
-    assert first.validator.steps == [0, 2, 4]  # type: ignore[attr-defined]
-    assert again.validator.steps == []  # type: ignore[attr-defined]
+    assert first.judge.steps == [0, 2, 4]  # type: ignore[attr-defined]
+    assert again.judge.steps == []  # type: ignore[attr-defined]
     assert again.progress.step == 4
 
 
@@ -421,7 +422,7 @@ def test_patience_counts_checkpoints_without_gain_also_over_a_resume(tmp_path: P
     assert loop.progress.step == 8, "4, 6 and 8 brought nothing over 2"
     again = finish(config, score=lambda step: scores[step])
     assert again.progress.step == 8
-    assert again.validator.steps == []  # type: ignore[attr-defined]
+    assert again.judge.steps == []  # type: ignore[attr-defined]
 
 
 def test_pruning_keeps_every_student_and_the_newest_states(tmp_path: Path) -> None:
@@ -477,7 +478,7 @@ def test_an_interrupt_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, 
 
     loop.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted) as caught:
-        loop.fit()
+        fit(loop)
     assert str(step_folder(stopped.folder, at + 1)) in str(caught.value)
     assert checkpoint.last_resumable(stopped.folder) == at + 1
     assert signal.getsignal(number) is previous, "handlers are put back"
@@ -500,9 +501,9 @@ def test_an_interrupt_during_a_judged_step_keeps_the_judgement(tmp_path: Path) -
             return super().__call__(step, module)
 
     with pytest.raises(Interrupted):
-        make_loop(stopped, InterruptedJudge()).fit()
+        fit(make_loop(stopped, InterruptedJudge()))
     assert (step_folder(stopped.folder, 2) / JUDGEMENT).exists(), "the judgement of step 2 was paid for"
-    assert finish(stopped).validator.steps == [4]  # type: ignore[attr-defined]
+    assert finish(stopped).judge.steps == [4]  # type: ignore[attr-defined]
     assert_same_run(stopped, whole)
 
 
@@ -517,7 +518,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
     loop.step = twice  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt) as caught:
-        loop.fit()
+        fit(loop)
     assert not isinstance(caught.value, Interrupted)
     assert list_steps(config.folder) == [0]
 
@@ -536,8 +537,8 @@ def test_an_interrupted_step_between_judgements_is_not_judged(tmp_path: Path) ->
 
     loop.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        loop.fit()
-    assert finish(config).validator.steps == [4, 5]  # type: ignore[attr-defined]
+        fit(loop)
+    assert finish(config).judge.steps == [4, 5]  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -557,10 +558,10 @@ def test_an_interrupted_step_is_saved_before_it_is_judged(
 
     loop.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted, match="step-000002 is written"):
-        loop.fit()
-    assert loop.validator.steps == [0]  # type: ignore[attr-defined]
+        fit(loop)
+    assert loop.judge.steps == [0]  # type: ignore[attr-defined]
     assert "the launcher kills what still runs in 30 s" in capsys.readouterr().err
-    assert finish(config).validator.steps == [2, 4, 5]  # type: ignore[attr-defined]
+    assert finish(config).judge.steps == [2, 4, 5]  # type: ignore[attr-defined]
 
 
 def test_judging_touches_the_random_numbers_of_its_own_device_only(
@@ -576,12 +577,12 @@ def test_judging_touches_the_random_numbers_of_its_own_device_only(
 
     monkeypatch.setattr(torch.random, "fork_rng", spying_fork)
     loop = make_loop(run_config(tmp_path, train={"steps": 1}))
-    loop.fit()
+    fit(loop)
     assert asked
     assert asked == [[]] * len(asked)
     asked.clear()
     monkeypatch.setattr(type(loop.accelerator), "device", torch.device("cuda", 3))
-    with loop._own_random_numbers():
+    for _ in loop._held(None):
         assert asked == [[torch.device("cuda", 3)]]
 
 
@@ -598,7 +599,7 @@ def _fit_in_child(config: RunConfig, pause: float) -> None:
         return step(window)
 
     loop.step = slowed  # type: ignore[method-assign]
-    loop.fit()
+    fit(loop)
 
 
 def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
