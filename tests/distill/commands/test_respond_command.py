@@ -80,7 +80,7 @@ def stored(
     assert config.target is not None
     facts = Target(config.target, torch.device("cpu"), config.folder).facts
     examples = Store(config.folder / "responses" / "train").rows().examples
-    return open_signal_store(config, examples, facts, fresh_accelerator(folder), repair=repair), config
+    return open_signal_store(Run(config, fresh_accelerator(folder)), examples, facts, repair=repair), config
 
 
 def refused(call: Any) -> str:
@@ -284,7 +284,9 @@ def test_a_signal_of_another_target_is_not_taken(config_path: Path, topk_run: Pa
     facts = TargetFacts("x", None, "0123", "float32", "float32", (2,), 256, 300, 1)
     examples = Store(config.folder / "responses" / "train").rows().examples
     accelerator = fresh_accelerator(topk_run)
-    assert "another target (" in refused(lambda: open_signal_store(config, examples, facts, accelerator, repair=False))
+    assert "another target (" in refused(
+        lambda: open_signal_store(Run(config, accelerator), examples, facts, repair=False)
+    )
 
 
 def test_a_k_above_the_vocabulary_is_refused(config_path: Path, tmp_path: Path) -> None:
