@@ -209,12 +209,12 @@ def test_a_dead_rank_ends_the_run_with_advice_and_the_last_checkpoint_serves(tmp
     assert "understudy: another rank died" in printed
     assert "the same command" in printed
 
-    def fit(one: RunConfig) -> None:
+    def fit_alone(one: RunConfig) -> None:
         forget_accelerators()
         fit(make_loop(one, ScriptedJudge(), examples=examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])))
 
-    fit(killed)
-    fit(whole)
+    fit_alone(killed)
+    fit_alone(whole)
     losses = [[(line["step"], line["loss"]) for line in metrics_of(one) if "loss" in line] for one in (killed, whole)]
     assert [step for step, _ in losses[0]] == list(range(1, 13)), "each step once"
     assert [loss for _, loss in losses[0]] == pytest.approx([loss for _, loss in losses[1]], rel=1e-4)
