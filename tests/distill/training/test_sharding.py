@@ -22,6 +22,7 @@ from tiny_training import (
     ScriptedJudge,
     examples_of,
     final_weights,
+    fit,
     forget_accelerators,
     make_loop,
     metrics_of,
