@@ -252,7 +252,7 @@ class _Call:
         settings, policy = self.settings, self.policy
         longest = max(len(ids) + budget for (_, ids), budget in zip(self.prompts, self.budgets, strict=True))
         fed = 1 + (settings.gamma if settings.tree is None else settings.tree.size)
-        shared = getattr(self.drafter, "shares_cache", False)
+        shared = self.drafter is not None and self.drafter.shares_cache
         check_memory(self.target, self.draft_model, self.rows, longest + slots_beyond(settings), fed, shared)
         fixed = type(policy) is FixedGamma and policy.max_gamma == settings.gamma and policy.stop_below == 0.0
         return open_loop(

@@ -189,8 +189,7 @@ class BlockLoop:
         return outcome
 
     def _recordings(self) -> int:
-        own = self.target.runner.recordings
-        return own + getattr(self.drafter, "recordings", 0)
+        return self.target.runner.recordings + (self.drafter.recordings if self.drafter is not None else 0)
 
     def _propose(self, gamma: int, stop_below: float, uniforms: torch.Tensor | None) -> Proposal:
         if self.drafter is None:

@@ -5,7 +5,6 @@ Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, V vocabulary, C co
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.drafters.lookup import PromptLookup
@@ -14,7 +13,7 @@ from speculative.errors import UserError
 from speculative.rules.sampling import one_hot
 
 
-class Cascade:
+class Cascade(Drafter):
     """Rows in which `first` finds at least `min_found` tokens take them, the others get what `then` drafts.
 
     Why it is lossless: who proposes is decided from the committed text alone, and a row's text is lossless with either
@@ -36,22 +35,13 @@ class Cascade:
         self.first, self.then, self.min_found, self.then_gamma = first, then, min_found, then_gamma
         self.name = f"cascade of {first.name} and {then.name}"
         self.source_names: tuple[str, ...] = (*first.source_names, *then.source_names)
-        self.observes = then.observes
+        self.model, self.observes, self.shares_cache = then.model, then.observes, then.shares_cache
         self._strayed_R = np.zeros(0, dtype=bool)
         self._asked_lengths_R = np.zeros(0, dtype=np.int64)
 
     @property
     def recordings(self) -> int:
-        """Model calls that were compiled or captured so far."""
-        return getattr(self.then, "recordings", 0)
-
-    @property
-    def shares_cache(self) -> bool:
-        return getattr(self.then, "shares_cache", False)
-
-    @property
-    def model(self) -> PreTrainedModel | None:
-        return self.then.model
+        return self.then.recordings
 
     def start(self, seats: Seats) -> None:
         self.first.start(seats)

@@ -90,15 +90,19 @@ class Drafter(Protocol):
     """The protocol of everything that proposes, with what most need not say. One object serves one decode call after another.
 
     `model` is None for drafters without weights of their own. `name` is used in messages. `observes`: wants `observe`.
+    `shares_cache`: with the target, so it takes no memory of its own.
     """
 
     name: str
     source_names: tuple[str, ...]
+    model: PreTrainedModel | None = None
     observes: bool = False
+    shares_cache: bool = False
 
     @property
-    def model(self) -> PreTrainedModel | None:
-        return None
+    def recordings(self) -> int:
+        """Model calls that were compiled or captured so far."""
+        return 0
 
     def start(self, seats: Seats) -> None:
         """Begin a decode call; nothing of an earlier one may be left."""
@@ -130,7 +134,7 @@ class Drafter(Protocol):
         return
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A causal LM of its own with its own cache.
 
     The cache holds the committed tokens but the last, or all but the last two after a fully accepted block: the last
@@ -141,19 +145,16 @@ class ModelDrafter:
     """
 
     source_names: tuple[str, ...] = ("draft",)
-    observes = False
     on_device = True
-    shares_cache = False  # With the target: then it takes no memory of its own.
 
     def __init__(self, model: PreTrainedModel, name: str = "draft"):
-        self.model: PreTrainedModel = model
+        self.model: PreTrainedModel = model  # type: ignore[assignment]
         self.name = name
         self._cached: CachedModel | RecurrentModel | None = None
         self._read_R = np.zeros(0, dtype=np.int64)
 
     @property
     def recordings(self) -> int:
-        """Model calls that were compiled or captured so far."""
         return self._cached.runner.recordings if self._cached is not None else 0
 
     def start(self, seats: Seats) -> None:
@@ -161,17 +162,12 @@ class ModelDrafter:
         self._read_R = np.zeros(seats.rows, dtype=np.int64)
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
-        assert self._cached is not None, "admit() before start()"
         # All but the last token: the first block feeds it, and the second-last again where shapes are static.
         self._read_R[rows] = np.maximum(lengths_R[rows] - 1, 0)
-        self._cached.prefill(tokens_RC, rows, self._read_R[rows])
-
-    def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
-        raise AssertionError("a model drafter does not observe")
+        self.cached.prefill(tokens_RC, rows, self._read_R[rows])
 
     def keep(self, rows: list[int]) -> None:
-        assert self._cached is not None, "keep() before start()"
-        self._cached.keep(rows)
+        self.cached.keep(rows)
         self._read_R = self._read_R[rows]
 
     def end(self) -> None:
@@ -236,11 +232,10 @@ class ModelDrafter:
             yield cached.feed_static(ids[-1].unsqueeze(1), positions_R1, prefix, 1)[:, 0]
 
     def propose(self, ask: Ask) -> Proposal:
-        assert self._cached is not None, "propose() before start()"
         # What was drafted and not committed is forgotten; the last committed token was never fed.
         self._read_R = np.minimum(self._read_R, ask.lengths_R - 1)
         if ask.gamma == 0:
-            return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self._cached.device))
+            return Proposal(torch.zeros((len(ask.lengths_R), 0), dtype=torch.int64, device=self.cached.device))
         if ask.tree is not None:
             return self._propose_tree(ask, ask.tree)
         return self._propose_chain(ask)
@@ -250,8 +245,7 @@ class ModelDrafter:
 
         Feeds whatever of the text was not read yet.
         """
-        assert self._cached is not None
-        lengths_R, fewest = ask.lengths_R, self.fewest(ask.gamma) if self._cached.runner.static else 1
+        lengths_R, fewest = ask.lengths_R, self.fewest(ask.gamma) if self.cached.runner.static else 1
         while True:
             missing = max(fewest, int((lengths_R - self._read_R)[ask.active_R].max(initial=1)))
             width = min(missing, CATCH_UP_TOKENS)
@@ -264,7 +258,7 @@ class ModelDrafter:
                 ids_RW = np.where(places_RW < lengths_R[:, None], ids_RW, mask_token)
             short = bool((ends_R < width)[ask.active_R].any())
             kept = width + behind if short else 1 + behind
-            logits_RKV = self._cached.feed(upload(ids_RW, self._cached.device), starts_R, kept, once=width > fewest)
+            logits_RKV = self.cached.feed(upload(ids_RW, self.cached.device), starts_R, kept, once=width > fewest)
             self._read_R = ends_R.copy()
             if missing > width:
                 continue
@@ -276,16 +270,14 @@ class ModelDrafter:
 
     def _chain_logits(self, ask: Ask, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Logits (R, V) of each step of a chain; when the next are asked for, `ids` holds what was drafted so far."""
-        assert self._cached is not None
         yield self._catch_up(ask)[:, 0]
         for step in range(1, ask.gamma):
-            logits_R1V = self._cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
+            logits_R1V = self.cached.feed(ids[-1].unsqueeze(1), ask.lengths_R + (step - 1), 1)
             self._read_R = ask.lengths_R + step
             yield logits_R1V[:, 0]
 
     def _propose_chain(self, ask: Ask) -> Proposal:
-        assert self._cached is not None
-        scratch = _RuleText(ask, self._cached.device) if ask.rules is not None else None
+        scratch = _RuleText(ask, self.cached.device) if ask.rules is not None else None
         ids: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         peaks: list[torch.Tensor] = []
@@ -322,7 +314,6 @@ class ModelDrafter:
 
     def _propose_tree(self, ask: Ask, tree: TokenTree) -> Proposal:
         """Level by level: all nodes of a depth are fed in one call that re-reads the levels above."""
-        assert self._cached is not None
         assert ask.gamma == tree.depth, (ask.gamma, tree.depth)
         assert ask.rules is None, "a tree with logits rules is refused before decoding"
         root_logits_RV = self._catch_up(ask)[:, 0]
@@ -340,7 +331,7 @@ class ModelDrafter:
         logits_RN1V = root_logits_RV.unsqueeze(1)
         for depth, level in enumerate(tree.levels[:-1]):
             if depth > 0:
-                logits_RN1V = self._cached.feed_tree(ids_RN1, ask.lengths_R - 1, tree)
+                logits_RN1V = self.cached.feed_tree(ids_RN1, ask.lengths_R - 1, tree)
                 peaks.append(logits_RN1V[:, level[0] : level[-1] + 1].amax((-1, -2)))
             for node in level:
                 children = tree.children[node]

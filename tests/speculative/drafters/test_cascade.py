@@ -21,7 +21,7 @@ from speculative.decode import decode
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
-from speculative.drafters.drafter import Ask, ModelDrafter, Proposal, Seats
+from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.drafters.jacobi import JacobiPool
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
@@ -31,11 +31,8 @@ from speculative.rules.tree import TokenTree
 DRAFT = perturbed(TARGET)
 
 
-class Scripted:
+class Scripted(Drafter):
     """A drafter that answers what it was given and notes what it was told."""
-
-    observes = False
-    model: Any = None
 
     def __init__(self, name: str, proposal: Proposal, source_names: tuple[str, ...] = ()):
         self.name, self.proposal, self.source_names = name, proposal, source_names or (name,)
@@ -54,8 +51,6 @@ class Scripted:
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         self.told.append(("observe", fed_ids_RG1.tolist()))
-
-    def end(self) -> None: ...
 
     def keep(self, rows: list[int]) -> None:
         self.told.append(("keep", rows))
