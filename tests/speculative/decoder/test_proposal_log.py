@@ -53,22 +53,6 @@ def written(path: Path, blocks: list[Block], **options: Any) -> pa.Table:
     return pq.read_table(path)
 
 
-def test_the_types_are_small_ones(tmp_path):
-    schema = written(tmp_path / "log.parquet", []).schema
-    assert {field.name: str(field.type) for field in schema} == {
-        "prompt": "string",
-        "position": "int32",
-        "block": "int32",
-        "place": "int8",
-        "drafted": "int32",
-        "accepted": "bool",
-        "tested": "bool",
-        "target_prob": "float",
-        "draft_prob": "float",
-        "source": "dictionary<values=string, indices=int32, ordered=0>",
-    }
-
-
 probabilities = st.one_of(st.none(), st.just(0.0), st.floats(0, 1, width=32))
 blocks_strategy = st.lists(
     st.tuples(

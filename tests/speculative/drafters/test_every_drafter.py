@@ -93,8 +93,11 @@ def test_sampled_text_ignores_the_batch(name):
         assert [one.response_ids for one in apart[::-1]] == [one.response_ids for one in together[:count]]
 
 
+SAMPLED = [(name, "sample") for name in SMALL]
+OTHER_RULES = [(name, rule) for name in ("lookup", "parallel", "lookup-draft") for rule in ("greedy-draft", "block")]
+
+
 @pytest.mark.simulation
-@pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "rule"), [*SAMPLED, *OTHER_RULES])
 def test_sampled_text_has_the_targets_distribution(name, rule):
     assert sampled_text_p_value(SMALL[name](), rule, rows=trials(3000, 6000)) > 1e-3

@@ -168,16 +168,6 @@ def test_the_threshold_beats_no_stop_and_a_stop_everywhere():
     assert with_stop > 1.02 * simulated_speed_up(scores, gamma, 0.99, c, dv)
 
 
-def test_cheap_drafting_never_stops_and_dear_drafting_always():
-    scores = two_moods(texts=5)
-    threshold, words = stop_below(scores, "greedy-draft", speed_up=2.0, cost_ratio=0.001, verify_slope=0.0)
-    assert threshold == 0.0
-    assert "leave the confidence stop off" in words
-    threshold, words = stop_below(scores, "greedy-draft", speed_up=1.01, cost_ratio=0.9, verify_slope=0.1)
-    assert threshold is None
-    assert "gamma 1" in words
-
-
 def test_a_further_token_of_a_parallel_draft_costs_the_verify_call_alone_and_is_kept_as_its_second_offset_is():
     dear = {"speed_up": 1.01, "cost_ratio": 0.9, "verify_slope": 0.1, "parallel": True}
     scores = two_moods(texts=5)

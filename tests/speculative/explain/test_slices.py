@@ -152,23 +152,6 @@ def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_
     assert table["rows"][0]["gain_ci"][1] < 0, "three prompts that agree"
 
 
-def test_prompt_lengths_fall_into_powers_of_two():
-    texts, scores = [], []
-    for length in (1, 16, 17, 32, 33, 64, 65, 1024, 1025):
-        texts.append(HeldoutResponse(str(length), "a", [1] * length, [5], [-1.0]))
-        scores.append(scores_of(np.random.default_rng(0), np.array([-1.0]), 1.0))
-    table = slice_tables(texts, {"best": scores}, rule="sample", pieces=None, baseline=None)[1]
-    assert [(row["name"], row["tokens"]) for row in table["rows"]] == [
-        ("1-16 tokens", 2), ("17-32 tokens", 2), ("33-64 tokens", 2), ("65-128 tokens", 1), ("513-1024 tokens", 1),
-        ("1025-2048 tokens", 1),
-    ]  # fmt: skip
-    for row in table["rows"]:
-        assert (row["alpha_ci"]["best"] is None) == (row["prompts"] < 2)
-        assert row["gain"] is None
-        assert row["gain_ci"] is None
-        assert row["certain"] == "none"
-
-
 def test_without_entropies_sampled_text_is_sliced_by_surprisal_and_greedy_text_is_not():
     texts, scores, pieces, _ = stored_text(1)
     table = slice_tables(texts, scores, rule="sample", pieces=pieces)[-1]

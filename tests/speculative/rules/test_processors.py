@@ -123,13 +123,6 @@ def test_logits_may_be_a_view_in_any_layout():
         assert torch.equal(rules(view, tokens, lengths, torch.tensor([1, 2])), straight)
 
 
-def test_bf16_logits_are_computed_in_float32():
-    logits = torch.tensor([[1.0, 2.0, -3.0]], dtype=torch.bfloat16)
-    got = LogitsRules(repetition_penalty=1.3)(logits, torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([1]))
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, torch.tensor([[1.0, 2.0 / 1.3, -3.0 * 1.3]]))
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_order_is_that_of_transformers_generate(sampled):
     """Penalties do not commute with biases: the text of `generate` and the probabilities behind it tell the order."""
