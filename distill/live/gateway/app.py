@@ -24,7 +24,6 @@ from distill.live.gateway.metrics import Metrics
 from distill.live.gateway.request import PATHS, read_request
 from distill.live.gateway.tap import Tap
 from distill.live.gateway.upstream import Upstream
-from distill.live.traffic.record import RecordError
 from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
@@ -233,7 +232,7 @@ class Gateway:
         now = time.perf_counter()
         try:
             record = exchange.record(now, finish or (tap.finish if tap is not None else "error"), self.writer.salt)
-        except (RecordError, RecursionError):
+        except (ValueError, RecursionError):
             self.metrics.not_logged.labels("answer").inc()
             return
         if tap is not None and tap.odd_counts:

@@ -7,7 +7,7 @@ from typing import Any
 from distill.live.arms import Arm
 from distill.live.gateway.request import Asked
 from distill.live.gateway.tap import Tap
-from distill.live.traffic.record import FINISHES, RecordError, TrafficRecord, keyed_hash
+from distill.live.traffic.record import FINISHES, TrafficRecord, keyed_hash
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Exchange:
         """What is kept. Counts that break a law are left out; ``tap.odd_counts`` says so then. Call after ``tap.end``.
 
         Raises:
-            RecordError: what remains breaks one too.
+            ValueError: what remains breaks one too.
         """
         asked, arm, tap = self.asked, self.arm, self.tap
         known: dict[str, Any] = {
@@ -68,6 +68,6 @@ class Exchange:
             told = {key: getattr(counts, key) for key in ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")}
             try:
                 return TrafficRecord(**known, **told)
-            except RecordError:
+            except ValueError:
                 tap.odd_counts = True
         return TrafficRecord(**known)

@@ -17,16 +17,18 @@ import json
 import re
 import secrets
 import zlib
-from dataclasses import dataclass
+from operator import le
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from data.files import write_bytes, writing
 from speculative.errors import UserError
 
 SALT, LOCK, WRITE_LOCK, FORGOTTEN = "salt", "lock", "write.lock", "forgotten"
 LOG_FILES = f"log-{5 * '[0-9]'}.jsonl"
-FINISHES = ("stop", "length", "tool_calls", "abort", "cancelled", "error", "unknown")
 SANE = re.compile(r"[A-Za-z0-9._:@+/-]{1,128}")  # An id, a slice, a version: nothing that breaks a line or a label.
 _CHECKSUM = b',"crc32":"'
 _SALT_BYTES = 32
@@ -34,10 +36,19 @@ _MOST, _LATEST = 1 << 31, 1e11  # ids fit into a store; seconds are of a year th
 
 
 class RecordError(ValueError):
-    """A record that cannot be; the message names the field."""
+    """A line that is no record; the message names the field."""
 
 
-@dataclass(frozen=True)
+Word = Annotated[str, Field(pattern=rf"\A{SANE.pattern}\z")]
+Count = Annotated[int, Field(ge=0, lt=_MOST)]
+Counts = Annotated[tuple[Count, ...], Field(strict=False)]  # a list too
+Seconds = Annotated[float, Field(ge=0, lt=_LATEST, allow_inf_nan=False)]
+Setting = Annotated[int | float, Field(gt=-_MOST, lt=_MOST)]
+Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error", "unknown"]
+FINISHES = get_args(Finish)
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TrafficRecord:
     """One response. None: not known. Shapes: B verification steps.
 
@@ -48,107 +59,58 @@ class TrafficRecord:
     constrained: a grammar, a bias or a penalty stood between the target and its text.
 
     Raises:
-        RecordError: a law is broken.
+        ValueError: a law is broken (pydantic's ValidationError).
     """
 
-    id: str
-    time: float
-    slice: str
-    arm: str
-    draft_version: str
-    target_version: str
-    sampling: dict[str, float | int | None] | None
-    prompt_hash: str
-    prompt_tokens: int | None = None
-    response_tokens: int | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    response_ids: tuple[int, ...] | None = None
-    accepted: int | None = None
-    drafted: int | None = None
-    blocks: int | None = None
-    accepted_B: tuple[int, ...] = ()
-    drafted_B: tuple[int, ...] = ()
-    first_token_s: float | None = None
-    total_s: float | None = None
-    finish: str = "unknown"
+    id: Word
+    time: Seconds
+    slice: Word
+    arm: Word
+    draft_version: Word
+    target_version: Word
+    sampling: dict[str, Setting | None] | None
+    prompt_hash: Word
+    prompt_tokens: Count | None = None
+    response_tokens: Count | None = None
+    prompt_ids: Counts | None = None
+    response_ids: Counts | None = None
+    accepted: Count | None = None
+    drafted: Count | None = None
+    blocks: Count | None = None
+    accepted_B: Counts = ()
+    drafted_B: Counts = ()
+    first_token_s: Seconds | None = None
+    total_s: Seconds | None = None
+    finish: Finish = "unknown"
     constrained: bool = False
-    conversation: str | None = None
+    conversation: Word | None = None
 
-    def __post_init__(self) -> None:
-        _check_words(self)
-        for name in ("prompt_tokens", "response_tokens", "accepted", "drafted", "blocks"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 0 <= value < _MOST):
-                _refuse(name, f"{value!r} is no count")
-        for name in ("prompt_ids", "response_ids", "accepted_B", "drafted_B"):
-            values = getattr(self, name)
-            if name.endswith("_ids") and values is None:
-                continue
-            if not isinstance(values, list | tuple) or any(
-                type(value) is not int or not 0 <= value < _MOST for value in values
-            ):
-                _refuse(name, "not a list of whole numbers from 0 to 2^31")
-            object.__setattr__(self, name, tuple(values))
-        for name in ("time", "first_token_s", "total_s"):
-            value = getattr(self, name)
-            if (value is None and name != "time") or (type(value) in (int, float) and 0 <= value < _LATEST):
-                continue
-            _refuse(name, f"{value!r} is no time")
-        _check_sampling(self.sampling)
-        _check_counts(self)
-
-
-def _refuse(field: str, why: str) -> NoReturn:
-    raise RecordError(f"{field}: {why[:160]}")
-
-
-def _check_words(record: TrafficRecord) -> None:
-    for name in ("id", "slice", "arm", "draft_version", "target_version", "prompt_hash", "conversation"):
-        value = getattr(record, name)
-        if value is None and name == "conversation":
-            continue
-        if not isinstance(value, str) or not SANE.fullmatch(value):
-            _refuse(name, f"{value!r} is no word of up to 128 letters, digits and . _ : @ + / -")
-    if record.finish not in FINISHES:
-        _refuse("finish", f"{record.finish!r} is none of {', '.join(FINISHES)}")
-    if type(record.constrained) is not bool:
-        _refuse("constrained", f"{record.constrained!r} is neither true nor false")
-
-
-def _check_sampling(sampling: Any) -> None:
-    if sampling is None:
-        return
-    if not isinstance(sampling, dict):
-        _refuse("sampling", "neither an object nor null")
-    for key, value in sampling.items():
-        if value is not None and not is_setting(value):
-            _refuse(f"sampling.{key}", f"{value!r} is no number")
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        # How many tokens came of so many steps is no law: a stop or a gate emits fewer, and engines take steps that draft nothing uncounted.
+        accepted, drafted, blocks, steps = self.accepted, self.drafted, self.blocks, len(self.accepted_B)
+        laws = [
+            ("accepted", accepted is None or drafted is None or accepted <= drafted, f"{accepted} tokens of only {drafted} drafted"),
+            ("blocks", blocks != 0 or not (accepted or drafted), f"none, yet {drafted or accepted} drafted tokens"),
+            ("accepted_B", steps == len(self.drafted_B), f"{steps} steps, {len(self.drafted_B)} in drafted_B"),
+            ("accepted_B", all(map(le, self.accepted_B, self.drafted_B)), "a step accepted more tokens than it drafted"),
+            ("accepted_B", not steps or (sum(self.accepted_B), sum(self.drafted_B)) == (accepted, drafted), "the steps do not add up"),
+            ("blocks", not steps or blocks in (None, steps), f"{blocks}, yet {steps} steps are listed"),
+        ]  # fmt: skip
+        for name, ids, count in (
+            ("prompt_ids", self.prompt_ids, self.prompt_tokens),
+            ("response_ids", self.response_ids, self.response_tokens),
+        ):
+            laws.append((name, ids is None or count in (None, len(ids)), f"not {count} tokens"))
+        for name, holds, why in laws:
+            if not holds:
+                raise ValueError(f"{name}: {why}")
+        return self
 
 
 def is_setting(value: Any) -> bool:
     """Whether this is a number that a sampling setting may be."""
     return type(value) in (int, float) and abs(value) < _MOST
-
-
-def _check_counts(record: TrafficRecord) -> None:
-    accepted, drafted, blocks = record.accepted, record.drafted, record.blocks
-    if accepted is not None and drafted is not None and accepted > drafted:
-        _refuse("accepted", f"{accepted} tokens of only {drafted} drafted")
-    if blocks == 0 and (accepted or drafted):
-        _refuse("blocks", f"none, yet {drafted or accepted} drafted tokens")
-    if len(record.accepted_B) != len(record.drafted_B):
-        _refuse("accepted_B", f"{len(record.accepted_B)} steps, {len(record.drafted_B)} in drafted_B")
-    if any(kept > tried for kept, tried in zip(record.accepted_B, record.drafted_B, strict=True)):
-        _refuse("accepted_B", "a step accepted more tokens than it drafted")
-    if record.accepted_B and (sum(record.accepted_B), sum(record.drafted_B)) != (accepted, drafted):
-        _refuse("accepted_B", "the steps do not add up to accepted and drafted")
-    if record.accepted_B and blocks is not None and len(record.accepted_B) != blocks:
-        _refuse("blocks", f"{blocks}, yet {len(record.accepted_B)} steps are listed")
-    # How many tokens came of so many steps is no law: a stop or a gate emits fewer, and engines take steps that draft nothing uncounted.
-    for name, count in (("prompt_ids", record.prompt_tokens), ("response_ids", record.response_tokens)):
-        ids = getattr(record, name)
-        if ids is not None and count is not None and len(ids) != count:
-            _refuse(name, f"{len(ids)} of {count} tokens")
 
 
 def to_line(record: TrafficRecord) -> bytes:
@@ -166,17 +128,27 @@ def from_line(line: bytes) -> TrafficRecord:
     """
     body, mark, rest = line.rstrip(b"\n").rpartition(_CHECKSUM)
     if not mark or rest != b'%08x"}' % zlib.crc32(body):
-        _refuse("crc32", "the checksum is another, or there is none")
+        raise RecordError("crc32: the checksum is another, or there is none")
     try:
         values = json.loads(body + b"}")
     except (ValueError, RecursionError) as error:
         raise RecordError(f"the line: not JSON ({error})") from error
     if odd := sorted(set(values) ^ _NAMES):
-        _refuse(odd[0], "missing" if odd[0] in _NAMES else "not a field of a record")
-    return TrafficRecord(**values)
+        raise RecordError(f"{odd[0]}: {'missing' if odd[0] in _NAMES else 'not a field of a record'}")
+    try:
+        return TrafficRecord(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        parts = first["loc"][: 2 if first["loc"][:1] == ("sampling",) else 1]
+        words = (
+            f"{first['msg']} (not {str(first['input'])[:100]!r})"
+            if parts
+            else first["msg"].removeprefix("Value error, ")
+        )
+        raise RecordError(": ".join(filter(None, (".".join(map(str, parts)), words)))) from error
 
 
-_FIELDS = dataclasses.fields(TrafficRecord)
+_FIELDS = dataclasses.fields(TrafficRecord)  # type: ignore[arg-type]
 _NAMES = {field.name for field in _FIELDS}
 
 
