@@ -1,13 +1,10 @@
 """Reasons for a refresh beside the alarm: this student can do better, and it would pay back its training. And one against it: the
 responses in the log are not the target's own.
-
-Each is {"holds", "sentence", ...}: what was found, in numbers and in words.
 """
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +12,11 @@ import torch
 from data.responses.store import Store
 from distill.config.layout import RESPONSES, TRAINING
 from distill.config.run import RunConfig
+from distill.live.alarm.alarm import Reason
 from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
 from distill.run.responses import frozen_responses_of
-from distill.run.verdict_record import Costs, Verdict
+from distill.run.verdict_record import Costs, Interval, Verdict
 from speculative.explain.ceilings import closed_share, target_peaks
 from speculative.explain.text_law import text_law
 from speculative.rules.sampling import SamplingSettings
@@ -30,7 +28,41 @@ DAY_SECONDS, HOUR_SECONDS = 86_400.0, 3_600.0
 SHORT_SECONDS = 6 * HOUR_SECONDS  # Traffic of less says little of a whole day's.
 
 
-def own_words(config: RunConfig, home: Path, export: Path) -> dict[str, Any]:
+class OwnText(Reason):
+    """responses: that were read."""
+
+    responses: int
+
+
+class Headroom(Reason):
+    """Of the probe: its steps and seconds, what it was judged on, the served draft's alpha and tau and the gain in them."""
+
+    steps: int
+    train_seconds: float
+    prompts: int = 0
+    alpha: float | None = None
+    alpha_gain: float | None = None
+    alpha_ci: Interval | None = None
+    tau: float = 1.0
+    tau_gain: float = 0.0
+    tau_ci: Interval | None = None
+    reachable_alpha: float | None = None
+
+
+class Payback(Reason):
+    """The load, what a block takes, and GPU-hours. days: until it is paid back; null where it never is, or nothing is known."""
+
+    requests_per_day: float | None = None
+    tokens_per_day: float | None = None
+    gamma: int | None = None
+    block_seconds: float | None = None
+    concurrency: float | None = None
+    saved_gpu_hours_per_day: float | None = None
+    training_gpu_hours: float | None = None
+    days: float | None = None
+
+
+def own_words(config: RunConfig, home: Path, export: Path) -> OwnText:
     """Are the responses that would be trained on what the target says behind these prompts? Some of them, by one forward of the target.
 
     An engine rounds otherwise, so what is told is a text that is far from the law and not one that can be told apart from it.
@@ -39,7 +71,7 @@ def own_words(config: RunConfig, home: Path, export: Path) -> dict[str, Any]:
     rows = store.rows()
     some = frozen_responses_of(rows[:: -(-len(rows) // ASKED_RESPONSES)])
     if config.target.endpoint is not None:
-        return {"holds": True, "sentence": "text: not looked at, the target's weights are on a server", "responses": 0}
+        return OwnText(holds=True, sentence="text: not looked at, the target's weights are on a server", responses=0)
     target = Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), home).model
     sampling = SamplingSettings(**store.manifest()["sampling"])
     if sampling.greedy:
@@ -50,15 +82,12 @@ def own_words(config: RunConfig, home: Path, export: Path) -> dict[str, Any]:
         holds = law.same or law.log_prob > law.expected - FAR_NATS
         words = f"{law.log_prob:.2f} nats a token under the target, {law.expected:.2f} expected of its own"
     words = f"text: {words} ({len(some)} responses)"
-    words += (
-        ""
-        if holds
-        else ": they are not what the target says behind these prompts (mixed up? another target? other sampling settings?)"
-    )
-    return {"holds": holds, "sentence": words, "responses": len(some)}
+    if not holds:
+        words += ": they are not what the target says behind these prompts (mixed up? another target? other sampling settings?)"
+    return OwnText(holds=bool(holds), sentence=words, responses=len(some))
 
 
-def headroom(probe: Verdict, steps: int) -> dict[str, Any]:
+def headroom(probe: Verdict, steps: int) -> Headroom:
     """How much a few steps on one part of the traffic gain on a later part, judged by replay and paired by prompt.
 
     ``probe``: of a run whose step 0 is the served draft. reachable_alpha: where distilling brought other drafts that began at this
@@ -66,12 +95,8 @@ def headroom(probe: Verdict, steps: int) -> dict[str, Any]:
     """
     baseline, effects, seconds = probe.baseline, probe.effects, probe.seconds.get("train", 0.0)
     if baseline is None or effects is None:
-        return {
-            "holds": False,
-            "sentence": "headroom: the probe could not be compared with the served draft",
-            "steps": steps,
-            "train_seconds": seconds,
-        }
+        words = "headroom: the probe could not be compared with the served draft"
+        return Headroom(holds=False, sentence=words, steps=steps, train_seconds=seconds)
     alpha, gain = baseline.alpha, effects.alpha
     low, high = gain.ci
     certain = effects.certain == "gain"
@@ -79,13 +104,12 @@ def headroom(probe: Verdict, steps: int) -> dict[str, Any]:
         f"headroom: alpha {alpha:.3f} on fresh traffic, {gain.gain:+.3f} [{low:+.3f}, {high:+.3f}] after {steps} steps, judged on "
         f"{effects.prompts} later prompts"
     )
-    return {
-        "holds": certain,
-        "sentence": words + ("" if certain else ": no certain gain, so this student seems to be at its ceiling there"),
-        "steps": steps, "train_seconds": seconds, "prompts": effects.prompts, "alpha": alpha, "alpha_gain": gain.gain, "alpha_ci": list(gain.ci),
-        "tau": baseline.tau, "tau_gain": effects.tau.gain, "tau_ci": list(effects.tau.ci),
-        "reachable_alpha": alpha + closed_share(alpha) * (1 - alpha),
-    }  # fmt: skip
+    words += "" if certain else ": no certain gain, so this student seems to be at its ceiling there"
+    return Headroom(
+        holds=certain, sentence=words, steps=steps, train_seconds=seconds, prompts=effects.prompts, alpha=alpha, alpha_gain=gain.gain,
+        alpha_ci=gain.ci, tau=baseline.tau, tau_gain=effects.tau.gain, tau_ci=effects.tau.ci,
+        reachable_alpha=alpha + closed_share(alpha) * (1 - alpha),
+    )  # fmt: skip
 
 
 def payback(
@@ -95,7 +119,7 @@ def payback(
     tau_gain: float,
     training_seconds: float,
     days: float,
-) -> dict[str, Any]:
+) -> Payback:
     """GPU-hours that the gain saves a day at this load, against those of the training.
 
     A token takes (gamma c + v) target steps over tau, shared by the requests that are decoded at once.
@@ -109,7 +133,7 @@ def payback(
     told = [record for record in records if record.response_tokens and record.drafted and record.blocks]
     if costs is None or not told:
         why = "the run was not timed (judge.live)" if costs is None else "no request tells its tokens and blocks"
-        return {"holds": False, "sentence": f"payback: not known, {why}"}
+        return Payback(holds=False, sentence=f"payback: not known, {why}")
     span = max(record.time + (record.total_s or 0.0) for record in told) - told[0].time
     tokens_a_day = sum(record.response_tokens or 0 for record in told) / max(span, 1.0) * DAY_SECONDS
     gamma = round(sum(record.drafted or 0 for record in told) / sum(record.blocks or 0 for record in told))
@@ -129,11 +153,11 @@ def payback(
     )
     if span < SHORT_SECONDS:
         words += f"; a day is told from {span / HOUR_SECONDS:.2f} hours"
-    return {
-        "holds": needed <= days, "sentence": words, "requests_per_day": len(told) / max(span, 1.0) * DAY_SECONDS,
-        "tokens_per_day": tokens_a_day, "gamma": gamma, "block_seconds": block_seconds, "concurrency": at_once,
-        "saved_gpu_hours_per_day": saved, "training_gpu_hours": cost, "days": needed if saved > 0 else None,
-    }  # fmt: skip
+    return Payback(
+        holds=needed <= days, sentence=words, requests_per_day=len(told) / max(span, 1.0) * DAY_SECONDS, tokens_per_day=tokens_a_day,
+        gamma=gamma, block_seconds=block_seconds, concurrency=at_once, saved_gpu_hours_per_day=saved, training_gpu_hours=cost,
+        days=needed if saved > 0 else None,
+    )  # fmt: skip
 
 
 def concurrency(records: Sequence[TrafficRecord]) -> float:

@@ -13,9 +13,10 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from data.responses.store import Store
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.run import RunConfig
-from distill.live.alarm.alarm import alarm
+from distill.live.alarm.alarm import Alarm, Reason, alarm
 from distill.live.arms import ARMS, read_arms
 from distill.live.refresh.folder import NOT_NEEDED, REFUSED, STATE, UNTRAINED, read_state, refresh_folder
 from distill.live.refresh.gate import judge_gate
@@ -39,10 +40,11 @@ from distill.live.refresh.plan import (
     student_of,
     write_config,
 )
-from distill.live.refresh.reasons import headroom, own_words, payback
+from distill.live.refresh.reasons import Headroom, OwnText, Payback, headroom, own_words, payback
 from distill.live.rollout.state import read_state as read_rollout
 from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import drop_export, note_use
+from distill.live.traffic.options import ExportTrafficOptions
 from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import (
     Version,
@@ -72,6 +74,7 @@ OWN_KEYS = (
     "student.init",
     "student.path",
 )
+R = TypeVar("R", bound=Reason)
 # Options that decide what a refresh is: one that goes on must be asked for with the same.
 ASKED = ("share", "probe_steps", "margin", "false_alarms", "drop", "payback_days", "target_version", "assume_sampling")
 
@@ -222,9 +225,13 @@ class _Refresh:
         with writing(self.folder):
             write_json(self.folder / STATE, self.state)
 
-    def _reason(self, name: str, found: dict[str, Any]) -> bool:
-        self._keep(reasons=self.state["reasons"] | {name: found})
-        return bool(found["holds"])
+    def _reason(self, name: str, kind: type[R], find: Callable[[], R]) -> R:
+        """What is found, or was before a kill; said either way."""
+        if name not in self.state["reasons"]:
+            self._keep(reasons=self.state["reasons"] | {name: find().record()})
+        found = kind.model_validate(self.state["reasons"][name])
+        _say(self.console, found.sentence)
+        return found
 
     def _end(self, outcome: str, status: int) -> int:
         """Nothing of the traffic stays that nobody needs: of a refresh that was not needed nothing does."""
@@ -242,13 +249,11 @@ class _Refresh:
 
     def _decide(self) -> bool:
         """Whether to train; the reasons are told either way. Without an alarm the others are looked for only where asked to."""
-        options, reasons = self.options, self.state["reasons"]
+        options = self.options
         if "decision" not in self.state:
-            if "alarm" not in reasons:
-                found = alarm(self.log, self.version, self.home, options.false_alarms, options.drop)
-                self._reason("alarm", found.record())
-            _say(self.console, self.state["reasons"]["alarm"]["sentence"])
-            needed = bool(self.state["reasons"]["alarm"]["holds"])
+            needed = self._reason(
+                "alarm", Alarm, lambda: alarm(self.log, self.version, self.home, options.false_alarms, options.drop)
+            ).holds
             if needed or options.force or options.dry_run:
                 needed = self._worth_it() and needed
             missing = [name for name, found in self.state["reasons"].items() if not found["holds"]]
@@ -262,36 +267,22 @@ class _Refresh:
     def _worth_it(self) -> bool:
         """The text, headroom and payback."""
         try:
-            if not self._text():
+            text = self._reason("text", OwnText, lambda: own_words(run_config(self.home), self.home, self._export()))
+            if not text.holds:
                 return False
-            found = self._headroom()
-            _say(self.console, found["sentence"])
-            gain = self._payback(found)
-            _say(self.console, gain["sentence"])
-            return bool(found["holds"] and gain["holds"])
+            found = self._reason("headroom", Headroom, self._headroom)
+            return self._reason("payback", Payback, lambda: self._payback(found)).holds and found.holds
         finally:
             if self.options.dry_run:
                 self._drop_traffic()
 
-    def _headroom(self) -> dict[str, Any]:
-        if "headroom" not in self.state["reasons"]:
-            export = self._export()
-            config = run_config(self.home)
-            student = student_of(self.served, self.home)
-            tree = probe_config(config, student, export, self.folder, self.options.probe_steps)
-            fixed = [f"train.steps={self.options.probe_steps}", f"judge.every={self.options.probe_steps}"]
-            path = self.folder / f"{PROBE}.yaml"
-            probe = write_config(path, tree, self.options.overrides or [], fixed)
-            adopt_stores(probe.folder, [export])
-            self._apart(probe, path)
-            self._reason("headroom", headroom(load_verdict(probe.folder), self.options.probe_steps))
-        return self.state["reasons"]["headroom"]
-
-    def _text(self) -> bool:
-        if "text" not in self.state["reasons"]:
-            self._reason("text", own_words(run_config(self.home), self.home, self._export()))
-        _say(self.console, self.state["reasons"]["text"]["sentence"])
-        return bool(self.state["reasons"]["text"]["holds"])
+    def _headroom(self) -> Headroom:
+        export, steps, path = self._export(), self.options.probe_steps, self.folder / f"{PROBE}.yaml"
+        tree = probe_config(run_config(self.home), student_of(self.served, self.home), export, self.folder, steps)
+        probe = write_config(path, tree, self.options.overrides or [], [f"train.steps={steps}", f"judge.every={steps}"])
+        adopt_stores(probe.folder, [export])
+        self._apart(probe, path)
+        return headroom(load_verdict(probe.folder), steps)
 
     def _export(self) -> Path:
         """The traffic of this refresh, taken once: later requests are the next one's."""
@@ -299,33 +290,29 @@ class _Refresh:
         assert self.options.traffic is not None
         if "window" not in self.state:
             shutil.rmtree(export, ignore_errors=True)
-            made = export_traffic(
+            asked = ExportTrafficOptions(
                 self.options.traffic, self.home, export, target_version=self.options.target_version,
                 assume_sampling=self.options.assume_sampling,
             )  # fmt: skip
-            if made["train"] < FEWEST_PROMPTS:
-                why = "; ".join(f"{count:,} {reason}" for reason, count in made["left_out"].items())
+            made = export_traffic(asked)
+            if made.train < FEWEST_PROMPTS:
+                why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
                 raise UserError(
-                    f"{self.options.traffic}: {made['train']} requests to train on, {FEWEST_PROMPTS} are the fewest ({why})"
+                    f"{self.options.traffic}: {made.train} requests to train on, {FEWEST_PROMPTS} are the fewest ({why})"
                 )
             note_use(export, self.folder)
-            self._keep(window={key: value for key, value in made.items() if key not in ("log", "run", "folder")})
+            self._keep(window=made.record())
         return export
 
-    def _payback(self, found: dict[str, Any]) -> dict[str, Any]:
-        if "payback" not in self.state["reasons"]:
-            verdict = load_verdict(self.home)
-            config = self._config()
-            told = re.search(r"--num[_-]processes[ =](\d+)", self.options.launcher)
-            devices = int(told[1]) if told else 1
-            others = sum(verdict.seconds.get(stage, 0.0) for stage in ("self_checks", "judge", "verdict"))
-            seconds = devices * (found["train_seconds"] / self.options.probe_steps * config.train.steps + others)
-            records = [record for record in self.log.records if record.draft_version == self.version]
-            days = self.options.payback_days
-            tau, gain = found.get("tau", 1.0), found.get("tau_gain", 0.0)
-            costs = verdict.costs or load_verdict(self.options.run).costs  # of models of the same shapes
-            self._reason("payback", payback(costs, records, tau, gain, seconds, days))
-        return self.state["reasons"]["payback"]
+    def _payback(self, found: Headroom) -> Payback:
+        verdict = load_verdict(self.home)
+        told = re.search(r"--num[_-]processes[ =](\d+)", self.options.launcher)
+        devices = int(told[1]) if told else 1
+        others = sum(verdict.seconds.get(stage, 0.0) for stage in ("self_checks", "judge", "verdict"))
+        seconds = devices * (found.train_seconds / found.steps * self._config().train.steps + others)
+        records = [record for record in self.log.records if record.draft_version == self.version]
+        costs = verdict.costs or load_verdict(self.options.run).costs  # of models of the same shapes
+        return payback(costs, records, found.tau, found.tau_gain, seconds, self.options.payback_days)
 
     def _config(self) -> RunConfig:
         """The training's config, written."""

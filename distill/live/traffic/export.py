@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, 
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
+from distill.run.verdict_record import Record
 from speculative.errors import UserError
 
 MADE_WITH = ("tokenizer", "template", "context_length", "max_tokens")
@@ -59,19 +60,36 @@ class _Run:
         return {near_hash(self.tokenizer.decode(prompt.prompt_ids)) for prompt in stored}
 
 
+class Exported(Record):
+    """What an export was made of. slices: by name, requests [to train on, held out]. Times are Unix seconds; `border`: everything held
+    out is of then or later. left_out: requests, by reason.
+    """
+
+    log: str
+    run: str
+    folder: str
+    requests: int
+    train: int
+    heldout: int
+    train_tokens: int
+    slices: dict[str, list[int]]
+    since: float
+    border: float
+    until: float
+    left_out: dict[str, int]
+    warnings: list[str]
+
+
 def export_command(options: ExportTrafficOptions, console: Console) -> None:
     """Exports, and says what was left out and why."""
-    made = export_traffic(
-        options.log, options.run, options.to, heldout=options.heldout, alike=options.alike, quotas=_quotas(options.quota),
-        target_version=options.target_version, assume_sampling=options.assume_sampling,
-    )  # fmt: skip
-    lines = [f"note: {warning}" for warning in made["warnings"]]
+    made = export_traffic(options)
+    lines = [f"note: {warning}" for warning in made.warnings]
     lines += [
-        f"{made['requests']:,} requests: {made['train']:,} to train on ({made['train_tokens']:,} tokens), {made['heldout']:,} held out"
+        f"{made.requests:,} requests: {made.train:,} to train on ({made.train_tokens:,} tokens), {made.heldout:,} held out"
     ]
-    lines += [f"  {train:,} and {held:,} of slice {name}" for name, (train, held) in made["slices"].items()]
-    lines += [f"  {count:,} left out: {why}" for why, count in made["left_out"].items()]
-    for line in [*lines, f"{made['folder']}: prompts/ and responses/train/, for a run as docs/traffic.md says"]:
+    lines += [f"  {train:,} and {held:,} of slice {name}" for name, (train, held) in made.slices.items()]
+    lines += [f"  {count:,} left out: {why}" for why, count in made.left_out.items()]
+    for line in [*lines, f"{made.folder}: prompts/ and responses/train/, for a run as docs/traffic.md says"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -85,30 +103,22 @@ def _quotas(words: list[str] | None) -> dict[str, int]:
     return found
 
 
-def export_traffic(
-    log: Path,
-    run: Path,
-    to: Path,
-    *,
-    heldout: int = 128,
-    alike: int = 8,
-    quotas: Mapping[str, int] | None = None,
-    target_version: str = "",
-    assume_sampling: bool = False,
-) -> dict[str, Any]:
-    """Makes the folder; returns {log, run, folder, requests, train, heldout, train_tokens, slices: {slice: [train, heldout]}, since, border,
-    until, left_out: {reason: requests}, warnings}. Times are Unix seconds; `border`: everything held out is of then or later.
+def export_traffic(options: ExportTrafficOptions) -> Exported:
+    """Makes the folder.
 
     Raises:
         UserError: no log or a forged line, no run that could read it, nothing left to train on or to hold out, a folder that is there.
     """
-    salt, known = read_salt(log), _read_run(run)
+    log, to, quotas = options.log, options.to, _quotas(options.quota)
+    salt, known = read_salt(log), _read_run(options.run)
     if to.exists():
         raise UserError(f"--to {to}: is there already; give a new folder, or delete it first")
     traffic, serving = read_traffic(log), known.config.serving
-    versions = {target_version} if target_version else {known.manifest["target"], known.config.target.path}
+    versions = (
+        {options.target_version} if options.target_version else {known.manifest["target"], known.config.target.path}
+    )
     room = min(known.made_with["context_length"] - serving.max_tokens, known.config.data.max_prompt_tokens or 1 << 30)
-    wanted = Wanted(known.manifest["sampling"], versions, room, known.vocab_rows, assume_sampling)
+    wanted = Wanted(known.manifest["sampling"], versions, room, known.vocab_rows, options.assume_sampling)
     faults = [fault_of(record, wanted) for record in traffic.records]
     left_out = Counter(fault for fault in faults if fault)
     usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]
@@ -120,29 +130,29 @@ def export_traffic(
     mine = [number for number, group in enumerate(groups) if group not in judged]
     usable, groups, texts = ([values[number] for number in mine] for values in (usable, groups, texts))  # type: ignore[assignment]
     trained = {group for group, number in zip(groups, mine, strict=True) if near[number] in learnt}
-    past, latest = split_by_time(groups, heldout, trained)
+    past, latest = split_by_time(groups, options.heldout, trained)
     left_out["as new as what is held out, or of its prompts"] += len(usable) - len(past) - len(latest)
     order = [priority(salt, record.id) for record in usable]
-    train, more = capped(past, groups, [record.slice for record in usable], order, alike, quotas or {})
+    train, more = capped(past, groups, [record.slice for record in usable], order, options.alike, quotas)
     left_out = +(left_out + more)
     if not train or len(latest) < 2:
         raise UserError(_too_few(log, len(traffic.records), len(train), len(latest), left_out))
-    made = {
-        "log": str(log.resolve()), "run": str(run), "requests": len(traffic.records), "train": len(train), "heldout": len(latest),
-        "train_tokens": sum(min(len(usable[number].response_ids or ()), serving.max_tokens) for number in train),
-        "slices": {
+    made = Exported(
+        log=str(log.resolve()), run=str(options.run), folder=str(to), requests=len(traffic.records), train=len(train), heldout=len(latest),
+        train_tokens=sum(min(len(usable[number].response_ids or ()), serving.max_tokens) for number in train),
+        slices={
             name: [sum(usable[number].slice == name for number in numbers) for numbers in (train, latest)]
             for name in sorted({usable[number].slice for number in (*train, *latest)})
         },
-        "since": usable[train[0]].time, "border": usable[latest[0]].time, "until": usable[latest[-1]].time,
-        "left_out": dict(left_out.most_common()), "warnings": traffic.warnings,
-    }  # fmt: skip
+        since=usable[train[0]].time, border=usable[latest[0]].time, until=usable[latest[-1]].time,
+        left_out=dict(left_out.most_common()), warnings=traffic.warnings,
+    )  # fmt: skip
     sides = [
         [(usable[number], texts[number], f"traffic{groups[number]}") for number in side] for side in (train, latest)
     ]
     note_export(log, to, time.time(), len(train) + len(latest))  # first: what a killed export leaves is known of
     _write(to, known, salt, sides, made)
-    return made | {"folder": str(to)}
+    return made
 
 
 def _read_run(run: Path) -> _Run:
@@ -176,7 +186,7 @@ def _write(
     known: _Run,
     salt: bytes,
     sides: Sequence[Sequence[tuple[TrafficRecord, str, str]]],
-    made: dict[str, Any],
+    made: Exported,
 ) -> None:
     """The folder, whole or not at all; nobody but its owner reads it."""
     partial = partial_of(to)
@@ -190,8 +200,8 @@ def _write(
         rows = [_row(salt, record, known) for record, _, _ in sides[0]]
         for number, start in enumerate(range(0, len(rows), EXPORT_SHARD)):
             store.write_shard(number, rows[start : start + EXPORT_SHARD])
-        write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made})
-        forgotten = forgotten_hashes(Path(made["log"]))
+        write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
+        forgotten = forgotten_hashes(Path(made.log))
         late = {
             row_id(salt, one.id)
             for side in sides

@@ -38,24 +38,24 @@ A_DAY = [record_of(number, time=number * 86_390.0, total_s=10.0, response_tokens
 def test_payback_is_what_a_hand_finds() -> None:
     # A token takes .015 / tau seconds; from tau 1.5 to 2 that saves .015 x (1 / 1.5 - 1 / 2) = .0025 s, 2.5 s a day.
     found = payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=5.0, days=2.5)
-    assert found["tokens_per_day"] == pytest.approx(1000)
-    assert found["requests_per_day"] == pytest.approx(2)
-    assert found["block_seconds"] == pytest.approx(0.015)
-    assert found["saved_gpu_hours_per_day"] == pytest.approx(2.5 / 3600)
-    assert found["training_gpu_hours"] == pytest.approx(5 / 3600)
-    assert (found["days"], found["holds"]) == (pytest.approx(2.0), True)
-    assert not payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=7.0, days=2.5)["holds"]
+    assert found.tokens_per_day == pytest.approx(1000)
+    assert found.requests_per_day == pytest.approx(2)
+    assert found.block_seconds == pytest.approx(0.015)
+    assert found.saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
+    assert found.training_gpu_hours == pytest.approx(5 / 3600)
+    assert (found.days, found.holds) == (pytest.approx(2.0), True)
+    assert not payback(COSTS, A_DAY, 1.5, 0.5, training_seconds=7.0, days=2.5).holds
     # Two at once share every step: half of it is saved.
     twice = [*A_DAY, *(replace(one, id=f"{one.id}b") for one in A_DAY)]
-    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5)["saved_gpu_hours_per_day"] == pytest.approx(2.5 / 3600)
-    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5)["concurrency"] == pytest.approx(2)
+    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5).saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
+    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5).concurrency == pytest.approx(2)
 
 
 @pytest.mark.parametrize(("costs", "gain"), [(None, 0.5), (COSTS, 0.0), (COSTS, -0.2)])
 def test_what_saves_nothing_is_never_paid_back(costs: Costs | None, gain: float) -> None:
     found = payback(costs, A_DAY, 1.5, gain, 5.0, 1e9)
-    assert not found["holds"]
-    json.dumps(found, allow_nan=False)
+    assert not found.holds
+    json.dumps(found.record(), allow_nan=False)
 
 
 def test_requests_in_flight_are_counted_while_there_are_any() -> None:
@@ -77,7 +77,7 @@ def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_pat
         written.open(store.manifest())
         written.write_shard(0, some)
         found = own_words(run_config(tiny_run), tiny_run, tmp_path / name)
-        assert (found["holds"], found["responses"]) == (name == "own", len(rows)), found
+        assert (found.holds, found.responses) == (name == "own", len(rows)), found
 
 
 @pytest.mark.parametrize(

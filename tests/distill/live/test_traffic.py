@@ -20,7 +20,7 @@ from distill.config.load import load_config
 from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import PROMPT_FILES, RESPONSES, list_exports, note_use, partial_of, row_id
 from distill.live.traffic.forget import forget_command
-from distill.live.traffic.options import ForgetOptions, ShowOptions
+from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, read_salt
 from distill.live.traffic.show import show_traffic
@@ -74,10 +74,10 @@ def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
     hot = [record_of(100 + n, sampling={**SAMPLING, "temperature": 1.0}, target_version=own) for n in range(3)]
     foreign = [record_of(200 + number, target_version="another") for number in range(2)]
     log = write_log(tmp_path / "log", [*records, *hot, *foreign])
-    made = export_traffic(log, own_run, tmp_path / "may", heldout=4)
-    assert (made["train"], made["heldout"]) == (56, 4)
-    assert made["left_out"] == {"other sampling settings": 3, "another target version (another)": 2}
-    assert made["slices"] == {"code": [50, 4], "rare": [6, 0]}
+    made = export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=4))
+    assert (made.train, made.heldout) == (56, 4)
+    assert made.left_out == {"other sampling settings": 3, "another target version (another)": 2}
+    assert made.slices == {"code": [50, 4], "rare": [6, 0]}
     store = Store(tmp_path / "may" / RESPONSES)
     assert {row.prompt_id: row.response_ids for row in store.read()} == {
         row_id(read_salt(log), record.id): list(record.response_ids or ()) for record in records[:56]
@@ -116,8 +116,8 @@ def test_what_the_run_holds_out_is_not_trained_on_and_what_it_learnt_is_not_held
     records = [record_of(-1, time=0.0, prompt_ids=held, target_version=records[0].target_version), *records]
     records += [record_of(90, prompt_ids=learnt, target_version=records[0].target_version)]
     log = write_log(tmp_path / "log", records)
-    made = export_traffic(log, own_run, tmp_path / "may", heldout=3, quotas={"rare": 2})
-    assert made["left_out"] == {
+    made = export_traffic(ExportTrafficOptions(log, own_run, tmp_path / "may", heldout=3, quota=["rare=2"]))
+    assert made.left_out == {
         "held out by the run": 1,
         "beyond the quota of rare": 2,
         "as new as what is held out, or of its prompts": 1,
@@ -136,7 +136,7 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
 
     def refused(log: Path, run: Path, to: Path) -> str:
         with pytest.raises(UserError) as error:
-            export_traffic(log, run, to)
+            export_traffic(ExportTrafficOptions(log, run, to))
         assert not to.exists() or list(to.iterdir()) == []
         return str(error.value)
 
@@ -159,7 +159,7 @@ def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_r
     records = traffic_of(own_run, 30)
     log = write_log(tmp_path / "log", records)
     for name in ("may", "gone"):
-        export_traffic(log, own_run, tmp_path / name, heldout=3)
+        export_traffic(ExportTrafficOptions(log, own_run, tmp_path / name, heldout=3))
     shutil.rmtree(tmp_path / "gone")
     partial_of(tmp_path / "gone").mkdir()
     note_use(tmp_path / "may", own_run)
