@@ -60,7 +60,7 @@ def sums_of(numerators_N: np.ndarray, denominators_N: np.ndarray | None = None, 
     """
     numerators_N = np.asarray(numerators_N, dtype=np.float64)
     denominators_N = np.ones_like(numerators_N) if denominators_N is None else np.asarray(denominators_N, np.float64)
-    told_N = denominators_N > 0
+    told_N = (denominators_N > 0).astype(np.float64)
     numerators_N = np.where(told_N, numerators_N, 0.0)
     add = np.cumsum if running else np.sum
     return Sums(

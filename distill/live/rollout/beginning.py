@@ -1,7 +1,6 @@
 """How a rollout begins: what is refused before anything is done, and its first state."""
 
 import contextlib
-import dataclasses
 import fcntl
 import math
 import time
@@ -12,7 +11,7 @@ from data.responses.endpoint_keys import is_address, root_of
 from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
 from distill.live.rollout.engine import engine_words, free_port
 from distill.live.rollout.options import RolloutOptions
-from distill.live.rollout.state import STATE, State, write_state
+from distill.live.rollout.state import STATE, Engine, State, write_state
 from distill.live.traffic.record import LOCK
 from distill.live.versions import Version, list_versions, read_version
 from speculative.errors import UserError
@@ -93,15 +92,16 @@ def begin(options: RolloutOptions, version: Version, last: State | None) -> Stat
     if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
         raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
     port = 0 if options.engine_url else free_port(options.port)
-    state = State(
-        version.name, str(options.log.resolve()), "starting", options.share,
-        root_of(options.engine_url) or f"http://127.0.0.1:{port}", port, dataclasses.asdict(before),
-        mark="" if options.engine_url else uuid.uuid4().hex, since=time.time(),
+    engine = Engine(
+        url=root_of(options.engine_url) or f"http://127.0.0.1:{port}", port=port, mark="" if options.engine_url else uuid.uuid4().hex
     )  # fmt: skip
-    if last is not None and last.stage == "done" and last.mark:
-        names = ("url", "port", "mark", "pid", "created")
-        state.before_engine = {name: getattr(last, name) for name in names}
-    elif last is not None and last.stage == "back":
-        state.before_engine = last.before_engine
+    earlier = None
+    if last is not None:
+        started = last.engine if last.engine.mark else None
+        earlier = started if last.stage == "done" else last.before_engine
+    state = State(
+        version=version.name, log=str(options.log.resolve()), stage="starting", share=options.share, engine=engine, before=before,
+        before_engine=earlier, since=time.time(),
+    )  # fmt: skip
     write_state(options.drafts, state)
     return state

@@ -42,7 +42,7 @@ from distill.live.rollout.engine import (
 from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, compare, served_of, watch
 from distill.live.rollout.log_tail import LogTail
 from distill.live.rollout.options import RolloutOptions
-from distill.live.rollout.state import ENDS, Stage, State, read_state, write_state
+from distill.live.rollout.state import ENDS, Event, Stage, State, read_state, write_state
 from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
 
@@ -115,51 +115,54 @@ class Rollout:
     def _enter(self, stage: Stage, text: str) -> None:
         """The next stage is written down before it begins."""
         self.state.stage, self.state.since, self.state.reason = stage, time.time(), text
-        self.state.events.append({"time": self.state.since, "stage": stage, "text": text})
+        self.state.events.append(Event(time=self.state.since, stage=stage, text=text))
         write_state(self.options.drafts, self.state)
         print(f"{time.strftime('%H:%M:%S')} {self.state.version} {stage}: {text}", flush=True)
 
     def _start(self) -> None:
         state = self.state
-        if state.mark:
+        if state.engine.mark:
             process = self._engine() or self._started()
-            state.pid, state.created = process.pid, process.create_time()
+            state.engine.pid, state.engine.created = process.pid, process.create_time()
             write_state(self.options.drafts, state)
         seconds = self._wait()
         # A gateway may have begun anew meanwhile, with other flags.
-        self.state.before = dataclasses.asdict(arms_before(self.arms_file.parent))
+        self.state.before = arms_before(self.arms_file.parent)
         self._check_models()
         self._enter(
-            "comparing", f"{state.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations"
+            "comparing",
+            f"{state.engine.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations",
         )
 
     def _started(self) -> psutil.Process:
-        words = engine_words(self.options.engine_command, self.version.folder, free_port(self.state.port))
-        return start_engine(words, self.state.mark, self._engine_log())
+        words = engine_words(self.options.engine_command, self.version.folder, free_port(self.state.engine.port))
+        return start_engine(words, self.state.engine.mark, self._engine_log())
 
     def _wait(self) -> float:
         """Seconds until the engine answered."""
         start = time.monotonic()
-        while not answers(self.state.url):
-            if self.state.mark and self._engine() is None:
+        while not answers(self.state.engine.url):
+            if self.state.engine.mark and self._engine() is None:
                 said = last_line(self._engine_log())
                 raise UserError(
                     f"--engine-command: the engine ended before it answered: {said} (all in {self._engine_log()})"
                 )
             if time.monotonic() - start > self.options.start_timeout:
                 raise UserError(
-                    f"{self.state.url} does not answer within --start-timeout {self.options.start_timeout:g} s"
+                    f"{self.state.engine.url} does not answer within --start-timeout {self.options.start_timeout:g} s"
                 )
             time.sleep(engines.POLL_SECONDS)
         return time.monotonic() - start
 
     def _check_models(self) -> None:
         """Raises UserError when a request for the old engine's model would be refused by the new one."""
-        known = models(self.state.url)
-        missing = {name for arm in self._before().arms if arm.drafts and arm.share for name in models(arm.url)} - known
+        known = models(self.state.engine.url)
+        missing = {
+            name for arm in self.state.before.arms if arm.drafts and arm.share for name in models(arm.url)
+        } - known
         if known and missing:
             raise UserError(
-                f"{self.state.url}: serves {', '.join(sorted(known))}, and requests are for {', '.join(sorted(missing))}: start it with "
+                f"{self.state.engine.url}: serves {', '.join(sorted(known))}, and requests are for {', '.join(sorted(missing))}: start it with "
                 "the same target under the same name (--served-model-name)"
             )
 
@@ -210,14 +213,14 @@ class Rollout:
         """Records so far, again and again; ends when the engine has died, with the way back entered."""
         silent = 0
         while True:
-            died = bool(self.state.mark) and self._engine() is None
-            silent = 0 if answers(self.state.url) else silent + 1
+            died = bool(self.state.engine.mark) and self._engine() is None
+            silent = 0 if answers(self.state.engine.url) else silent + 1
             if died or silent >= SILENT_POLLS:
                 said = last_line(self._engine_log())
                 what = (
                     f"the engine died; it said last: {said or 'nothing'}"
                     if died
-                    else f"{self.state.url} does not answer"
+                    else f"{self.state.engine.url} does not answer"
                 )
                 self._enter("returning", what)
                 return
@@ -228,25 +231,24 @@ class Rollout:
         """All arms of the past are left out, `current` is switched, the old engine ended where it is ours."""
         self._direct(1.0, alone=True)
         make_current(self.options.drafts, self.state.version, "rollout")
-        old, urls = self.state.before_engine, [arm.url for arm in self._before().arms if arm.drafts]
-        if old is not None and old["url"] in urls:
-            process = find_engine(old["mark"], old["pid"], old["created"])
-            stop_engine(process, old["mark"], old["port"], self.options.drain)
-            urls.remove(old["url"])
+        old, urls = self.state.before_engine, [arm.url for arm in self.state.before.arms if arm.drafts]
+        if old is not None and old.url in urls:
+            stop_engine(find_engine(old.mark, old.pid, old.created), old.mark, old.port, self.options.drain)
+            urls.remove(old.url)
         for url in urls:
             print(f"{url} has no traffic any more and was not started here: end it as you started it", flush=True)
-        self._enter("done", f"{self.state.url} serves all traffic; current -> {self.state.version}")
+        self._enter("done", f"{self.state.engine.url} serves all traffic; current -> {self.state.version}")
 
     def _return(self) -> None:
         """All traffic to where it went before, and the new engine ended where it is ours."""
         reason = self.state.reason
         if self._directs():
-            write_arms(self.arms_file, self._before())
-        for arm in self._before().arms:
+            write_arms(self.arms_file, self.state.before)
+        for arm in self.state.before.arms:
             if arm.share and not answers(arm.url):
                 print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
-        if self.state.mark:
-            stop_engine(self._engine(), self.state.mark, self.state.port, self.options.drain)
+        if self.state.engine.mark:
+            stop_engine(self._engine(), self.state.engine.mark, self.state.engine.port, self.options.drain)
         if self.state.blames:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
             self._point_back()
@@ -255,7 +257,7 @@ class Rollout:
     def _point_back(self) -> None:
         """A version that was approved before its rollout is not served now: `current` is what is."""
         current = current_version(self.options.drafts)
-        served = max(self._before().arms, key=lambda arm: arm.share).draft_version
+        served = max(self.state.before.arms, key=lambda arm: arm.share).draft_version
         if current is not None and current.name == self.state.version and (self.options.drafts / served).is_dir():
             make_current(self.options.drafts, served, "rollout")
 
@@ -270,27 +272,24 @@ class Rollout:
 
     def _direct(self, share: float, alone: bool = False) -> bool:
         """Gives the new engine this share, the others what is left; whether that is new. ``alone``: the others are no longer named."""
-        before = self._before()
+        before = self.state.before
         others = [
             dataclasses.replace(arm, share=arm.share * (1 - share)) if arm.drafts else arm
             for arm in before.arms
             if not (alone and arm.drafts)
         ]
         target = next(arm for arm in before.arms if arm.drafts).target_version
-        new = Arm(self.state.version, self.state.url, share, self.state.version, target)
+        new = Arm(self.state.version, self.state.engine.url, share, self.state.version, target)
         arms = Arms(self._by(), (*others, new))
         if changed := read_arms(self.arms_file) != arms:
             write_arms(self.arms_file, arms)
         return changed
 
-    def _before(self) -> Arms:
-        return Arms(self.state.before["by"], tuple(Arm(**arm) for arm in self.state.before["arms"]))
-
     def _old_arms(self) -> set[str]:
-        return {arm.name for arm in self._before().arms if arm.drafts}
+        return {arm.name for arm in self.state.before.arms if arm.drafts}
 
     def _engine(self) -> psutil.Process | None:
-        return find_engine(self.state.mark, self.state.pid, self.state.created)
+        return find_engine(self.state.engine.mark, self.state.engine.pid, self.state.engine.created)
 
     def _engine_log(self) -> Path:
         return self.options.drafts / f"engine-{self.state.version}.log"
@@ -299,7 +298,7 @@ class Rollout:
         options = self.options
         return Law(
             self.state.share, options.margin, options.slower, options.false_alarms, options.requests, options.watch,
-            gate_of(self.version, {arm.draft_version for arm in self._before().arms if arm.drafts and arm.share}),
+            gate_of(self.version, {arm.draft_version for arm in self.state.before.arms if arm.drafts and arm.share}),
         )  # fmt: skip
 
     def _tell(self, decision: Decision) -> None:

@@ -16,13 +16,14 @@ from traffic_log import record_of, write_log
 
 from data.responses.store import Store
 from distill.commands.compare.comparison import Difference
+from distill.live.arms import Arm, Arms
 from distill.live.refresh import refresh
 from distill.live.refresh.gate import _slice, small_slices
 from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.plan import mixed, run_config
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
-from distill.live.rollout.state import State, write_state
+from distill.live.rollout.state import Engine, State, write_state
 from distill.live.versions import list_versions, make_current, read_version
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError
@@ -195,7 +196,10 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path, monkeyp
         (tmp_path / name).mkdir()
         (tmp_path / name / "provenance.json").write_text(json.dumps({"version": name, "parent": f"v000{number}"}))
     make_current(tmp_path, "v0002", "Ann")
-    write_state(tmp_path, State("v0003", str(tmp_path / "log"), "starting", 0.1, "http://127.0.0.1:9", 9, {}))
+    engine = Engine(url="http://127.0.0.1:9", port=9)
+    arms = Arms("flags", (Arm("v0002", "http://127.0.0.1:8", 1.0, "v0002"),))
+    state = State(version="v0003", log=str(tmp_path), stage="starting", share=0.1, engine=engine, before=arms)
+    write_state(tmp_path, state)
     monkeypatch.setattr(refresh, "publish", lambda *_, **__: read_version(tmp_path / "v0005"))
     gate = {"gamma": 3, "new": [{"name": "all traffic", "alpha": 0.1, "tau_ci": [0.1, 0.2]}], "old": []}
     window = {"since": 0.0, "until": 1.0, "train": 1}

@@ -61,7 +61,7 @@ def engines_of(options: RolloutOptions) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True) if state is not None else ():
         try:
-            if process.environ().get(MARK) == state.mark and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARK) == state.engine.mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
@@ -120,7 +120,7 @@ def test_a_better_version_gets_all_the_traffic(options: RolloutOptions, capsys: 
     assert traffic.counts["v0002"] >= options.watch
     state = read_state(options.drafts)
     assert state is not None
-    assert [event["stage"] for event in state.events] == ["comparing", "watching", "finishing", "done"]
+    assert [event.stage for event in state.events] == ["comparing", "watching", "finishing", "done"]
     told = capsys.readouterr().out
     assert "certainly more is accepted" in told
     assert "http://127.0.0.1:9 has no traffic any more and was not started here: end it as you started it" in told
@@ -158,7 +158,7 @@ def test_one_that_slipped_through_is_taken_back_while_it_is_watched(options: Rol
         assert rollout(replace(options, watch=20_000)) == TAKEN_BACK
     state = read_state(options.drafts)
     assert state is not None
-    assert [event["stage"] for event in state.events] == ["comparing", "watching", "returning", "back"]
+    assert [event.stage for event in state.events] == ["comparing", "watching", "returning", "back"]
     assert "certainly less is accepted than before" in state.reason
     assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
 
@@ -193,7 +193,7 @@ def test_when_the_engine_dies_the_traffic_goes_back(
     def killing(self: Any, entered: Any, text: str) -> None:
         enter(self, entered, text)
         if entered == stage:
-            os.kill(self.state.pid, signal.SIGKILL)
+            os.kill(self.state.engine.pid, signal.SIGKILL)
 
     monkeypatch.setattr(module.Rollout, "_enter", killing)
     with running_traffic(traffic_of(options, steady(0.85))):
@@ -426,7 +426,7 @@ def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pyt
     direct = module.Rollout._direct
 
     def stopping(self: Any, *arguments: Any) -> bool:
-        os.kill(self.state.pid, signal.SIGSTOP)
+        os.kill(self.state.engine.pid, signal.SIGSTOP)
         return direct(self, *arguments)
 
     monkeypatch.setattr(module.Rollout, "_direct", stopping)
