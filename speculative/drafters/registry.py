@@ -1,14 +1,13 @@
 """Drafters by name: a file of this folder that registers one is all that a new way to draft takes."""
 
 import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from speculative import drafters
 from speculative.drafters.drafter import Drafter
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
@@ -61,8 +60,8 @@ def registers(name: str, tree: TokenTree | None = None) -> Callable[[Make], Make
 
 def registered() -> dict[str, Registered]:
     """Every drafter by the name of its way to decode."""
-    for file in pkgutil.iter_modules(drafters.__path__):
-        importlib.import_module(f"{drafters.__name__}.{file.name}")
+    for file in Path(__file__).parent.glob("*.py"):
+        importlib.import_module(f"{__package__}.{file.stem}")
     return _REGISTERED
 
 

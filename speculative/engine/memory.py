@@ -13,9 +13,9 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine import pool
 from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
 from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
+from speculative.engine.pool import holds, idle_memories, release
 from speculative.engine.recurrent_model import recurrent_bytes
 from speculative.errors import TooLittleMemory, UserError
 
@@ -123,8 +123,8 @@ def check_memory(
     """
     capacity = capacity if target.device.type == "cpu" else whole_steps(capacity)
     needed, free = _needed(target, draft, rows, capacity, query_length, shared_cache), _free(target)
-    if free is not None and needed > free and pool.idle_memories():
-        pool.release()
+    if free is not None and needed > free and idle_memories():
+        release()
         needed, free = _needed(target, draft, rows, capacity, query_length, shared_cache), _free(target)
     if free is not None and needed > free:
         raise TooLittleMemory(
@@ -149,5 +149,5 @@ def _needed(
     """Bytes that are not taken yet: what an earlier call left for this one is."""
     models = [target] if draft is None else [target, draft]
     owners = models[:1] if shared_cache else models
-    caches = [cache_bytes(model, rows, capacity) for model in owners if not pool.holds(model, rows, capacity)]
+    caches = [cache_bytes(model, rows, capacity) for model in owners if not holds(model, rows, capacity)]
     return sum(caches) + sum(block_bytes(model, rows, query_length) for model in models)
