@@ -20,7 +20,7 @@ from distill.commands.drift.baseline import Baseline, baseline_of, engine_notes,
 from distill.commands.drift.counters import scrape
 from distill.commands.options import DriftOptions
 from distill.commands.output import check_writable, write_asked
-from distill.report.tables import interval
+from distill.report.table import interval
 from distill.run.frozen_text import load_frozen_text
 from distill.run.prompts import asked_rows
 from distill.run.responses import decode_settings
@@ -139,7 +139,7 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
     refresh = found.ci[1] < 0
     sentence = (
         f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted {found.rate:.3f} against the run's {found.baseline:.3f} at "
-        f"gamma {baseline.gamma}, rule {baseline.rule}: {found.change:+.3f} {interval(found.ci, sign=True)} over {len(log.records):,} "
+        f"gamma {baseline.gamma}, rule {baseline.rule}: {found.change:+.3f} {interval(found.ci, '+.3f')} over {len(log.records):,} "
         f"{'log lines' if log.sums else 'requests'}."
     )
     return Drift(

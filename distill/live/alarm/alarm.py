@@ -12,7 +12,7 @@ import numpy as np
 from distill.commands.drift.baseline import ALL, Baseline, Slice, baseline_of, gamma_of, slices_of
 from distill.live.alarm.cusum import Crossing, chart_for, monitor, pool_of
 from distill.live.traffic.reader import TrafficLog, acceptance_of
-from distill.report.tables import interval
+from distill.report.table import interval
 from distill.run.verdict_record import Interval, Record
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
@@ -51,7 +51,7 @@ class SliceAlarm(Record):
     def sentence(self) -> str:
         """What this slice says."""
         where = "" if self.name == ALL else f"{self.name}: "
-        change = f"({self.change:+.3f} {interval(self.ci, sign=True)})"
+        change = f"({self.change:+.3f} {interval(self.ci, '+.3f')})"
         alarm = self.ringing
         if alarm is None:
             words = f"{where}accepted/drafted {self.rate:.3f} against {self.baseline:.3f} {change}"

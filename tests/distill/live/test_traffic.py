@@ -196,9 +196,9 @@ def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
     shown = show_traffic(
         ShowOptions(log, bins=4, plot=tmp_path / "plot.svg", as_json=True), Console(file=io.StringIO())
     )
-    assert (shown["requests"], shown["since"], shown["until"], shown["finishes"]) == (41, 0.0, 39.0, {"stop": 41})
-    chat, code = shown["slices"]
-    assert (chat["slice"], chat["requests"], chat["counted"], chat["text"], chat["accepted"], chat["drafted"]) == (
+    assert (shown.requests, shown.since, shown.until, shown.finishes) == (41, 0.0, 39.0, {"stop": 41})
+    chat, code = shown.slices
+    assert (chat.slice, chat.requests, chat.counted, chat.text, chat.accepted, chat.drafted) == (
         "chat",
         21,
         20,
@@ -207,18 +207,18 @@ def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
         180,
     )
     # Of the older ones 0, 1, 2, 3, 0, ... of 9 are accepted: 30 of 180.
-    assert code["rate"] == pytest.approx(30 / 180)
-    assert code["ci"][0] < code["rate"] < code["ci"][1]
-    assert [row["draft_version"] for row in shown["versions"]] == ["v0001", "v0002"]
-    assert [(row["draft_version"], row["requests"], row["since"]) for row in shown["over_time"]] == [
+    assert code.rate == pytest.approx(30 / 180)
+    assert code.ci[0] < code.rate < code.ci[1]
+    assert [row.draft_version for row in shown.versions] == ["v0001", "v0002"]
+    assert [(row.draft_version, row.requests, row.since) for row in shown.over_time] == [
         ("v0001", 10, 0.0), ("v0001", 10, 9.75), ("v0002", 10, 19.5), ("v0002", 11, 29.25)
     ]  # fmt: skip
-    assert sum(row["accepted"] for row in shown["over_time"]) == 30 + 20
+    assert sum(row.accepted for row in shown.over_time) == 30 + 20
     assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
     assert "41 requests" in said_to(show_traffic, ShowOptions(log))
     silent = write_log(tmp_path / "silent", [record_of(1, accepted=None, drafted=None, blocks=None)])
     assert (
-        show_traffic(ShowOptions(silent, plot=tmp_path / "one.png"), Console(file=io.StringIO()))["versions"][0]["rate"]
+        show_traffic(ShowOptions(silent, plot=tmp_path / "one.png"), Console(file=io.StringIO())).versions[0].rate
         is None
     )
 
