@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_and_kill, run_ranks
+from refusals import refused
 from tiny_training import (
     forget_accelerators,
     fresh_accelerator,
@@ -36,7 +37,6 @@ from distill.run.run import Run
 from distill.training import signal as signal_module
 from distill.training.capture import CapturingTeacher
 from distill.training.signal import open_signal_store, signal_line
-from speculative.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,6 @@ def stored(
     facts = Target(config.target, torch.device("cpu"), config.folder).facts
     examples = Store(config.folder / "responses" / "train").rows().examples
     return open_signal_store(Run(config, fresh_accelerator(folder)), examples, facts, repair=repair), config
-
-
-def refused(call: Any) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def same(left: Any, right: Any) -> bool:

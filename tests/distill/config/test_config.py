@@ -1,6 +1,5 @@
 """The configuration: read, overridden, refused with a line that helps, written back."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from refusals import refused
 
 from distill.config.load import dump_config, load_config, parse_config
 from distill.config.run import RunConfig
 from distill.config.sections import SourceConfig
-from speculative.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.glob("*.yaml"))
@@ -24,14 +23,6 @@ def write(folder: Path, text: str | bytes) -> Path:
     path = folder / "config.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
-
-
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    text = str(error.value)
-    assert "\n" not in text, text
-    return text
 
 
 def tree_of(**sections: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from traffic_log import record_of, write_log
 
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
@@ -26,14 +27,6 @@ from distill.live.traffic.exported import (
 from distill.live.traffic.reader import acceptance_of, read_traffic
 from distill.live.traffic.record import WRITE_LOCK, from_line, priority, read_salt, to_line
 from distill.live.traffic.retention import DAY, forget, sweep
-from speculative.errors import UserError
-
-
-def refused(call: Any) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def forged(number: int, **changes: Any) -> bytes:
