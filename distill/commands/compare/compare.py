@@ -1,6 +1,6 @@
 """`understudy compare A B ...`: drafts side by side on one frozen held-out text, paired prompt by prompt; a gate for CI.
 
-`lookup` and `lookup+DRAFT` are contestants too: prompt lookup alone and before a draft, at the n-gram sizes that replay of
+`lookup` and `lookup+DRAFT` are ways too: prompt lookup alone and before a draft, at the n-gram sizes that replay of
 the text finds best at the gamma compared at; they have no alpha. `parallel+DRAFT` and `lookup+parallel+DRAFT` draft a block in one
 pass, which takes a draft trained for it (student.parallel).
 Alpha and tau come from replay, so the target's weights are needed only to time the drafts, and drafts that were never
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from data.files import read_manifest, writing
 from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
-from distill.commands.compare.contestants import Entry, draft_of, drafting_of, is_rival, with_lookup
+from distill.commands.compare.contestants import Entry, draft_of, drafting_of, looks_up, with_lookup
 from distill.commands.compare.screen import plot_comparison, print_comparison
 from distill.commands.options import CompareOptions
 from distill.commands.output import check_plot, check_writable, write_asked
@@ -67,7 +67,7 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
         UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, a bad gate.
     """
     gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in options.fail_below or ()]
-    plot = options.plot or (options.out.with_name("compare.svg") if options.out is not None else None)
+    plot = options.plot or (options.out.parent / "compare.svg" if options.out is not None else None)
     _refuse_early(options, plot)
     text = load_text(options)
     gamma = options.gamma or text.config.judge.gamma
@@ -99,7 +99,7 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
 
 
 def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gate:
-    """`tau=2.1` or `tau.ci_low=2.0`, about the first contestant.
+    """`tau=2.1` or `tau.ci_low=2.0`, about the first way.
 
     Raises:
         UserError: another metric, no number, a speed that is not measured, or an alpha of who has none.
@@ -119,7 +119,7 @@ def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gat
         raise UserError(f"--fail-below {text}: {number or 'nothing'!r} is not a number; write it as in {name}=2.1")
     if metric == "speed_up" and not timing:
         raise UserError(f"--fail-below {text}: the speed-up is not known with --no-timing; leave one of them out")
-    if metric == "alpha" and any(map(is_rival, first)):
+    if metric == "alpha" and any(map(looks_up, first)):
         raise UserError(f"--fail-below {text}: {first[0]} has no alpha; use tau or speed_up, or name a draft first")
     return Gate(text, metric, bool(dot), bound)
 
@@ -163,7 +163,7 @@ def load_text(options: CompareOptions) -> FrozenText:
 
 
 def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Entry]:
-    """Every contestant: its draft scored on the text and, if asked, timed beside the target; one in memory at a time.
+    """Every way: its draft scored on the text and, if asked, timed beside the target; one in memory at a time.
 
     Drafts of one shape that draft alike share one measurement, because their steps cost the same; all share the target's own
     times, so that two drafts differ by their own steps alone.
@@ -199,11 +199,11 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
         if (path := draft_of(name)) is not None:
             entry, shape = known[find_student(path), drafting_of(name)]
         own = costs.get(shape)
-        if is_rival(name):
+        if looks_up(name):
             entry = with_lookup(entry, text.responses, text.rule, gamma, own)
         assert entry is not None
         shown = name if name not in names[:number] else f"{name} #{number + 1}"
-        entries.append(replace(entry, name=shown, path=name, costs=own))
+        entries.append(replace(entry, way=shown, path=name, costs=own))
     return entries
 
 
@@ -245,7 +245,7 @@ def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
 
 def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) -> tuple[list[JudgedGate], list[str]]:
     """(every gate with its value, one line for each that is shut). Gates are about the first draft."""
-    first, lines, found = result.drafts[0], [], []
+    first, lines, found = result.row(result.against), [], []
     for gate in gates:
         value = getattr(first, f"{gate.metric}_ci")[0] if gate.lower_end else getattr(first, gate.metric)
         shut = value < gate.bound
@@ -253,12 +253,12 @@ def judge_gates(result: Comparison, gates: Sequence[Gate], fail_if_worse: bool) 
         if shut:
             what = f"the lower end of the 95 % interval of {gate.metric}" if gate.lower_end else gate.metric
             at = "" if gate.metric == "alpha" else f" at gamma {result.gamma}"
-            lines.append(f"{first.name}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
-    for other in result.differences if fail_if_worse else []:
+            lines.append(f"{first.way}: {what}{at} is {value:.4g}, below {gate.bound:g} (--fail-below {gate.text})")
+    for other in result.differences_on() if fail_if_worse else []:
         if other.certain_tau == "gain":
             low, high = other.tau.ci
             lines.append(
-                f"{first.name}: tau at gamma {result.gamma} is certainly worse than that of {other.name}, by "
+                f"{first.way}: tau at gamma {result.gamma} is certainly worse than that of {other.way}, by "
                 f"{other.tau.gain:.3f} [{low:.3f}, {high:.3f}] (--fail-if-worse)"
             )
     return found, lines

@@ -1,69 +1,44 @@
-"""A comparison: every draft on one frozen text, paired differences to the first, domains; its keys are what `--out` writes."""
+"""A comparison: every way on one frozen text as rows of `Measured`, paired differences to the first; its keys are what `--out` writes."""
 
 import datetime
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from distill.commands.compare.contestants import Entry
 from distill.run.frozen_text import FrozenText
-from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Record
-from distill.verdict.verdict import describe_costs
+from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Record, Row
 from speculative.measure.curves import CURVE_GAMMAS, calls_curve, rule_curve
 from speculative.measure.effects import effects_of_calls, paired_effects
+from speculative.measure.measured import HELD_OUT, How, Measured
 from speculative.measure.token_scores import scored_gammas
 
 
-class ComparedDraft(Record):
-    """A contestant's row: tau at the gamma compared at, `taus` at every gamma; speeds are predicted, null without timing.
-
-    Of `lookup` and `lookup+DRAFT` alpha and survival are null, and the n-gram sizes are told. Of `parallel+DRAFT` the draft step and
-    `cost_ratio` are those of a block, which is one draft call; `cost_ratio_at` is of a token of it.
+class ComparedWay(Record):
+    """What is known of a way beside its rows. Of one with lookup survival is null. Of `parallel+DRAFT` the draft step and `cost_ratio`
+    are those of a block, which is one draft call; `cost_ratio_at` is of a token of it. best_gamma 0: none pays.
     """
 
-    name: str
+    way: str
     path: str
     parameters: int
-    prompts: int
-    tokens: int
-    alpha: float | None
-    alpha_ci: Interval | None
-    tau: float
-    tau_ci: Interval
     survival: list[float] | None
     gammas: list[int]
     taus: list[float]
     taus_ci: list[Interval]
-    speed_up: float | None
-    speed_up_ci: Interval | None
-    best_gamma: int | None
-    best_speed_up: float | None
-    draft_step_seconds: float | None
-    cost_ratio: float | None
+    best_gamma: int | None = None
+    best_speed_up: float | None = None
+    draft_step_seconds: float | None = None
+    cost_ratio: float | None = None
     cost_ratio_at: float | None = None
-    max_ngram: int | None = None
-    min_ngram: int | None = None
 
 
 class Difference(CallEffects):
-    """What a contestant gains over the first; alpha is null where one of the two has none."""
+    """What a way gains over the first on a text; alpha is null where one of the two has none."""
 
-    name: str
-    path: str
+    way: str
+    text: str
     alpha: Gain | None
     certain: Certain | None
-
-
-class DomainComparison(Record):
-    """Alpha and tau by draft on one domain; the differences are widened for all domains."""
-
-    name: str
-    prompts: int
-    tokens: int
-    alpha: dict[str, float | None]
-    tau: dict[str, float]
-    differences: list[Difference]
 
 
 class JudgedGate(Record):
@@ -76,19 +51,12 @@ class JudgedGate(Record):
     failed: bool
 
 
-class TargetCosts(Record):
-    """What all drafts share of the measured costs; the rest stands in each draft's row."""
-
-    target_step_seconds: float
-    verify_ratio: dict[int, float]
-    batch_size: int | None
-    context: int | None
-
-
 class Comparison(Record):
-    """Drafts on the held-out text of the run `on`; `against` is the first of them."""
+    """Ways on the held-out text of the run `on`, all at `gamma`; `against` is the first of them. Rows and differences are of the whole
+    text and of each of its domains. target_step_seconds, verify_ratio: shared by all, null and empty without timing.
+    """
 
-    format: Literal[1]
+    format: Literal[2]
     kind: Literal["comparison"]
     made: str
     on: str
@@ -96,35 +64,54 @@ class Comparison(Record):
     rule: str
     gamma: int
     sampling: dict[str, Any]
-    prompts: int
-    tokens: int
-    drafts: list[ComparedDraft]
-    costs: TargetCosts | None
-    against: str
+    ways: list[ComparedWay]
+    measured: list[Row]
+    target_step_seconds: float | None
+    verify_ratio: dict[int, float]
     differences: list[Difference]
-    domains: list[DomainComparison]
     plot: str | None
     gates: list[JudgedGate]
     failures: list[str]
 
+    @property
+    def against(self) -> str:
+        """The way that the others are compared with."""
+        return self.ways[0].way
+
+    @property
+    def domains(self) -> list[str]:
+        """Texts beside the whole one; empty where there is one domain."""
+        return list(dict.fromkeys(row.text for row in self.measured if row.text != HELD_OUT))
+
+    def row(self, way: str, text: str = HELD_OUT) -> Measured:
+        """The row of a way on a text."""
+        return next(row for row in self.measured if (row.way, row.text) == (way, text))
+
+    def differences_on(self, text: str = HELD_OUT) -> list[Difference]:
+        """Of the ways behind the first."""
+        return [one for one in self.differences if one.text == text]
+
 
 def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int = 1) -> Comparison:
-    """The table, the paired differences and the domains; no gate is judged yet.
+    """The rows, the paired differences and the domains; no gate is judged yet.
 
-    ``looks``: drafts that each contestant was picked from on this text; the differences are widened for them too.
+    ``looks``: drafts that each way was picked from on this text; the differences are widened for them too.
     """
-    keys = [response.prompt for response in text.responses]
     first, *others = entries
     domains = sorted({response.domain for response in text.responses})
+    texts = [HELD_OUT, *(domains if len(domains) > 1 else [])]
     looks *= len(others)
-    rows = [_row(entry, keys, text.rule, gamma) for entry in entries]
-    costs = (
-        None
-        if first.costs is None
-        else describe_costs(first.costs, gamma).model_dump(include=set(TargetCosts.model_fields))
-    )
+    measured, differences = [], []
+    for name in texts:
+        chosen = [row for row, one in enumerate(text.responses) if name in (HELD_OUT, one.domain)]
+        keys = [text.responses[row].prompt for row in chosen]
+        own = [entry.chosen(chosen) for entry in entries]
+        widened = looks * (1 if name == HELD_OUT else len(domains))
+        measured += [_row(entry, keys, text.rule, gamma, name) for entry in own]
+        differences += [_difference(entry, own[0], keys, text.rule, gamma, (name, widened)) for entry in own[1:]]
+    costs, keys = first.costs, [response.prompt for response in text.responses]
     return Comparison(
-        format=1,
+        format=2,
         kind="comparison",
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         on=str(text.run),
@@ -132,84 +119,78 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int, looks: in
         rule=text.rule,
         gamma=gamma,
         sampling=text.sampling.as_dict(),
-        prompts=rows[0].prompts,
-        tokens=rows[0].tokens,
-        drafts=rows,
-        costs=costs and TargetCosts(**costs),
-        against=first.name,
-        differences=[_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
-        domains=[
-            _domain(name, text, entries, gamma, looks * len(domains)) for name in (domains if len(domains) > 1 else [])
-        ],
+        ways=[_way(entry, keys, text.rule, gamma) for entry in entries],
+        measured=measured,
+        target_step_seconds=None if costs is None else costs.target_seconds,
+        verify_ratio={} if costs is None else {g: costs.verify_ratio(g) for g in sorted(costs.verify_seconds)},
+        differences=differences,
         plot=None,
         gates=[],
         failures=[],
     )
 
 
-def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedDraft:
+def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int, text: str) -> Measured:
+    """A way on a text at one gamma: alpha and tau by replay, the speed-up predicted where steps were timed."""
+    curve, how = _curve(entry, keys, rule, (gamma,), gamma), dict[str, How](tau="replay")
+    row: dict[str, Any] = {"tau": curve["tau"][0], "tau_ci": tuple(curve["tau_ci"][0])}
+    if curve["alpha"] is not None:
+        row |= {"alpha": curve["alpha"], "alpha_ci": tuple(curve["alpha_ci"])}
+        how["alpha"] = "replay"
+    if (steps_N1 := entry.steps(rule, (gamma,))) is not None:
+        pace = calls_curve(entry.tokens_N, steps_N1, keys)
+        row |= {"speed_up": pace["tau"][0], "speed_up_ci": tuple(pace["tau_ci"][0])}
+        how["speed_up"] = "predicted"
+    return Measured(
+        entry.way, rule, 1, text, curve["prompts"], curve["tokens"], gamma, **row, how=how, ngrams=entry.sizes,
+        tuned_on=None if entry.sizes is None else "the judged prompts, by replay",
+    )  # fmt: skip
+
+
+def _way(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWay:
     curve = _curve(entry, keys, rule, CURVE_GAMMAS, gamma)
-    taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
-    bands = dict(zip(curve["gammas"], curve["tau_ci"], strict=True))
-    max_ngram, min_ngram = entry.sizes or (None, None)
-    row = ComparedDraft(
-        name=entry.name, path=entry.path, parameters=entry.parameters, prompts=curve["prompts"], tokens=curve["tokens"],
-        alpha=curve["alpha"], alpha_ci=curve["alpha_ci"], tau=taus[gamma], tau_ci=bands[gamma],
-        survival=curve["survival"], gammas=curve["gammas"], taus=curve["tau"], taus_ci=curve["tau_ci"], speed_up=None,
-        speed_up_ci=None, best_gamma=None, best_speed_up=None, draft_step_seconds=None, cost_ratio=None,
-        max_ngram=max_ngram, min_ngram=min_ngram,
+    way = ComparedWay(
+        way=entry.way, path=entry.path, parameters=entry.parameters, survival=curve["survival"], gammas=curve["gammas"],
+        taus=curve["tau"], taus_ci=curve["tau_ci"],
     )  # fmt: skip
     if entry.costs is None:
-        return row
+        return way
     # Gammas beyond the measured ones would be guesses.
     gammas = scored_gammas(entry.scores or [], range(1, max(entry.costs.verify_seconds) + 1))
     steps_NK = entry.steps(rule, gammas)
     assert steps_NK is not None
     speeds = dict(zip(gammas, (curve["tokens"] / steps_NK.sum(0)).tolist(), strict=True))
     best = max(speeds, key=speeds.__getitem__)
-    own_N1 = entry.steps(rule, [gamma])
-    assert own_N1 is not None
-    # Tokens per target step, as tau is tokens per target call.
-    speed = calls_curve(_tokens(entry), own_N1, keys)
-    drafting = entry.scores is not None
-    return row.model_copy(
-        update={
-            "speed_up": speed["tau"][0],
-            "speed_up_ci": tuple(speed["tau_ci"][0]),
-            "best_gamma": best if speeds[best] > 1.0 else 0,
-            "best_speed_up": max(speeds[best], 1.0),
-            "draft_step_seconds": entry.costs.draft_step_seconds if drafting else None,
-            "cost_ratio": entry.costs.cost_ratio if drafting else None,
-            "cost_ratio_at": entry.costs.cost_ratio_at(gamma) if drafting else None,
-        }
-    )
-
-
-def _tokens(entry: Entry) -> np.ndarray:
-    return np.array([len(one) for one in (entry.scores if entry.kept is None else entry.kept) or []])
+    pays = {"best_gamma": best if speeds[best] > 1.0 else 0, "best_speed_up": max(speeds[best], 1.0)}
+    if entry.scores is not None:
+        costs = entry.costs
+        pays |= {"draft_step_seconds": costs.draft_step_seconds, "cost_ratio": costs.cost_ratio}
+        pays["cost_ratio_at"] = costs.cost_ratio_at(gamma)
+    return way.model_copy(update=pays)
 
 
 def _curve(entry: Entry, keys: Sequence[Any], rule: str, gammas: Iterable[int], survival_gamma: int) -> dict[str, Any]:
-    """`rule_curve`; of a rival without alpha and survival."""
+    """`rule_curve`; of a way with lookup without alpha and survival."""
     gammas = scored_gammas(entry.scores or [], gammas)
     if entry.kept is None:
         assert entry.scores is not None
         return rule_curve(entry.scores, keys, rule, gammas, survival_gamma=survival_gamma)
-    blocks = entry.blocks(rule, gammas)
-    curve = calls_curve(_tokens(entry), blocks.found_NK + blocks.others_NK, keys)
+    curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
     return {"gammas": gammas, "alpha": None, "alpha_ci": None, "survival": None, **curve}
 
 
-def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, looks: int) -> Difference:
-    """What a contestant gains over the first, with each one's own price in the speed-up."""
-    named = {"name": ours.name, "path": ours.path}
+def _difference(
+    ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma: int, where: tuple[str, int]
+) -> Difference:
+    """What a way gains over the first, with each one's own price in the speed-up; where: the text, and the looks at it."""
+    text, looks = where
+    named = {"way": ours.way, "text": text}
     if ours.kept is not None or first.kept is not None:
         sides = []
         for entry in (ours, first):
-            blocks, steps_N1 = entry.blocks(rule, (gamma,)), entry.steps(rule, (gamma,))
-            calls_N = (blocks.found_NK + blocks.others_NK)[:, 0]
-            sides.append((calls_N, None if steps_N1 is None else steps_N1[:, 0]))
-        return Difference.model_validate(named | effects_of_calls(keys, _tokens(first), *sides, looks=looks))
+            steps_N1 = entry.steps(rule, (gamma,))
+            sides.append((entry.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
+        return Difference.model_validate(named | effects_of_calls(keys, first.tokens_N, *sides, looks=looks))
     price, first_price = (
         None if entry.costs is None else (entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma))
         for entry in (ours, first)
@@ -221,19 +202,3 @@ def _difference(ours: Entry, first: Entry, keys: Sequence[Any], rule: str, gamma
         baseline_costs=first_price, looks=looks,
     )  # fmt: skip
     return Difference.model_validate(named | effects)
-
-
-def _domain(name: str, text: FrozenText, entries: Sequence[Entry], gamma: int, looks: int) -> DomainComparison:
-    chosen = [index for index, response in enumerate(text.responses) if response.domain == name]
-    keys = [text.responses[index].prompt for index in chosen]
-    own = [entry.chosen(chosen) for entry in entries]
-    curves = {entry.name: _curve(entry, keys, text.rule, (gamma,), gamma) for entry in own}
-    first, *others = own
-    return DomainComparison(
-        name=name,
-        prompts=curves[first.name]["prompts"],
-        tokens=curves[first.name]["tokens"],
-        alpha={draft: curve["alpha"] for draft, curve in curves.items()},
-        tau={draft: curve["tau"][0] for draft, curve in curves.items()},
-        differences=[_difference(entry, first, keys, text.rule, gamma, looks) for entry in others],
-    )

@@ -33,13 +33,13 @@ UNTIMED = given_costs(1.0, 0.0)
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant on the table: what the frozen text and the clock say of it.
+    """A way on the table: what the frozen text and the clock say of it.
 
-    scores: of its draft; None for lookup alone. kept: of a rival, tokens of a lookup that are kept at each place of each
+    scores: of its draft; None for lookup alone. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
     response (`kept_by_lookup`), at these n-gram sizes (longest, shortest). costs: of lookup alone the target's side.
     """
 
-    name: str
+    way: str
     path: str
     parameters: int
     scores: list[TokenScores] | None
@@ -65,6 +65,16 @@ class Entry:
             return certain_blocks(self.kept, gammas)
         return cascade_blocks(self.kept, self.scores, rule, gammas)
 
+    @property
+    def tokens_N(self) -> np.ndarray:
+        """Of each response."""
+        return np.array([len(one) for one in (self.scores if self.kept is None else self.kept) or []])
+
+    def calls(self, rule: str, gammas: Sequence[int]) -> np.ndarray:
+        """Expected target calls (N, K)."""
+        blocks = self.blocks(rule, gammas)
+        return np.asarray(blocks.found_NK + blocks.others_NK)
+
     def steps(self, rule: str, gammas: Sequence[int]) -> np.ndarray | None:
         """Target steps (N, K) that the responses take; None where nothing was timed."""
         if self.costs is None:
@@ -73,19 +83,19 @@ class Entry:
         return steps_of(self.blocks(rule, gammas), gammas, self.costs)
 
 
-def draft_of(contestant: str) -> str | None:
-    """The draft in a contestant's name, None for lookup alone. A folder of that name is `./lookup`."""
-    return None if contestant == LOOKUP else contestant.removeprefix(BEFORE).removeprefix(PARALLEL)
+def draft_of(way: str) -> str | None:
+    """The draft in a way's name, None for lookup alone. A folder of that name is `./lookup`."""
+    return None if way == LOOKUP else way.removeprefix(BEFORE).removeprefix(PARALLEL)
 
 
-def drafting_of(contestant: str) -> Drafting:
+def drafting_of(way: str) -> Drafting:
     """How its draft drafts: a block in one pass in `parallel+DRAFT` and `lookup+parallel+DRAFT`."""
-    return "parallel" if contestant.removeprefix(BEFORE).startswith(PARALLEL) else "autoregressive"
+    return "parallel" if way.removeprefix(BEFORE).startswith(PARALLEL) else "autoregressive"
 
 
-def is_rival(contestant: str) -> bool:
+def looks_up(way: str) -> bool:
     """Whether lookup is in it."""
-    return contestant == LOOKUP or contestant.startswith(BEFORE)
+    return way == LOOKUP or way.startswith(BEFORE)
 
 
 def with_lookup(

@@ -104,8 +104,8 @@ def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlic
     if found is None:
         return []
     whole = [] if side == "old" and found.domains else [("all traffic" if side == "new" else "the old text", found)]
-    parts = [(name, part.differences[0], True) for name, part in whole]
-    parts += [(part.name, part.differences[0], False) for part in found.domains]
+    parts = [(name, part.differences_on()[0], True) for name, part in whole]
+    parts += [(domain, found.differences_on(domain)[0], False) for domain in found.domains]
     return [_slice(name, gain, side, margin, is_whole) for name, gain, is_whole in parts]
 
 
