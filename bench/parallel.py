@@ -38,8 +38,10 @@ from distill.models.mask_token import give_mask_token
 from distill.models.target import Target
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.provenance import describe_run
-from distill.verdict.contest import draft_entrant, hold
-from distill.verdict.evidence import step_costs, typical_length
+from distill.verdict.contest import hold
+from distill.verdict.field import step_costs, typical_length
+from distill.verdict.question import Question
+from distill.verdict.ways import draft_way
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting
@@ -98,13 +100,14 @@ def judged(
     )
     judging = JudgeConfig(speed_prompts=len(heldout), speed_seconds=seconds, speed_threads=1)
     context, entrants, cell, costs, taus = target.facts.context_length or 4096, [], {"mode": mode}, {}, {}
+    question = Question(judging, settings, {settings.rule: list(heldout)}, context)
     for kind, draft in drafts.items():
         costs[kind] = step_costs(
             judging, settings, target.model, Draft(draft, kind), context, typical_length(list(heldout))
         )  # fmt: skip
         scores = score_tokens(draft, heldout, settings.sampling, offsets=16 if kind == "parallel" else None)
         taus[kind] = taus_of(scores, law, costs[kind])
-        entrant = draft_entrant(kind, kind, Draft(draft, kind).drafter, scores, law, costs[kind])
+        entrant = draft_way(question, kind, kind, Draft(draft, kind).drafter, scores, costs[kind])
         entrants.append(entrant)
         short = "ar" if kind == "autoregressive" else kind
         alpha, interval = alpha_with_interval(
@@ -119,7 +122,7 @@ def judged(
         if kind == "parallel":
             alone = score_tokens(draft, heldout, settings.sampling)
             cell["tau_parallel_by_token"] = taus_of(alone, law, costs["autoregressive"])[cell["gamma_ar"]]
-    contest = hold(judging, settings, target.model, entrants, "parallel", list(heldout))
+    contest = hold(question, target.model, entrants, "parallel")
     ratio, interval = contest.against("parallel", "autoregressive")
     verify = {gamma: costs["parallel"].verify_ratio(gamma) for gamma in taus["autoregressive"]}
     return cell | {

@@ -30,7 +30,7 @@ def row_of(verdict: Verdict) -> dict[str, Any]:
     speed_up, costs = verdict.speed_up or {}, verdict.costs
     return {
         "outcome": verdict.outcome, "run": verdict.run, "speed_up": speed_up.get("best"),
-        "speed_up_ci": (verdict.speed_up_ci or {}).get("best"), "median": (verdict.speed_up_median or {}).get("best"),
+        "speed_up_ci": (verdict.speed_up_ci or {}).get("best"),
         "gamma": verdict.best.speed_gamma, "best_gamma": verdict.best_gamma, "best_gamma_range": verdict.best_gamma_range,
         "target_step_seconds": costs.target_step_seconds if costs else None, "c": costs.cost_ratio if costs else None,
         "v": costs.verify_ratio if costs else None, "target_tokens_per_second": verdict.target_tokens_per_second,

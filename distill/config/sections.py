@@ -396,6 +396,11 @@ class JudgeConfig(Section):
         description="numbers of concurrent requests at which decoding with and without the draft is timed for the verdict; "
         "empty = not measured",
     )
+    ways: tuple[Literal["token tree", "early exit", "lookahead"], ...] = Field(
+        (),
+        description="ways to decode that the verdict times beside the drafts, prompt lookup, past responses and lookup + draft; tau of "
+        "these is counted live",
+    )
 
 
 Quantization = Literal["int8", "int8-dynamic", "fp8"]

@@ -10,10 +10,11 @@ from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
-from distill.run.verdict_record import LOOKUP, TOGETHER, WAYS, Drafting, Rival, Verdict, drafting_to_serve
+from distill.run.verdict_record import WAYS, Drafting, Rival, Verdict, drafting_to_serve
 from speculative.engine.models import max_positions
 from speculative.engine.parallel import mask_token_of
 from speculative.measure.load import MOST_LOAD
+from speculative.measure.measured import LOOKUP, TOGETHER
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainSerializer, ValidationError
 
 from speculative.errors import UserError
-from speculative.measure.measured import HELD_OUT, Measured, row_of
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, row_of
 
 # Text of models may hold what no UTF-8 has, so it is only asked to be text.
 Text = InstanceOf[str]
@@ -17,9 +17,7 @@ Row = Annotated[Measured, PlainSerializer(Measured.record)]
 Certain = Literal["gain", "loss", "none"]
 Drafting = Literal["autoregressive", "parallel"]
 # What a draft that can draft both ways is called among the rivals, drafting the way that is not the best's.
-WAYS: dict[Drafting, str] = {"autoregressive": "token by token", "parallel": "one pass a block"}
-# What needs no training, in every contest: prompt lookup, past responses looked up in, lookup before the draft.
-LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
+WAYS: dict[Drafting, str] = {"autoregressive": BY_TOKEN, "parallel": BY_BLOCK}
 Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
 
 
@@ -336,8 +334,8 @@ class OnTarget(Record):
 
     target: str = Field(description="its path")
     weight: float = Field(description="its share, relative to the run's own target")
-    prompts: int = Field(description="held-out prompts")
-    tokens: int = Field(description="tokens of their frozen responses")
+    prompts: int | None = Field(None, description="held-out prompts")
+    tokens: int | None = Field(None, description="tokens of their frozen responses")
     alpha: float = Field(description="acceptance rate")
     tau: float = Field(description="tokens per target call at the judged gamma")
     baseline_tau: float = Field(description="of the undistilled draft")
@@ -354,6 +352,13 @@ class Verdict(Record):
     gain: Effects | None = Field(
         None, description="draft minus undistilled draft, paired by prompt, widened for the looks"
     )
+    run_at: dict[str, str] = Field(
+        {}, description="what to run, by number of concurrent requests; empty: nothing was timed"
+    )
+    pays: bool | None = Field(
+        None, description="whether the target with the draft alone is certainly faster than without; null: not timed"
+    )
+    judgement: Judgement | None = Field(None, description="of the draft in question, as its last judging found it")
     headline: Text = Field("", description="what to run and how fast it is, in at most 25 words")
     facts: list[Text] = Field([], description="everything else, a short line each")
     rule: str = Field(description="engine rule that was judged")
@@ -369,9 +374,6 @@ class Verdict(Record):
     )
     speed_up_ci: dict[str, Interval | None] | None = Field(
         None, description="its interval, of the best widened for the looks; null by draft: too few prompts"
-    )
-    speed_up_median: dict[str, float] | None = Field(
-        None, description="by draft: median over the timed prompts of tokens/s over the target's"
     )
     rivals: list[Rival] = Field([], description="what else could be run, on the same prompts; empty: nothing was timed")
     run: str | None = Field(
@@ -419,6 +421,10 @@ class Verdict(Record):
         """The row of a draft at the judged gamma, tau decoded live where anything was; None where there is none."""
         rows = [one for one in self.measured if (one.way, one.text, one.gamma) == (way, text, self.gamma)]
         return next((one for one in rows if one.how.get("tau") == "live"), rows[0] if rows else None)
+
+    def to_run(self, concurrency: int = 1) -> str | None:
+        """The way to run at a measured concurrency; None: not timed."""
+        return self.run_at.get(str(concurrency))
 
     @property
     def concurrencies(self) -> list[int]:

@@ -20,10 +20,10 @@ from distill.run.others import OtherTarget
 from distill.run.responses import decode_settings, past_responses
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
-from distill.verdict.evidence import BASELINE, BEST, SERVED, Contestant, Evidence, gather, gather_by_replay, line_up
+from distill.verdict.evidence import Evidence, gather, gather_by_replay
+from distill.verdict.field import Candidate, line_up
 from distill.verdict.findings import findings_of, serve_commands
-from distill.verdict.load import under_load
-from distill.verdict.others import on_others
+from distill.verdict.question import Question
 from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
@@ -32,6 +32,7 @@ from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.target_view import target_entropies
+from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.rules.rule import Rule
 
 SHOWN_RESPONSES = 8
@@ -63,26 +64,21 @@ def conclude_run(
     settings = serving.under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
-    contestants = _contestants(run, config.judge.served, target, records[0], best)
+    question = Question(config.judge, settings, heldout, context, looks=looks_of(records))
+    candidates = _candidates(run, config.judge.served, target, records[0], best)
     # Checkpoints of a parallel draft are judged as its blocks; nobody would serve it so before it has learnt them.
-    first = {} if config.student.parallel else {BASELINE: records[0]}
+    first = {} if config.student.parallel else {UNDISTILLED: records[0]}
     if live:
         # Replay records are of the dial; a verdict of what was decoded.
         known = first if records[0].live else {}
-        lighter = _lighter(config, target, contestants[-1])
-        field = line_up(config.judge, settings, target.model, contestants, heldout, context, lighter)
-        evidence = gather(
-            config.judge, settings, target, field, heldout, known=known, log=run / PROPOSALS,
-            history=past_responses(config, target, config.judge_rule),
-        )  # fmt: skip
+        question = replace(question, history=past_responses(config, target, config.judge_rule))
+        field = line_up(question, target.model, candidates, _lighter(config, target, candidates[-1]))
+        evidence = gather(question, target, field, known=known, log=run / PROPOSALS)
     else:
         if config.student.parallel:
-            contestants[-1] = replace(contestants[-1], draft=Draft(contestants[-1].draft.model, "parallel"))
-        evidence = gather_by_replay(config.judge, settings, contestants, heldout, first | {BEST: best})
-    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
-    verdict = under_load(verdict, evidence, target) if live else verdict
-    if others:
-        verdict = on_others(verdict, evidence, others, looks_of(records))
+            candidates[-1] = replace(candidates[-1], draft=Draft(candidates[-1].draft.model, "parallel"))
+        evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
+    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=others)
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
         provenance=_provenance(step_folder(run, best.step or 0)), config=dump_config(config),
@@ -102,16 +98,16 @@ def write_conclusion(run: Path, result: Result) -> None:
 
 def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
     """{entropies, token_view, temperatures}: what only the target's weights can tell beside the live run."""
-    of_prompt = {response.prompt: response.domain for response in evidence.frozen}
+    of_prompt = {response.prompt: response.domain for response in evidence.question.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
     view = token_view(
         target.model, evidence.best.draft.model, [responses[index] for index in chosen], [domains[index] for index in chosen],
-        target.tokenizer, evidence.settings, name=evidence.best.name,
+        target.tokenizer, evidence.question.settings, name=evidence.best.name,
     )  # fmt: skip
     return {
-        "entropies": target_entropies(target.model, evidence.frozen),
+        "entropies": target_entropies(target.model, evidence.question.frozen),
         "token_view": view,
         "temperatures": temperature_rows(evidence, target),
     }
@@ -133,25 +129,25 @@ def require_served(path: str | None, target: Target, longest: int) -> None:
         )
 
 
-def _contestants(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Contestant]:
+def _candidates(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
     """Undistilled, served today (when the config names it), distilled."""
     found = []
-    for name, label, record in ((BASELINE, "undistilled", first), (BEST, "distilled", best)):
+    for name, label, record in ((UNDISTILLED, "undistilled", first), (DRAFT, "distilled", best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
-        found.append(Contestant(name, label, path, record.step, Draft(as_exported(load_model(name, path), target))))
+        found.append(Candidate(name, label, path, record.step, Draft(as_exported(load_model(name, path), target))))
     if served is not None:
         draft = Draft(as_exported(load_draft(served, target), target))
-        found.insert(1, Contestant(SERVED, "served today", served, None, draft))
+        found.insert(1, Candidate(SERVED, "served today", served, None, draft))
     return found
 
 
-def _lighter(config: RunConfig, target: Target, best: Contestant) -> Contestant | None:
+def _lighter(config: RunConfig, target: Target, best: Candidate) -> Candidate | None:
     """The distilled draft as export.quantize has it written; None where it is not asked for."""
     how = config.export.quantize
     if how is None:
         return None
-    draft = Draft(lighter_draft(load_model(BEST, best.path), how, target))
-    return Contestant(f"{BEST} in {how}", f"distilled, {how}", best.path, best.step, draft)
+    draft = Draft(lighter_draft(load_model(DRAFT, best.path), how, target))
+    return Candidate(f"{DRAFT} in {how}", f"distilled, {how}", best.path, best.step, draft)
 
 
 def _provenance(folder: Path) -> dict[str, Any]:

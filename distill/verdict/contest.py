@@ -1,262 +1,214 @@
-"""Who could serve this traffic, each at the gamma that is best for it, timed in turn: drafts, what costs no training, both.
+"""The one contest: ways to decode, timed on the same text at one concurrency, and what may be said of them.
 
-Shapes: N held-out responses, K gammas.
+At one request whole responses alternate (`speculative.measure.race`); at a larger load every row is taken (`full_batch`). What
+follows from the times is the same: speeds, who beats whom, what to run, rows of `Measured`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from distill.config.sections import JudgeConfig
-from distill.run.verdict_record import LOOKUP, PAST, TOGETHER
-from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
-from speculative.drafters.drafter import Drafter
-from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.retrieval import Datastore, Retrieval
-from speculative.engine.models import vocab_rows
-from speculative.evaluate import HeldoutResponse
-from speculative.measure.cost import StepCosts
+from distill.verdict.question import Question
+from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
-from speculative.measure.intervals import Interval
-from speculative.measure.race import ALONE, Laps, Racer, Speed, Standings, race, spread_order
-from speculative.measure.replay import expected_blocks_of, law_of
-from speculative.measure.rival_replay import (
-    RivalBlocks,
-    cascade_blocks,
-    certain_blocks,
-    kept_by_lookup,
-    kept_by_retrieval,
-    lookup_steps,
-    tuned_cascade,
-    tuned_lookup,
-)
-from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
+from speculative.measure.full_batch import DRAFTED, full_batch_seconds, kind_shares
+from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
+from speculative.measure.load import LoadStandings
+from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
+from speculative.measure.race import Laps, Speed, Standings, race, spread_order
+from speculative.measure.token_scores import TokenScores
 
-# Past responses that things are looked up in, at most: about as many as an engine keeps.
-MOST_PAST = 10_000
-# Training responses that prompt lookup is tuned on: more change nothing but the time it takes.
-TUNED_ON = 256
 # A speed-up is known when its interval reaches no further up than this share of it.
 PRECISION = 0.05
+# A second proposer beside the draft that makes it less faster than this is not worth having.
+TOGETHER_WORTHWHILE = 1.03
 
 
-@dataclass(frozen=True)
-class Entrant:
-    """A way to serve: its gamma, the blocks it needs for each held-out response by replay, and its drafter.
+class Timed(Protocol):
+    """What was timed at one concurrency."""
 
-    ngrams: (longest, shortest) that it looks up. tuned_on: the text that gamma and sizes were chosen on.
-    then_gamma, behind: of the draft behind the lookup, and which draft that is. found: share of the blocks whose proposal took
-    no model; None where a model always proposes.
-    """
+    def speed(self, name: str, confidence: float = 0.95) -> Speed: ...
 
-    name: str
-    label: str
-    gamma: int
-    blocks_N: np.ndarray
-    drafter: Callable[[], Drafter]
-    ngrams: tuple[int, int] | None = None
-    tuned_on: str = "the judged prompts, by replay"
-    then_gamma: int | None = None
-    behind: str | None = None
-    found: float | None = None
+    def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]: ...
 
 
 @dataclass(frozen=True)
 class Contest:
-    """The entrants and what they were timed at."""
+    """Ways at one concurrency. picked: names of those with a draft that was picked among `question.looks` judged ones: each interval
+    that they are in is widened for that, here and nowhere else. counted: (tokens, blocks) by timed prompt of ways that replay
+    has no law for. laps: of one request.
+    """
 
-    entrants: tuple[Entrant, ...]
-    laps: Laps
-    standings: Standings
+    question: Question
+    concurrency: int
+    ways: tuple[Way, ...]
+    timed: Timed
+    picked: frozenset[str] = frozenset()
+    counted: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    laps: Laps = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Entrant:
-        return next(one for one in self.entrants if one.name == name)
+    def __getitem__(self, name: str) -> Way:
+        return next(one for one in self.ways if one.name == name)
 
     def __contains__(self, name: str) -> bool:
-        return any(one.name == name for one in self.entrants)
+        return any(one.name == name for one in self.ways)
 
-    def speed(self, name: str, confidence: float = 0.95) -> Speed:
-        """Of an entrant, or of the target alone."""
-        return self.standings.speed(name, confidence)
+    def confidence(self, *names: str) -> float:
+        """Of an interval that these ways are in."""
+        return self.question.confidence(not self.picked.isdisjoint(names))
 
-    def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
+    def speed(self, name: str) -> Speed:
+        """Of a way, or of the target alone."""
+        return self.timed.speed(name, self.confidence(name))
+
+    def against(self, name: str, other: str) -> tuple[float, Interval | None]:
         """How many times the tokens per second of another, paired by prompt."""
-        return self.standings.against(name, other, confidence)
+        return self.timed.against(name, other, self.confidence(name, other))
 
-    def beats(self, name: str, other: str, confidence: float = 0.95) -> bool:
+    def beats(self, name: str, other: str = TARGET) -> bool:
         """Whether it is certainly faster."""
-        interval = self.against(name, other, confidence)[1]
+        interval = self.against(name, other)[1]
         return interval is not None and interval[0] > 1.0
 
+    def to_run(self) -> str:
+        """THE rule: the fastest of what is certainly faster than the target alone, the target alone where nothing is.
 
-def draft_entrant(
-    name: str, label: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], rule: str, costs: StepCosts
-) -> Entrant:
-    """A draft at the gamma of the highest predicted speed-up, 1 or more."""
-    gammas = scored_gammas(scores, _gammas(costs))
-    blocks_NK = expected_blocks_of(scores, rule, gammas)
-    prices_K = np.array([_price(costs, gamma) for gamma in gammas])
-    best = int((blocks_NK.sum(0) * prices_K).argmin())
-    return Entrant(name, label, gammas[best], blocks_NK[:, best], drafter)
+        Lookup before the draft only where it is certainly faster than everything else, and by so much that a second proposer is
+        worth having; or where nothing else is certain.
+        """
+        certain = [one.name for one in self.ways if self.beats(one.name)]
+        alone = [name for name in certain if name != TOGETHER]
+        if TOGETHER in certain and (not alone or self._worthwhile()):
+            return TOGETHER
+        return max(alone, key=lambda name: self.speed(name).speed_up, default=TARGET)
 
+    def _worthwhile(self) -> bool:
+        others = [one.name for one in self.ways if one.name != TOGETHER]
+        return all(
+            self.beats(TOGETHER, other) and self.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE for other in others
+        )
 
-def lookup_entrant(
-    frozen: Sequence[HeldoutResponse], history: Sequence[StoredText], costs: StepCosts, gammas: Sequence[int]
-) -> Entrant:
-    """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses, where there are any."""
-    tuned = tuned_lookup(history[:TUNED_ON] or frozen, costs, gammas)
-    sizes = (tuned.max_ngram, tuned.min_ngram)
-    blocks = certain_blocks([kept_by_lookup(text, tuned.gamma, *sizes) for text in frozen], (tuned.gamma,))
-    return Entrant(
-        LOOKUP, "prompt lookup", tuned.gamma, _blocks(blocks), lambda: PromptLookup(*sizes), sizes,
-        "training prompts" if history else Entrant.tuned_on, found=_found(blocks),
-    )  # fmt: skip
-
-
-def cascade_entrant(
-    drafter: Callable[[], Drafter],
-    frozen: Sequence[HeldoutResponse],
-    scores: Sequence[TokenScores],
-    rule: str,
-    costs: StepCosts,
-    gammas: Sequence[int],
-) -> Entrant:
-    """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
-    tuned = tuned_cascade(frozen, scores, rule, costs, gammas)
-    sizes, then = (tuned.max_ngram, tuned.min_ngram), tuned.then_gamma or tuned.gamma
-    kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in frozen]
-    blocks = cascade_blocks(kept, scores, rule, (tuned.gamma,), (then,))
-    return Entrant(
-        TOGETHER, "prompt lookup, then the draft", tuned.gamma, _blocks(blocks),
-        lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then), sizes, then_gamma=then, found=_found(blocks),
-    )  # fmt: skip
-
-
-def past_entrant(
-    target: PreTrainedModel,
-    frozen: Sequence[HeldoutResponse],
-    history: Sequence[StoredText],
-    costs: StepCosts,
-    gammas: Sequence[int],
-) -> Entrant | None:
-    """Past responses to look things up in, at the gamma of the highest predicted speed-up; None where there are none."""
-    said = [text.response_ids for text in history[:MOST_PAST] if text.response_ids]
-    if not any(len(ids) > 1 for ids in said):
-        return None
-    datastore = Datastore.build(said, vocab_rows(target))
-    kept = [kept_by_retrieval(text, max(gammas), datastore) for text in frozen]
-    blocks = certain_blocks(kept, gammas)
-    best = int(lookup_steps(blocks, gammas, costs).sum(0).argmin())
-    past = RivalBlocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
-    return Entrant(
-        PAST, "past responses", gammas[best], _blocks(past), lambda: Retrieval(datastore), found=_found(past)
-    )
+    def rows(self, scores: Mapping[str, Sequence[TokenScores]]) -> list[Measured]:
+        """Of the target alone and of every way. scores: of the drafts, by way."""
+        tokens_N, keys = self.question.tokens_N, self.question.keys
+        tokens_P = sum_by_prompt(keys, tokens_N)
+        alone = Measured(
+            TARGET, self.question.rule, self.concurrency, prompts=len(tokens_P), tokens=int(tokens_N.sum()), gamma=0, tau=1.0,
+            tokens_per_second=self.speed(TARGET).tokens_per_second, speed_up=1.0, how={"speed_up": "timed"},
+        )  # fmt: skip
+        found = [alone]
+        for way in self.ways:
+            speed, confidence = self.speed(way.name), self.confidence(way.name)
+            how: dict[str, How] = {"tau": "live", "speed_up": "timed"}
+            if way.blocks_N is None:
+                said_P, blocks_P = np.array(list(self.counted[way.name].values()), dtype=np.float64).T
+            else:
+                said_P, blocks_P, how["tau"] = tokens_P, sum_by_prompt(keys, way.blocks_N), "replay"
+            alpha, alpha_ci = None, None
+            if way.name in scores:
+                alpha, alpha_ci = _alpha(scores[way.name], keys, self.question.law, confidence)
+                how["alpha"] = "replay"
+            found.append(
+                replace(
+                    alone, way=way.name, gamma=way.gamma, alpha=alpha, alpha_ci=alpha_ci, tau=float(said_P.sum() / blocks_P.sum()),
+                    tau_ci=ratio_interval(said_P, blocks_P, confidence), tokens_per_second=speed.tokens_per_second,
+                    speed_up=speed.speed_up, speed_up_ci=speed.interval, how=how, ngrams=way.ngrams, then_gamma=way.then_gamma,
+                    behind=way.behind, tuned_on=way.tuned_on,
+                )
+            )  # fmt: skip
+        return found
 
 
 def hold(
-    judging: JudgeConfig,
-    settings: DecodeSettings,
-    target: PreTrainedModel,
-    entrants: Sequence[Entrant],
-    question: str,
-    frozen: Sequence[HeldoutResponse],
+    question: Question, target: PreTrainedModel, ways: Sequence[Way], about: str, picked: Sequence[str] = ()
 ) -> Contest:
-    """Times everybody on held-out prompts in turn, until the speed-ups are known or judge.speed_seconds are spent.
+    """Times everybody at one request on held-out prompts in turn, until the speed-ups are known or judge.speed_seconds are spent.
 
-    question: the entrant that is timed until its own speed-up is known; who certainly loses to another is timed no further.
+    about: the way that is timed until its own speed-up is known; what certainly loses to another is timed no further.
     """
+    judging, frozen = question.judge, question.frozen
     first_of_prompt = list({text.prompt: text for text in reversed(frozen)}.values())[::-1]
     chosen = [first_of_prompt[index] for index in spread_order(len(first_of_prompt))][: judging.speed_prompts]
     fewest = fewest_prompts(0.95)
-    tokens_N, keys = np.array([len(text.response_ids) for text in frozen]), [text.prompt for text in frozen]
-    blocks = {one.name: one.blocks_N for one in entrants}
+    blocks = {one.name: one.calls_N for one in ways}
 
     def standings(laps: Laps) -> Standings:
-        return Standings(laps, keys, tokens_N, blocks, fewest)
+        return Standings(laps, question.keys, question.tokens_N, blocks, fewest)
 
     def still(laps: Laps) -> list[str]:
-        now = standings(laps)
-        return worth_timing(now, [one.name for one in entrants], question)
+        return worth_timing(standings(laps), [one.name for one in ways], about)
 
     laps = race(
         target,
-        [Racer(one.name, one.gamma, one.drafter) for one in entrants],
+        ways,
         track([(text.key, text.prompt_ids) for text in chosen], "timing", transient=True),
-        settings,
+        question.settings,
         still=still,
         seconds=judging.speed_seconds,
         least=min(fewest, len(chosen)),
     )
-    return Contest(tuple(entrants), laps, standings(laps))
+    timed = standings(laps)
+    counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}
+    return Contest(question, 1, tuple(ways), timed, frozenset(picked), counted, laps)
 
 
-def worth_timing(standings: Standings, names: Sequence[str], question: str) -> list[str]:
-    """Whose speed-up is not known well enough yet; not of those whom somebody certainly beats, but always of the question."""
-    intervals = {name: standings.against(name, ALONE)[1] for name in names}
+def worth_timing(standings: Standings, names: Sequence[str], about: str) -> list[str]:
+    """Whose speed-up is not known well enough yet; not of those whom somebody certainly beats, but always of `about`."""
+    intervals = {name: standings.against(name, TARGET)[1] for name in names}
     sure = max((interval[0] for interval in intervals.values() if interval is not None), default=0.0)
     wanted = []
     for name, interval in intervals.items():
-        beaten = interval is not None and interval[1] < sure and name != question
+        beaten = interval is not None and interval[1] < sure and name != about
         if not beaten and not standings.known(name, PRECISION):
             wanted.append(name)
     return wanted
 
 
-def steps_by_response(contest: Contest) -> dict[str, np.ndarray]:
-    """Expected seconds (N,) of each held-out response in steps of the target alone, its prompt read, by entrant."""
-    return {one.name: contest.standings.block_steps(one.name) * one.blocks_N for one in contest.entrants}
+def hold_at_load(
+    question: Question, target: PreTrainedModel, ways: Sequence[Way], load: int, first: Contest
+) -> tuple[Contest | None, list[str]]:
+    """(The ways with `load` rows taken throughout, what is said of those that there is no memory for). first: at one request."""
+    texts = [(text.prompt_ids, text.response_ids) for text in question.frozen]
+    tokens_P = sum_by_prompt(question.keys, question.tokens_N)
+    times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    calls, left_out = {}, []
+    for way in ways:
+        assert way.drafter is not None
+        shares = (
+            {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=way.then_gamma is not None)
+        )
+        try:
+            timed = full_batch_seconds(target, way.drafter, texts, way.settings(question.settings), load)
+        except UserError as error:
+            left_out.append(f"{way.name} at judge.load {load} was not measured: {error}")
+            continue
+        times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
+        calls[way.name] = _calls_P(question, way, tokens_P, first)
+    if not times:
+        return None, left_out
+    held = tuple(way for way in ways if way.name in times)
+    counted = {way.name: first.counted[way.name] for way in held if way.blocks_N is None}
+    return Contest(question, load, held, LoadStandings(load, tokens_P, calls, times), first.picked, counted), left_out
 
 
-def entrants_of(
-    settings: DecodeSettings,
-    target: PreTrainedModel,
-    drafts: Mapping[str, tuple[str, Callable[[], Drafter]]],
-    frozen: Sequence[HeldoutResponse],
-    scores: Mapping[str, Sequence[TokenScores]],
-    costs: Mapping[str, StepCosts],
-    history: Sequence[StoredText],
-    same: Sequence[str] = (),
-) -> list[Entrant]:
-    """The drafts, {name: (label, how its drafter is made)}, the one in question last, and then everybody's rivals: prompt lookup,
-    past responses where there are any, lookup before the draft.
-
-    history: responses of the target to other prompts, at the settings of the frozen text; may be empty.
-    same: names of the last draft drafting otherwise; behind the lookup stands what needs the fewest target steps of these and itself.
-    """
-    rule = law_of(settings.rule, settings.sampling)
-    found = [
-        draft_entrant(name, label, drafter, scores[name], rule, costs[name])
-        for name, (label, drafter) in drafts.items()
-    ]
-    *_, last = drafts
-    steps = {one.name: one.blocks_N.sum() * _price(costs[one.name], one.gamma) for one in found}
-    behind = min((last, *same), key=steps.__getitem__)
-    price, gammas = costs[behind], _gammas(costs[behind])
-    past = past_entrant(target, frozen, history, price, gammas)
-    both = cascade_entrant(drafts[behind][1], frozen, scores[behind], rule, price, gammas)
-    lookup = lookup_entrant(frozen, history, price, gammas)
-    return [*found, lookup, *([past] if past is not None else []), replace(both, behind=behind)]
+def _calls_P(question: Question, way: Way, tokens_P: np.ndarray, first: Contest) -> np.ndarray:
+    """Expected target calls of each prompt; of a way without a law what was counted at one request, NaN elsewhere."""
+    if way.calls_N is not None:
+        return sum_by_prompt(question.keys, way.calls_N)
+    counted = first.counted[way.name]
+    keys = {text.prompt: text.key for text in reversed(question.frozen)}
+    per_token = {key: blocks / max(1, tokens) for key, (tokens, blocks) in counted.items()}
+    prompts = dict.fromkeys(question.keys)
+    return tokens_P * np.array([per_token.get(keys[prompt], np.nan) for prompt in prompts])
 
 
-def _price(costs: StepCosts, gamma: int) -> float:
-    """Of a block, in target steps."""
-    return gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma)
-
-
-def _gammas(costs: StepCosts) -> range:
-    return range(1, max(costs.verify_seconds) + 1)
-
-
-def _blocks(blocks: RivalBlocks) -> np.ndarray:
-    """(N,) of the only gamma."""
-    return np.asarray(blocks.found_NK + blocks.others_NK, dtype=np.float64)[:, 0]
-
-
-def _found(blocks: RivalBlocks) -> float:
-    """The share of all blocks for which something was found."""
-    found = float(blocks.found_NK.sum())
-    return found / max(found + float(blocks.others_NK.sum()), 1.0)
+def _alpha(
+    scores: Sequence[TokenScores], keys: Sequence[Hashable], law: str, confidence: float
+) -> tuple[float, Interval]:
+    accepted_P = sum_by_prompt(keys, np.array([own.accept_probs(law).sum() for own in scores]))
+    tokens_P = sum_by_prompt(keys, np.array([len(own) for own in scores]))
+    return float(accepted_P.sum() / tokens_P.sum()), ratio_interval(accepted_P, tokens_P, confidence)

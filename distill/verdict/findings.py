@@ -35,8 +35,7 @@ from distill.run.result import (
     WhereRow,
 )
 from distill.run.verdict_record import Judgement, Numbers, PairedGain, Verdict
-from distill.verdict.contest import steps_by_response
-from distill.verdict.evidence import BASELINE, Evidence
+from distill.verdict.evidence import Evidence
 from distill.verdict.verdict import describe_costs
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
@@ -46,6 +45,8 @@ from speculative.explain.token_class import token_pieces
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.curves import CURVE_GAMMAS, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.measured import TARGET, UNDISTILLED
+from speculative.measure.race import Standings
 from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
@@ -72,18 +73,18 @@ def findings_of(
 
     trained_on: domains of the training prompts; None when nobody trained.
     """
-    pieces = [token_pieces(tokenizer, response.response_ids) for response in evidence.frozen]
-    contestants = {one.name: evidence.own_scores(one.name) for one in evidence.contestants}
-    baseline = BASELINE if BASELINE in contestants else None
+    pieces = [token_pieces(tokenizer, response.response_ids) for response in evidence.question.frozen]
+    contestants = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
+    baseline = UNDISTILLED if UNDISTILLED in contestants else None
     slices = slice_tables(
-        evidence.frozen, contestants, rule=evidence.rule, pieces=pieces, entropies=entropies, baseline=baseline,
+        evidence.question.frozen, contestants, rule=evidence.question.rule, pieces=pieces, entropies=entropies, baseline=baseline,
         best=evidence.best.name,
     )  # fmt: skip
     tables = [SliceTable.model_validate(table) for table in slices]
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
     worst = disagreements(
-        evidence.frozen, evidence.own_scores(evidence.best.name), rule=evidence.rule, gamma=evidence.gamma,
-        tokenizer=tokenizer, seconds_per_block=_seconds_per_block(costs, evidence.gamma),
+        evidence.question.frozen, evidence.own_scores(evidence.best.name), rule=evidence.question.rule, gamma=evidence.question.gamma,
+        tokenizer=tokenizer, seconds_per_block=_seconds_per_block(costs, evidence.question.gamma),
     )  # fmt: skip
     return Result(
         format=RESULT_FORMAT,
@@ -91,8 +92,8 @@ def findings_of(
         name=name,
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         verdict=verdict,
-        contestants=[_contestant(evidence, verdict, one.name) for one in evidence.contestants],
-        steps=steps_of(checkpoints, [response.prompt for response in evidence.frozen]),
+        contestants=[_contestant(evidence, verdict, one.name) for one in evidence.candidates],
+        steps=steps_of(checkpoints, [response.prompt for response in evidence.question.frozen]),
         curves=curves_of(evidence),
         costs=_costs(evidence, costs),
         slices=tables,
@@ -112,7 +113,7 @@ def findings_of(
 
 
 def _contestant(evidence: Evidence, verdict: Verdict, name: str) -> Contestant:
-    one = next(one for one in evidence.contestants if one.name == name)
+    one = next(one for one in evidence.candidates if one.name == name)
     own = verdict.best if name == evidence.best.name else evidence.judged[name]
     speed, interval = verdict.speed_up, verdict.speed_up_ci
     return Contestant(
@@ -146,7 +147,7 @@ def steps_of(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Step]:
 def curves_of(evidence: Evidence) -> Curves:
     """Every rule that some frozen text has a law for; the others with the reason."""
     rules, covered = [], set()
-    for text_rule, text in evidence.texts.items():
+    for text_rule, text in evidence.question.texts.items():
         keys = [response.prompt for response in text]
         sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
         known = not any(np.isnan(response.log_target_probs).any() for response in text)
@@ -155,12 +156,14 @@ def curves_of(evidence: Evidence) -> Curves:
                 continue
             covered.add(rule)
             of = {
-                name: _with_speed(evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.gamma))
+                name: _with_speed(
+                    evidence, name, rule_curve(scores, keys, rule, survival_gamma=evidence.question.gamma)
+                )
                 for name, scores in evidence.scores[text_rule].items()
             }
             note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
             rules.append(RuleCurves(rule=rule, contestants=of, note=note))
-    rules.sort(key=lambda entry: entry.rule != evidence.rule)
+    rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
     refused = [
         RefusedRule(
             rule=rule,
@@ -190,7 +193,11 @@ def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> Curve:
 
 def _costs_note(evidence: Evidence, rule: str) -> str:
     """Steps are timed under the run's own rule; sampling adds a little to each."""
-    return f", at the step times of rule {evidence.rule}" if evidence.costs and rule != evidence.rule else ""
+    return (
+        f", at the step times of rule {evidence.question.rule}"
+        if evidence.costs and rule != evidence.question.rule
+        else ""
+    )
 
 
 def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
@@ -202,21 +209,21 @@ def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
 def _costs(evidence: Evidence, costs: StepCosts | None) -> TimedCosts | None:
     if costs is None:
         return None
-    threads = evidence.judge.speed_threads or torch.get_num_threads()
-    return TimedCosts(**dict(describe_costs(costs, evidence.gamma)), threads=threads)
+    threads = evidence.question.judge.speed_threads or torch.get_num_threads()
+    return TimedCosts(**dict(describe_costs(costs, evidence.question.gamma)), threads=threads)
 
 
 def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) -> Calibration:
     scores = evidence.own_scores(evidence.best.name)
-    found = calibration(evidence.frozen, scores, evidence.rule) | {"name": evidence.best.name}
+    found = calibration(evidence.question.frozen, scores, evidence.question.rule) | {"name": evidence.best.name}
     if costs is None:
         words = f"{found['words']}; no advice on a confidence stop: nothing was timed"
         return Calibration.model_validate(found | {"words": words})
-    gamma = evidence.gamma
+    gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     speed_up = verdict.predicted_speed_up  # at the best gamma, 1 where none pays
     threshold, words = stop_below(
-        scores, evidence.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0, parallel=costs.parallel,
+        scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0, parallel=costs.parallel,
     )  # fmt: skip
     return Calibration.model_validate(found | {"stop_below": threshold, "words": f"{found['words']}. {words}"})
 
@@ -245,7 +252,7 @@ def live_prompts(evidence: Evidence) -> list[LivePrompt] | None:
     """Counts of every prompt of the live run; drafted and accepted are the uncut ones, as in the proposal log."""
     if evidence.responses is None:
         return None
-    domains = {response.prompt: response.domain for response in evidence.frozen}
+    domains = {response.prompt: response.domain for response in evidence.question.frozen}
     return [
         LivePrompt(
             key=response.key,
@@ -263,7 +270,10 @@ def live_prompts(evidence: Evidence) -> list[LivePrompt] | None:
 def _where(evidence: Evidence) -> list[WhereRow]:
     if evidence.contest is None:
         return []
-    rows = where_each_helps(evidence.frozen, steps_by_response(evidence.contest))
+    timed = evidence.contest.timed
+    assert isinstance(timed, Standings)
+    steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.ways))}
+    rows = where_each_helps(evidence.question.frozen, steps)
     return [WhereRow.model_validate(row) for row in rows]
 
 

@@ -1,164 +1,151 @@
-"""What the numbers of a verdict come to: an outcome, what to run, one sentence."""
+"""What the numbers of a verdict come to: an outcome, a headline, and facts of one short line each."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from distill.run.verdict_record import LOOKUP, PAST, TOGETHER, WAYS, Effects, Outcome
+from distill.run.verdict_record import Effects, Outcome
 from distill.verdict.contest import Contest
-from distill.verdict.evidence import BASELINE, Evidence
+from distill.verdict.evidence import Evidence
 from speculative.explain.ceilings import advice
-from speculative.measure.race import ALONE, Speed
+from speculative.measure.intervals import Interval
+from speculative.measure.measured import (
+    BY_BLOCK,
+    BY_TOKEN,
+    DRAFT,
+    LOOKUP,
+    PAST,
+    SERVED,
+    TARGET,
+    TOGETHER,
+    UNDISTILLED,
+)
 
-# A second proposer beside the draft that makes it less faster than this is not worth having.
-TOGETHER_WORTHWHILE = 1.03
-
-
-def conclude(
-    evidence: Evidence,
-    effects: Effects | None,
-    speeds: Mapping[str, Speed] | None,
-    against_served: Effects | None = None,
-) -> tuple[Outcome, bool | None, str | None, str]:
-    """(outcome, whether decoding with the draft is certainly faster than without, what to run, the answer in one sentence).
-
-    speeds: of the target alone and of every entrant, where they were timed. What to run is the name of an entrant or of the
-    target alone; None where nothing was timed.
-    """
-    who = "the distilled draft" if effects else evidence.best.label
-    if evidence.contest is not None and any(name in evidence.contest for name in WAYS.values()):
-        who += f", drafting {WAYS[evidence.best.draft.drafting]},"
-    learned = _learned(effects) if effects else None
-    pays, fast = _fast(evidence, speeds)
-    end = f"{_against(against_served)}{'' if pays else _hopeless(evidence)}."
-    also = f", though it {learned}" if learned and effects and effects.certain != "none" else ""
-    rival = better_rival(evidence.contest, evidence.best.name) if evidence.contest else None
-    if rival is not None and evidence.contest is not None and speeds is not None:
-        together = f"; with lookup before it {speeds[TOGETHER].speed_up:.2f}x"
-        free = f"{rival[0].upper()}{rival[1:]} alone is better: without any training it {_times(evidence.contest, rival, speeds)}"
-        return "rival_better", pays, rival, f"{free}; {who} {fast}{also}{together}{end}"
-    both = _best_together(evidence.contest, evidence.best.name) if evidence.contest else False
-    run = None if speeds is None else TOGETHER if both else _to_run(evidence, pays)
-    beside = _beside(evidence, speeds)
-    if effects is not None and effects.certain == "loss":
-        return "loss", pays, run, f"It got worse: {who} {learned} and {fast}{beside}{end}"
-    if effects is not None and effects.certain == "none":
-        return "no_measurable_gain", pays, run, f"No measurable gain: {who} {learned}; it {fast}{beside}{end}"
-    if speeds is None:
-        told = f"Whether it pays was not measured (judge.live: never): {who} {fast}"
-        return "not_timed", None, None, f"{told}{f', and {learned}' if learned else ''}{end}"
-    if both and evidence.contest is not None:
-        start = f"Best together: prompt lookup before the draft {_times(evidence.contest, TOGETHER, speeds)}"
-        alone = f"{who} by itself {fast}{f' and {learned}' if learned else ''}"
-        return "best_together", pays, run, f"{start}; {alone}{beside}{end}"
-    if pays:
-        learned_too = f" and {learned}" if learned else ""
-        return "pays_off", True, run, f"It pays off: {who} {fast}{learned_too}{beside}{end}"
-    interval = speeds[evidence.best.name].interval
-    certain = interval is not None and interval[1] < 1.0
-    start = "It does not pay off here" if certain else "Not certain to pay off here"
-    though = f", though it {learned}" if learned else ""
-    return "no_speed", pays, run, f"{start}: {who} {fast}{though}{beside}{end}"
+FREE = (LOOKUP, PAST)
+SHOWN: Mapping[str, str] = {
+    TARGET: "the target alone", DRAFT: "the draft", UNDISTILLED: "the undistilled draft", SERVED: "the served draft",
+    BY_TOKEN: "the draft, token by token", BY_BLOCK: "the draft, one pass a block",
+}  # fmt: skip
 
 
-def better_rival(contest: Contest, draft: str) -> str | None:
-    """What costs no training and is certainly faster than the draft and than the target alone; None where nothing is, or
-    where the draft with lookup before it is certainly faster still.
-    """
-    free = [name for name in (LOOKUP, PAST) if name in contest]
-    better = [name for name in free if contest.beats(name, draft) and contest.beats(name, ALONE)]
-    if not better:
-        return None
-    best = max(better, key=lambda name: contest.speed(name).speed_up)
-    return None if TOGETHER in contest and contest.beats(TOGETHER, best) else best
+@dataclass(frozen=True)
+class Conclusion:
+    """pays: whether decoding with the draft alone is certainly faster than without; None where nothing was timed."""
+
+    outcome: Outcome
+    pays: bool | None
+    headline: str
+    facts: list[str]
 
 
-def _best_together(contest: Contest, draft: str) -> bool:
-    """Whether the draft with lookup before it is certainly, and worth speaking of, faster than either alone."""
-    if TOGETHER not in contest or not contest.beats(TOGETHER, ALONE):
-        return False
-    others = [name for name in (draft, LOOKUP, PAST) if name in contest]
-    return all(
-        contest.beats(TOGETHER, other) and contest.against(TOGETHER, other)[0] >= TOGETHER_WORTHWHILE
-        for other in others
-    )
+def shown(way: str) -> str:
+    """A way's name inside a sentence."""
+    return SHOWN.get(way, way)
 
 
-def _to_run(evidence: Evidence, pays: bool | None) -> str:
-    """The fastest of what is certainly faster than the target alone; the target alone where nothing is."""
-    assert evidence.contest is not None
-    contest = evidence.contest
-    free = [name for name in (LOOKUP, PAST) if name in contest and contest.beats(name, ALONE)]
-    # The draft in question first: of equals it is the one.
-    ours = [*(one.name for one in reversed(evidence.contestants)), *(one.name for one in evidence.others)]
-    drafts = [name for name in ours if contest.beats(name, ALONE)]
-    return max([*drafts, *free], key=lambda name: contest.speed(name).speed_up, default=ALONE)
+def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects | None = None) -> Conclusion:
+    """The answer in words. gain: draft minus undistilled draft, where somebody distilled."""
+    contest, draft = evidence.contest, evidence.best.name
+    learned = [_learned(gain)] if gain else []
+    served = [_against(against_served)] if against_served else []
+    if contest is None:
+        judged, baseline = evidence.judged[draft], evidence.judged.get(UNDISTILLED)
+        before = f" (undistilled {baseline.tau:.2f})" if baseline else ""
+        headline = (
+            f"Not timed: the draft has tau {judged.tau:.2f} at gamma {evidence.question.gamma} by replay{before}."
+        )
+        return Conclusion(_outcome(gain, None, None, draft), None, headline, [*learned, *served])
+    run, pays = contest.to_run(), contest.beats(draft)
+    outcome = _outcome(gain, contest, run, draft)
+    others = [one.name for one in contest.ways if one.name != draft]
+    facts = [
+        _fast(contest, draft), *learned, *(_beside(contest, name, draft) for name in others), *served,
+        *(_at_load(one) for one in evidence.contests[1:]),
+    ]  # fmt: skip
+    hopeless = advice(evidence.costs[draft]) if evidence.costs and not pays else None
+    return Conclusion(outcome, pays, headline_of(contest, run), [*facts, *([_line(hopeless[1])] if hopeless else [])])
 
 
-def _times(contest: Contest, name: str, speeds: Mapping[str, Speed]) -> str:
-    speed = speeds[name]
-    ends = f" [{speed.interval[0]:.2f}, {speed.interval[1]:.2f}]" if speed.interval else ""
-    return f"decodes {speed.speed_up:.2f}x{ends} as fast as the target alone at gamma {contest[name].gamma}"
+def headline_of(contest: Contest, run: str) -> str:
+    """What to run at one request, and how fast it is."""
+    if run == TARGET:
+        few = contest.speed(contest.ways[0].name).interval is None
+        why = (
+            "too few prompts were timed to be certain of more"
+            if few
+            else "nothing is certainly faster on these prompts"
+        )
+        return f"Run the target alone: {why}."
+    speed = contest.speed(run)
+    return f"Run {shown(run)}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
 
 
-def _beside(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> str:
-    """What lookup gives for nothing on the same prompts."""
-    if speeds is None or evidence.contest is None or LOOKUP not in evidence.contest:
-        return ""
-    draft, speed = evidence.best.name, speeds[LOOKUP]
-    ends = f" [{speed.interval[0]:.2f}, {speed.interval[1]:.2f}]" if speed.interval else ""
-    words = f"; prompt lookup, which needs no training, gives {speed.speed_up:.2f}x{ends}"
-    if not (evidence.contest.beats(draft, LOOKUP) or evidence.contest.beats(LOOKUP, draft)):
-        words += ": the two cannot be told apart"
-    for name in (way for way in WAYS.values() if way in evidence.contest):
-        words += f"; {name} the draft gives {speeds[name].speed_up:.2f}x"
-    return words
+def _outcome(gain: Effects | None, contest: Contest | None, run: str | None, draft: str) -> Outcome:
+    if contest is not None and run in FREE and run is not None and contest.beats(run, draft):
+        return "rival_better"
+    if gain is not None and gain.certain == "loss":
+        return "loss"
+    if gain is not None and gain.certain == "none":
+        return "no_measurable_gain"
+    if contest is None:
+        return "not_timed"
+    if run == TOGETHER:
+        return "best_together"
+    return "pays_off" if contest.beats(draft) else "no_speed"
 
 
-def _learned(effects: Effects) -> str:
-    gain, (low, high) = effects.alpha.gain, effects.alpha.ci
-    if gain == low == high == 0.0:
-        return "is the undistilled one: no checkpoint is better than the undistilled baseline"
-    numbers = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-    if effects.certain != "none":
-        return f"accepts {numbers} alpha over the undistilled baseline"
+def _fast(contest: Contest, draft: str) -> str:
+    speed = contest.speed(draft)
+    told = f"decodes {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {contest[draft].gamma}"
+    if speed.interval is None:
+        return f"The draft {told}, on too few prompts to be certain (judge.speed_prompts)."
+    if speed.interval[0] > 1.0:
+        return f"It pays off: the draft {told}."
+    if speed.interval[1] < 1.0:
+        return f"It does not pay off here: the draft {told}."
+    return f"Not certain to pay off here: the draft {told}, which cannot be told from no speed-up."
+
+
+def _beside(contest: Contest, name: str, draft: str) -> str:
+    speed, free = contest.speed(name), ", which needs no training" if name in FREE else ""
+    told = f"{_line(shown(name))[:-1]}{free}: {speed.speed_up:.2f}x{_ends(speed.interval)}"
+    apart = contest.beats(draft, name) or contest.beats(name, draft)
+    return f"{told}." if apart or name not in FREE else f"{told}; it cannot be told from the draft."
+
+
+def _at_load(contest: Contest) -> str:
+    run = contest.to_run()
+    speed = contest.speed(run)
+    fast = "" if run == TARGET else f", {speed.speed_up:.2f}x{_ends(speed.interval)}"
+    return f"At {contest.concurrency} requests: run {shown(run)}{fast}."
+
+
+def _learned(gain: Effects) -> str:
+    value, (low, high) = gain.alpha.gain, gain.alpha.ci
+    if value == low == high == 0.0:
+        return "No measurable gain: the draft is the undistilled one, no checkpoint is better."
+    numbers = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
+    if gain.certain == "loss":
+        return f"It got worse: the draft accepts {numbers} alpha over the undistilled one."
+    if gain.certain == "gain":
+        return f"The draft accepts {numbers} alpha over the undistilled one."
     size = ""
-    if effects.prompts < effects.fewest_prompts:
-        size = f"; {effects.prompts} prompts are too few to be certain, give at least {effects.fewest_prompts}"
-    elif effects.minimal_detectable.alpha:
-        size = f"; {effects.minimal_detectable.alpha:.3f} would have been seen with 80 % probability"
-    return f"has no certain difference in alpha to the undistilled baseline ({numbers}{size})"
+    if gain.prompts < gain.fewest_prompts:
+        size = f"; {gain.prompts} prompts are too few to be certain, give at least {gain.fewest_prompts}"
+    elif gain.minimal_detectable.alpha:
+        size = f"; {gain.minimal_detectable.alpha:.3f} would have been seen with 80 % probability"
+    return f"No measurable gain: no certain difference in alpha to the undistilled draft ({numbers}{size})."
 
 
-def _against(effects: Effects | None) -> str:
+def _against(effects: Effects) -> str:
     """How it stands to the draft that is served today."""
-    if effects is None:
-        return ""
     gain, (low, high) = effects.alpha.gain, effects.alpha.ci
     word = {"gain": "accepts more than", "loss": "accepts less than", "none": "is not to be told in alpha from"}
-    words = f"; it {word[effects.certain]} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha"
-    speed = effects.speed_up
-    if speed is None:
-        return f"{words})"
-    return f"{words}, predicted speed-up {speed.gain:+.2f}x [{speed.ci[0]:+.2f}, {speed.ci[1]:+.2f}])"
+    return f"It {word[effects.certain]} the draft served today ({gain:+.3f} [{low:+.3f}, {high:+.3f}] alpha)."
 
 
-def _fast(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> tuple[bool | None, str]:
-    """(certainly faster than the target alone, in words)."""
-    if speeds is None:
-        judged, baseline = evidence.judged[evidence.best.name], evidence.judged.get(BASELINE)
-        before = f" (undistilled {baseline.tau:.2f})" if baseline else ""
-        return None, f"has tau {judged.tau:.2f} at gamma {evidence.gamma} by replay{before}, not timed here"
-    assert evidence.contest is not None
-    how, interval = _times(evidence.contest, evidence.best.name, speeds), speeds[evidence.best.name].interval
-    if interval is None:
-        return False, f"{how}, on too few prompts to be certain (judge.speed_prompts)"
-    if interval[0] <= 1.0 <= interval[1]:
-        how += ", which cannot be told from no speed-up"
-    return interval[0] > 1.0, how
+def _ends(interval: Interval | None) -> str:
+    return f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
 
 
-def _hopeless(evidence: Evidence) -> str:
-    """What even the best draft would give at these costs, when that is too little."""
-    if not evidence.costs:
-        return ""
-    advised = advice(evidence.costs[evidence.best.name])
-    return f"; {advised[1]}" if advised else ""
+def _line(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."

@@ -25,22 +25,22 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
     The target answers the same few held-out prompts at each, at its serving top-p, top-k and min-p; the draft scores
     the answers. Rule `sample`, and `greedy` at 0. Intervals stand alone.
     """
-    settings, draft, rows = evidence.settings, evidence.best.draft, []
-    distinct = list({one.prompt: one for one in evidence.frozen}.values())
+    settings, draft, rows = evidence.question.settings, evidence.best.draft, []
+    distinct = list({one.prompt: one for one in evidence.question.frozen}.values())
     # Spread over the set, which is stored longest prompt first.
     chosen = [distinct[place] for place in np.linspace(0, len(distinct) - 1, min(PROMPTS, len(distinct))).astype(int)]
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
-    for temperature in sorted(set(evidence.judge.temperatures)):
+    for temperature in sorted(set(evidence.question.judge.temperatures)):
         sampling = _sampling(settings.sampling, temperature)
         rule: Rule = "greedy" if sampling.greedy else "sample"
         texts = frozen_responses(
             target.model, [(one.key, one.prompt_ids) for one in chosen], replace(settings, sampling=sampling, rule=rule),
-            "held-out", batch_size=evidence.judge.batch_size,
+            "held-out", batch_size=evidence.question.judge.batch_size,
         )  # fmt: skip
-        gammas = range(1, max(MOST_GAMMA, evidence.gamma) + 1)
-        scores = score_tokens(draft.model, texts, sampling, offsets=draft.offsets(evidence.gamma))
+        gammas = range(1, max(MOST_GAMMA, evidence.question.gamma) + 1)
+        scores = score_tokens(draft.model, texts, sampling, offsets=draft.offsets(evidence.question.gamma))
         keys = [text.prompt for text in texts]
-        curve = rule_curve(scores, keys, rule, gammas, survival_gamma=evidence.gamma)
+        curve = rule_curve(scores, keys, rule, gammas, survival_gamma=evidence.question.gamma)
         taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
         best: tuple[int | None, float | None] = (None, None)
         if costs is not None:
@@ -56,9 +56,9 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
                 tokens=curve["tokens"],
                 alpha=curve["alpha"],
                 alpha_ci=curve["alpha_ci"],
-                gamma=evidence.gamma,
-                tau=taus[evidence.gamma],
-                tau_ci=curve["tau_ci"][curve["gammas"].index(evidence.gamma)],
+                gamma=evidence.question.gamma,
+                tau=taus[evidence.question.gamma],
+                tau_ci=curve["tau_ci"][curve["gammas"].index(evidence.question.gamma)],
                 best_gamma=best[0],
                 predicted_speed_up=best[1],
                 repeated=repeated["repeated"],

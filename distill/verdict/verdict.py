@@ -1,37 +1,34 @@
-"""The verdict of a run: baseline against best, paired, timed, with the best gamma. Its shape: distill/run/verdict_record.py."""
+"""The verdict of a run, a view on its contests: draft against undistilled draft, paired, timed. Its shape: distill/run/verdict_record.py."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from distill.run.others import OtherTarget
 from distill.run.verdict_record import (
-    LOOKUP,
-    PAST,
-    TOGETHER,
-    WAYS,
-    BestDraft,
     Costs,
+    DraftOf,
     Effects,
-    JudgedDraft,
     Judgement,
     Latency,
-    PairedGain,
+    OnTarget,
     Repetition,
-    Rival,
+    Roofline,
     Verdict,
 )
-from distill.verdict.evidence import BASELINE, SERVED, Evidence
+from distill.verdict.evidence import Evidence
+from distill.verdict.judge import judge_by_replay
+from distill.verdict.old import old_fields
 from distill.verdict.sentence import conclude
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, near_best_gammas
 from speculative.measure.effects import paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.load import LoadCurve
+from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, How, Measured
 from speculative.measure.metrics import latency
-from speculative.measure.race import ALONE, Speed
-from speculative.measure.replay import law_of
-
-Draft = TypeVar("Draft", bound=JudgedDraft)
+from speculative.measure.token_scores import TokenScores, score_tokens
 
 
 def describe_costs(costs: StepCosts, gamma: int) -> Costs:
@@ -54,61 +51,64 @@ def best_timed_gamma(replay: Mapping[int, float], costs: StepCosts) -> tuple[int
     return best_gamma({gamma: tau for gamma, tau in replay.items() if gamma <= max(costs.verify_seconds)}, costs)
 
 
-def verdict_of(evidence: Evidence, *, checkpoints: Sequence[Judgement], self_checks: dict[str, Any]) -> Verdict:
-    """The verdict from evidence alone: the last contestant against the baseline and the served draft, where there are.
+def verdict_of(
+    evidence: Evidence,
+    *,
+    checkpoints: Sequence[Judgement],
+    self_checks: dict[str, Any],
+    others: Sequence[OtherTarget] = (),
+) -> Verdict:
+    """The verdict from evidence alone: the last candidate against the undistilled and the served draft, where there are.
 
-    How long it all took is not known yet.
-
-    checkpoints: every judged one, of which the last contestant was picked: its interval is widened for them.
+    How long it all took is not known yet. checkpoints: every judged one, of which the last candidate was picked. others: other
+    targets that the draft learned from; judged by replay.
     """
-    rule, gamma, best = evidence.rule, evidence.gamma, evidence.judged[evidence.best.name]
-    names = [one.name for one in evidence.contestants]
+    question, best = evidence.question, evidence.judged[evidence.best.name]
+    names = [one.name for one in evidence.candidates]
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
-    looks = looks_of(checkpoints)
-    effects = _effects(evidence, BASELINE, looks) if BASELINE in names else None
-    against_served = _effects(evidence, SERVED, looks) if SERVED in names else None
-    speeds = speeds_of(evidence, looks)
-    outcome, pays, run, sentence = conclude(evidence, effects, speeds, against_served)
+    gain = _effects(evidence, UNDISTILLED) if UNDISTILLED in names else None
+    against_served = _effects(evidence, SERVED) if SERVED in names else None
+    said = conclude(evidence, gain, against_served)
     taus = {gamma: tau for gamma, tau in best.replay.items() if costs and 1 <= gamma <= max(costs.verify_seconds)}
-    chosen, predicted = (None, None) if costs is None else best_gamma(taus, costs)
-    repeated = Repetition.model_validate(repetition(evidence.frozen))
+    repeated = Repetition.model_validate(repetition(question.frozen))
+    elsewhere = [on_other(evidence, other) for other in others]
+    measured = [
+        *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
+        *(row for rows, _ in elsewhere for row in rows),
+    ]  # fmt: skip
+    facts = [*said.facts, *(_told(rows, target) for rows, target in elsewhere)]
+    curve = evidence.loads.curve
     return Verdict(
-        rule=rule,
-        gamma=gamma,
+        measured=measured,
+        drafts=[
+            DraftOf(way=one.name, label=one.label, path=one.path, step=one.step, drafting=one.draft.drafting)
+            for one in evidence.candidates
+        ],
+        run_at={str(one.concurrency): one.to_run() for one in evidence.contests},
+        pays=said.pays,
+        outcome=said.outcome,
+        headline=said.headline,
+        facts=facts,
+        gain=gain,
+        against_served=against_served,
+        judgement=best.without_sums().model_copy(update={"domains": {}}),
+        rule=question.rule,
+        gamma=question.gamma,
         prompts=best.prompts or 0,
         tokens=best.tokens or 0,
-        baseline=_judged(evidence, BASELINE, JudgedDraft, speeds) if BASELINE in names else None,
-        served=_judged(evidence, SERVED, JudgedDraft, speeds) if SERVED in names else None,
-        best=_widened(evidence, _judged(evidence, evidence.best.name, BestDraft, speeds), looks),
-        target_tokens_per_second=speeds[ALONE].tokens_per_second if speeds else None,
-        speed_up={name: speeds[name].speed_up for name in names} if speeds else None,
-        speed_up_ci={name: speeds[name].interval for name in names} if speeds else None,
-        speed_up_median={name: speeds[name].median for name in names} if speeds else None,
-        rivals=_rivals(evidence, speeds),
-        latency=_latency(evidence),
-        load=[],
-        plain_wins_from=None,
-        roofline=None,
-        run=run,
-        effects=effects,
-        against_served=against_served,
-        paired=PairedGain(alpha_gain=effects.alpha.gain, ci=effects.alpha.ci) if effects else None,
         replay=best.replay,
-        best_gamma=chosen,
         best_gamma_range=near_best_gammas(taus, costs) if costs else None,
-        predicted_speed_up=predicted,
-        costs=describe_costs(costs, gamma) if costs is not None else None,
-        drafting=evidence.best.draft.drafting,
+        costs=describe_costs(costs, question.gamma) if costs is not None else None,
+        latency=_latency(evidence),
+        plain_wins_from=curve.plain_wins_from() if curve else None,
+        roofline=_roofline(curve) if curve else None,
         checkpoints=[record.without_sums() for record in checkpoints],
         self_checks=self_checks,
-        domains=best.domains,
-        targets=[],
+        targets=[target for _, target in elsewhere],
         repetition=repeated,
-        pays_off=pays,
-        outcome=outcome,
-        sentence=sentence,
-        warnings=[*best.warnings, *([repeated.warning] if repeated.warning else [])],
+        warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
         seconds={},
+        **old_fields(evidence, measured, said, facts, gain, taus),
     )
 
 
@@ -117,111 +117,38 @@ def looks_of(checkpoints: Sequence[Judgement]) -> int:
     return max(1, sum(2 if record.score_ema is not None else 1 for record in checkpoints[1:]))
 
 
-def _effects(evidence: Evidence, against: str, looks: int, of: str | None = None) -> Effects:
-    of = of or evidence.best.name
-    effects = paired_effects(
-        evidence.own_scores(of),
-        evidence.own_scores(against),
-        evidence.keys,
-        rule=evidence.rule,
-        gamma=evidence.gamma,
-        costs=_costs_at(evidence, of),
-        baseline_costs=_costs_at(evidence, against),
-        looks=looks,
-    )
-    return Effects.model_validate(effects)
-
-
-def _costs_at(evidence: Evidence, name: str) -> tuple[float, float] | None:
-    """(c, v(gamma)) of a contestant."""
-    if not evidence.costs:
-        return None
-    costs = evidence.costs[name]
-    return costs.cost_ratio_at(evidence.gamma), costs.verify_ratio(evidence.gamma)
-
-
-def speeds_of(evidence: Evidence, looks: int) -> dict[str, Speed] | None:
-    """Of the target alone and of every entrant; where the picked draft drafts, intervals are widened for the looks."""
-    contest = evidence.contest
-    if contest is None:
-        return None
-    picked = (evidence.best.name, TOGETHER, *WAYS.values())
-    return {
-        name: contest.speed(name, confidence_of(looks) if name in picked else confidence_of(1))
-        for name in (ALONE, *(one.name for one in contest.entrants))
-    }
-
-
-def confidence_of(looks: int) -> float:
-    """Of one interval, so that as many of them hold together with 95 %."""
-    return 1.0 - 0.05 / looks
-
-
-def _rivals(evidence: Evidence, speeds: Mapping[str, Speed] | None) -> list[Rival]:
-    """What needs no training, the draft with it, and the draft otherwise: drafting the other way, in fewer bytes."""
-    if evidence.contest is None or speeds is None:
-        return []
+def judged_rows(evidence: Evidence) -> list[Measured]:
+    """Every draft at the judged gamma, on the held-out text and on its domains."""
     rows = []
-    tokens = sum(len(text.response_ids) for text in evidence.frozen)
-    others = [one.name for one in evidence.others]
-    for name in (LOOKUP, PAST, TOGETHER, *others):
-        if name not in evidence.contest:
-            continue
-        one, speed = evidence.contest[name], speeds[name]
-        ratio, interval = evidence.contest.against(evidence.best.name, name)
-        rows.append(
-            Rival(
-                name=name,
-                gamma=one.gamma,
-                tau=tokens / float(one.blocks_N.sum()),
-                tokens_per_second=speed.tokens_per_second,
-                speed_up=speed.speed_up,
-                speed_up_ci=speed.interval,
-                draft_over_it=ratio,
-                draft_over_it_ci=interval,
-                ngrams=one.ngrams,
-                then_gamma=one.then_gamma,
-                behind=one.behind,
-                tuned_on=one.tuned_on,
-                timed_prompts=speed.timed,
-                alpha_change=_effects(evidence, evidence.best.name, 1, name).alpha
-                if name in others and name not in WAYS.values()
-                else None,
-            )
-        )
+    for one in evidence.candidates:
+        judged = evidence.judged[one.name]
+        changed = _widened(evidence) if one is evidence.best and evidence.question.looks > 1 else {}
+        rows.append(_row(evidence, one.name, judged, HELD_OUT, judged.live) if not changed else _row(
+            evidence, one.name, judged.model_copy(update=changed), HELD_OUT, judged.live
+        ))  # fmt: skip
+        rows += [
+            _row(evidence, one.name, own, domain, judged.live and own.tau is not None)
+            for domain, own in judged.domains.items()
+        ]
     return rows
 
 
-def _latency(evidence: Evidence) -> dict[str, Latency]:
-    """Of the responses that were timed, by entrant and of the target alone."""
-    laps = evidence.contest.laps if evidence.contest else {}
-    said = {name: [lap.response for own in of.values() for lap in own] for name, of in laps.items()}
-    return {name: Latency.model_validate(latency(responses)) for name, responses in said.items()}
+def _row(evidence: Evidence, way: str, own: Any, text: str, live: bool) -> Measured:
+    gamma = evidence.question.gamma
+    how: dict[str, How] = {"alpha": "replay", "tau": "live" if live else "replay"}
+    return Measured(
+        way, evidence.question.rule, text=text, prompts=own.prompts, tokens=own.tokens, gamma=gamma, alpha=own.alpha,
+        alpha_ci=own.alpha_ci, tau=own.tau if own.tau is not None else own.replay.get(gamma), tau_ci=own.tau_ci,
+        accepted_per_drafted=own.accepted_per_drafted, how=how,
+    )  # fmt: skip
 
 
-def _judged(evidence: Evidence, name: str, kind: type[Draft], speeds: Mapping[str, Speed] | None) -> Draft:
-    """What the verdict tells of a draft: what is known of its judgement, and its speed."""
-    known = evidence.judged[name].model_dump(include=set(kind.model_fields), exclude_unset=True)
-    known.pop("tokens_per_second", None)  # of the judge's batch, not of one prompt at a time
-    if speeds is not None and evidence.contest is not None:
-        one, tokens = evidence.contest[name], sum(len(text.response_ids) for text in evidence.frozen)
-        known |= {
-            "tokens_per_second": speeds[name].tokens_per_second,
-            "speed_gamma": one.gamma,
-            "speed_tau": tokens / float(one.blocks_N.sum()),
-        }
-    return kind.model_validate(known)
-
-
-def _widened(evidence: Evidence, best: BestDraft, looks: int) -> BestDraft:
+def _widened(evidence: Evidence) -> dict[str, Any]:
     """The picked draft's own alpha and tau, their intervals as wide as its gain's: it is there because it looked good."""
-    if looks == 1:
-        return best
-    confidence = confidence_of(looks)
-    own = evidence.own_scores(evidence.best.name)
-    law = law_of(evidence.rule, evidence.settings.sampling)
-    accepted_P = sum_by_prompt(evidence.keys, np.array([one.accept_probs(law).sum() for one in own]))
-    tokens_P = sum_by_prompt(evidence.keys, np.array([len(one) for one in own]))
+    question, own = evidence.question, evidence.own_scores(evidence.best.name)
+    confidence = question.confidence(True)
+    accepted_P = sum_by_prompt(question.keys, np.array([one.accept_probs(question.law).sum() for one in own]))
+    tokens_P = sum_by_prompt(question.keys, np.array([len(one) for one in own]))
     changed: dict[str, Any] = {"alpha_ci": ratio_interval(accepted_P, tokens_P, confidence)}
     if evidence.responses:
         said_P, blocks_P = (
@@ -229,4 +156,67 @@ def _widened(evidence: Evidence, best: BestDraft, looks: int) -> BestDraft:
             for values in zip(*((len(one.response_ids), one.blocks) for one in evidence.responses), strict=True)
         )
         changed["tau_ci"] = ratio_interval(said_P, blocks_P, confidence)
-    return best.model_copy(update=changed)
+    return changed
+
+
+def _effects(evidence: Evidence, against: str) -> Effects:
+    return effects_of(
+        evidence, evidence.own_scores(evidence.best.name), evidence.own_scores(against), evidence.question.keys
+    )
+
+
+def effects_of(
+    evidence: Evidence,
+    ours: Sequence[TokenScores],
+    other: Sequence[TokenScores],
+    keys: Sequence[Any],
+    looks: int | None = None,
+) -> Effects:
+    """What one gains over the other on the same text, widened for the looks."""
+    question = evidence.question
+    found = paired_effects(
+        ours, other, keys, rule=question.rule, gamma=question.gamma, looks=question.looks if looks is None else looks
+    )
+    return Effects.model_validate(found)
+
+
+def _latency(evidence: Evidence) -> dict[str, Latency]:
+    """Of the responses that were timed one at a time, by way and of the target alone."""
+    laps = evidence.contest.laps if evidence.contest else {}
+    said = {name: [lap.response for own in of.values() for lap in own] for name, of in laps.items()}
+    return {name: Latency.model_validate(latency(responses)) for name, responses in said.items()}
+
+
+def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget]:
+    """The drafts on the held-out text of another target, by replay: one draft pass each, none of its weights."""
+    settings, rows, scores = evidence.question.settings, [], []
+    both = [next(one for one in evidence.candidates if one.name == UNDISTILLED), evidence.best]
+    for one in both:
+        own = score_tokens(one.draft.model, other.heldout, settings.sampling, offsets=one.draft.offsets(settings.gamma))
+        judged = Judgement.model_validate(judge_by_replay(one.draft, other.heldout, settings, own))
+        rows.append(_row(evidence, one.name, judged, other.name, False))
+        scores.append(own)
+    gain = effects_of(evidence, scores[1], scores[0], [text.prompt for text in other.heldout])
+    return rows, OnTarget(
+        target=other.name, weight=other.weight, alpha_gain=gain.alpha, prompts=rows[1].prompts, tokens=rows[1].tokens,
+        alpha=rows[1].alpha, tau=rows[1].tau, baseline_tau=rows[0].tau,
+    )  # fmt: skip
+
+
+def _told(rows: Sequence[Measured], target: OnTarget) -> str:
+    before, after, gain = rows[0], rows[1], target.alpha_gain
+    return (
+        f"On {target.target} the draft has tau {after.tau:.2f} (undistilled {before.tau:.2f}), alpha {gain.gain:+.3f} "
+        f"[{gain.ci[0]:+.3f}, {gain.ci[1]:+.3f}]."
+    )
+
+
+def _roofline(curve: LoadCurve) -> Roofline:
+    target, draft = curve.roofline.target, curve.roofline.draft
+    return Roofline(
+        target_fixed_seconds=target.fixed,
+        target_seconds_per_token=target.per_token,
+        draft_fixed_seconds=draft.fixed,
+        draft_seconds_per_token=draft.per_token,
+        free_tokens=target.free_tokens,
+    )

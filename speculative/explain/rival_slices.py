@@ -12,7 +12,7 @@ from speculative.explain.repetition import repeats
 from speculative.explain.slices import SlicedText
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
-from speculative.measure.race import ALONE
+from speculative.measure.measured import TARGET
 
 
 def where_each_helps(
@@ -23,9 +23,9 @@ def where_each_helps(
     [{dimension: "domain" | "repetition", name, tokens, prompts, repeated, looping, speed_up: {contestant}, speed_up_ci:
     {contestant}, best, certain}]. Each dimension's rows partition the responses; responses without a token are left out.
 
-    steps: by contestant, the seconds that each response takes, over the seconds of one plain step of the target (so that
-    the target alone takes one a token; it need not be given). speed_up: tokens over steps, pooled. speed_up_ci: bootstrap
-    over prompts, each stands alone; None for a single prompt. repeated, looping: shares of the tokens
+    steps: by contestant, the seconds that each response takes, over the seconds of one plain step of the target
+    (`race.Standings.steps_N`); of the target alone one a token where they are not given. speed_up: the target's steps over theirs, pooled, so that the parts come to the
+    speed-up of the whole. speed_up_ci: bootstrap over prompts, each stands alone; None for a single prompt. repeated, looping: shares of the tokens
     (`repetition.repeats`); the repetition rows are thirds of the responses by `repeated`, equal ones together.
     best: who is fastest there, "target" where nobody beats it. certain: whether it beats every other one in paired
     resamples of the prompts, for all rows of the dimension together (Bonferroni), on enough prompts.
@@ -33,8 +33,8 @@ def where_each_helps(
     Raises ValueError for a contestant that was not given one number a response.
     """
     found = repeats(texts)
-    columns = {name: np.asarray(own, dtype=np.float64) for name, own in steps.items()}
-    columns[ALONE] = found.tokens_N.astype(np.float64)
+    columns = {name: np.asarray(own, dtype=np.float64) for name, own in steps.items() if name != TARGET}
+    columns[TARGET] = np.asarray(steps.get(TARGET, found.tokens_N), dtype=np.float64)
     for name, own in columns.items():
         if own.shape != found.tokens_N.shape:
             raise ValueError(f"{name!r} has {own.size} numbers for {len(texts)} responses")

@@ -92,7 +92,7 @@ def full_batch_seconds(
         UserError: so many rows need more memory than is free, or the context has no room for the blocks.
     """
     endless = replace(settings, eos_ids=(), stop=(), min_tokens=0, fit_context=False)
-    plain = replace(endless, gamma=0, max_tokens=TIMED_BLOCKS)
+    plain = replace(endless, gamma=0, tree=None, max_tokens=TIMED_BLOCKS)
     drafted = replace(endless, max_tokens=TIMED_BLOCKS * (settings.gamma + 1))
     context, name = context_of(target, drafter())
     room = None if context is None else context - drafted.max_tokens

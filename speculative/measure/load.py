@@ -13,6 +13,8 @@ from scipy import optimize, special
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval
+from speculative.measure.measured import TARGET
+from speculative.measure.race import Speed
 
 # Loads beyond this are not asked about: no server decodes so many requests at once.
 MOST_LOAD = 4096
@@ -129,36 +131,48 @@ class LoadCurve:
         return loses
 
 
-@dataclass(frozen=True)
-class LoadedSpeed:
-    """What was measured at one load. speed_up_ci: None on too few prompts or turns to be certain of anything."""
+class LoadStandings:
+    """What was measured at one load: `race.Standings` with every row taken, prefill aside.
 
-    speed_up: float
-    speed_up_ci: Interval | None
-    plain_tokens_per_second: float
-    tokens_per_second: float
-
-
-def loaded_speed(
-    load: int, tokens_P: np.ndarray, blocks_P: np.ndarray, plain_T: Sequence[float], drafted_T: Sequence[float]
-) -> LoadedSpeed:
-    """Speed-up sum n / (rho sum B) from two sources that have nothing to do with each other.
-
-    tokens_P, blocks_P: tokens n of each prompt's responses and the target calls B that replay expects for them: all that
-    is known of tau. plain_T, drafted_T: seconds of a step of plain decoding and of a block with the draft, with every
-    row taken, in each turn; rho is the geometric mean of their ratios.
-
-    The interval joins tau's bootstrap over prompts and Student's of log rho over the turns by the distances of their ends
-    (Zou and Donner 2008, "square and add", on the log scale), so it is as lopsided as they are.
+    A way's time is rho sum B steps of the target beside it, from two sources that have nothing to do with each other: the target
+    calls B that replay expects for each prompt's responses (all that is known of tau), and rho, seconds of a block over those of
+    a step of plain decoding, the geometric mean over the turns.
     """
-    tau = float(tokens_P.sum() / blocks_P.sum())
-    log_rho_T = np.log(np.asarray(drafted_T) / np.asarray(plain_T))
-    speed_up = tau / float(np.exp(log_rho_T.mean()))
-    plain = load / float(np.exp(np.log(plain_T).mean()))
-    interval = None
-    if len(tokens_P) >= fewest_prompts(0.95) and len(log_rho_T) > 1:
-        low, high = ratio_interval(tokens_P, blocks_P)
-        half = float(special.stdtrit(len(log_rho_T) - 1, 0.975) * log_rho_T.std(ddof=1) / math.sqrt(len(log_rho_T)))
-        down, up = math.hypot(math.log(tau / low), half), math.hypot(math.log(high / tau), half)
-        interval = (speed_up * math.exp(-down), speed_up * math.exp(up))
-    return LoadedSpeed(speed_up, interval, plain, speed_up * plain)
+
+    def __init__(
+        self,
+        load: int,
+        tokens_P: np.ndarray,
+        blocks: Mapping[str, np.ndarray],
+        times: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """blocks: (P,) by way, NaN for prompts of which nothing is known. times: (seconds of a plain step, rho) by way, each (T,)."""
+        self._calls_P = {TARGET: tokens_P, **blocks}
+        self._log_rho_T = {TARGET: np.zeros(1)} | {name: np.log(rho_T) for name, (_, rho_T) in times.items()}
+        self._plain = load / math.exp(float(np.mean([np.log(plain_T).mean() for plain_T, _ in times.values()])))
+
+    def speed(self, name: str, confidence: float = 0.95) -> Speed:
+        """Of one way."""
+        ratio, interval = self.against(name, TARGET, confidence)
+        return Speed(ratio * self._plain, ratio, interval, int(np.isfinite(self._calls_P[name]).sum()))
+
+    def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
+        """How many times the tokens per second of `other` a way has, and its interval: None on too few prompts or turns.
+
+        The interval joins the bootstrap of the calls over prompts and Student's of log rho over the turns, both paired, by the
+        distances of their ends (Zou and Donner 2008, "square and add", on the log scale), so it is as lopsided as they are.
+        """
+        if name == other:
+            return 1.0, (1.0, 1.0)
+        known_P = np.isfinite(self._calls_P[name]) & np.isfinite(self._calls_P[other])
+        own_P, others_P = self._calls_P[name][known_P], self._calls_P[other][known_P]
+        log_rho_T = self._log_rho_T[name] - self._log_rho_T[other]
+        calls = float(others_P.sum() / own_P.sum())
+        ratio = calls / math.exp(float(log_rho_T.mean()))
+        if len(own_P) < fewest_prompts(confidence) or len(log_rho_T) < 2:
+            return ratio, None
+        low, high = ratio_interval(others_P, own_P, confidence)
+        reach = float(special.stdtrit(len(log_rho_T) - 1, 0.5 + confidence / 2.0))
+        half = reach * float(log_rho_T.std(ddof=1)) / math.sqrt(len(log_rho_T))
+        down, up = math.hypot(math.log(calls / low), half), math.hypot(math.log(high / calls), half)
+        return ratio, (ratio * math.exp(-down), ratio * math.exp(up))

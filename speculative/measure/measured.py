@@ -18,8 +18,8 @@ How = Literal["live", "replay", "timed", "predicted", "served"]
 
 # Names of ways, on screen and in files.
 TARGET = "target"
-UNDISTILLED, SERVED, DRAFT = "undistilled draft", "served draft", "draft"
-BY_TOKEN, BY_BLOCK = "draft, token by token", "draft, one pass a block"
+UNDISTILLED, SERVED, DRAFT = "baseline", "served", "best"
+BY_TOKEN, BY_BLOCK = "token by token", "one pass a block"
 LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
 TREE, EARLY_EXIT, LOOKAHEAD = "token tree", "early exit", "lookahead"
 # The held-out text as a whole; else a row is of a domain or of another target.
@@ -32,7 +32,8 @@ class Way:
 
     drafter: makes a fresh one; None: the target alone. gamma: tokens it proposes a block, 0: none. blocks_N: target calls that
     replay expects for each held-out response; None where replay has no law (token trees, early exit, lookahead): those are
-    counted live. ngrams: (longest, shortest) that it looks up. then_gamma, behind: of the draft behind a lookup, and which way
+    counted live. fitted_N: the same cross-fitted, where gamma and sizes were chosen on few of these very prompts: what each
+    response takes at the setting that is best on the other half, in blocks at this gamma; speeds are made of it. ngrams: (longest, shortest) that it looks up. then_gamma, behind: of the draft behind a lookup, and which way
     that is. found: share of the blocks whose proposal took no model; None where a model always proposes. tuned_on: the text
     that gamma and sizes were chosen on.
     """
@@ -42,12 +43,18 @@ class Way:
     drafter: Callable[[], Drafter] | None = None
     gamma: int = 0
     blocks_N: np.ndarray | None = None
+    fitted_N: np.ndarray | None = None
     ngrams: tuple[int, int] | None = None
     then_gamma: int | None = None
     behind: str | None = None
     found: float | None = None
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
+
+    @property
+    def calls_N(self) -> np.ndarray | None:
+        """The target calls (N,) that its speed is made of."""
+        return self.blocks_N if self.fitted_N is None else self.fitted_N
 
     def settings(self, base: DecodeSettings) -> DecodeSettings:
         """How it decodes: gamma and tree are its own, all else is as served."""

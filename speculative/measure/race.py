@@ -1,14 +1,15 @@
 """Several ways to decode, timed in turn on the same prompts at batch 1, and what their times say of all held-out prompts.
 
 The speed-up over the target alone is pooled: the seconds that the target alone needs for all P held-out prompts over the
-seconds that a racer needs for them. How many blocks a racer needs is known for all of them from replay; what a block costs
+seconds that a way needs for them. How many blocks a way needs is known for all of them from replay; what a block costs
 is timed on some of them, in steps of the target beside it, so that a drifting machine slows both alike:
 
     speed-up = (sum_p n_p + P f) / (rho sum_p B_p + P g)
 
 n, B: tokens and expected blocks of a prompt's response. rho: seconds of a block over seconds of a step of the target alone, on
-the same prompt; f, g: seconds of reading a prompt, alone and with the racer, in such steps. A ratio estimator (Cochran,
-Sampling Techniques, chapter 6): the luck of the timed prompts' texts is not in it.
+the same prompt; f, g: seconds of reading a prompt, alone and with the way, in such steps. A ratio estimator (Cochran,
+Sampling Techniques, chapter 6): the luck of the timed prompts' texts is not in it. Where replay has no law (`Way.blocks_N` is
+None) a token takes the place of a block: what one costs is known from the timed prompts alone.
 
 Whole responses alternate, not blocks: between blocks of one response the caches hold what they hold when it is served.
 
@@ -19,7 +20,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
@@ -27,10 +28,9 @@ from transformers import PreTrainedModel
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
-from speculative.drafters.drafter import Drafter
 from speculative.measure.intervals import Interval, sum_by_prompt
+from speculative.measure.measured import TARGET, Way
 
-ALONE = "target"
 # More than so many median deviations from the median: the machine was elsewhere, and the time is taken as that far.
 FAR = 4.0
 # A median deviation under this share of the median is rounding of the clock; nothing is far for that.
@@ -41,17 +41,8 @@ SMALL_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Racer:
-    """A way to decode: a drafter, made anew for every response, and how many tokens it proposes. `gamma` 0: none."""
-
-    name: str
-    gamma: int = 0
-    drafter: Callable[[], Drafter] | None = None
-
-
-@dataclass(frozen=True)
 class Lap:
-    """One response of one racer. Seconds: of reading the prompt, and of everything behind that.
+    """One response of one way. Seconds: of reading the prompt, and of everything behind that.
 
     Blocks that recorded a model call first count as long as the others.
     """
@@ -71,12 +62,12 @@ class Lap:
         return len(self.response.response_ids) / (self.prefill_seconds + self.seconds)
 
 
-Laps = dict[str, dict[str, list[Lap]]]  # by racer, by key of the prompt
+Laps = dict[str, dict[str, list[Lap]]]  # by way, by key of the prompt
 
 
 def race(
     target: PreTrainedModel,
-    racers: Sequence[Racer],
+    ways: Sequence[Way],
     prompts: Iterable[Prompt],
     settings: DecodeSettings,
     *,
@@ -84,32 +75,32 @@ def race(
     seconds: float,
     least: int,
 ) -> Laps:
-    """Times the target alone and the racers on one prompt after the other, each prompt once, who begins changing in turn.
+    """Times the target alone and the ways on one prompt after the other, each prompt once, who begins changing in turn.
 
     still: asked after every prompt from the `least`-th on, who is worth another; nobody ends the race. seconds: ends it
-    too, but not before `least` prompts. settings: rule and sampling; gamma is each racer's own.
+    too, but not before `least` prompts. settings: rule and sampling; gamma is each way's own.
     """
-    everybody = (Racer(ALONE), *racers)
-    laps: Laps = {racer.name: {} for racer in everybody}
+    everybody = (Way(TARGET), *ways)
+    laps: Laps = {way.name: {} for way in everybody}
     running, began = list(everybody), time.perf_counter()
     for number, prompt in enumerate(prompts):
-        for racer in everybody if number == 0 else ():
-            _lap(target, racer, prompt, settings)  # warm-up, not counted
+        for way in everybody if number == 0 else ():
+            _lap(target, way, prompt, settings)  # warm-up, not counted
         start = number % len(running)
-        for racer in itertools.chain(running[start:], running[:start]):
-            laps[racer.name].setdefault(prompt[0], []).append(_lap(target, racer, prompt, settings))
+        for way in itertools.chain(running[start:], running[:start]):
+            laps[way.name].setdefault(prompt[0], []).append(_lap(target, way, prompt, settings))
         if number + 1 < least:
             continue
         wanted = still(laps)
-        running = [racer for racer in everybody if racer.name in wanted or racer.name == ALONE]
+        running = [way for way in everybody if way.name in wanted or way.name == TARGET]
         if len(running) == 1 or time.perf_counter() - began >= seconds:
             break
     return laps
 
 
-def _lap(target: PreTrainedModel, racer: Racer, prompt: Prompt, settings: DecodeSettings) -> Lap:
-    drafter = racer.drafter() if racer.drafter is not None else None
-    (response,), timing = decode(target, drafter, [prompt], replace(settings, gamma=racer.gamma))
+def _lap(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSettings) -> Lap:
+    drafter = way.drafter() if way.drafter is not None else None
+    (response,), timing = decode(target, drafter, [prompt], way.settings(settings))
     seconds, timed = timing.total_seconds - timing.prefill_seconds, response.blocks - timing.recording_calls
     if 0 < timed < response.blocks:
         seconds = (seconds - timing.recording_seconds) * response.blocks / timed
@@ -118,16 +109,14 @@ def _lap(target: PreTrainedModel, racer: Racer, prompt: Prompt, settings: Decode
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of a racer over all held-out prompts, and how many times that of the target alone.
+    """Tokens per second of a way over all held-out prompts, and how many times that of the target alone.
 
-    interval: of the speed-up; None where too few prompts were timed to be certain. median: over the timed prompts, of the
-    ratio to the target alone on each of them.
+    interval: of the speed-up; None where too few prompts were timed to be certain. timed: how many were.
     """
 
     tokens_per_second: float
     speed_up: float
     interval: Interval | None
-    median: float
     timed: int
 
 
@@ -135,7 +124,7 @@ class Standings:
     """What a race says of all held-out prompts.
 
     Raises:
-        ValueError: a racer was timed on no prompt, or has no blocks.
+        ValueError: a way was timed on no prompt.
     """
 
     def __init__(
@@ -143,34 +132,36 @@ class Standings:
         laps: Laps,
         prompt_keys: Sequence[Hashable],
         tokens_N: np.ndarray,
-        blocks: Mapping[str, np.ndarray],
+        blocks: Mapping[str, np.ndarray | None],
         fewest: int = 2,
     ) -> None:
-        """blocks: expected ones (N,) of every racer but the target alone. fewest: timed prompts that an interval needs."""
+        """blocks: expected ones (N,) of every way but the target alone; None: replay has no law for it. fewest: timed prompts that
+        an interval needs.
+        """
         self.fewest = fewest
-        self._tokens_P = sum_by_prompt(prompt_keys, np.asarray(tokens_N))
+        self._by_token = {name for name, own_N in blocks.items() if own_N is None}
+        self._blocks_N = {name: np.asarray(tokens_N if own_N is None else own_N) for name, own_N in blocks.items()}
+        self._blocks_N[TARGET] = np.asarray(tokens_N)
+        self._tokens_P = sum_by_prompt(prompt_keys, self._blocks_N[TARGET])
         self._count_P = sum_by_prompt(prompt_keys, np.ones(len(tokens_N)))
-        self._blocks = {name: sum_by_prompt(prompt_keys, own_N) for name, own_N in blocks.items()}
-        self._blocks[ALONE] = self._tokens_P
-        self._alone = {key: _mean(own) for key, own in laps[ALONE].items()}
-        self._laps = {name: {key: _mean(own) for key, own in of.items()} for name, of in laps.items()}
-        self._rates = {
-            name: {key: np.mean([lap.tokens_per_second for lap in own]) for key, own in of.items()}
-            for name, of in laps.items()
+        self._blocks = {name: sum_by_prompt(prompt_keys, own_N) for name, own_N in self._blocks_N.items()}
+        self._alone = {key: _mean(own) for key, own in laps[TARGET].items()}
+        self._laps = {
+            name: {key: _mean(own, name in self._by_token) for key, own in of.items()} for name, of in laps.items()
         }
+        self._said = {name: {key: _said(own) for key, own in of.items()} for name, of in laps.items()}
         self._prices = {name: self._priced(name) for name in laps}
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
-        """Of one racer."""
-        mean, interval = self.against(name, ALONE, confidence)
-        ratios = [rate / self._rates[ALONE][key] for key, rate in self._rates[name].items()]
+        """Of one way."""
+        mean, interval = self.against(name, TARGET, confidence)
         step_seconds = float(_near(np.array([seconds for _, seconds in self._alone.values()])).mean())
         tokens = float(self._tokens_P.sum())
-        alone = tokens / (step_seconds * self._steps(ALONE))
-        return Speed(alone * mean, mean, interval, float(np.median(ratios)), len(self._laps[name]))
+        alone = tokens / (step_seconds * self._steps(TARGET))
+        return Speed(alone * mean, mean, interval, len(self._laps[name]))
 
     def against(self, name: str, other: str, confidence: float = 0.95) -> tuple[float, Interval | None]:
-        """How many times the tokens per second of `other` a racer has, and its interval; paired by prompt.
+        """How many times the tokens per second of `other` a way has, and its interval; paired by prompt.
 
         On the scale of logarithms, by linearising (the delta method): the variance over the texts and that over the timed
         prompts add up, and Student's t has the degrees of freedom of such a sum (Satterthwaite 1946).
@@ -191,15 +182,20 @@ class Standings:
 
     def known(self, name: str, within: float) -> bool:
         """Whether the interval is within so large a share of the speed-up, or as narrow as timing can make it."""
-        speed_up, interval = self.against(name, ALONE)
+        speed_up, interval = self.against(name, TARGET)
         if interval is None:
             return False
-        texts, timed = self._variances(name, ALONE, list(self._prices[name]))
+        texts, timed = self._variances(name, TARGET, list(self._prices[name]))
         return interval[1] <= speed_up * (1.0 + within) or timed <= SMALL_SHARE * (texts + timed)
 
-    def block_steps(self, name: str) -> float:
-        """rho: seconds of a racer's block over seconds of a step of the target alone."""
-        return self._means(name)[0]
+    def steps_N(self, name: str) -> np.ndarray:
+        """Expected seconds of each response (N,), its prompt read, in steps of the target alone: what speed-ups are made of."""
+        rho, prefill = self._means(name)
+        return rho * self._blocks_N[name] + prefill
+
+    def counted(self, name: str) -> dict[str, tuple[int, int]]:
+        """(tokens, blocks) of each timed prompt, as decoded."""
+        return self._said[name]
 
     def _priced(self, name: str) -> dict[str, tuple[float, float]]:
         """(rho, prefill in steps of the target alone) of each timed prompt."""
@@ -207,6 +203,11 @@ class Standings:
         if not both:
             raise ValueError(f"{name} was timed on no prompt")
         rho_M = _near(np.array([self._laps[name][key][1] / self._alone[key][1] for key in both]))
+        if name in self._by_token:
+            # A ratio of sums over the timed prompts, long responses weighing more, linearised: its mean is the ratio.
+            weights_M = np.array([self._said[name][key][0] for key in both], dtype=np.float64)
+            pooled = float(rho_M @ weights_M / weights_M.sum())
+            rho_M = pooled + (rho_M - pooled) * weights_M / weights_M.mean()
         prefill_M = _near(np.array([self._laps[name][key][0] / self._alone[key][1] for key in both]))
         return dict(zip(both, zip(rho_M.tolist(), prefill_M.tolist(), strict=True), strict=True))
 
@@ -237,9 +238,14 @@ class Standings:
         return np.asarray(prices_M2 @ of_2 / self._steps(name))
 
 
-def _mean(laps: Sequence[Lap]) -> tuple[float, float]:
-    """(seconds of the prompt, seconds of a block) of several laps on one prompt."""
-    return float(np.mean([lap.prefill_seconds for lap in laps])), float(np.mean([lap.block_seconds for lap in laps]))
+def _mean(laps: Sequence[Lap], by_token: bool = False) -> tuple[float, float]:
+    """(seconds of the prompt, seconds of a block or token) of several laps on one prompt."""
+    units = [lap.seconds / max(1, len(lap.response.response_ids)) if by_token else lap.block_seconds for lap in laps]
+    return float(np.mean([lap.prefill_seconds for lap in laps])), float(np.mean(units))
+
+
+def _said(laps: Sequence[Lap]) -> tuple[int, int]:
+    return sum(len(lap.response.response_ids) for lap in laps), sum(lap.response.blocks for lap in laps)
 
 
 def _near(values_M: np.ndarray) -> np.ndarray:

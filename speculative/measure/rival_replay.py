@@ -8,8 +8,8 @@ as in live decoding.
 Shapes: N texts, T tokens of one text, K gammas, G drafted tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +40,8 @@ class Tuned:
     """Prompt lookup, alone or before a draft, at the sizes and gamma of the highest predicted speed-up on some texts.
 
     then_gamma: of the draft behind the lookup; None = none. tau: tokens per target call. speed_up: tokens over target
-    steps, also where it is under 1.
+    steps, also where it is under 1. blocks: (N, 1) of them. tried_NC: target steps of each text at every candidate, this one's
+    among them.
     """
 
     max_ngram: int
@@ -48,7 +49,9 @@ class Tuned:
     gamma: int
     tau: float
     speed_up: float
-    then_gamma: int | None = None
+    then_gamma: int | None
+    blocks: RivalBlocks
+    tried_NC: np.ndarray
 
 
 def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: int = 1) -> np.ndarray:
@@ -163,12 +166,13 @@ def tuned_lookup(
 
     Choose on other texts than those that judge it. Of equals the first sizes and the smallest gamma.
     """
-    found = []
+    tried = _Tried(texts)
     for max_ngram, min_ngram in sizes:
         kept = [kept_by_lookup(text, max(gammas), max_ngram, min_ngram) for text in texts]
         blocks = certain_blocks(kept, gammas)
-        found.append(_best(texts, blocks, lookup_steps(blocks, gammas, costs), gammas, (max_ngram, min_ngram)))
-    return max(found, key=lambda one: one.speed_up)
+        settings = [(max_ngram, min_ngram, gamma, None) for gamma in gammas]
+        tried.add(settings, blocks, lookup_steps(blocks, gammas, costs))
+    return tried.best()
 
 
 def tuned_cascade(
@@ -205,7 +209,7 @@ def _tuned_before(
     gammas: Sequence[int],
     sizes: Sequence[tuple[int, int]],
 ) -> Tuned:
-    found = []
+    tried = _Tried(texts)
     # What a parallel draft would propose further on was not scored.
     scored = min((own.costs_T.shape[1] for own in drafted if own.costs_T.ndim == 2), default=max(gammas))
     for max_ngram, min_ngram in sizes:
@@ -215,20 +219,46 @@ def _tuned_before(
             then_gammas = [other for other in gammas if other <= min(gamma, scored)]
             same = [gamma] * len(then_gammas)
             blocks = RivalBlocks(*blocks_by_proposer(together, then_gammas, same))
-            steps_NK = cascade_steps(blocks, same, costs, then_gammas)
-            best = _best(texts, blocks, steps_NK, then_gammas, (max_ngram, min_ngram))
-            found.append(replace(best, gamma=gamma, then_gamma=best.gamma))
-    return max(found, key=lambda one: one.speed_up)
+            settings = [(max_ngram, min_ngram, gamma, then) for then in then_gammas]
+            tried.add(settings, blocks, cascade_steps(blocks, same, costs, then_gammas))
+    return tried.best()
 
 
-def _best(
-    texts: Sequence[StoredText],
-    blocks: RivalBlocks,
-    steps_NK: np.ndarray,
-    gammas: Sequence[int],
-    sizes: tuple[int, int],
-) -> Tuned:
-    tokens = sum(len(text.response_ids) for text in texts)
-    best = int(steps_NK.sum(0).argmin())
-    calls = float((blocks.found_NK + blocks.others_NK)[:, best].sum())
-    return Tuned(*sizes, gammas[best], tokens / calls, tokens / float(steps_NK[:, best].sum()))
+class _Tried:
+    """Candidates side by side: (longest, shortest n-gram, gamma, the draft's), their blocks and their steps."""
+
+    def __init__(self, texts: Sequence[StoredText]) -> None:
+        self.tokens = sum(len(text.response_ids) for text in texts)
+        self.settings: list[tuple[int, int, int, int | None]] = []
+        self.found: list[np.ndarray] = []
+        self.others: list[np.ndarray] = []
+        self.steps: list[np.ndarray] = []
+
+    def add(
+        self, settings: Sequence[tuple[int, int, int, int | None]], blocks: RivalBlocks, steps_NK: np.ndarray
+    ) -> None:
+        self.settings += settings
+        self.found.append(blocks.found_NK)
+        self.others.append(blocks.others_NK)
+        self.steps.append(steps_NK)
+
+    def best(self) -> Tuned:
+        """The candidate of the fewest steps, of equals the first."""
+        steps_NC = np.concatenate(self.steps, 1)
+        place = int(steps_NC.sum(0).argmin())
+        one = slice(place, place + 1)
+        blocks = RivalBlocks(np.concatenate(self.found, 1)[:, one], np.concatenate(self.others, 1)[:, one])
+        calls = float(blocks.found_NK.sum() + blocks.others_NK.sum())
+        max_ngram, min_ngram, gamma, then_gamma = self.settings[place]
+        speed_up = self.tokens / float(steps_NC[:, place].sum())
+        return Tuned(max_ngram, min_ngram, gamma, self.tokens / calls, speed_up, then_gamma, blocks, steps_NC)
+
+
+def cross_fitted(tried_NC: np.ndarray, prompt_keys: Sequence[Hashable]) -> np.ndarray:
+    """(N,) steps of each response at the candidate that takes the fewest on the prompts of the other half: what was chosen on
+    some prompts is judged on others. Prompts go to the halves in turn, in order of first appearance.
+    """
+    numbers: dict[Hashable, int] = {}
+    odd_N = np.array([numbers.setdefault(key, len(numbers)) % 2 == 1 for key in prompt_keys])
+    best_of_even, best_of_odd = (tried_NC[half_N].sum(0).argmin() for half_N in (~odd_N, odd_N))
+    return np.where(odd_N, tried_NC[:, best_of_even], tried_NC[:, best_of_odd])

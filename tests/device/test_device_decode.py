@@ -29,7 +29,8 @@ from speculative.engine.cached_model import CachedModel
 from speculative.evaluate import frozen_responses, judge
 from speculative.measure.cost import measure_costs
 from speculative.measure.full_batch import full_batch_seconds
-from speculative.measure.race import Racer, race
+from speculative.measure.measured import Way
+from speculative.measure.race import race
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
@@ -220,8 +221,8 @@ def judged(target: Any, draft: Any) -> None:
 
 
 def raced(target: Any, draft: Any) -> None:
-    racers = [Racer("draft", 3, lambda: ModelDrafter(draft))]
-    laps = race(target, racers, PROMPTS[:2], RULES["sample"], still=lambda laps: ["draft"], seconds=0.0, least=2)
+    ways = [Way("draft", drafter=lambda: ModelDrafter(draft), gamma=3)]
+    laps = race(target, ways, PROMPTS[:2], RULES["sample"], still=lambda laps: ["draft"], seconds=0.0, least=2)
     assert all(lap.seconds > 0 for of in laps.values() for own in of.values() for lap in own)
 
 

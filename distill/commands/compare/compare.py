@@ -29,7 +29,7 @@ from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_st
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
-from distill.verdict.evidence import step_costs, typical_length
+from distill.verdict.field import step_costs, typical_length
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting, ParallelDrafter
 from speculative.engine.models import max_positions

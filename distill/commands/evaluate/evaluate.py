@@ -1,5 +1,6 @@
 """Judges one draft by a config's target, held-out prompts and serving settings: what `understudy evaluate` does."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from distill.config.load import dump_config
@@ -11,13 +12,15 @@ from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
 from distill.run.verdict_record import Judgement
 from distill.verdict.conclusion import seen_by_both
-from distill.verdict.evidence import BEST, Contestant, gather, line_up
+from distill.verdict.evidence import gather
+from distill.verdict.field import Candidate, line_up
 from distill.verdict.findings import findings_of
-from distill.verdict.load import under_load
+from distill.verdict.question import Question
 from distill.verdict.verdict import best_timed_gamma, verdict_of
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.evaluate import judge
+from speculative.measure.measured import DRAFT
 from speculative.measure.self_checks import self_checks
 from speculative.rules.rule import Rule
 
@@ -53,27 +56,23 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     checked = pair.settings.under(rule, gammas[0])
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
     frozen = RunStores(Run(config), target).heldout(pair.prompts, rule)
-    contestant = Contestant(BEST, path, path, None, Draft(pair.draft))
-    widest = pair.settings.under(rule, max(gammas))
-    field = line_up(config.judge, widest, target.model, [contestant], {rule: frozen}, pair.context)
+    history = past_responses(config, target, rule)
+    question = Question(config.judge, pair.settings.under(rule, max(gammas)), {rule: frozen}, pair.context, history)
+    field = line_up(question, target.model, [Candidate(DRAFT, path, path, None, Draft(pair.draft))])
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
         for gamma in gammas:
             record, _ = judge(
-                target.model, field.contestants[-1].draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
-                scores=field.scores[rule][BEST],
+                target.model, field.candidates[-1].draft, frozen, pair.settings.under(rule, gamma), batch_size=config.judge.batch_size,
+                scores=field.scores[rule][DRAFT],
             )  # fmt: skip
             by_gamma[gamma] = Judgement.model_validate(record)
-        best, _ = best_timed_gamma(by_gamma[chosen].replay, field.costs[BEST])
+        best, _ = best_timed_gamma(by_gamma[chosen].replay, field.costs[DRAFT])
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
-    evidence = gather(
-        config.judge, pair.settings.under(rule, chosen), target, field, {rule: frozen}, log=log,
-        history=past_responses(config, target, rule),
-    )  # fmt: skip
-    by_gamma[chosen] = evidence.judged[BEST]
+    evidence = gather(replace(question, settings=pair.settings.under(rule, chosen)), target, field, log=log)
+    by_gamma[chosen] = evidence.judged[DRAFT]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)
-    verdict = under_load(verdict, evidence, target)
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
         config=dump_config(config), files={"proposals": log.name if log is not None else None},

@@ -5,7 +5,7 @@ from distill.report.sections.slices import prompts_of
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.result import TemperatureRow, WhereRow
-from speculative.measure.race import ALONE
+from speculative.measure.measured import TARGET
 
 
 @section("where", "Which one helps where", order=70)
@@ -36,7 +36,7 @@ def _where_table(rows: list[WhereRow], labels: dict[str, str]) -> Table:
     )
     for row in rows:
         table.add(
-            Cell(row.name, note=prompts_of(row.prompts), mark="nothing helps" if row.best == ALONE else ""),
+            Cell(row.name, note=prompts_of(row.prompts), mark="nothing helps" if row.best == TARGET else ""),
             *(
                 Cell(
                     row.speed_up.get(name), row.speed_up_ci.get(name), mark="certain" if name == row.best and row.certain else "",

@@ -21,8 +21,9 @@ from distill.export.engine import (
 )
 from distill.export.facts import EngineFacts, OnePass, gather_facts, lookups_of
 from distill.models.target import TargetSide
-from distill.run.verdict_record import LOOKUP, TOGETHER, Rival, Verdict
+from distill.run.verdict_record import Rival, Verdict
 from speculative.errors import UserError
+from speculative.measure.measured import LOOKUP, TOGETHER
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 DRAFT, TARGET = "/models/my draft's $HOME", "org/target-8b"

@@ -30,11 +30,14 @@ from distill.models.quantized import FEW_ROWS, Int8Linear, as_served
 from distill.models.target import Target
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
-from distill.verdict.evidence import BEST, Contestant, gather, line_up
+from distill.verdict.evidence import gather
+from distill.verdict.field import Candidate, line_up
+from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT
 from speculative.measure.token_scores import score_tokens
 
 
@@ -129,20 +132,20 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     """Scored on the same text as the draft itself, timed beside it; the same numbers as of its export, beside which compare puts it."""
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
-    best = Contestant(BEST, "distilled", str(tiny_run), 12, Draft(load_draft(str(tiny_run), target)))
-    lighter = Contestant(
+    best = Candidate(DRAFT, "distilled", str(tiny_run), 12, Draft(load_draft(str(tiny_run), target)))
+    lighter = Candidate(
         "best in int8", "", "", 12, Draft(lighter_draft(load_draft(str(tiny_run), target), "int8", target))
     )
     frozen = load_frozen_text(tiny_run).responses[:3]
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    field = line_up(config.judge, settings, target.model, [best], {"sample": frozen}, 40, lighter)
-    evidence = gather(config.judge, settings, target, field, {"sample": frozen})
-    verdict = verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
+    question = Question(config.judge, settings, {"sample": frozen}, 40)
+    evidence = gather(question, target, line_up(question, target.model, [best], lighter))
+    verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
     row = next(row for row in verdict.rivals if row.name == "best in int8")
     alphas = [
         sum(own.accept_probs("sample").sum() for own in score_tokens(draft, frozen, settings.sampling))
         / sum(len(text.response_ids) for text in frozen)
-        for draft in (lighter.draft, best.draft)
+        for draft in (lighter.draft.model, best.draft.model)
     ]
     assert row.alpha_change is not None
     assert row.alpha_change.gain == pytest.approx(alphas[0] - alphas[1], abs=1e-9)

@@ -10,7 +10,7 @@ from distill.config.load import load_config
 from distill.config.sections import ParallelConfig
 from distill.models.target import Target
 from distill.verdict import conclusion
-from distill.verdict.evidence import BASELINE, BEST
+from speculative.measure.measured import DRAFT, UNDISTILLED
 
 
 class _Asked(Exception):
@@ -32,8 +32,8 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
         seen["known"] = known
         raise _Asked
 
-    def gather_by_replay(_: Any, __: Any, contestants: Any, ___: Any, known: Any) -> None:
-        seen.update(known=known, drafting=[one.draft.drafting for one in contestants])
+    def gather_by_replay(_: Any, candidates: Any, known: Any) -> None:
+        seen.update(known=known, drafting=[one.draft.drafting for one in candidates])
         raise _Asked
 
     monkeypatch.setattr(conclusion, "line_up", lambda *_: None)
@@ -52,7 +52,7 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
     monkeypatch.setattr(conclusion, "load_judgements", lambda _: records)
     with pytest.raises(_Asked):
         conclusion.conclude_run(config, Target(config.target, torch.device("cpu")), {}, {}, dict, 64, [])
-    assert (BASELINE in seen["known"]) == (parallel is None)
+    assert (UNDISTILLED in seen["known"]) == (parallel is None)
     if live == "never":
-        assert BEST in seen["known"]
+        assert DRAFT in seen["known"]
         assert seen["drafting"] == ["autoregressive", "parallel" if parallel else "autoregressive"]

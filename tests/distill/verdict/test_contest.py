@@ -7,15 +7,21 @@ import pytest
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from distill.config.sections import JudgeConfig
-from distill.run.verdict_record import LOOKUP, PAST, TOGETHER
-from distill.verdict.contest import entrants_of, hold, steps_by_response, worth_timing
+from distill.verdict import question as asking
+from distill.verdict.contest import hold, worth_timing
+from distill.verdict.field import Candidate, Field, ways_of
+from distill.verdict.question import Question
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.draft import Draft
 from speculative.evaluate import frozen_responses
 from speculative.measure.cost import StepCosts
-from speculative.measure.race import ALONE, Lap, Standings
+from speculative.measure.measured import DRAFT as BEST
+from speculative.measure.measured import LOOKUP, PAST, TOGETHER
+from speculative.measure.measured import TARGET as ALONE
+from speculative.measure.race import Lap, Standings
 from speculative.measure.replay import expected_blocks_of
+from speculative.measure.rival_replay import cross_fitted
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY
 
@@ -33,22 +39,31 @@ def pair():
     return frozen, score_tokens(DRAFT, frozen, SETTINGS.sampling), history
 
 
-def entrants(pair, history=True):
+def asked(pair, history=True):
+    """(question, field of one draft)."""
     frozen, scores, past = pair
-    drafts = {"best": ("distilled", lambda: ModelDrafter(DRAFT))}
-    return entrants_of(SETTINGS, TARGET, drafts, frozen, {"best": scores}, {"best": COSTS}, past if history else [])
+    question = Question(
+        JudgeConfig(speed_seconds=1e-6, speed_prompts=8), SETTINGS, {"greedy": frozen}, history=past if history else []
+    )
+    best = Candidate(BEST, "distilled", "", 0, Draft(DRAFT))
+    return question, Field((best,), (), {"greedy": {BEST: scores}}, {BEST: COSTS})
+
+
+def ways(pair, history=True):
+    question, field = asked(pair, history)
+    return ways_of(question, TARGET, field)
 
 
 def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_counts(pair):
     frozen, scores, _ = pair
-    found = {one.name: one for one in entrants(pair)}
-    assert list(found) == ["best", LOOKUP, PAST, TOGETHER]
+    found = {one.name: one for one in ways(pair)}
+    assert list(found) == [BEST, LOOKUP, PAST, TOGETHER]
     gammas = range(1, 7)
     seconds = {
         gamma: expected_blocks_of(scores, "greedy", (gamma,)).sum() * (COSTS.draft_seconds[1] * gamma + 0.01 * COSTS.verify_ratio(gamma))
         for gamma in gammas
     }  # fmt: skip
-    assert found["best"].gamma == min(seconds, key=seconds.__getitem__)
+    assert found[BEST].gamma == min(seconds, key=seconds.__getitem__)
     for one in found.values():
         settings = DecodeSettings(GREEDY, one.gamma, "greedy", max_tokens=40)
         for text, blocks in zip(frozen, one.blocks_N, strict=True):
@@ -56,26 +71,26 @@ def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_cou
             assert response.response_ids == text.response_ids
             assert response.blocks == blocks, one.name
     assert found[LOOKUP].tuned_on == "training prompts"
-    without = {one.name: one for one in entrants(pair, history=False)}
+    without = {one.name: one for one in ways(pair, history=False)}
     assert PAST not in without
     assert "judged prompts" in without[LOOKUP].tuned_on
 
 
 def test_a_contest_times_everybody_and_tells_who_is_faster(pair):
-    frozen = pair[0]
-    judging = JudgeConfig(speed_seconds=1e-6, speed_prompts=8)
-    contest = hold(judging, SETTINGS, TARGET, entrants(pair), "best", frozen)
+    question, _ = asked(pair)
+    contest = hold(question, TARGET, ways(pair), BEST)
     assert {name: len(of) for name, of in contest.laps.items()} == dict.fromkeys(
-        (ALONE, "best", LOOKUP, PAST, TOGETHER), 6
+        (ALONE, BEST, LOOKUP, PAST, TOGETHER), 6
     )
-    assert "best" in contest
+    assert BEST in contest
     assert "served" not in contest
-    assert contest.against("best", "best") == (1.0, (1.0, 1.0))
-    there, back = contest.against("best", LOOKUP)[0], contest.against(LOOKUP, "best")[0]
+    assert contest.against(BEST, BEST) == (1.0, (1.0, 1.0))
+    there, back = contest.against(BEST, LOOKUP)[0], contest.against(LOOKUP, BEST)[0]
     assert there * back == pytest.approx(1.0)
-    assert not (contest.beats("best", LOOKUP) and contest.beats(LOOKUP, "best"))
-    steps = steps_by_response(contest)
-    assert all(own.shape == (8,) for own in steps.values())
+    assert not (contest.beats(BEST, LOOKUP) and contest.beats(LOOKUP, BEST))
+    # The speed-ups of the parts of the text come to that of the whole.
+    alone, own = (contest.timed.steps_N(name) for name in (ALONE, BEST))
+    assert alone.sum() / own.sum() == pytest.approx(contest.speed(BEST).speed_up)
 
 
 def standings_of(speed_ups, prompts, noise):
@@ -92,18 +107,47 @@ def standings_of(speed_ups, prompts, noise):
 
 
 def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():
-    rough = standings_of({"best": 1.5, LOOKUP: 0.8, TOGETHER: 1.6}, 8, 0.2)
-    names = ["best", LOOKUP, TOGETHER]
-    assert worth_timing(rough, names, "best") == ["best", TOGETHER]
+    rough = standings_of({BEST: 1.5, LOOKUP: 0.8, TOGETHER: 1.6}, 8, 0.2)
+    names = [BEST, LOOKUP, TOGETHER]
+    assert worth_timing(rough, names, BEST) == [BEST, TOGETHER]
     assert worth_timing(rough, names, LOOKUP) == names
-    assert worth_timing(standings_of({"best": 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 60, 0.02), names, "best") == []
-    assert worth_timing(standings_of({"best": 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 4, 0.02), names, "best") == names
+    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 60, 0.02), names, BEST) == []
+    assert worth_timing(standings_of({BEST: 1.5, LOOKUP: 1.0, TOGETHER: 1.6}, 4, 0.02), names, BEST) == names
 
 
 def test_behind_the_lookup_stands_the_draft_that_needs_the_fewest_steps(pair):
-    frozen, scores, _ = pair
+    question, field = asked(pair, history=False)
+    (best,), scores = field.candidates, field.scores["greedy"][BEST]
     dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})
-    drafts = {name: (name, lambda: ModelDrafter(DRAFT)) for name in ("lighter", "best")}
-    for costs, behind in (({"lighter": COSTS, "best": dear}, "lighter"), ({"lighter": dear, "best": COSTS}, "best")):
-        found = entrants_of(SETTINGS, TARGET, drafts, frozen, dict.fromkeys(drafts, scores), costs, [], ["lighter"])
-        assert {one.name: one.behind for one in found if one.behind} == {TOGETHER: behind}
+    both = {"greedy": {BEST: scores, "lighter": scores}}
+    for costs, behind in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
+        lined = Field((best,), (replace(best, name="lighter"),), both, costs)
+        assert {one.name: one.behind for one in ways_of(question, TARGET, lined) if one.behind} == {TOGETHER: behind}
+
+
+def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):
+    # Lookup was tuned on other prompts' responses.
+    assert {one.name: one.fitted_N is not None for one in ways(pair)} == {
+        BEST: True,
+        LOOKUP: False,
+        PAST: True,
+        TOGETHER: True,
+    }
+    assert all(one.fitted_N is not None for one in ways(pair, history=False))
+    monkeypatch.setattr(asking, "CROSS_FIT_BELOW", 8)
+    assert all(one.fitted_N is None for one in ways(pair, history=False))
+
+
+def test_cross_fitting_takes_the_optimism_away():
+    """Eight prompts and sixteen equally good settings: the best on them looks better than it is, judged on the other half it does not."""
+    rng, plain, fitted = np.random.default_rng(0), [], []
+    for _ in range(400):
+        steps_NC = rng.gamma(20.0, 1.0 / 20.0, (8, 16))
+        plain.append(steps_NC.sum(0).min() / 8)
+        fitted.append(cross_fitted(steps_NC, range(8)).mean())
+    error = np.std(fitted) / 20
+    assert np.mean(plain) < 1.0 - 0.05
+    assert abs(np.mean(fitted) - 1.0) < 3 * error
+    # A setting that is better for everybody is chosen by both halves.
+    clear_NC = np.stack([np.full(8, 2.0), np.arange(1.0, 9.0) / 8.0], 1)
+    np.testing.assert_array_equal(cross_fitted(clear_NC, range(8)), clear_NC[:, 1])

@@ -14,13 +14,16 @@ from distill.export.facts import ways_to_serve
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.verdict.evidence import BASELINE, BEST, Contestant, Evidence, gather, gather_by_replay, line_up
+from distill.verdict.evidence import Evidence, gather, gather_by_replay
+from distill.verdict.field import Candidate, line_up
 from distill.verdict.findings import curves_of
+from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import given_costs
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, DRAFT, UNDISTILLED
 from speculative.measure.token_scores import score_tokens
 
 
@@ -56,43 +59,43 @@ def pair(tiny_config: Path):
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
     drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
-    contestants = [
-        Contestant(name, name, name, 0, Draft(draft)) for name, draft in zip((BASELINE, BEST), drafts, strict=True)
+    candidates = [
+        Candidate(name, name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)
     ]
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
     responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    return config, target, contestants, frozen
+    return config, target, candidates, frozen
 
 
 def records_are_of_the_scores(evidence: Evidence) -> None:
-    for one in evidence.contestants:
-        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.frozen)
-        alpha = sum(own.accept_probs(evidence.rule).sum() for own in scores) / tokens
+    for one in evidence.candidates:
+        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.question.frozen)
+        alpha = sum(own.accept_probs(evidence.question.rule).sum() for own in scores) / tokens
         assert evidence.judged[one.name].alpha == pytest.approx(alpha, rel=1e-12)
         assert (scores[0].confidence_mass_TC is not None) == (one is evidence.best)
 
 
 def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, target, contestants, frozen = pair
+    config, target, candidates, frozen = pair
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    field = line_up(config.judge, settings, target.model, contestants, {"sample": frozen}, 100)
-    evidence = gather(config.judge, settings, target, field, {"sample": frozen})
-    assert [passes.over(frozen, one.draft.model) for one in contestants] == [{1}, {1}]
+    question = Question(config.judge, settings, {"sample": frozen}, 100)
+    evidence = gather(question, target, line_up(question, target.model, candidates))
+    assert [passes.over(frozen, one.draft.model) for one in candidates] == [{1}, {1}]
     records_are_of_the_scores(evidence)
 
 
 def test_by_replay_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, target, contestants, frozen = pair
+    config, target, candidates, frozen = pair
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under("sample", config.judge.gamma)
-    evidence = gather_by_replay(config.judge, settings, contestants, {"sample": frozen}, {})
-    assert [passes.over(frozen, one.draft.model) for one in contestants] == [{1}, {1}]
+    evidence = gather_by_replay(Question(config.judge, settings, {"sample": frozen}), candidates, {})
+    assert [passes.over(frozen, one.draft.model) for one in candidates] == [{1}, {1}]
     records_are_of_the_scores(evidence)
-    assert evidence.judged[BEST].live is False
+    assert evidence.judged[DRAFT].live is False
 
 
 def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
@@ -106,45 +109,46 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
         read.append(list(texts))
         return score_tokens(draft, texts, *rest, **options)
 
-    monkeypatch.setattr("distill.verdict.evidence.score_tokens", scored)
+    monkeypatch.setattr("distill.verdict.field.score_tokens", scored)
     result = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
     assert result.gammas is not None
     assert set(result.gammas) == {1, 2, 3}
-    assert {record.alpha for record in result.gammas.values()} == {result.contestants[-1].alpha}
+    assert {record.alpha for record in result.gammas.values()} == {result.verdict.best.alpha}
     (frozen,) = read
     assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"
 
 
 def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
-    config, target, contestants, frozen = pair
-    contestants[-1].draft.model.config.pard_token = 0
+    config, target, candidates, frozen = pair
+    candidates[-1].draft.model.config.pard_token = 0
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    texts = {"sample": frozen}
+    question = Question(config.judge, settings, {"sample": frozen}, 100)
     # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
-    for seconds, chosen, other in ((1.0, "parallel", "token by token"), (1e-6, "autoregressive", "one pass a block")):
+    for seconds, chosen, other in ((1.0, "parallel", BY_TOKEN), (1e-6, "autoregressive", BY_BLOCK)):
         monkeypatch.setattr(
-            "distill.verdict.evidence.step_costs",
+            "distill.verdict.field.step_costs",
             lambda *rest, seconds=seconds: given_costs(1.0, seconds, max_gamma=8, parallel=rest[3].parallel),
         )
-        field = line_up(config.judge, settings, target.model, contestants, texts, 100)
-        assert (field.contestants[-1].draft.drafting, field.contestants[0].draft.drafting) == (chosen, "autoregressive")
+        field = line_up(question, target.model, candidates)
+        assert (field.candidates[-1].draft.drafting, field.candidates[0].draft.drafting) == (chosen, "autoregressive")
         assert [one.name for one in field.others] == [other]
-        assert field.costs[BEST].parallel == (chosen == "parallel")
-        evidence = gather(config.judge, settings, target, field, texts)
+        assert field.costs[DRAFT].parallel == (chosen == "parallel")
+        evidence = gather(question, target, field)
         records_are_of_the_scores(evidence)
-        assert (evidence.own_scores(BEST)[0].by_start is not None) == (chosen == "parallel")
-        check = evidence.judged[BEST].replay_check
+        assert (evidence.own_scores(DRAFT)[0].by_start is not None) == (chosen == "parallel")
+        check = evidence.judged[DRAFT].replay_check
         assert check is not None
         assert check.agrees
-        verdict = verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
-        assert verdict.drafting == chosen
-        (row,) = [rival for rival in verdict.rivals if rival.name == other]
-        assert row.tokens_per_second > 0
+        verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
+        assert verdict.drafts[-1].drafting == chosen
+        row = verdict.row(other)
+        assert row is not None
+        assert (row.tokens_per_second or 0) > 0
         curves = curves_of(evidence)
-        single, taus, one_pass = ways_to_serve(verdict, curves, 2, contestants[-1].draft.model.config)
-        assert (one_pass is not None) == (chosen == "parallel" if verdict.run != other else other == "one pass a block")
+        single, taus, one_pass = ways_to_serve(verdict, curves, 2, candidates[-1].draft.model.config)
+        assert (one_pass is not None) == (chosen == "parallel" if verdict.to_run() != other else other == BY_BLOCK)
         assert single == (row.gamma if chosen == "parallel" else 2)
-        name = other if chosen == "parallel" else BEST
+        name = other if chosen == "parallel" else DRAFT
         assert taus == {"sample": pytest.approx(curves.taus_at(single, name)["sample"])} | taus
-    plain = line_up(config.judge, settings, target.model, contestants[:1], texts, 100)
-    assert (plain.others, plain.contestants[-1].draft.drafting) == ((), "autoregressive")
+    plain = line_up(question, target.model, candidates[:1])
+    assert (plain.others, plain.candidates[-1].draft.drafting) == ((), "autoregressive")

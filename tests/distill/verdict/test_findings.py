@@ -16,11 +16,12 @@ from distill.config.load import load_config
 from distill.models.load import load_model
 from distill.models.target import Target
 from distill.run.result import load_result
-from distill.run.verdict_record import TOGETHER, Judgement, PerResponse
+from distill.run.verdict_record import Judgement, PerResponse
 from distill.verdict import conclusion
 from distill.verdict.findings import serve_commands, steps_of
 from distill.verdict.token_view import spread_over, writers
 from speculative.decoder.responses import Response
+from speculative.measure.measured import TOGETHER
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
 
@@ -103,12 +104,11 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
     assert [value is None for value in of["speed_up"]] == [gamma > measured for gamma in range(33)]
 
 
-def test_the_speed_up_is_pooled_and_the_median_stands_beside(result: dict) -> None:
+def test_the_speed_up_is_pooled(result: dict) -> None:
     verdict, rates = result["verdict"], [row["tokens_per_second"] for row in result["timed_prompts"]]
     assert len(rates) == 2  # judge.speed_prompts
     for name in ("baseline", "best"):
-        ratios = [own[name] / own["target"] for own in rates]
-        assert verdict["speed_up_median"][name] == pytest.approx(float(np.median(ratios)))
+        assert all(own[name] > 0 for own in rates)
         pooled = verdict[name]["tokens_per_second"] / verdict["target_tokens_per_second"]
         assert verdict["speed_up"][name] == pytest.approx(pooled)
         assert verdict["speed_up_ci"][name] is None  # of two prompts
@@ -243,7 +243,7 @@ def test_a_pair_without_headroom_ends_in_no_measurable_gain(tiny_config: Path, t
     verdict = json.loads((tmp_path / "same" / "verdict.json").read_text())
     assert verdict["outcome"] in ("no_measurable_gain", "loss")
     assert verdict["baseline"]["alpha"] > 0.999
-    assert verdict["sentence"].startswith(("No measurable gain: ", "It got worse: "))
+    assert any(line.startswith(("No measurable gain: ", "It got worse: ")) for line in verdict["facts"])
 
 
 def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
@@ -260,7 +260,7 @@ def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tin
     together = next(one for one in run.verdict.rivals if one.name == TOGETHER)
     for what, chained in ((TOGETHER, True), ("best", False)):
         verdict = run.verdict.model_copy(
-            update={"run": what, "rivals": [together.model_copy(update={"behind": "best"})]}
+            update={"run": what, "run_at": {"1": what}, "rivals": [together.model_copy(update={"behind": "best"})]}
         )
         served = serve_commands(tiny_run, target, verdict, SamplingSettings(), run.curves)
         command = next(one.command for one in served if one.engine == "llama.cpp")

@@ -12,13 +12,16 @@ from distill.config.sections import JudgeConfig
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.verdict.evidence import BEST, Contestant, Evidence
+from distill.verdict.evidence import Evidence
+from distill.verdict.field import Candidate
+from distill.verdict.question import Question
 from distill.verdict.temperatures import PROMPTS, temperature_rows
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts
+from speculative.measure.measured import DRAFT
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -33,13 +36,11 @@ def evidence_of(tiny_config: Path, temperatures: tuple[float, ...], draft=None, 
     settings = replace(decode_settings(config.serving, config.seed, target).under("sample", 3), eos_ids=())
     texts = [HeldoutResponse(f"key{place}", "code", [5 + place, 9], [7, 8], [0.0, 0.0]) for place in range(prompts)]
     return target, Evidence(
-        judge=JudgeConfig(temperatures=temperatures),
-        settings=settings,
-        contestants=(Contestant(BEST, "mine", "mine", 0, Draft(own)),),
-        texts={"sample": [*texts, texts[0]]},
+        Question(JudgeConfig(temperatures=temperatures), settings, {"sample": [*texts, texts[0]]}),
+        candidates=(Candidate(DRAFT, "mine", "mine", 0, Draft(own)),),
         scores={},
         judged={},
-        costs=None if costs is None else {BEST: costs},
+        costs=None if costs is None else {DRAFT: costs},
     )
 
 
@@ -47,12 +48,12 @@ def test_each_row_is_decoded_and_scored_at_its_temperature(tiny_config: Path) ->
     target, evidence = evidence_of(tiny_config, (1.0, 0.0, 0.3, 1.0))
     rows = temperature_rows(evidence, target)
     assert [(row.temperature, row.rule) for row in rows] == [(0.0, "greedy"), (0.3, "sample"), (1.0, "sample")]
-    prompts = [(text.key, text.prompt_ids) for text in evidence.frozen[:5]]
+    prompts = [(text.key, text.prompt_ids) for text in evidence.question.frozen[:5]]
     for row in rows:
         sampling = GREEDY if row.temperature == 0 else SamplingSettings(row.temperature)
-        settings = replace(evidence.settings, sampling=sampling, rule=row.rule, gamma=0)
+        settings = replace(evidence.question.settings, sampling=sampling, rule=row.rule, gamma=0)
         responses, _ = decode(target.model, None, prompts, settings)
-        scores = score_tokens(evidence.best.draft, responses, sampling)
+        scores = score_tokens(evidence.best.draft.model, responses, sampling)
         accepted = np.concatenate([own.accept_probs(row.rule) for own in scores])
         assert row.alpha == pytest.approx(accepted.mean(), abs=1e-5)  # float32, other batches
         calls = expected_blocks_of(scores, row.rule, (3,)).sum()

@@ -11,10 +11,11 @@ from distill.config.load import load_config
 from distill.models.carving import carve
 from distill.models.target import Target
 from distill.run.responses import decode_settings
-from distill.run.verdict_record import LOOKUP, TOGETHER, LoadRival
-from distill.verdict import contest, load
-from distill.verdict.evidence import BEST, Contestant, gather, line_up
-from distill.verdict.load import under_load
+from distill.verdict import contest, load, question, ways
+from distill.verdict.evidence import gather
+from distill.verdict.field import Candidate, line_up
+from distill.verdict.load import Loads, held_at_loads
+from distill.verdict.question import Question
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.drafters.cascade import Cascade
@@ -25,7 +26,7 @@ from speculative.drafters.retrieval import Retrieval
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.full_batch import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
-from speculative.measure.load import LoadedSpeed
+from speculative.measure.measured import DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
 from speculative.measure.rival_replay import (
     cascade_blocks,
     certain_blocks,
@@ -34,11 +35,13 @@ from speculative.measure.rival_replay import (
     tuned_lookup,
 )
 
+LIVE = [TREE, EARLY_EXIT, LOOKAHEAD]
+
 
 @pytest.fixture(scope="module")
 def judged(tiny_config: Path):
-    """(target, evidence with judge.load 1 and 3, its verdict)."""
-    config = load_config(tiny_config, ["judge.load=[3, 1]"])
+    """(target, field, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
+    config = load_config(tiny_config, ["judge.load=[3, 1]", f"judge.ways={LIVE}", "judge.speed_prompts=8"])
     target = Target(config.target, torch.device("cpu"))
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
     settings = decode_settings(config.serving, config.seed, target)
@@ -46,40 +49,37 @@ def judged(tiny_config: Path):
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    best = Contestant(BEST, BEST, BEST, 0, Draft(carve(target.model, (0, -1))))
-    settings = settings.under("sample", 2)
-    field = line_up(config.judge, settings, target.model, [best], {"sample": frozen}, 100)
-    evidence = gather(config.judge, settings, target, field, {"sample": frozen})
-    return target, evidence, verdict_of(evidence, checkpoints=[evidence.judged[BEST]], self_checks={})
+    asked = Question(config.judge, settings.under("sample", 2), {"sample": frozen}, 100)
+    field = line_up(asked, target.model, [Candidate(DRAFT, DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
+    return target, field, gather(asked, target, field)
 
 
-def test_every_load_has_its_row(judged) -> None:
-    target, evidence, verdict = judged
-    found = under_load(verdict, evidence, target)
-    assert [row.concurrency for row in found.load] == [1, 3]
-    for row in found.load:
-        assert row.gamma >= 1
-        assert row.predicted > 0.0
-        assert row.speed_up_ci is not None
-        assert row.speed_up_ci[0] <= row.speed_up <= row.speed_up_ci[1]
-        assert row.tokens_per_second == pytest.approx(row.speed_up * row.plain_tokens_per_second)
-        assert [one.name for one in row.rivals] == [LOOKUP, TOGETHER]
-        assert [one.then_gamma is None for one in row.rivals] == [True, False]
-        for one in row.rivals:
-            assert one.speed_up_ci is not None
-            assert one.speed_up_ci[0] <= one.speed_up <= one.speed_up_ci[1]
+def test_every_way_has_a_row_at_every_load(judged) -> None:
+    _, _, evidence = judged
+    found = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
+    assert found.concurrencies == [1, 3]
+    for concurrency in (1, 3):
+        rows = [one for one in found.measured if one.concurrency == concurrency and one.speed_up is not None]
+        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, TOGETHER, *LIVE]
+        alone = rows[0]
+        for row in rows[1:]:
+            assert (row.gamma or 0) >= 1
+            assert row.speed_up_ci is not None
+            assert row.speed_up_ci[0] <= row.speed_up <= row.speed_up_ci[1]
+            assert row.tokens_per_second == pytest.approx(row.speed_up * alone.tokens_per_second)
+            assert row.how["tau"] == ("live" if row.way in LIVE else "replay")
+            assert 1.0 <= row.tau <= row.gamma + 1
+            assert (row.alpha is None) == (row.way != DRAFT)
+        assert found.run_at[str(concurrency)] in [one.way for one in rows]
     assert found.roofline is not None
     assert found.roofline.target_fixed_seconds > 0.0
     assert found.plain_wins_from is None or found.plain_wins_from >= 1
-    assert found.warnings == verdict.warnings
-    written = found.record()
-    assert {"load", "plain_wins_from", "roofline"} <= set(written)
-    assert type(found).model_validate(written) == found
+    assert type(found).model_validate(found.record()) == found
 
 
 def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every speed-up is the tokens of the held-out text over the very blocks of that drafter, at the blocks' time."""
-    target, evidence, verdict = judged
+    target, field, evidence = judged
     timed, asked = [], []
 
     def scripted(target, drafter, texts, settings, rows):
@@ -93,106 +93,83 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
         return FullBatch(np.ones((4, 3)), np.array([[1.0, 2.0, 4.0]] * 4), np.array([kinds[type(timed[-1][2])]] * 4))
 
     def tuned(texts, costs, gammas):
-        asked.append((texts, costs.batch_size, max(gammas)))
+        asked.append((texts, costs.batch_size))
         return tuned_lookup(texts, costs, gammas)
 
-    monkeypatch.setattr(load, "full_batch_seconds", scripted)
-    monkeypatch.setattr(contest, "tuned_lookup", tuned)
-    evidence = replace(evidence, history=evidence.frozen[:2])
-    found = under_load(verdict, evidence, target)
-    assert asked == [(evidence.frozen[:2], rows, asked[0][2]) for rows in (1, 3)]
-    kinds = [(rows, type(drafter)) for rows, _, drafter in timed]
-    assert kinds == [(rows, kind) for rows in (1, 3) for kind in (ModelDrafter, PromptLookup, Retrieval, Cascade)]
-    for row, four in zip(found.load, (timed[:4], timed[4:]), strict=True):
-        assert [row.gamma, *(one.gamma for one in row.rivals)] == [gamma for _, gamma, _ in four]
-        assert row.speed_up == pytest.approx(verdict.replay[row.gamma] / 2.0)
-        lookup, retrieval, cascade = (one for _, _, one in four[1:])
-        alone, past, both = row.rivals
-        assert alone.ngrams == (lookup.max_ngram, lookup.min_ngram)
-        assert both.ngrams == (cascade.first.max_ngram, cascade.first.min_ngram)
-        assert both.then_gamma == cascade.then_gamma
-        assert past.ngrams is None
-        assert [one.tuned_on for one in row.rivals] == ["training prompts", *["the judged prompts, by replay"] * 2]
-        # What nobody draws is certain: the blocks of live decoding are those that were counted.
-        tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
-        share = kind_shares(with_proposal / calls, row.concurrency, drafts=False)
-        assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
-        kept = [kept_by_retrieval(text, past.gamma, retrieval.datastore) for text in evidence.frozen]
-        blocks = certain_blocks(kept, (past.gamma,))
-        looked, plain = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
-        assert looked > 0
-        share = kind_shares(looked / (looked + plain), row.concurrency, drafts=False)
-        time = share[PLAIN] * 1.0 + share[FOUND] * 3.0
-        assert past.speed_up == pytest.approx(tokens / (looked + plain) / time)
-        laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in evidence.frozen]
-        scores = evidence.own_scores(BEST)
-        blocks = cascade_blocks(laws, scores, "sample", (both.gamma,), (both.then_gamma,))
-        looked, drafted = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
-        share = kind_shares(looked / (looked + drafted), row.concurrency, drafts=True)
-        time = share[FOUND] * 1.0 + share[DRAFTED] * 2.0 + share[FOUND | DRAFTED] * 4.0
-        assert both.speed_up == pytest.approx(sum(map(len, scores)) / (looked + drafted) / time)
+    monkeypatch.setattr(contest, "full_batch_seconds", scripted)
+    monkeypatch.setattr(ways, "tuned_lookup", tuned)
+    monkeypatch.setattr(question, "CROSS_FIT_BELOW", 0)
+    frozen = evidence.question.frozen
+    config = evidence.question.judge.model_copy(update={"ways": ()})
+    with_history = replace(evidence.question, judge=config, history=frozen[:2])
+    (held,) = held_at_loads(with_history, target.model, field, evidence.contest).contests
+    assert asked == [(frozen[:2], 3)]
+    assert [(rows, type(drafter)) for rows, _, drafter in timed] == [
+        (3, kind) for kind in (ModelDrafter, PromptLookup, Retrieval, Cascade)
+    ]
+    rows = {one.way: one for one in held.rows(field.scores["sample"])}
+    assert [rows[name].gamma for name in (DRAFT, LOOKUP, PAST, TOGETHER)] == [gamma for _, gamma, _ in timed]
+    assert rows[DRAFT].speed_up == pytest.approx(evidence.judged[DRAFT].replay[rows[DRAFT].gamma] / 2.0)
+    lookup, retrieval, cascade = (one for _, _, one in timed[1:])
+    alone, past, both = rows[LOOKUP], rows[PAST], rows[TOGETHER]
+    assert alone.ngrams == (lookup.max_ngram, lookup.min_ngram)
+    assert both.ngrams == (cascade.first.max_ngram, cascade.first.min_ngram)
+    assert both.then_gamma == cascade.then_gamma
+    assert past.ngrams is None
+    assert [one.tuned_on for one in (alone, past, both)] == [
+        "training prompts", *["the judged prompts, by replay"] * 2
+    ]  # fmt: skip
+    # What nobody draws is certain: the blocks of live decoding are those that were counted.
+    tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
+    share = kind_shares(with_proposal / calls, 3, drafts=False)
+    assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
+    kept = [kept_by_retrieval(text, past.gamma, retrieval.datastore) for text in frozen]
+    blocks = certain_blocks(kept, (past.gamma,))
+    looked, plain = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
+    assert looked > 0
+    share = kind_shares(looked / (looked + plain), 3, drafts=False)
+    time = share[PLAIN] * 1.0 + share[FOUND] * 3.0
+    assert past.speed_up == pytest.approx(tokens / (looked + plain) / time)
+    laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in frozen]
+    scores = evidence.own_scores(DRAFT)
+    blocks = cascade_blocks(laws, scores, "sample", (both.gamma,), (both.then_gamma,))
+    looked, drafted = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
+    share = kind_shares(looked / (looked + drafted), 3, drafts=True)
+    time = share[FOUND] * 1.0 + share[DRAFTED] * 2.0 + share[FOUND | DRAFTED] * 4.0
+    assert both.speed_up == pytest.approx(sum(map(len, scores)) / (looked + drafted) / time)
 
 
-def decoded_with(target: Target, evidence, rival, drafter) -> tuple[int, int, int]:
+def decoded_with(target: Target, evidence, row, drafter) -> tuple[int, int, int]:
     """(tokens, target calls, calls with a proposal) of the held-out responses, decoded once more."""
-    prompts = [(text.key, text.prompt_ids) for text in evidence.frozen]
-    settings = evidence.settings.under(evidence.settings.rule, rival.gamma)
+    prompts = [(text.key, text.prompt_ids) for text in evidence.question.frozen]
+    settings = evidence.question.settings.under(evidence.question.rule, row.gamma)
     responses = decode(target.model, drafter, prompts, settings)[0]
     with_proposal = sum(count > 0 for one in responses for count in one.drafted_counts)
     return sum(len(one.response_ids) for one in responses), sum(one.blocks for one in responses), with_proposal
 
 
-@pytest.mark.parametrize(
-    ("draft", "lookup", "both", "run"),
-    [
-        ((1.5, (1.2, 1.8)), (1.3, (1.1, 1.5)), (1.4, (1.2, 1.6)), BEST),
-        ((1.5, (0.9, 1.8)), (1.3, (1.1, 1.5)), (1.2, (1.1, 1.3)), LOOKUP),
-        ((1.5, (1.2, 1.8)), (1.3, (1.29, 1.31)), (1.2, (1.1, 1.3)), BEST),
-        ((1.3, (1.1, 1.5)), (1.4, (1.1, 1.5)), (1.41, (1.1, 1.5)), LOOKUP),
-        ((1.3, (1.1, 1.5)), (1.4, (1.1, 1.5)), (1.6, (1.4, 1.8)), TOGETHER),
-        ((0.9, (0.8, 1.1)), (0.8, (0.7, 0.9)), (1.2, (1.1, 1.3)), TOGETHER),
-        ((0.9, (0.8, 1.1)), (0.8, (0.7, 0.9)), (1.0, (0.9, 1.1)), "target"),
-        ((1.5, None), (1.3, None), (1.3, None), None),
-    ],
-)
-def test_what_to_run_at_a_load(draft, lookup, both, run) -> None:
-    rivals = [
-        LoadRival(name=name, gamma=3, ngrams=(3, 1), tuned_on="", speed_up=speed, speed_up_ci=interval)
-        for name, (speed, interval) in ((LOOKUP, lookup), (TOGETHER, both))
-    ]
-    assert load._to_run(LoadedSpeed(*draft, 100.0, 100.0 * draft[0]), rivals) == run
-
-
-def test_a_rival_that_cannot_be_timed_leaves_the_others(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, evidence, verdict = judged
+def test_a_way_or_a_load_without_room_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, field, evidence = judged
 
     def scripted(target, drafter, texts, settings, rows):
         if isinstance(drafter(), Cascade):
             raise UserError("no room")
         return FullBatch(np.ones((4, 3)), np.full((4, 3), 2.0), np.full((4, 3), DRAFTED))
 
-    monkeypatch.setattr(load, "full_batch_seconds", scripted)
-    found = under_load(verdict, evidence, target)
-    assert [[one.name for one in row.rivals] for row in found.load] == [[LOOKUP], [LOOKUP]]
-    assert found.warnings[-1] == "lookup + draft at judge.load 3 was not measured: no room"
-
-
-def test_a_load_without_memory_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, evidence, verdict = judged
-
     def full(target, draft, rows, *rest):
-        if rows > 1:
-            raise UserError("needs more")
+        raise UserError("needs more")
 
+    monkeypatch.setattr(contest, "full_batch_seconds", scripted)
+    found = held_at_loads(evidence.question, target.model, field, evidence.contest)
+    assert [one.name for one in found.contests[0].ways] == [DRAFT, LOOKUP, *LIVE]
+    assert found.warnings == ("lookup + draft at judge.load 3 was not measured: no room",)
     monkeypatch.setattr(load, "check_memory", full)
-    found = under_load(verdict, evidence, target)
-    assert [row.concurrency for row in found.load] == [1]
-    assert found.warnings == [*verdict.warnings, "judge.load 3 was not measured: needs more"]
+    found = held_at_loads(evidence.question, target.model, field, evidence.contest)
+    assert (found.contests, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
 
 
 def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, evidence, verdict = judged
+    target, field, evidence = judged
     monkeypatch.delattr(load, "measure_costs")
-    silent = evidence.judge.model_copy(update={"load": ()})
-    assert under_load(verdict, replace(evidence, judge=silent), target) is verdict
-    assert (verdict.load, verdict.plain_wins_from, verdict.roofline) == ([], None, None)
+    silent = replace(evidence.question, judge=evidence.question.judge.model_copy(update={"load": ()}))
+    assert held_at_loads(silent, target.model, field, evidence.contest) == Loads()

@@ -9,10 +9,11 @@ import pytest
 from tiny_models import tiny_model
 
 from distill.config.sections import JudgeConfig
-from distill.run.verdict_record import LOOKUP, PAST, TOGETHER, Judgement, Outcome, PairedGain, Verdict
-from distill.verdict.contest import Contest, Entrant
-from distill.verdict.evidence import Contestant, Evidence
-from distill.verdict.sentence import conclude
+from distill.run.verdict_record import Judgement, Outcome, Verdict
+from distill.verdict.contest import Contest
+from distill.verdict.evidence import Evidence
+from distill.verdict.field import Candidate
+from distill.verdict.question import Question
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
@@ -20,11 +21,12 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain.ceilings import advice
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval
-from speculative.measure.race import ALONE, Lap, Speed, Standings
+from speculative.measure.measured import DRAFT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED, Way
+from speculative.measure.race import Lap, Standings
 from speculative.measure.token_scores import TokenScores
 
 GAMMA = 4
-DRAFT = Draft(tiny_model())
+MODEL = Draft(tiny_model())
 CHEAP = StepCosts(0.010, {1: 0.001, 4: 0.004, 8: 0.008}, {1: 0.011, 4: 0.012, 8: 0.014}, 1, 64)
 DEAR = StepCosts(0.010, {1: 0.006, 4: 0.024, 8: 0.048}, {1: 0.011, 4: 0.013, 8: 0.016}, 1, 64)
 
@@ -44,53 +46,57 @@ def scores_of(alphas_NT):
     ]  # fmt: skip
 
 
-def contest_of(ratios, texts, free=None):
-    """A contest in which drafts and rivals, half a block a token, decode as many times as fast as the target on each prompt."""
-    tokens = len(texts[0].response_ids)
-    blocks_N = np.full(len(texts), tokens / 2)
-    laps = {ALONE: {}}
-    for name, of_prompts in (ratios | (free or {})).items():
+def contest_of(question, ratios, concurrency=1):
+    """A contest in which every way, half a block a token, decodes as many times as fast as the target on each prompt."""
+    texts = question.frozen
+    tokens, blocks_N = len(texts[0].response_ids), question.tokens_N / 2
+    laps = {TARGET: {}}
+    for name, of_prompts in ratios.items():
         for index, ratio in enumerate(of_prompts):
             response = Response("", [], response_ids=[1] * tokens, blocks=tokens)
-            laps[ALONE][str(index)] = [Lap(0.0, 0.01 * tokens, response)]
+            laps[TARGET][str(index)] = [Lap(0.0, 0.01 * tokens, response)]
             half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
             laps.setdefault(name, {})[str(index)] = [Lap(0.0, 0.01 * tokens / ratio, half)]
-    entrants = tuple(Entrant(name, name, GAMMA, blocks_N, None) for name in laps if name != ALONE)
-    tokens_N = np.full(len(texts), tokens)
-    standings = Standings(laps, range(len(texts)), tokens_N, {one.name: one.blocks_N for one in entrants}, 6)
-    return Contest(entrants, laps, standings)
+    ways = tuple(Way(name, name, None, GAMMA, blocks_N, behind=DRAFT) for name in laps if name != TARGET)
+    standings = Standings(laps, question.keys, question.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
+    return Contest(question, concurrency, ways, standings, frozenset({DRAFT, TOGETHER}), laps=laps)
 
 
-def evidence_of(gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True, seed=0, served=None, free=None):
+def evidence_of(
+    gain, ratios, costs=CHEAP, prompts=40, tokens=30, baseline=True, seed=0, served=None, free=None, looks=1, load=None
+):
     """A pair whose draft accepts `gain` more than its baseline, and decodes at these ratios to the target alone."""
     rng = np.random.default_rng(seed)
     before = rng.uniform(0.2, 0.8, (prompts, tokens))
     after = np.clip(before + gain + rng.normal(0, 0.02, before.shape), 0.0, 1.0)
     texts = [HeldoutResponse(f"key{i}", "code", [i + 1], [1] * tokens, [0.0] * tokens) for i in range(prompts)]
-    names = [*(["baseline"] if baseline else []), *(["served"] if served is not None else []), "best"]
-    scores = {"baseline": scores_of(before), "best": scores_of(after)}
+    names = [*([UNDISTILLED] if baseline else []), *([SERVED] if served is not None else []), DRAFT]
+    scores = {UNDISTILLED: scores_of(before), DRAFT: scores_of(after)}
     if served is not None:
-        scores["served"] = scores_of(np.clip(after - served, 0.0, 1.0))
+        scores[SERVED] = scores_of(np.clip(after - served, 0.0, 1.0))
     tree = {
         "step": 3, "alpha": 0.5, "alpha_ci": [0.4, 0.6], "tau": 2.0, "tau_ci": [1.9, 2.1], "accepted_per_drafted": 0.3,
-        "survival": [0.5, 0.3, 0.2, 0.1], "prompts": prompts, "tokens": prompts * tokens, "domains": {}, "warnings": [],
+        "survival": [0.5, 0.3, 0.2, 0.1], "prompts": prompts, "tokens": prompts * tokens, "warnings": [],
+        "domains": {"code": {"alpha": 0.5, "tau": 2.0, "prompts": prompts, "tokens": prompts * tokens}},
         "replay": {gamma: 1.0 + 0.2 * min(gamma, 6) for gamma in range(33)},
     }  # fmt: skip
-    record = Judgement.model_validate(tree)
+    question = Question(JudgeConfig(), DecodeSettings(rule="sample", gamma=GAMMA), {"sample": texts}, looks=looks)
+    contests = []
+    if ratios is not None:
+        contests.append(contest_of(question, dict.fromkeys(names, ratios) | (free or {})))
+        contests += [contest_of(question, load, 8)] if load else []
     return Evidence(
-        judge=JudgeConfig(),
-        settings=DecodeSettings(rule="sample", gamma=GAMMA),
-        contestants=tuple(Contestant(name, {"best": "my-draft"}.get(name, name), name, 0, DRAFT) for name in names),
-        texts={"sample": texts},
+        question=question,
+        candidates=tuple(Candidate(name, {DRAFT: "my-draft"}.get(name, name), name, 0, MODEL) for name in names),
         scores={"sample": {name: scores[name] for name in names}},
-        judged=dict.fromkeys(names, record),
-        contest=contest_of(dict.fromkeys(names, ratios), texts, free) if ratios is not None else None,
+        judged=dict.fromkeys(names, Judgement.model_validate(tree)),
+        contests=tuple(contests),
         costs=dict.fromkeys(names, costs) if ratios is not None else None,
     )
 
 
-def verdict(evidence, looks=1):
-    return verdict_of(evidence, checkpoints=[judgement()] * (looks + 1), self_checks={})
+def verdict(evidence):
+    return verdict_of(evidence, checkpoints=[judgement()] * (evidence.question.looks + 1), self_checks={})
 
 
 # In steps of the target: harmonic means of 1.44, .72 and 1.03.
@@ -98,87 +104,87 @@ FAST, SLOW, EVEN = [1.4, 1.5, 1.6, 1.3, 1.5, 1.4], [0.7, 0.8, 0.75, 0.8, 0.7, 0.
 
 
 @pytest.mark.parametrize(
-    ("gain", "ratios", "outcome", "pays", "start"),
+    ("gain", "ratios", "outcome", "pays", "headline", "fact"),
     [
-        (0.1, FAST, "pays_off", True, "It pays off: the distilled draft decodes 1.44x"),
-        (0.1, SLOW, "no_speed", False, "It does not pay off here: "),
-        (0.1, EVEN, "no_speed", False, "Not certain to pay off here: "),
-        (0.0, FAST, "no_measurable_gain", True, "No measurable gain: "),
-        (0.0, SLOW, "no_measurable_gain", False, "No measurable gain: "),
-        (-0.1, FAST, "loss", True, "It got worse: "),
-        (0.1, None, "not_timed", None, "Whether it pays was not measured"),
-        (0.0, None, "no_measurable_gain", None, "No measurable gain: "),
+        (0.1, FAST, "pays_off", True, "Run the draft: 1.44x [", "It pays off: the draft decodes 1.44x ["),
+        (0.1, SLOW, "no_speed", False, "Run the target alone: nothing", "It does not pay off here: "),
+        (0.1, EVEN, "no_speed", False, "Run the target alone: nothing", "Not certain to pay off here: "),
+        (0.0, FAST, "no_measurable_gain", True, "Run ", "No measurable gain: "),
+        (0.0, SLOW, "no_measurable_gain", False, "Run the target alone", "No measurable gain: "),
+        (-0.1, FAST, "loss", True, "Run ", "It got worse: "),
+        (
+            0.1,
+            None,
+            "not_timed",
+            None,
+            "Not timed: the draft has tau 2.00 at gamma 4 by replay",
+            "The draft accepts +0.1",
+        ),
+        (0.0, None, "no_measurable_gain", None, "Not timed: ", "No measurable gain: "),
     ],
 )
-def test_outcome_and_sentence(gain, ratios, outcome, pays, start):
-    found = verdict(evidence_of(gain, ratios))
-    assert (found.outcome, found.pays_off) == (outcome, pays)
+def test_outcome_headline_and_facts(gain, ratios, outcome, pays, headline, fact):
+    free = {UNDISTILLED: [ratio / 2 for ratio in ratios]} if ratios else None
+    found = verdict(evidence_of(gain, ratios, free=free))
+    assert (found.outcome, found.pays) == (outcome, pays)
     assert outcome in get_args(Outcome)
-    assert found.sentence.startswith(start), found.sentence
-    assert found.sentence.count("\n") == 0
-    assert set(found.record()) <= set(Verdict.model_fields)
+    assert found.headline.startswith(headline), found.headline
+    assert any(line.startswith(fact) for line in found.facts), found.facts
+    assert len(found.headline.split()) <= 25
+    assert all("\n" not in line and len(line.split()) <= 40 for line in found.facts)
     assert Verdict.model_validate(json.loads(json.dumps(found.record()))) == found
 
 
 def test_a_gain_that_one_look_shows_is_not_certain_after_fifty_looks():
-    evidence = evidence_of(0.0018, FAST)
-    once, often = verdict(evidence), verdict(evidence, looks=50)
+    once, often = verdict(evidence_of(0.0018, FAST)), verdict(evidence_of(0.0018, FAST, looks=50))
     assert once.outcome == "pays_off"
     assert often.outcome == "no_measurable_gain"
-    width = [ci[1] - ci[0] for ci in (once.paired.ci, often.paired.ci)]
+    width = [found.gain.alpha.ci[1] - found.gain.alpha.ci[0] for found in (once, often)]
     assert width[1] > 1.3 * width[0]
-    assert often.effects.looks == 50
+    assert often.gain.looks == 50
 
 
 def test_no_measurable_gain_says_what_would_have_been_seen():
     found = verdict(evidence_of(0.0, FAST))
-    seen = found.effects.minimal_detectable.alpha
+    seen = found.gain.minimal_detectable.alpha
     assert seen > 0
-    assert f"{seen:.3f} would have been seen with 80 % probability" in found.sentence
+    assert f"{seen:.3f} would have been seen with 80 % probability" in " ".join(found.facts)
 
 
 @pytest.mark.parametrize("gain", [0.1, 0.0, -0.1])
 def test_a_hopeless_pair_is_called_so_whatever_was_learnt(gain):
     advised = advice(DEAR)
     assert advised is not None
-    assert advised[1] in verdict(evidence_of(gain, SLOW, DEAR)).sentence
+    assert advised[1][1:] in verdict(evidence_of(gain, SLOW, DEAR)).facts[-1]
     assert advice(CHEAP) is None
-    assert "shallower" not in verdict(evidence_of(gain, SLOW, CHEAP)).sentence
+    assert "shallower" not in " ".join(verdict(evidence_of(gain, SLOW, CHEAP)).facts)
 
 
 def test_few_timed_prompts_are_never_certain():
     for count in (1, 2, 3, 5):
         found = verdict(evidence_of(0.1, [1.5] * count))
-        assert (found.outcome, found.pays_off) == ("no_speed", False), count
-        assert found.speed_up_ci["best"] is None
-        assert "too few prompts" in found.sentence
+        assert (found.outcome, found.pays, found.to_run()) == ("no_speed", False, TARGET), count
+        assert found.row(DRAFT).speed_up_ci is None
+        assert "too few prompts" in found.headline
 
 
 def test_few_held_out_prompts_are_never_certain_and_do_not_claim_to_have_seen():
     found = verdict(evidence_of(0.2, FAST, prompts=4))
     assert found.outcome == "no_measurable_gain"
-    assert "4 prompts are too few to be certain, give at least 6" in found.sentence
-    assert "would have been seen" not in found.sentence
+    told = " ".join(found.facts)
+    assert "4 prompts are too few to be certain, give at least 6" in told
+    assert "would have been seen" not in told
 
 
 @pytest.mark.parametrize(
     ("ahead", "word"),
     [(0.1, "accepts more than"), (-0.1, "accepts less than"), (0.0, "is not to be told in alpha from")],
 )
-def test_the_served_draft_is_named_in_the_sentence(ahead, word):
+def test_the_served_draft_has_its_line(ahead, word):
     found = verdict(evidence_of(0.1, FAST, served=ahead))
-    assert f"it {word} the draft served today" in found.sentence
-    assert "alpha, predicted speed-up" in found.sentence
+    assert any(line.startswith(f"It {word} the draft served today") for line in found.facts)
     assert found.against_served.alpha.gain == pytest.approx(ahead, abs=0.02)
-    assert found.served.tau == 2.0
-
-
-def test_drafts_of_other_shapes_are_priced_at_their_own_times():
-    evidence = evidence_of(0.0, FAST)
-    evidence.costs["baseline"] = DEAR
-    evidence.scores["sample"]["best"] = evidence.scores["sample"]["baseline"]
-    gain = verdict(evidence).effects.speed_up.gain
-    assert gain > 0.3, "the same acceptance at a sixth of the price"
+    assert found.judged(SERVED).tau == 2.0
 
 
 def test_averaged_weights_are_a_second_look():
@@ -197,27 +203,18 @@ def test_lists_by_response_stay_with_the_checkpoints():
 
 def test_a_best_checkpoint_that_is_the_baseline_itself_is_called_so():
     evidence = evidence_of(0.1, FAST)
-    scores = evidence.scores["sample"]["baseline"]
-    evidence.scores["sample"]["best"] = scores
+    evidence.scores["sample"][DRAFT] = evidence.scores["sample"][UNDISTILLED]
     found = verdict(evidence)
     assert found.outcome == "no_measurable_gain"
-    assert "no checkpoint is better than the undistilled baseline" in found.sentence
-    assert found.paired == PairedGain(alpha_gain=0.0, ci=(0.0, 0.0))
+    assert "no checkpoint is better" in " ".join(found.facts)
+    assert (found.gain.alpha.gain, found.gain.alpha.ci) == (0.0, (0.0, 0.0))
 
 
 def test_one_draft_without_a_baseline():
     found = verdict(evidence_of(0.1, FAST, baseline=False))
-    assert found.outcome == "pays_off"
-    assert found.sentence.startswith("It pays off: my-draft decodes 1.44x")
-    assert (found.baseline, found.paired, found.effects) == (None, None, None)
+    assert (found.outcome, found.gain, found.judged(UNDISTILLED)) == ("pays_off", None, None)
+    assert [(one.way, one.label) for one in found.drafts] == [(DRAFT, "my-draft")]
     assert verdict(evidence_of(0.1, SLOW, baseline=False)).outcome == "no_speed"
-
-
-def test_pays_off_needs_the_whole_interval_above_one():
-    evidence = evidence_of(0.1, FAST)
-    for low, pays in ((0.99, False), (1.01, True)):
-        speeds = {"best": Speed(50.0, 1.05, (low, 1.2), 1.05, 6)}
-        assert conclude(evidence, None, speeds)[1] is pays
 
 
 def jittered(ratios, factor):
@@ -226,59 +223,85 @@ def jittered(ratios, factor):
 
 
 @pytest.mark.parametrize(
-    ("gain", "lookup", "together", "outcome", "run", "start"),
+    ("gain", "lookup", "together", "outcome", "run", "headline"),
     [
-        (0.1, 1.5, 1.2, "rival_better", LOOKUP, "Prompt lookup alone is better: without any training it decodes 2.17x"),
-        (0.0, 1.5, 1.2, "rival_better", LOOKUP, "Prompt lookup alone is better"),
-        (-0.1, 1.5, 1.2, "rival_better", LOOKUP, "Prompt lookup alone is better"),
-        (0.1, 0.8, 1.2, "best_together", TOGETHER, "Best together: prompt lookup before the draft decodes 1.73x"),
-        (0.1, 1.3, 1.6, "best_together", TOGETHER, "Best together"),
-        (0.1, 0.8, 1.01, "pays_off", "best", "It pays off: the distilled draft decodes 1.44x"),
-        (0.1, 0.8, 0.9, "pays_off", "best", "It pays off"),
-        (0.0, 0.8, 1.2, "no_measurable_gain", TOGETHER, "No measurable gain"),
+        (0.1, 1.5, 1.2, "rival_better", LOOKUP, "Run prompt lookup: 2.17x ["),
+        (0.0, 1.5, 1.2, "rival_better", LOOKUP, "Run prompt lookup"),
+        (-0.1, 1.5, 1.2, "rival_better", LOOKUP, "Run prompt lookup"),
+        (0.1, 0.8, 1.2, "best_together", TOGETHER, "Run lookup + draft: 1.73x ["),
+        (0.1, 1.3, 1.6, "best_together", TOGETHER, "Run lookup + draft"),
+        (0.1, 0.8, 1.01, "pays_off", DRAFT, "Run the draft: 1.44x ["),
+        (0.1, 0.8, 0.9, "pays_off", DRAFT, "Run the draft"),
+        (0.0, 0.8, 1.2, "no_measurable_gain", TOGETHER, "Run lookup + draft"),
     ],
 )
-def test_the_rivals_have_their_say(gain, lookup, together, outcome, run, start):
-    free = {LOOKUP: jittered(FAST, lookup), PAST: jittered(FAST, 0.5), TOGETHER: jittered(FAST, together)}
+def test_what_needs_no_training_has_its_say(gain, lookup, together, outcome, run, headline):
+    free = {
+        UNDISTILLED: jittered(FAST, 0.6),
+        LOOKUP: jittered(FAST, lookup),
+        PAST: jittered(FAST, 0.5),
+        TOGETHER: jittered(FAST, together),
+    }
     found = verdict(evidence_of(gain, FAST, free=free))
-    assert (found.outcome, found.run) == (outcome, run)
-    assert found.sentence.startswith(start), found.sentence
-    rivals = {rival.name: rival for rival in found.rivals}
-    assert list(rivals) == [LOOKUP, PAST, TOGETHER]
-    assert rivals[LOOKUP].speed_up == pytest.approx(lookup * found.speed_up["best"])
-    assert rivals[LOOKUP].draft_over_it == pytest.approx(1 / lookup)
-    for rival in found.rivals:
-        assert rival.tokens_per_second / found.target_tokens_per_second == pytest.approx(rival.speed_up)
+    assert (found.outcome, found.to_run()) == (outcome, run)
+    assert found.headline.startswith(headline), found.headline
+    draft, alone = found.row(DRAFT), found.row(TARGET)
+    assert found.row(LOOKUP).speed_up == pytest.approx(lookup * draft.speed_up)
+    for row in found.measured:
+        if row.speed_up is not None:
+            assert row.tokens_per_second / alone.tokens_per_second == pytest.approx(row.speed_up)
+            assert row.how["speed_up"] == "timed"
 
 
 def test_a_lookup_that_cannot_be_told_from_the_draft_is_said_so():
     noisy = [1.9, 1.1, 1.7, 1.2, 1.6, 1.3]
-    found = verdict(evidence_of(0.1, FAST, free={LOOKUP: noisy, TOGETHER: jittered(FAST, 0.9)}))
-    assert found.outcome == "pays_off"
-    assert "the two cannot be told apart" in found.sentence
-    assert found.rivals[0].draft_over_it_ci[0] < 1 < found.rivals[0].draft_over_it_ci[1]
+    free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: noisy, TOGETHER: jittered(FAST, 0.9)}
+    found = verdict(evidence_of(0.1, FAST, free=free))
+    assert found.outcome in ("pays_off", "no_speed")
+    assert any(line.startswith("Prompt lookup") and "cannot be told from the draft" in line for line in found.facts)
 
 
-def test_the_columns_of_the_verdict_agree_and_the_median_stands_beside():
-    found = verdict(evidence_of(0.1, FAST))
-    assert found.best.tokens_per_second / found.target_tokens_per_second == pytest.approx(found.speed_up["best"])
-    assert found.speed_up["best"] == pytest.approx(6 / sum(1 / ratio for ratio in FAST))
-    assert found.speed_up_median["best"] == pytest.approx(1.45)
-    assert found.best.speed_gamma == GAMMA
+@pytest.mark.parametrize("looks", [1, 5, 50, 5000])
+@pytest.mark.parametrize("factor", [0.7, 0.95, 1.0, 1.05, 1.2])
+@pytest.mark.parametrize("together", [0.9, 1.04, 1.3])
+def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, factor, together):
+    ratios = jittered(EVEN, factor)
+    free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), TOGETHER: jittered(EVEN, together)}
+    found = verdict(evidence_of(0.1, ratios, free=free, looks=looks, load={DRAFT: FAST, LOOKUP: ratios}))
+    assert set(found.run_at) == {"1", "8"}
+    for concurrency, way in found.run_at.items():
+        row = found.row(way, int(concurrency))
+        assert way == TARGET or row.speed_up_ci[0] > 1.0
+    assert found.pays == (found.row(DRAFT).speed_up_ci[0] > 1.0)
+    assert found.pays or found.to_run() != DRAFT
+    assert found.concurrencies == [1, 8]
+
+
+def test_a_load_is_a_line_and_has_rows_of_its_own():
+    found = verdict(evidence_of(0.1, FAST, load={DRAFT: SLOW, LOOKUP: FAST}))
+    assert found.run_at["8"] == LOOKUP
+    assert any(line.startswith("At 8 requests: run prompt lookup, 1.44x [") for line in found.facts)
+    assert found.row(DRAFT, 8).speed_up < 1 < found.row(DRAFT).speed_up
 
 
 def test_a_draft_picked_from_many_has_wider_intervals_of_its_own():
     evidence = evidence_of(0.1, FAST)
-    once, often = verdict(evidence), verdict(evidence, looks=20)
-    assert once.best.alpha_ci == (0.4, 0.6)
-    own = [one.accept_probs("sample") for one in evidence.own_scores("best")]
+    once, often = verdict(evidence), verdict(evidence_of(0.1, FAST, looks=20))
+    assert once.judged(DRAFT).alpha_ci == (0.4, 0.6)
+    own = [one.accept_probs("sample") for one in evidence.own_scores(DRAFT)]
     sums, tokens = np.array([probs.sum() for probs in own]), np.array([len(probs) for probs in own])
     wide = ratio_interval(sums, tokens, 1 - 0.05 / 20)
-    assert often.best.alpha_ci == wide
-    assert wide[0] < sums.sum() / tokens.sum() < wide[1]
-    assert often.baseline.alpha_ci == (0.4, 0.6)
-    widths = [found.speed_up_ci["best"][1] - found.speed_up_ci["best"][0] for found in (once, often)]
+    assert often.judged(DRAFT).alpha_ci == often.row(DRAFT).alpha_ci == wide
+    assert often.judged(UNDISTILLED).alpha_ci == (0.4, 0.6)
+    widths = [found.row(DRAFT).speed_up_ci[1] - found.row(DRAFT).speed_up_ci[0] for found in (once, often)]
     assert widths[1] > 1.5 * widths[0]
+    assert once.row(UNDISTILLED).speed_up_ci == often.row(UNDISTILLED).speed_up_ci
+
+
+def test_domains_are_rows_too():
+    found = verdict(evidence_of(0.1, FAST))
+    assert found.judged(DRAFT, "code").alpha == found.judged(DRAFT).alpha
+    assert {row.text for row in found.measured} == {"held-out", "code"}
 
 
 def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():
@@ -291,7 +314,7 @@ def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():
     rng = np.random.default_rng(0)
     fresh = [
         HeldoutResponse(text.key, text.domain, text.prompt_ids, rng.integers(0, 99, 30).tolist(), [0.0] * 30)
-        for text in evidence.frozen
+        for text in evidence.question.frozen
     ]
-    found = verdict(replace(evidence, texts={"sample": fresh}))
+    found = verdict(replace(evidence, question=replace(evidence.question, texts={"sample": fresh})))
     assert (found.repetition.looping, found.repetition.warning, found.warnings) == (0.0, None, [])

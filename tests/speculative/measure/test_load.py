@@ -23,7 +23,8 @@ from speculative.measure.full_batch import (
     kind_shares,
     places_in,
 )
-from speculative.measure.load import LoadCurve, Roofline, StepLine, fit_line, fit_roofline, loaded_speed
+from speculative.measure.load import LoadCurve, LoadStandings, Roofline, StepLine, fit_line, fit_roofline
+from speculative.measure.measured import TARGET
 
 # 10 ms fixed and 1 ms a token; the draft a tenth of both.
 LINES = Roofline(StepLine(0.010, 0.001), StepLine(0.001, 0.0001))
@@ -94,19 +95,37 @@ def test_what_was_measured_bends_the_curve() -> None:
     assert curve.plain_wins_from() == slow_twin < 24
 
 
+def standings(tokens_P, blocks_P, plain_T, drafted_T, **more) -> LoadStandings:
+    """At a load of 4, of a draft and of whom else."""
+    plain_T = np.array(plain_T)
+    return LoadStandings(
+        4, tokens_P, {"draft": blocks_P} | more, dict.fromkeys(("draft", *more), (plain_T, drafted_T / plain_T))
+    )
+
+
 def test_a_loaded_speed_by_hand() -> None:
     tokens_P, blocks_P = np.full(10, 30.0), np.full(10, 10.0)
-    found = loaded_speed(4, tokens_P, blocks_P, [0.01, 0.02], [0.02, 0.04])
+    half_P = np.where(np.arange(10) < 7, 20.0, np.nan)  # counted on seven of ten prompts
+    at_load = standings(tokens_P, blocks_P, [0.01, 0.02], [0.02, 0.04], tree=half_P)
+    found, alone = at_load.speed("draft"), at_load.speed(TARGET)
     assert found.speed_up == pytest.approx(1.5)  # tau 3, rho 2
-    assert found.speed_up_ci == pytest.approx((1.5, 1.5))  # no prompt and no turn differs
-    assert found.plain_tokens_per_second == pytest.approx(4 / (0.01 * 0.02) ** 0.5)
-    assert found.tokens_per_second == pytest.approx(1.5 * found.plain_tokens_per_second)
+    assert found.interval == pytest.approx((1.5, 1.5))  # no prompt and no turn differs
+    assert alone.tokens_per_second == pytest.approx(4 / (0.01 * 0.02) ** 0.5)
+    assert found.tokens_per_second == pytest.approx(1.5 * alone.tokens_per_second)
+    assert (alone.speed_up, found.timed, at_load.speed("tree").timed) == (1.0, 10, 7)
+    assert at_load.speed("tree").speed_up == pytest.approx(0.75)
+    assert at_load.against("draft", "tree")[0] == pytest.approx(2.0)
+    assert at_load.against("draft", "tree")[1] == pytest.approx((2.0, 2.0))
 
 
 def test_too_few_prompts_or_turns_have_no_interval() -> None:
     tokens_P, blocks_P = np.full(10, 30.0), np.arange(8.0, 18.0)
-    assert loaded_speed(4, tokens_P, blocks_P, [0.01], [0.02]).speed_up_ci is None
-    assert loaded_speed(4, tokens_P[:3], blocks_P[:3], [0.01, 0.01], [0.02, 0.02]).speed_up_ci is None
+    assert standings(tokens_P, blocks_P, [0.01], [0.02]).speed("draft").interval is None
+    few = standings(tokens_P[:3], blocks_P[:3], [0.01, 0.01], [0.02, 0.02])
+    assert few.speed("draft").interval is None
+    ten = standings(tokens_P, blocks_P, [0.01, 0.01], [0.02, 0.02])
+    assert ten.speed("draft").interval is not None
+    assert ten.speed("draft", 1.0 - 0.05 / 100).interval is None, "ten prompts cannot be that certain"
 
 
 @pytest.mark.simulation
@@ -123,7 +142,7 @@ def test_the_joined_interval_covers(noise: float) -> None:
         tokens_P = blocks_P / (1.0 - rate) * own_P
         plain_T = 0.01 * np.exp(rng.normal(0.0, 0.3, 6))
         drafted_T = plain_T * rho * np.exp(rng.normal(0.0, noise, 6))
-        low, high = loaded_speed(4, tokens_P, blocks_P, plain_T.tolist(), drafted_T.tolist()).speed_up_ci
+        low, high = standings(tokens_P, blocks_P, plain_T, drafted_T).speed("draft").interval
         covered += low <= truth <= high
     share = covered / repeats
     assert 0.95 - 4 * (0.95 * 0.05 / repeats) ** 0.5 - 0.01 <= share <= 0.995

@@ -9,7 +9,9 @@ from speculative.decoder.responses import DecodeSettings, Response, Timing
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
 from speculative.measure import race as race_module
-from speculative.measure.race import ALONE, Lap, Racer, Standings, race, spread_order
+from speculative.measure.measured import TARGET as ALONE
+from speculative.measure.measured import Way
+from speculative.measure.race import Lap, Standings, race, spread_order
 from speculative.rules.sampling import SamplingSettings
 
 SETTINGS = DecodeSettings(SamplingSettings(1.0), 0, "sample", max_tokens=12)
@@ -38,11 +40,25 @@ def test_the_speed_up_is_pooled_over_all_prompts_and_agrees_with_the_column():
     assert own.speed_up == pytest.approx(expected)
     assert own.tokens_per_second / alone.tokens_per_second == pytest.approx(own.speed_up)
     assert alone.tokens_per_second == pytest.approx(80 / (8.0 + 4 * 0.4 / 3))
-    assert own.median == pytest.approx((10 / 0.8) / (10 / 1.1))
     assert (alone.speed_up, alone.interval, own.timed) == (1.0, (1.0, 1.0), 3)
     low, high = own.interval
     assert low < own.speed_up < high
-    assert standings.block_steps("draft") == pytest.approx(1.5)
+    assert standings.steps_N("draft") == pytest.approx(1.5 * blocks + 8 / 3)
+    assert standings.steps_N(ALONE).sum() / standings.steps_N("draft").sum() == pytest.approx(expected)
+
+
+def test_where_replay_has_no_law_a_token_takes_the_place_of_a_block():
+    standings = Standings(HAND, range(4), np.array([10, 20, 10, 40]), {"draft": None})
+    # .06 s a token over a step of .1 s, on every timed prompt; reading a prompt as before.
+    assert standings.speed("draft").speed_up == pytest.approx((80 + 4 * 4 / 3) / (0.6 * 80 + 4 * 8 / 3))
+    assert standings.counted("draft") == {"p0": (10, 4), "p1": (20, 8), "p2": (10, 4)}
+    # Pooled: a response of 30 tokens weighs three times as much as one of 10.
+    laps = {
+        ALONE: by_key([lap(0.0, 1.0, 10, 10), lap(0.0, 3.0, 30, 30)]),
+        "tree": by_key([lap(0.0, 1.0, 10, 9), lap(0.0, 1.5, 30, 9)]),
+    }
+    pooled = Standings(laps, range(2), np.array([10, 30]), {"tree": None})
+    assert pooled.speed("tree").speed_up == pytest.approx(4.0 / 2.5)
 
 
 def test_two_that_are_the_same_are_the_same_for_certain():
@@ -116,15 +132,23 @@ def test_the_ratio_estimator_is_narrower_than_the_timed_prompts_alone():
     for _ in range(trials(200, 1000)):
         standings = drawn_standings(rng, 64, 12, 0.03)
         estimates.append(standings.speed("draft").speed_up)
-        rates = standings._laps["draft"]
-        plain.append(standings.speed("draft").median if rates else 0.0)
+        laps, alone = standings._laps["draft"], standings._alone
+        said = standings.counted("draft")
+        # Seconds of the timed responses alone over those with the draft.
+        seconds = [
+            sum(
+                prefill + step * count[place] for (prefill, step), count in zip(of.values(), said.values(), strict=True)
+            )
+            for place, of in ((0, {key: alone[key] for key in laps}), (1, laps))
+        ]
+        plain.append(seconds[0] / seconds[1])
     assert np.std(estimates) < 0.6 * np.std(plain)
 
 
 def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
     target = tiny_model()
     draft = perturbed(target, 0.03)
-    racers = [Racer("draft", 2, lambda: ModelDrafter(draft)), Racer("lookup", 3, PromptLookup)]
+    ways = [Way("draft", "", lambda: ModelDrafter(draft), 2), Way("lookup", "", PromptLookup, 3)]
     asked = []
 
     def still(laps):
@@ -132,7 +156,7 @@ def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
         return ["draft"] if len(asked) < 3 else []
 
     prompts = prompts_of([4, 6, 5, 7, 4, 6])
-    laps = race(target, racers, prompts, SETTINGS, still=still, seconds=1e9, least=2)
+    laps = race(target, ways, prompts, SETTINGS, still=still, seconds=1e9, least=2)
     assert {name: len(of) for name, of in laps.items()} == {ALONE: 4, "draft": 4, "lookup": 2}
     assert asked[0] == {ALONE: 2, "draft": 2, "lookup": 2}
     assert all(own.response.blocks <= 12 and own.seconds > 0 for of in laps.values() for (own,) in of.values())
@@ -141,7 +165,7 @@ def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
 
 def test_the_budget_ends_a_race_but_not_before_the_least():
     prompts = prompts_of([4, 6, 5, 7])
-    laps = race(tiny_model(), [Racer("lookup", 3, PromptLookup)], prompts, SETTINGS, still=list, seconds=0.0, least=3)
+    laps = race(tiny_model(), [Way("lookup", "", PromptLookup, 3)], prompts, SETTINGS, still=list, seconds=0.0, least=3)
     assert len(laps["lookup"]) == 3
 
 
