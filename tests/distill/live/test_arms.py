@@ -19,15 +19,7 @@ def two(share: float) -> Arms:
     return Arms("flags", (Arm("a", "http://h:1", 1 - share, "v1"), Arm("b", "http://h:2", share, "v2")))
 
 
-@given(small=st.floats(0.001, 0.999), grown=st.floats(0.001, 0.999))
-def test_a_growing_share_only_takes(small: float, grown: float) -> None:
-    small, grown = sorted((small, grown))
-    before, after = two(small), two(grown)
-    for talk in TALKS[:300]:
-        assert before.choose(talk).name == "a" or after.choose(talk).name == "b"
-
-
-@given(st.lists(st.floats(0.05, 1), min_size=3, max_size=5), st.floats(1.01, 5))
+@given(st.lists(st.floats(0.05, 1), min_size=2, max_size=5), st.floats(1.01, 5))
 def test_among_many_arms_nothing_moves_but_to_the_one_that_grows(weights: list[float], factor: float) -> None:
     grown = [weights[0] * factor, *weights[1:]]
     before, after = (

@@ -39,14 +39,6 @@ def requests(
     return (kept_NB * (np.arange(blocks[1]) < blocks_N[:, None])).sum(1), blocks_N * GAMMA
 
 
-def test_the_fixture_is_spread_as_prompts_are() -> None:
-    accepted, drafted = requests(np.random.default_rng(0), 5000)
-    rate = accepted.sum() / drafted.sum()
-    binomial = (drafted * rate * (1 - rate)).mean()
-    assert 0.5 < rate < 0.7
-    assert ((accepted - rate * drafted) ** 2).mean() > 4 * binomial
-
-
 # The sum.
 
 
@@ -213,13 +205,6 @@ def test_the_change_point_is_near_where_acceptance_fell() -> None:
     (alarm,) = found.alarms
     assert 380 <= alarm.since <= 420 < alarm.at < 480
     assert alarm.until is None
-
-
-def test_equal_seeds_give_equal_charts() -> None:
-    pool = pool_of(*requests(np.random.default_rng(16), 30), GAMMA)
-    drafted = np.full(50, 80)
-    assert chart_for(pool, drafted, 0.05, 0.05, seed=7) == chart_for(pool, drafted, 0.05, 0.05, seed=7)
-    assert chart_for(pool, drafted, 0.05, 0.05, seed=7) != chart_for(pool, drafted, 0.05, 0.05, seed=8)
 
 
 def test_simulating_in_small_portions_keeps_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:

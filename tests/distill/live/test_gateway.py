@@ -289,10 +289,10 @@ def test_above_a_number_in_flight_the_engine_without_a_draft_is_asked(direct: st
     assert {record.arm for record in records(tmp_path)} == {"a", "plain"}
 
 
-def raw(url: str, content: bytes) -> tuple[socket.socket, bytes]:
+def raw(url: str, content: bytes) -> socket.socket:
     connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=10)
     connection.sendall(content)
-    return connection, b""
+    return connection
 
 
 def answered(connection: socket.socket) -> bytes:
@@ -323,7 +323,7 @@ def test_hostile_clients_are_ended_and_harm_nobody(
         "left": post_line + b"content-length: 10\r\n\r\n{",
     }  # fmt: skip
     with running_gateway(tmp_path, direct, max_body=1 << 16) as url:
-        began = {what: raw(url, content)[0] for what, content in said.items()}
+        began = {what: raw(url, content) for what, content in said.items()}
         began.pop("left").close()
         assert post(url, PROMPT).status_code == 200
         answers = {what: answered(connection) for what, connection in began.items()}

@@ -32,7 +32,7 @@ from distill.live.rollout.beginning import ROLLOUT_LOCK
 from distill.live.rollout.engine import MARK
 from distill.live.rollout.options import RolloutOptions
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
-from distill.live.rollout.state import read_state
+from distill.live.rollout.state import State, read_state
 from distill.live.traffic.record import LOCK
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
@@ -102,6 +102,21 @@ def served(options: RolloutOptions) -> str:
     return version.name
 
 
+def all_is_back(options: RolloutOptions) -> bool:
+    """The old engine has all traffic, its version is current, and nothing that was started goes on."""
+    return (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+
+
+def state_of(options: RolloutOptions) -> State:
+    state = read_state(options.drafts)
+    assert state is not None
+    return state
+
+
+def stages(options: RolloutOptions) -> list[str]:
+    return [event.stage for event in state_of(options).events]
+
+
 def until(found: Callable[[], Any], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not found():
@@ -118,9 +133,7 @@ def test_a_better_version_gets_all_the_traffic(options: RolloutOptions, capsys: 
     assert served(options) == "v0002"
     assert len(engines_of(options)) == 1, "it serves on"
     assert traffic.counts["v0002"] >= options.watch
-    state = read_state(options.drafts)
-    assert state is not None
-    assert [event.stage for event in state.events] == ["comparing", "watching", "finishing", "done"]
+    assert stages(options) == ["comparing", "watching", "finishing", "done"]
     told = capsys.readouterr().out
     assert "certainly more is accepted" in told
     assert "http://127.0.0.1:9 has no traffic any more and was not started here: end it as you started it" in told
@@ -156,31 +169,22 @@ def test_one_that_slipped_through_is_taken_back_while_it_is_watched(options: Rol
     )
     with running_traffic(traffic):
         assert rollout(replace(options, watch=20_000)) == TAKEN_BACK
-    state = read_state(options.drafts)
-    assert state is not None
-    assert [event.stage for event in state.events] == ["comparing", "watching", "returning", "back"]
-    assert "certainly less is accepted than before" in state.reason
-    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+    assert stages(options) == ["comparing", "watching", "returning", "back"]
+    assert "certainly less is accepted than before" in state_of(options).reason
+    assert all_is_back(options)
 
 
-def test_less_than_the_gate_promised_is_taken_back(options: RolloutOptions) -> None:
+@pytest.mark.parametrize(("served_now", "status"), [("v0001", TAKEN_BACK), ("v0003", 0)])
+def test_less_than_the_gate_promised_is_taken_back(options: RolloutOptions, served_now: str, status: int) -> None:
+    """What the gate saw gained over v0001 is no promise beside v0003."""
     path = options.drafts / "v0002" / "provenance.json"
     gate = {"gamma": 4, "tau_ci": [1.2, 1.6]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"expected_gain": gate}))
-    with running_traffic(traffic_of(options, steady(0.7))):
-        assert rollout(options) == TAKEN_BACK
-    state = read_state(options.drafts)
-    assert state is not None
-    assert "below the gate's interval of the gain in accepted / drafted, [+0.300, +0.400]" in state.reason
-
-
-def test_what_the_gate_promised_over_another_version_is_not_asked(options: RolloutOptions) -> None:
-    """Back to v0001's child from v0003: that the gate saw it gain much over v0001 is no promise here."""
-    path = options.drafts / "v0002" / "provenance.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"expected_gain": {"gamma": 4, "tau_ci": [1.2, 1.6]}}))
-    write_arms(options.log / ARMS, Arms("flags", (Arm("v0001", "http://127.0.0.1:9", 1.0, "v0003", "t1"),)))
-    with running_traffic(traffic_of(options, steady(0.8))):
-        assert rollout(options) == 0
+    write_arms(options.log / ARMS, Arms("flags", (Arm("v0001", "http://127.0.0.1:9", 1.0, served_now, "t1"),)))
+    with running_traffic(traffic_of(options, steady(0.8 if status == 0 else 0.7))):
+        assert rollout(options) == status
+    gain = "below the gate's interval of the gain in accepted / drafted, [+0.300, +0.400]"
+    assert (gain in state_of(options).reason) is (status == TAKEN_BACK)
 
 
 @pytest.mark.parametrize("stage", ["comparing", "watching"])
@@ -198,9 +202,7 @@ def test_when_the_engine_dies_the_traffic_goes_back(
     monkeypatch.setattr(module.Rollout, "_enter", killing)
     with running_traffic(traffic_of(options, steady(0.85))):
         assert rollout(options) == TAKEN_BACK
-    state = read_state(options.drafts)
-    assert state is not None
-    assert "the engine died" in state.reason
+    assert "the engine died" in state_of(options).reason
     assert (shares(options), served(options)) == ({"v0001": 1.0}, "v0001")
 
 
@@ -256,7 +258,7 @@ def test_killed_on_its_way_back_it_goes_on_back(options: RolloutOptions, tmp_pat
     with running_traffic(traffic_of(options, steady(0.5))):
         kill_behind(act, options, tmp_path)
         assert rollout(options) == TAKEN_BACK
-    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+    assert all_is_back(options)
 
 
 def test_killed_and_then_the_engine_dies(options: RolloutOptions, tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_killed_and_then_the_engine_dies(options: RolloutOptions, tmp_path: Path
         (engine,) = engines_of(options)
         os.killpg(engine.pid, signal.SIGKILL)
         assert rollout(options) == TAKEN_BACK
-    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+    assert all_is_back(options)
 
 
 def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
@@ -278,20 +280,7 @@ def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="v0002 is being rolled out at"):
         rollout(replace(options, log=tmp_path))
     assert rollout(replace(options, back=True)) == TAKEN_BACK
-    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
-
-
-def test_the_engine_of_an_earlier_rollout_is_ended_when_it_has_no_traffic_any_more(options: RolloutOptions) -> None:
-    with running_traffic(traffic_of(options, steady(0.8))):
-        assert rollout(options) == 0
-    (first,) = engines_of(options)
-    add_version(options.drafts, "v0003", "v0002")
-    following = replace(options, version="v0003")
-    with running_traffic(Traffic(options.log, {"v0002": steady(0.7), "v0003": steady(0.8)})):
-        assert rollout(following) == 0
-    assert not engines.alive(first)
-    assert shares(following) == {"v0003": 1.0}
-    assert len(engines_of(following)) == 1
+    assert all_is_back(options)
 
 
 def test_behind_one_that_was_taken_back_the_engine_of_the_rollout_before_is_still_ours(options: RolloutOptions) -> None:
@@ -305,7 +294,9 @@ def test_behind_one_that_was_taken_back_the_engine_of_the_rollout_before_is_stil
         assert rollout(worse) == TAKEN_BACK
         assert engines.alive(first)
         assert rollout(better) == 0
-    assert not engines.alive(first)
+    assert not engines.alive(first), "it has no traffic any more"
+    assert shares(better) == {"v0004": 1.0}
+    assert len(engines_of(better)) == 1
 
 
 def test_a_rollout_of_another_draft_that_has_not_ended_comes_first(options: RolloutOptions, tmp_path: Path) -> None:
@@ -432,10 +423,8 @@ def test_an_engine_that_hangs_has_died(options: RolloutOptions, monkeypatch: pyt
     monkeypatch.setattr(module.Rollout, "_direct", stopping)
     monkeypatch.setattr(engines, "GRACE_SECONDS", 0.1)
     assert rollout(options) == TAKEN_BACK
-    state = read_state(options.drafts)
-    assert state is not None
-    assert "does not answer" in state.reason
-    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+    assert "does not answer" in state_of(options).reason
+    assert all_is_back(options)
 
 
 def test_a_gateway_that_does_not_read_its_arms_is_told_of(
@@ -458,7 +447,7 @@ def test_a_forged_line_is_named_and_the_old_engine_gets_the_traffic(options: Rol
         pytest.raises(UserError, match=r"log-00001\.jsonl:1: crc32"),
     ):
         rollout(options)
-    assert (shares(options), served(options), engines_of(options)) == ({"v0001": 1.0}, "v0001", [])
+    assert all_is_back(options)
     assert "rejected" not in {event["event"] for event in history(options.drafts)}, "the draft is not to blame"
 
 

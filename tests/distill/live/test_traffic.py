@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from rich.console import Console
 from traffic_log import SAMPLING, record_of, write_log
 from typer.testing import CliRunner
@@ -134,25 +135,24 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
         write_log(tmp_path / "other", [record_of(number) for number in range(30)]),
     )
 
-    def refused(log: Path, run: Path, to: Path) -> str:
-        with pytest.raises(UserError) as error:
-            export_traffic(ExportTrafficOptions(log, run, to))
+    def said(log: Path, run: Path, to: Path) -> str:
+        found = refused(lambda: export_traffic(ExportTrafficOptions(log, run, to)))
         assert not to.exists() or list(to.iterdir()) == []
-        return str(error.value)
+        return found
 
-    assert "30 another target version (target)" in refused(other, own_run, tmp_path / "may")
+    assert "30 another target version (target)" in said(other, own_run, tmp_path / "may")
     hashes = write_log(
         tmp_path / "hashes", [record_of(number, prompt_ids=None, response_ids=None) for number in range(30)]
     )
-    assert "30 no text" in refused(hashes, own_run, tmp_path / "may")
-    assert "no config.yaml" in refused(log, tmp_path, tmp_path / "may")
+    assert "30 no text" in said(hashes, own_run, tmp_path / "may")
+    assert "no config.yaml" in said(log, tmp_path, tmp_path / "may")
     (tmp_path / "there").mkdir()
-    assert "is there already" in refused(log, own_run, tmp_path / "there")
+    assert "is there already" in said(log, own_run, tmp_path / "there")
     store = own_run / RESPONSES
     told = json.loads((store / MANIFEST).read_text())
     shutil.rmtree(store)
     Store(store).open({key: value for key, value in told.items() if key != "sha256"} | {"responses": "reference"})
-    assert "data.responses: target" in refused(log, own_run, tmp_path / "may")
+    assert "data.responses: target" in said(log, own_run, tmp_path / "may")
 
 
 def test_forgetting_reaches_the_exports_and_names_the_runs(tmp_path: Path, own_run: Path) -> None:
