@@ -105,7 +105,7 @@ def publish(
             verdict = facts["verdict"]
             told = {
                 "version": name, "parent": parent, "run": str(run), "data_window": None, "traffic": None,
-                "verdict": None if verdict is None else verdict.sentence, "approved_by": None, "made": _now(),
+                "verdict": None if verdict is None else verdict.headline, "approved_by": None, "made": _now(),
             }  # fmt: skip
             export_draft(**facts | {"provenance": facts["provenance"] | told | dict(provenance)}, to=folder)
         version = read_version(folder)

@@ -14,7 +14,7 @@ from distill.commands.compare.comparison import Comparison, Difference, comparis
 from distill.commands.compare.contestants import PARALLEL, Entry
 from distill.commands.drift.baseline import OTHERS
 from distill.run.frozen_text import FrozenText, load_frozen_text
-from distill.run.verdict_record import Drafting, Record
+from distill.run.verdict_record import Record
 from speculative.measure.effects import fewest_prompts
 
 
@@ -47,7 +47,7 @@ class Gate(Record):
 
 
 def judge_gate(
-    run: Path, served: str, old_keys: Collection[str], margin: float, looks: int, drafting: Drafting = "autoregressive"
+    run: Path, served: str, old_keys: Collection[str], margin: float, looks: int, parallel: bool = False
 ) -> Gate:
     """Judges the best draft of a run against the served one on the run's held-out text.
 
@@ -56,12 +56,13 @@ def judge_gate(
         old_keys: held-out prompts that the served draft was judged on; all others are new.
         margin: alpha that an old slice may lose.
         looks: judged checkpoints of which the best was picked.
+        parallel: both draft a block in one pass.
 
     Raises:
         UserError: no text, or a draft that cannot be judged on it.
     """
     text = load_frozen_text(run)
-    prefix = PARALLEL if drafting == "parallel" else ""
+    prefix = PARALLEL if parallel else ""
     gamma = text.config.judge.gamma
     entries = read_drafts(text, [f"{prefix}{served}", f"{prefix}{run}"], gamma, timing=False)
     sides = {side: _compared(text, entries, old_keys, side == "old", gamma, looks) for side in ("new", "old")}

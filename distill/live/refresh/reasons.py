@@ -19,6 +19,7 @@ from distill.run.responses import frozen_responses_of
 from distill.run.verdict_record import Costs, Interval, Verdict
 from speculative.explain.ceilings import closed_share, target_peaks
 from speculative.explain.text_law import text_law
+from speculative.measure.measured import UNDISTILLED
 from speculative.rules.sampling import SamplingSettings
 
 ASKED_RESPONSES = 64
@@ -93,8 +94,8 @@ def headroom(probe: Verdict, steps: int) -> Headroom:
     ``probe``: of a run whose step 0 is the served draft. reachable_alpha: where distilling brought other drafts that began at this
     alpha (`closed_share`), an expectation for a student that was never trained here.
     """
-    baseline, effects, seconds = probe.baseline, probe.effects, probe.seconds.get("train", 0.0)
-    if baseline is None or effects is None:
+    baseline, effects, seconds = probe.judged(UNDISTILLED), probe.gain, probe.seconds.get("train", 0.0)
+    if baseline is None or effects is None or baseline.alpha is None or baseline.tau is None:
         words = "headroom: the probe could not be compared with the served draft"
         return Headroom(holds=False, sentence=words, steps=steps, train_seconds=seconds)
     alpha, gain = baseline.alpha, effects.alpha

@@ -345,9 +345,9 @@ class _Refresh:
             old = StoredPrompts(self.home / PROMPTS / HELDOUT_FILE).column("prompt_id").to_pylist()
             looks = max(1, len(judged_scores(self.folder)) - 1)
             verdict = load_verdict(self.home)
-            drafting = drafting_to_serve(verdict, verdict.drafting == "parallel")
+            parallel = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel") == "parallel"
             served = str(student_of(self.served, self.home))
-            found = judge_gate(self.folder, served, set(old), self.options.margin, looks, drafting)
+            found = judge_gate(self.folder, served, set(old), self.options.margin, looks, parallel)
             self._keep(gate=found.record())
         gate = self.state["gate"]
         for part in (*gate["new"], *gate["old"]):
