@@ -193,6 +193,11 @@ class TaskScores(Record):
     samples: int = Field(1, description="responses to each")
     speculative: Score = Field(description="with the draft")
     alone: Score = Field(description="the target alone")
+    with_reference: int = Field(0, description="prompts that have a reference")
+    same_texts: int = Field(0, description="responses that are the same with the draft and without")
+    difference_ci_wide: Interval | None = Field(
+        None, description="the interval that fails the check; null at temperature 0"
+    )
     difference: ScoreDifference = Field(description="between the two")
     passed: bool = Field(description="whether they are certainly not different")
     sentence: Text = Field(description="the answer in words")

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from distill.commands.evaluate.evaluate import evaluate, parse_gammas
 from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
-from distill.commands.evaluate.scores import score_lines, task_scores
+from distill.commands.evaluate.scores import Asked, score_lines, task_scores
 from distill.commands.options import EvaluateOptions
 from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
@@ -81,21 +81,18 @@ def _prove(config: RunConfig, options: EvaluateOptions, rule: Rule, gamma: int) 
     drafting: Any = options.drafting or DRAFTINGS[0]
     if drafting not in DRAFTINGS:
         raise UserError(f"--drafting {drafting}: one of {', '.join(DRAFTINGS)}")
-    results: dict[str, Any] = {}
-    lines: list[str] = []
-    if options.losslessness:
-        results["losslessness"] = losslessness(
-            config, options.draft, rule=rule, gamma=gamma, prompts=options.prompts, samples=options.samples or 16,
-            control=options.control, drafting=drafting,
-        )  # fmt: skip
-        lines += lossless_lines(results["losslessness"])
-    if options.scorer:
-        results["scores"] = task_scores(
-            config, options.draft, options.scorer, rule=rule, gamma=gamma, prompts=options.prompts,
-            samples=options.samples or 1, references=options.references, drafting=drafting,
-        )  # fmt: skip
-        lines += score_lines(results["scores"])
+    asked = Asked(options.draft, rule, gamma, options.prompts, options.samples, drafting)
+    lossless = losslessness(config, asked, options.control) if options.losslessness else None
+    scores = task_scores(config, asked, options.scorer, options.references) if options.scorer else None
     known, why = result_of_draft(options.out, config, options.draft)
-    said = f"not added to a result: {why}" if known is None else add_proofs(options.out, known, results)
-    print(json.dumps(results, indent=2) if options.as_json else "\n".join([*lines, said]))
-    return 0 if all(found["passed"] for found in results.values()) else 1
+    said = f"not added to a result: {why}" if known is None else add_proofs(options.out, known, lossless, scores)
+    if options.as_json:
+        found = {"losslessness": lossless, "scores": None if scores is None else scores.record()}
+        print(json.dumps({name: one for name, one in found.items() if one is not None}, indent=2))
+    else:
+        lines = [
+            *([] if lossless is None else lossless_lines(lossless)),
+            *([] if scores is None else score_lines(scores)),
+        ]
+        print("\n".join([*lines, said]))
+    return 0 if (lossless is None or lossless["passed"]) and (scores is None or scores.passed) else 1

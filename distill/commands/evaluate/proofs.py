@@ -6,31 +6,18 @@ from typing import Any
 import yaml
 
 from data.files import write_json, writing
+from distill.commands.evaluate.scores import Asked
 from distill.config.layout import REPORT, find_student
 from distill.config.run import RunConfig
 from distill.models.load import load_model, model_fingerprint
 from distill.report.page import report_command
 from distill.report.tables import judged
 from distill.run.result import Losslessness, Result, TaskScores, load_result
-from distill.run.session import open_pair
-from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.explain import losslessness as tests
-from speculative.rules.rule import Rule
 
 
-def losslessness(
-    config: RunConfig,
-    draft: str,
-    *,
-    rule: Rule,
-    gamma: int,
-    prompts: int = 32,
-    samples: int = 16,
-    control: bool = True,
-    drafting: Drafting = "autoregressive",
-) -> dict[str, Any]:
+def losslessness(config: RunConfig, asked: Asked, control: bool = True) -> dict[str, Any]:
     """Result of `speculative.explain.losslessness.losslessness` at the serving settings; `passed` False means exit status 1.
 
     control: decode once more at 1.1 times the temperature, to show that the tests would have seen that.
@@ -38,12 +25,12 @@ def losslessness(
     Raises:
         UserError: see `open_pair` and `Draft`; fewer than two samples.
     """
-    pair = open_pair(config, draft, prompts, rule)
+    pair, drafter = asked.opened(config)
     found = tests.losslessness(
-        pair.target.model, Draft(pair.draft, drafting).drafter(), pair.keyed, pair.settings.under(rule, gamma), samples=samples,
+        pair.target.model, drafter, pair.keyed, pair.settings.under(asked.rule, asked.gamma), samples=asked.samples or 16,
         batch_size=config.judge.batch_size, control=control,
     )  # fmt: skip
-    return {"draft": draft, "dtype": str(pair.target.dtype).removeprefix("torch."), **found}
+    return {"draft": asked.draft, "dtype": str(pair.target.dtype).removeprefix("torch."), **found}
 
 
 def lossless_lines(result: dict[str, Any]) -> list[str]:
@@ -92,17 +79,16 @@ def result_of_draft(out: Path, config: RunConfig, draft: str) -> tuple[Result | 
     return (result, "") if same else (None, f"{out} judges another draft ({known})")
 
 
-def add_proofs(out: Path, result: Result, results: dict[str, dict[str, Any]]) -> str:
+def add_proofs(out: Path, result: Result, lossless: dict[str, Any] | None, scores: TaskScores | None) -> str:
     """Writes the result with these tests, and its report anew where there is one; says what was written.
 
     A later test takes the place of an earlier one, task scores that of the same scorer.
     """
     update: dict[str, Any] = {}
-    if "losslessness" in results:
-        update["losslessness"] = Losslessness.model_validate(results["losslessness"])
-    if "scores" in results:
-        own = TaskScores.model_validate(results["scores"])
-        update["scores"] = [*(one for one in result.scores if one.scorer != own.scorer), own]
+    if lossless is not None:
+        update["losslessness"] = Losslessness.model_validate(lossless)
+    if scores is not None:
+        update["scores"] = [*(one for one in result.scores if one.scorer != scores.scorer), scores]
     with writing(f"--out {out}"):
         write_json(out, result.model_copy(update=update).record())
     report = out.parent / REPORT

@@ -27,10 +27,10 @@ import numbers
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,20 +38,47 @@ from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
+from distill.report.table import interval
+from distill.run.result import Score, ScoreDifference, TaskScores
 from distill.run.session import Pair, open_pair
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.parallel import Drafting
 from speculative.errors import UserError
 from speculative.explain.losslessness import LEVEL, greedy_equality, sampled_texts
 from speculative.measure.effects import too_few
-from speculative.measure.intervals import intervals_of_sums
+from speculative.measure.intervals import Interval, intervals_of_sums
 from speculative.rules.rule import Rule
 
 Scorer = Callable[[str, str, str | None], float]
 CONFIDENCE = 0.95
 _NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A draft to be proven under a rule at a gamma. samples: of each prompt, 0: as many as the proof takes by default."""
+
+    draft: str
+    rule: Rule
+    gamma: int
+    prompts: int = 32
+    samples: int = 0
+    drafting: Drafting = "autoregressive"
+
+    def opened(self, config: RunConfig) -> tuple[Pair, ModelDrafter]:
+        """The pair, and who drafts in it. Raises UserError: see `open_pair` and `Draft`."""
+        pair = open_pair(config, self.draft, self.prompts, self.rule)
+        return pair, Draft(pair.draft, self.drafting).drafter()
+
+
+class PairedScores(NamedTuple):
+    """With the draft, without it, and between the two."""
+
+    speculative: Score
+    alone: Score
+    difference: ScoreDifference
 
 
 def exact_match(prompt: str, response: str, reference: str | None) -> float:
@@ -188,8 +215,8 @@ def score_texts(
     return scores
 
 
-def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: float = CONFIDENCE) -> dict[str, Any]:
-    """{"speculative", "alone": {"score", "ci"}, "difference": {"value", "ci"}} with intervals over prompts, paired.
+def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: float = CONFIDENCE) -> PairedScores:
+    """Mean scores with intervals over prompts, and their difference, paired.
 
     Where all prompts have one value the bootstrap sees no spread. Then all that is known is that fewer than
     1 - (1 - confidence)^(1/P) of all prompts have another one, and no score is more than 1 away: that is the interval.
@@ -207,29 +234,14 @@ def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: floa
     for place, (value, values_P, floor) in enumerate(zip(values, columns, (0.0, 0.0, -1.0), strict=True)):
         if np.ptp(values_P) == 0:
             intervals[place] = [max(floor, value - unseen), min(1.0, value + unseen)]
-    return {
-        "speculative": {"score": values[0], "ci": intervals[0]},
-        "alone": {"score": values[1], "ci": intervals[1]},
-        "difference": {"value": values[2], "ci": intervals[2]},
-    }
+    own, alone = (Score(score=values[side], ci=(*intervals[side],)) for side in (0, 1))
+    return PairedScores(own, alone, ScoreDifference(value=values[2], ci=(*intervals[2],)))
 
 
-def task_scores(
-    config: RunConfig,
-    draft: str,
-    scorer: str,
-    *,
-    rule: Rule,
-    gamma: int,
-    prompts: int = 64,
-    samples: int = 1,
-    references: Path | None = None,
-    drafting: Drafting = "autoregressive",
-) -> dict[str, Any]:
+def task_scores(config: RunConfig, asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:
     """Scores of held-out prompts answered with the draft and by the target alone; `passed` False means exit status 1.
 
-    {"scorer", "rule", "gamma", "prompts", "samples", "with_reference", "same_texts", "speculative", "alone", "difference",
-    "passed", "sentence"}. At temperature 0 the texts are the same, so every score must be; sampled texts differ, and the
+    At temperature 0 the texts are the same, so every score must be; sampled texts differ, and the
     check fails where the `1 - LEVEL` interval of the paired difference leaves 0 out; less than `fewest_prompts` prompts are
     certain of nothing and never fail it.
 
@@ -238,13 +250,10 @@ def task_scores(
     """
     function = load_scorer(scorer)
     known = read_references(config, references)
-    if samples < 1:
-        raise UserError(f"--samples {samples}: give at least 1")
-    pair = open_pair(config, draft, prompts, rule)
-    settings = pair.settings.under(rule, gamma)
+    pair, proposing = asked.opened(config)
+    samples, settings = asked.samples or 1, pair.settings.under(asked.rule, asked.gamma)
     if samples > 1 and settings.sampling.greedy:
         raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
-    proposing = Draft(pair.draft, drafting).drafter()
     texts = [
         sampled_texts(
             pair.target.model, drafter, pair.keyed, replace(settings, seed=settings.seed + number), samples,
@@ -263,39 +272,42 @@ def task_scores(
             raise UserError(
                 f"--scorer {scorer}: gives the same text two scores on prompt {prompt}; it must not draw lots"
             )
-    result = {
-        "scorer": scorer, "rule": rule, "gamma": gamma, "prompts": len(pair.prompts), "samples": samples,
-        "with_reference": sum(one.prompt_id in known or one.text in known for one in pair.prompts),
-        "same_texts": int(sum(same)), **summarise(speculative_PS, alone_PS),
-    }  # fmt: skip
+    found = summarise(speculative_PS, alone_PS)
+    wide = None
     if not settings.sampling.greedy:
-        return result | _sampled_answer(result, summarise(speculative_PS, alone_PS, 1 - LEVEL)["difference"]["ci"])
-    return result | _greedy_answer(result, pair, proposing, settings, config.judge.batch_size)
-
-
-def _greedy_answer(
-    result: dict[str, Any], pair: Pair, drafter: ModelDrafter, settings: DecodeSettings, batch_size: int
-) -> dict[str, Any]:
-    score, same, count = result["alone"]["score"], result["same_texts"], result["prompts"]
-    if same == count:
-        words = f"The same score, {score:.3f}, because all {count} texts are the same, token by token."
+        wide = summarise(speculative_PS, alone_PS, 1 - LEVEL).difference.ci
+        passed, sentence = _sampled_answer(found.difference, wide, *alone_PS.shape)
+    elif all(same):
         # No estimate: the texts of other prompts would be the same too.
-        return {"difference": {"value": 0.0, "ci": [0.0, 0.0]}, "passed": True, "sentence": words}
-    greedy = greedy_equality(pair.target.model, drafter, pair.keyed, settings, batch_size=batch_size)
-    if not greedy["passed"]:
-        return {"passed": False, "sentence": f"NOT the same text: {greedy['differences'][0]}"}
-    words = (
+        found = found._replace(difference=ScoreDifference(value=0.0, ci=(0.0, 0.0)))
+        passed = True
+        sentence = (
+            f"The same score, {found.alone.score:.3f}, because all {len(same)} texts are the same, token by token."
+        )
+    else:
+        greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=config.judge.batch_size)
+        passed, sentence = _greedy_answer(found, sum(same), len(same), greedy["differences"])
+    return TaskScores(
+        scorer=scorer, rule=asked.rule, gamma=asked.gamma, prompts=len(pair.prompts), samples=samples,
+        with_reference=sum(one.prompt_id in known or one.text in known for one in pair.prompts), same_texts=sum(same),
+        **found._asdict(), difference_ci_wide=wide, passed=passed, sentence=sentence,
+    )  # fmt: skip
+
+
+def _greedy_answer(found: PairedScores, same: int, count: int, differences: Sequence[str]) -> tuple[bool, str]:
+    if differences:
+        return False, f"NOT the same text: {differences[0]}"
+    return True, (
         f"{same} of {count} texts are the same, the others part at a near-tie of the target: scores "
-        f"{result['speculative']['score']:.3f} and {score:.3f}."
+        f"{found.speculative.score:.3f} and {found.alone.score:.3f}."
     )
-    return {"passed": True, "sentence": words}
 
 
-def _sampled_answer(result: dict[str, Any], wide: list[float]) -> dict[str, Any]:
-    value, (low, high) = result["difference"]["value"], result["difference"]["ci"]
-    few = too_few(result["prompts"], 1 - LEVEL)
+def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, samples: int) -> tuple[bool, str]:
+    value, (low, high) = difference.value, difference.ci
+    few = too_few(prompts, 1 - LEVEL)
     passed = few is not None or wide[0] <= 0 <= wide[1]
-    seen = f"{value:+.3f} [{low:+.3f}, {high:+.3f}] over {result['prompts']} prompts x {result['samples']}"
+    seen = f"{value:+.3f} [{low:+.3f}, {high:+.3f}] over {prompts} prompts x {samples}"
     if few is not None:
         words = f"Not certain: {seen}; {few}."
     elif not passed:
@@ -307,17 +319,14 @@ def _sampled_answer(result: dict[str, Any], wide: list[float]) -> dict[str, Any]
             f"Not clear: {seen} leaves 0 out, the {1 - LEVEL:.1%} interval does not; one honest check in twenty does "
             "this: repeat it with another seed or more prompts."
         )
-    return {"difference_ci_wide": wide, "passed": passed, "sentence": words}
+    return passed, words
 
 
-def score_lines(result: dict[str, Any]) -> list[str]:
+def score_lines(found: TaskScores) -> list[str]:
     """What a person reads."""
-    rows = [
-        f"{label:<15} {result[name]['score']:.3f} [{result[name]['ci'][0]:.3f}, {result[name]['ci'][1]:.3f}]"
-        for label, name in (("with the draft", "speculative"), ("target alone", "alone"))
-    ]
+    rows = (("with the draft", found.speculative), ("target alone", found.alone))
     return [
-        f"{result['scorer']} (mean over {result['prompts']} prompts, {result['with_reference']} with a reference; [95 % interval])",
-        *rows,
-        result["sentence"],
+        f"{found.scorer} (mean over {found.prompts} prompts, {found.with_reference} with a reference; [95 % interval])",
+        *(f"{label:<15} {one.score:.3f} {interval(one.ci)}" for label, one in rows),
+        found.sentence,
     ]

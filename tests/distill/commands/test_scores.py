@@ -5,6 +5,7 @@ import runpy
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from data.responses.rendered import RenderedPrompt
 from distill.commands.evaluate import scores as room
 from distill.commands.evaluate.proofs import lossless_lines, losslessness
 from distill.commands.evaluate.scores import (
+    Asked,
     exact_match,
     exact_match_number,
     load_scorer,
@@ -28,6 +30,7 @@ from distill.commands.evaluate.scores import (
     task_scores,
 )
 from distill.config.load import parse_config
+from distill.run.result import ScoreDifference
 from speculative.decoder import decision
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
@@ -165,12 +168,12 @@ def test_the_paired_difference_is_tighter_than_two_scores():
     easy_P1 = generator.random((80, 1))
     speculative, alone = ((generator.random((80, 8)) < easy_P1).astype(float) for _ in range(2))
     found = summarise(speculative, alone)
-    assert found["difference"]["value"] == pytest.approx(speculative.mean() - alone.mean())
-    assert found["speculative"]["score"] == pytest.approx(speculative.mean())
-    low, high = found["difference"]["ci"]
+    assert found.difference.value == pytest.approx(speculative.mean() - alone.mean())
+    assert found.speculative.score == pytest.approx(speculative.mean())
+    low, high = found.difference.ci
     assert low < 0 < high
-    assert high - low < 0.8 * (found["alone"]["ci"][1] - found["alone"]["ci"][0])
-    wide = summarise(speculative, alone, 0.999)["difference"]["ci"]
+    assert high - low < 0.8 * (found.alone.ci[1] - found.alone.ci[0])
+    wide = summarise(speculative, alone, 0.999).difference.ci
     assert wide[0] < low
     assert wide[1] > high
 
@@ -178,8 +181,8 @@ def test_the_paired_difference_is_tighter_than_two_scores():
 def test_prompts_that_all_agree_do_not_make_certainty():
     found = summarise(np.zeros((30, 2)), np.zeros((30, 2)))
     unseen = 1 - 0.05 ** (1 / 30)
-    assert found["alone"] == {"score": 0.0, "ci": [0.0, pytest.approx(unseen)]}
-    assert found["difference"]["ci"] == [pytest.approx(-unseen), pytest.approx(unseen)]
+    assert (found.alone.score, found.alone.ci) == (0.0, (0.0, pytest.approx(unseen)))
+    assert found.difference.ci == (pytest.approx(-unseen), pytest.approx(unseen))
 
 
 def test_references_come_from_the_sources_or_from_a_file(pair, tmp_path):
@@ -197,15 +200,15 @@ def test_references_come_from_the_sources_or_from_a_file(pair, tmp_path):
 
 def test_greedy_texts_are_the_same_so_the_scores_are_equal(pair):
     draft = str(pair / "draft")
-    found = task_scores(config_of(pair, 0.0), draft, f"{__file__}:mean_of_characters", rule="greedy", gamma=3)
-    assert found["passed"]
-    assert found["same_texts"] == found["prompts"] == found["with_reference"] == 12
-    assert found["difference"] == {"value": 0.0, "ci": [0.0, 0.0]}
-    assert found["speculative"] == found["alone"]
-    assert 0 < found["alone"]["score"] < 1
-    assert "all 12 texts are the same, token by token" in found["sentence"]
-    assert score_lines(found)[-1] == found["sentence"]
-    json.dumps(found, allow_nan=False)
+    found = task_scores(config_of(pair, 0.0), Asked(draft, "greedy", 3), f"{__file__}:mean_of_characters")
+    assert found.passed
+    assert found.same_texts == found.prompts == found.with_reference == 12
+    assert (found.difference.value, found.difference.ci) == (0.0, (0.0, 0.0))
+    assert found.speculative == found.alone
+    assert 0 < found.alone.score < 1
+    assert "all 12 texts are the same, token by token" in found.sentence
+    assert score_lines(found)[-1] == found.sentence
+    json.dumps(found.record(), allow_nan=False)
 
 
 def mean_of_characters(prompt, response, reference):
@@ -222,15 +225,15 @@ def test_sampled_scores_differ_by_chance_only(pair, monkeypatch):
 
     monkeypatch.setattr(room, "sampled_texts", watched)
     found = task_scores(
-        config_of(pair), str(pair / "draft"), f"{__file__}:mean_of_characters", rule="sample", gamma=3, samples=8
+        config_of(pair), Asked(str(pair / "draft"), "sample", 3, samples=8), f"{__file__}:mean_of_characters"
     )
-    assert found["passed"]
+    assert found.passed
     assert len(set(seeds)) == 2, "the two sides share no coins"
-    assert found["same_texts"] < 5
-    low, high = found["difference"]["ci"]
+    assert found.same_texts < 5
+    low, high = found.difference.ci
     assert low < 0 < high
-    assert found["difference_ci_wide"][0] < low
-    assert "No difference to be seen" in found["sentence"]
+    assert found.difference_ci_wide[0] < low
+    assert "No difference to be seen" in found.sentence
 
 
 def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch):
@@ -242,10 +245,10 @@ def test_a_decoder_that_accepts_everything_changes_the_score(pair, monkeypatch):
 
     monkeypatch.setattr(decision, "verify", gullible)
     found = task_scores(
-        config_of(pair), str(pair / "draft"), f"{__file__}:share_of_twenty", rule="sample", gamma=3, samples=2
+        config_of(pair), Asked(str(pair / "draft"), "sample", 3, samples=2), f"{__file__}:share_of_twenty"
     )
-    assert not found["passed"]
-    assert "The scores DIFFER" in found["sentence"]
+    assert not found.passed
+    assert "The scores DIFFER" in found.sentence
 
 
 def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeypatch, capsys):
@@ -280,11 +283,11 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
 def test_few_prompts_do_not_fail_the_check():
     """Ten prompts agree by luck once in 512, more often than one false alarm in a thousand uses."""
     for prompts, said in ((10, "Not certain: "), (11, "The scores DIFFER: ")):
-        result = {"prompts": prompts, "samples": 2, "difference": {"value": -0.5, "ci": [-0.6, -0.4]}}
-        found = room._sampled_answer(result, [-0.7, -0.3])
-        assert found["passed"] == (prompts == 10)
-        assert found["sentence"].startswith(said)
-        assert ("10 prompts are too few to be certain; give at least 11" in found["sentence"]) == (prompts == 10)
+        difference = ScoreDifference(value=-0.5, ci=(-0.6, -0.4))
+        passed, sentence = room._sampled_answer(difference, (-0.7, -0.3), prompts, 2)
+        assert passed == (prompts == 10)
+        assert sentence.startswith(said)
+        assert ("10 prompts are too few to be certain; give at least 11" in sentence) == (prompts == 10)
 
 
 def share_of_twenty(prompt, response, reference):
@@ -297,22 +300,22 @@ def test_a_scorer_that_draws_lots_is_refused(pair, monkeypatch):
     generator = np.random.default_rng(0)
     monkeypatch.setitem(room.BUILT_IN, "lots", lambda *_: generator.random())
     with pytest.raises(UserError, match="two scores on prompt"):
-        task_scores(config_of(pair, 0.0), str(pair / "draft"), "lots", rule="greedy", gamma=2)
+        task_scores(config_of(pair, 0.0), Asked(str(pair / "draft"), "greedy", 2), "lots")
 
 
 def test_a_missing_reference_and_useless_samples_are_refused(pair):
     draft = str(pair / "draft")
     with pytest.raises(UserError, match="raised ValueError: there is no reference: set reference_column"):
-        task_scores(config_of(pair, reference_column=None), draft, "exact-match", rule="sample", gamma=2)
+        task_scores(config_of(pair, reference_column=None), Asked(draft, "sample", 2), "exact-match")
     with pytest.raises(UserError, match="--samples 4: at temperature 0"):
-        task_scores(config_of(pair, 0.0), draft, "exact-match", rule="greedy", gamma=2, samples=4)
+        task_scores(config_of(pair, 0.0), Asked(draft, "greedy", 2, samples=4), "exact-match")
     with pytest.raises(UserError, match="--rule sample samples from the target"):
-        task_scores(config_of(pair, 0.0), draft, "exact-match", rule="sample", gamma=2)
+        task_scores(config_of(pair, 0.0), Asked(draft, "sample", 2), "exact-match")
 
 
 def test_the_losslessness_of_a_config_is_checked_and_read_aloud(pair):
     config = config_of(pair)
-    found = losslessness(config, str(pair / "draft"), rule="sample", gamma=3, prompts=6, samples=8)
+    found = losslessness(config, Asked(str(pair / "draft"), "sample", 3, prompts=6, samples=8))
     assert found["passed"], found["sentence"]
     assert (found["sampled"]["prompts"], found["sampled"]["samples"], found["dtype"]) == (6, 8, "float32")
     assert found["every_token"]["tokens"] <= 6 * 8 * 16
@@ -320,25 +323,27 @@ def test_the_losslessness_of_a_config_is_checked_and_read_aloud(pair):
     assert lines[0].startswith("greedy text       6 of 6 prompts equal")
     assert lines[-1] == found["sentence"]
     assert "at most about once in 1,000 uses" in lines[-2]
-    greedy = losslessness(replace_temperature(config), str(pair / "draft"), rule="greedy", gamma=3, prompts=6)
+    greedy = losslessness(replace_temperature(config), Asked(str(pair / "draft"), "greedy", 3, prompts=6))
     assert greedy["passed"]
     assert len(lossless_lines(greedy)) == 2
     json.dumps([found, greedy], allow_nan=False)
 
 
 def test_either_proof_is_of_the_way_of_drafting_that_was_asked_for(pair, tmp_path):
-    config, asked = replace_temperature(config_of(pair)), {"rule": "greedy", "gamma": 3, "drafting": "parallel"}
-    for prove in (losslessness, lambda *given, **how: task_scores(*given, "exact-match", **how)):
+    config = replace_temperature(config_of(pair))
+    asked = Asked(str(pair / "draft"), "greedy", 3, drafting="parallel", prompts=6)
+    for prove in (losslessness, lambda *given: task_scores(*given, "exact-match")):
         with pytest.raises(UserError, match="names no mask token"):
-            prove(config, str(pair / "draft"), **asked)
+            prove(config, asked)
     marked = shutil.copytree(pair / "draft", tmp_path / "marked")
     own = json.loads((marked / "config.json").read_text())
     (marked / "config.json").write_text(json.dumps(own | {"pard_token": TOKENS - 1}))
-    assert losslessness(config, str(marked), prompts=6, **asked)["passed"]
+    asked = replace(asked, draft=str(marked))
+    assert losslessness(config, asked)["passed"]
     forget_accelerators()
-    found = task_scores(config, str(marked), f"{__file__}:mean_of_characters", prompts=6, **asked)
-    assert found["passed"]
-    assert found["same_texts"] == 6
+    found = task_scores(config, asked, f"{__file__}:mean_of_characters")
+    assert found.passed
+    assert found.same_texts == 6
 
 
 def replace_temperature(config):
@@ -349,7 +354,7 @@ def replace_temperature(config):
 def test_losslessness_needs_a_target_and_a_draft_of_its_vocabulary(pair, tmp_path):
     config = config_of(pair)
     with pytest.raises(UserError, match=r"no config\.json there"):
-        losslessness(config, str(tmp_path), rule="sample", gamma=2)
+        losslessness(config, Asked(str(tmp_path), "sample", 2))
     write_target(tmp_path / "other", vocab_size=TOKENS - 40)
     with pytest.raises(UserError, match="do not share a vocabulary"):
-        losslessness(config, str(tmp_path / "other"), rule="sample", gamma=2)
+        losslessness(config, Asked(str(tmp_path / "other"), "sample", 2))
