@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def findings_of(
         evidence.question.frozen, contestants, rule=evidence.question.rule, pieces=pieces, entropies=entropies, baseline=baseline,
         best=evidence.best.name,
     )  # fmt: skip
-    tables = [SliceTable.model_validate(table) for table in slices]
+    tables = [SliceTable.model_validate(table, from_attributes=True) for table in slices]
     costs = evidence.costs[evidence.best.name] if evidence.costs else None
     worst = disagreements(
         evidence.question.frozen, evidence.own_scores(evidence.best.name), rule=evidence.question.rule, gamma=evidence.question.gamma,
@@ -98,7 +99,7 @@ def findings_of(
         costs=_costs(evidence, costs),
         slices=tables,
         where=_where(evidence),
-        disagreements=[Disagreement.model_validate(row) for row in worst],
+        disagreements=[Disagreement.model_validate(row, from_attributes=True) for row in worst],
         calibration=_calibration(evidence, verdict, costs),
         forgetting=_forgetting(tables, trained_on),
         live_prompts=live_prompts(evidence),
@@ -215,17 +216,18 @@ def _costs(evidence: Evidence, costs: StepCosts | None) -> TimedCosts | None:
 
 def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) -> Calibration:
     scores = evidence.own_scores(evidence.best.name)
-    found = calibration(evidence.question.frozen, scores, evidence.question.rule) | {"name": evidence.best.name}
+    found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
     if costs is None:
-        words = f"{found['words']}; no advice on a confidence stop: nothing was timed"
-        return Calibration.model_validate(found | {"words": words})
+        words = f"{found.words}; no advice on a confidence stop: nothing was timed"
+        return Calibration.model_validate(replace(found, words=words), from_attributes=True)
     gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
     speed_up = verdict.predicted_speed_up  # at the best gamma, 1 where none pays
     threshold, words = stop_below(
         scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0, parallel=costs.parallel,
     )  # fmt: skip
-    return Calibration.model_validate(found | {"stop_below": threshold, "words": f"{found['words']}. {words}"})
+    advised = replace(found, stop_below=threshold, words=f"{found.words}. {words}")
+    return Calibration.model_validate(advised, from_attributes=True)
 
 
 def _forgetting(slices: Sequence[SliceTable], trained_on: Sequence[str] | None) -> list[ForgettingRow]:

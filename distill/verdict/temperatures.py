@@ -61,8 +61,8 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
                 tau_ci=curve["tau_ci"][curve["gammas"].index(evidence.question.gamma)],
                 best_gamma=best[0],
                 predicted_speed_up=best[1],
-                repeated=repeated["repeated"],
-                looping=repeated["looping"],
+                repeated=repeated.repeated,
+                looping=repeated.looping,
             )
         )
     return rows

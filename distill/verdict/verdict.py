@@ -70,7 +70,7 @@ def verdict_of(
     against_served = _effects(evidence, SERVED) if SERVED in names else None
     said = conclude(evidence, gain, against_served)
     taus = {gamma: tau for gamma, tau in best.replay.items() if costs and 1 <= gamma <= max(costs.verify_seconds)}
-    repeated = Repetition.model_validate(repetition(question.frozen))
+    repeated = Repetition.model_validate(repetition(question.frozen), from_attributes=True)
     elsewhere = [on_other(evidence, other) for other in others]
     measured = [
         *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),

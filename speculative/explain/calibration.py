@@ -9,6 +9,7 @@ Shapes: T tokens of one response, P prompts, C bins of confidence.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,35 @@ BINS = len(CONFIDENCE_EDGES)
 EDGES = np.append(CONFIDENCE_EDGES, 1.0)
 CENTRES = (EDGES[:-1] + EDGES[1:]) / 2
 ENOUGH = 20  # Drafted tokens expected in a bin before it may decide about a confidence stop.
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Drafted tokens of one confidence, from `low` to `high`; weight: their share of all.
+
+    accepted: how probable it is that one of them is accepted once a block reaches it, its interval over prompts (BCa; None for a
+    single prompt), both cut at 1, which importance weights can pass by chance. Where all are accepted, or none, resampling would
+    be sure of it: there the interval is that of a binomial with a trial for each prompt, or each drafted token if those are fewer.
+    """
+
+    low: float
+    high: float
+    weight: float
+    confidence: float
+    accepted: float
+    ci: list[float] | None
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """A draft's reliability curve; bins in which nothing is drafted are left out. expected_error: sum of weight |accepted - confidence|."""
+
+    rule: str
+    name: str
+    bins: list[Bin]
+    expected_error: float
+    stop_below: float | None
+    words: str
 
 
 class _Drafted(NamedTuple):
@@ -38,15 +68,8 @@ def calibration(
     *,
     name: str = "best",
     confidence: float = 0.95,
-) -> dict[str, Any]:
-    """The reliability curve of a draft's confidence in the token it drafts.
-
-    {rule, name, bins: [{low, high, weight, confidence, accepted, ci}], expected_error, stop_below: None, words}; bins in
-    which nothing is drafted are left out. weight: share of drafted tokens in the bin. accepted: how probable it is that
-    one of them is accepted once a block reaches it, its interval over prompts (BCa; None for a single prompt), both cut
-    at 1, which importance weights can pass by chance. Where all are accepted, or none, resampling would be sure of it:
-    there the interval is that of a binomial with a trial for each prompt, or each drafted token if those are fewer.
-    expected_error: sum of weight |accepted - confidence|.
+) -> Reliability:
+    """The reliability curve of a draft's confidence in the token it drafts; `stop_below` is left open.
 
     Rules that draft the argmax: confidence is the argmax's probability, and a draft whose probabilities hold lies on the
     diagonal. Rules that sample: the probability of the sampled token under the serving settings; acceptance is then
@@ -62,31 +85,24 @@ def calibration(
     accepted_PC = _by_prompt(keys, [own.accepted_TC for own in by_response])
     total = float(drafted_PC.sum())
     confidences_C = _mean_confidences(scores, rule)
-    bins: list[dict[str, Any]] = []
+    bins: list[Bin] = []
     for place in range(BINS):
         inside_P = drafted_PC[:, place] > 0
         if not inside_P.any():
             continue
         drafted_P, accepted_P = drafted_PC[inside_P, place], accepted_PC[inside_P, place]
         bins.append(
-            {
-                "low": _edge(place),
-                "high": _edge(place + 1),
-                "weight": float(drafted_P.sum()) / total,
-                "confidence": float(confidences_C[place]),
-                "accepted": min(1.0, float(accepted_P.sum() / drafted_P.sum())),
-                "ci": _interval(accepted_P, drafted_P, confidence),
-            }
+            Bin(
+                _edge(place),
+                _edge(place + 1),
+                float(drafted_P.sum()) / total,
+                float(confidences_C[place]),
+                min(1.0, float(accepted_P.sum() / drafted_P.sum())),
+                _interval(accepted_P, drafted_P, confidence),
+            )
         )
-    error = float(sum(one["weight"] * abs(one["accepted"] - one["confidence"]) for one in bins))
-    return {
-        "rule": rule,
-        "name": name,
-        "bins": bins,
-        "expected_error": error,
-        "stop_below": None,
-        "words": _words(bins, error),
-    }
+    error = float(sum(one.weight * abs(one.accepted - one.confidence) for one in bins))
+    return Reliability(rule, name, bins, error, None, _words(bins, error))
 
 
 def stop_below(
@@ -204,12 +220,12 @@ def _by_prompt(keys: Sequence[Any], values_NTC: Sequence[np.ndarray]) -> np.ndar
     return np.stack([sum_by_prompt(keys, values_N) for values_N in sums_NC.T], 1)
 
 
-def _words(bins: Sequence[dict[str, Any]], error: float) -> str:
+def _words(bins: Sequence[Bin], error: float) -> str:
     if not bins:
         return "nothing was drafted"
     ends = [bins[-1]] if len(bins) == 1 else [bins[-1], bins[0]]
     told = [
-        f"drafted with probability {one['low']:.1f}-{one['high']:.1f}, {100 * one['accepted']:.0f} % are accepted"
+        f"drafted with probability {one.low:.1f}-{one.high:.1f}, {100 * one.accepted:.0f} % are accepted"
         for one in ends
     ]
     return f"of the tokens {'; '.join(told)}; on average acceptance and confidence differ by {error:.2f}"

@@ -5,7 +5,6 @@ Shapes: N responses, T tokens of one response.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +18,28 @@ from speculative.measure.token_scores import TokenScores
 CONTEXT_TOKENS = 12
 # Responses replayed at once with one group of disagreements settled in each.
 REPLAYED_AT_ONCE = 2048
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Places where the target said one token and the draft wanted another.
+
+    lost_share: of the rejected mass of all tokens, those included where both models like the same token best. tau_if_agreed: tau
+    of all the text, replayed as if the draft had been right at these places (kept for certain once a block reaches it), all else
+    unchanged; costs do not add up, a place behind another rejection costs less than it seems. tokens_per_second_lost: the
+    difference of tau / seconds_per_block; None without it. example, context: the place that rejects most, its number in the
+    response (from 0), and the text before it.
+    """
+
+    context: str
+    target_said: str
+    draft_wanted: str
+    count: int
+    prompts: int
+    lost_share: float
+    tau_if_agreed: float
+    tokens_per_second_lost: float | None
+    example: dict[str, str | int]
 
 
 @dataclass
@@ -47,17 +68,11 @@ def disagreements(
     tokenizer: PreTrainedTokenizerBase,
     seconds_per_block: float | None = None,
     count: int = 40,
-) -> list[dict[str, Any]]:
+) -> list[Disagreement]:
     """Places where the draft's most probable token is not the one the target said, grouped by these two tokens.
 
-    [{context, target_said, draft_wanted, count, prompts, lost_share, tau_if_agreed, tokens_per_second_lost, example:
-    {key, position}}], the most expensive first: of the `count` groups that reject the most probability mass
-    sum (1 - a), by what they really cost. tau_if_agreed: tau of all this text at `gamma`, replayed as if the draft had
-    been right at the places of the group (kept for certain once a block reaches it), all else unchanged. Costs do not
-    add up: a place behind another rejection costs less than it seems. tokens_per_second_lost: the difference of
-    tau / seconds_per_block; None without it. lost_share: of the rejected mass of all tokens, those included where both
-    models like the same token best. example, context: the place of the group that rejects most, its number in the
-    response (from 0), and the text before it.
+    The most expensive first: of the `count` groups that reject the most probability mass sum (1 - a), by what they really cost
+    at `gamma`.
 
     Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.
     """
@@ -79,19 +94,17 @@ def disagreements(
         _, response, place = group.worst
         text = texts[response]
         rows.append(
-            {
-                "context": _context(tokenizer, [*text.prompt_ids, *text.response_ids[:place]][-CONTEXT_TOKENS:]),
-                "target_said": token_text(tokenizer, group.said),
-                "draft_wanted": token_text(tokenizer, group.wanted),
-                "count": sum(len(places) for places in group.places.values()),
-                "prompts": len({texts[index].prompt for index in group.places}),
-                "lost_share": group.lost / lost,
-                "tau_if_agreed": tau_if_agreed,
-                "tokens_per_second_lost": float((tau_if_agreed - tau) / seconds_per_block)
-                if seconds_per_block
-                else None,
-                "example": {"key": text.key, "position": place},
-            }
+            Disagreement(
+                _context(tokenizer, [*text.prompt_ids, *text.response_ids[:place]][-CONTEXT_TOKENS:]),
+                token_text(tokenizer, group.said),
+                token_text(tokenizer, group.wanted),
+                sum(len(places) for places in group.places.values()),
+                len({texts[index].prompt for index in group.places}),
+                group.lost / lost,
+                tau_if_agreed,
+                float((tau_if_agreed - tau) / seconds_per_block) if seconds_per_block else None,
+                {"key": text.key, "position": place},
+            )
         )
     order = sorted(range(len(rows)), key=lambda row: (-saved[row], -groups[row].lost, row))
     return [rows[row] for row in order]

@@ -4,7 +4,8 @@ Shapes: N responses, L tokens of all prompts and responses one after the other, 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,18 +97,32 @@ def _looping(flat: _Flat) -> np.ndarray:
     return marked_L
 
 
-def repetition(texts: Sequence[SlicedText]) -> dict[str, Any]:
-    """{repeated, looping, tokens, by_domain: {name: the same}, warning}: shares of all response tokens."""
+@dataclass(frozen=True)
+class Shares:
+    """Of all response tokens, those that repeat and those that loop."""
+
+    repeated: float
+    looping: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Repetition(Shares):
+    """The same by domain, and a line where too much loops."""
+
+    by_domain: dict[str, Shares]
+    warning: str | None
+
+
+def repetition(texts: Sequence[SlicedText]) -> Repetition:
+    """How much of these responses repeats."""
     found = repeats(texts)
     rows_by_domain: dict[str, list[int]] = {}
     for row, text in enumerate(texts):
         rows_by_domain.setdefault(text.domain, []).append(row)
     whole = _shares(found, list(range(len(texts))))
-    return {
-        **whole,
-        "by_domain": {name: _shares(found, rows) for name, rows in rows_by_domain.items()},
-        "warning": looping_warning(whole["looping"]),
-    }
+    by_domain = {name: _shares(found, rows) for name, rows in rows_by_domain.items()}
+    return Repetition(whole.repeated, whole.looping, whole.tokens, by_domain, looping_warning(whole.looping))
 
 
 def looping_warning(looping: float) -> str | None:
@@ -120,6 +135,6 @@ def looping_warning(looping: float) -> str | None:
     )
 
 
-def _shares(found: Repeats, rows: list[int]) -> dict[str, Any]:
+def _shares(found: Repeats, rows: list[int]) -> Shares:
     tokens, repeated, looping = (int(counts_N[rows].sum()) for counts_N in found)
-    return {"repeated": repeated / max(1, tokens), "looping": looping / max(1, tokens), "tokens": tokens}
+    return Shares(repeated / max(1, tokens), looping / max(1, tokens), tokens)

@@ -5,13 +5,14 @@ Shapes: N responses, T tokens of one response, P prompts, S slices of a dimensio
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from speculative.explain.token_class import CLASSES, token_classes
 from speculative.measure.effects import fewest_prompts
-from speculative.measure.intervals import ratio_interval
+from speculative.measure.intervals import Interval, ratio_interval
 from speculative.measure.token_scores import StoredText, TokenScores
 
 POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
@@ -33,6 +34,36 @@ class SlicedText(StoredText, Protocol):
     def prompt(self) -> Hashable: ...
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Part of the text. alpha: mean acceptance probability by draft under the rule (for rule `block` that of `sample`).
+
+    gain: best minus baseline on the same tokens; None without a baseline. certain: "gain" or "loss" where its interval excludes 0
+    and there are enough prompts for that (`effects.fewest_prompts`), else "none". lost_share: this slice's share of the rejected
+    probability mass sum (1 - a) of best, 0 where nothing was rejected. Intervals are None for a single prompt.
+    """
+
+    name: str
+    tokens: int
+    prompts: int
+    alpha: dict[str, float]
+    alpha_ci: dict[str, Interval | None]
+    gain: float | None
+    gain_ci: Interval | None
+    certain: str
+    lost_share: float
+
+
+@dataclass(frozen=True)
+class SliceTable:
+    """The slices of one dimension; they partition all response tokens. corrected_confidence: of each gain's interval."""
+
+    dimension: str
+    unit: str
+    corrected_confidence: float
+    rows: list[Slice]
+
+
 # Of every token: the number of its slice, and the name of each number.
 Partition = tuple[np.ndarray, Sequence[str]]
 
@@ -47,22 +78,16 @@ def slice_tables(
     baseline: str | None = "baseline",
     best: str = "best",
     confidence: float = 0.95,
-) -> list[dict[str, Any]]:
-    """One table per dimension, its slices partitioning all response tokens; slices without a token are left out.
+) -> list[SliceTable]:
+    """One table per dimension; slices without a token are left out.
 
-    [{dimension, unit, corrected_confidence, rows: [{name, tokens, prompts, alpha: {contestant}, alpha_ci: {contestant},
-    gain, gain_ci, certain, lost_share}]}]. scores: by contestant, one `TokenScores` per text. pieces: of each text
-    (`token_class.token_pieces`); None leaves token classes out. entropies: of the target at each token, in nats
-    (`target_view.target_entropies`); None slices sampled text by the surprisal of its tokens instead.
+    scores: by draft, one `TokenScores` per text. pieces: of each text (`token_class.token_pieces`); None leaves token classes
+    out. entropies: of the target at each token, in nats (`target_view.target_entropies`); None slices sampled text by the
+    surprisal of its tokens instead.
 
-    alpha: mean acceptance probability under the rule (for rule `block` that of `sample`). gain: best minus baseline on
-    the same tokens; None without a baseline. lost_share: this slice's share of the rejected probability mass
-    sum (1 - a) of best, 0 where nothing was rejected. Intervals resample prompts (BCa, `intervals.ratio_interval`) and are
-    None for a slice of a single prompt. Each interval of alpha stands alone; those of the gains of one dimension hold
-    together with `confidence`, each at `corrected_confidence` (Bonferroni over its rows). certain: "gain" or "loss" where
-    the interval of the gain excludes 0 and there are enough prompts for that (`effects.fewest_prompts`), else "none".
-    Slices by what was said (token class, surprisal) describe text: which of these
-    tokens came from the draft.
+    Intervals resample prompts (BCa, `intervals.ratio_interval`). Each interval of alpha stands alone; those of the gains of one
+    dimension hold together with `confidence` (Bonferroni over its rows). Slices by what was said (token class, surprisal)
+    describe text: which of these tokens came from the draft.
 
     Raises ValueError when `best` is not scored or something is not of the same text.
     """
@@ -82,7 +107,7 @@ def slice_tables(
         sums = _SliceSums(slices_flat_T, len(names), prompt_of_flat_T, len(index))
         corrected = 1.0 - (1.0 - confidence) / int((sums.tokens_SP.sum(1) > 0).sum())
         rows = _rows(sums, names, accepted, baseline, best, confidence, corrected)
-        tables.append({"dimension": dimension, "unit": unit, "corrected_confidence": corrected, "rows": rows})
+        tables.append(SliceTable(dimension, unit, corrected, rows))
     return tables
 
 
@@ -107,7 +132,7 @@ def _rows(
     best: str,
     confidence: float,
     corrected: float,
-) -> list[dict[str, Any]]:
+) -> list[Slice]:
     accepted_SP = {name: sums.of(values_flat_T) for name, values_flat_T in accepted.items()}
     lost_S = sums.of(1.0 - accepted[best]).sum(1)
     lost = float(lost_S.sum())
@@ -121,35 +146,34 @@ def _rows(
             continue
 
         alphas = {
-            contestant: _ratio(values_SP[place][inside_P], tokens_P, confidence)
-            for contestant, values_SP in accepted_SP.items()
+            draft: _ratio(values_SP[place][inside_P], tokens_P, confidence) for draft, values_SP in accepted_SP.items()
         }
         gain, gain_ci = None, None
         if gains_SP is not None:
             gain, gain_ci = _ratio(gains_SP[place][inside_P], tokens_P, corrected)
         rows.append(
-            {
-                "name": name,
-                "tokens": int(tokens_P.sum()),
-                "prompts": len(tokens_P),
-                "alpha": {contestant: alpha for contestant, (alpha, _) in alphas.items()},
-                "alpha_ci": {contestant: interval for contestant, (_, interval) in alphas.items()},
-                "gain": gain,
-                "gain_ci": gain_ci,
-                "certain": _certain(gain_ci, len(tokens_P), corrected),
-                "lost_share": float(lost_S[place]) / lost if lost > 0 else 0.0,
-            }
+            Slice(
+                name,
+                int(tokens_P.sum()),
+                len(tokens_P),
+                {draft: alpha for draft, (alpha, _) in alphas.items()},
+                {draft: interval for draft, (_, interval) in alphas.items()},
+                gain,
+                gain_ci,
+                _certain(gain_ci, len(tokens_P), corrected),
+                float(lost_S[place]) / lost if lost > 0 else 0.0,
+            )
         )
     return rows
 
 
-def _ratio(values_P: np.ndarray, tokens_P: np.ndarray, confidence: float) -> tuple[float, list[float] | None]:
+def _ratio(values_P: np.ndarray, tokens_P: np.ndarray, confidence: float) -> tuple[float, Interval | None]:
     """Mean per token, and its interval."""
-    interval = list(ratio_interval(values_P, tokens_P, confidence)) if len(tokens_P) > 1 else None
+    interval = ratio_interval(values_P, tokens_P, confidence) if len(tokens_P) > 1 else None
     return float(values_P.sum() / tokens_P.sum()), interval
 
 
-def _certain(interval: list[float] | None, prompts: int, confidence: float) -> str:
+def _certain(interval: Interval | None, prompts: int, confidence: float) -> str:
     if interval is None or prompts < fewest_prompts(confidence):
         return "none"
     return "gain" if interval[0] > 0 else "loss" if interval[1] < 0 else "none"

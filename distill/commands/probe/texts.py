@@ -66,7 +66,7 @@ class ProbeText:
         alpha, ends = alpha_with_interval([text.peaks for text in self.peaks], self.keys)
         greedy = (None, None) if self.sampling.greedy else (alpha, ends)
         found = repetition(self.responses)
-        repeats = found["repeated"], found["looping"], found["warning"]
+        repeats = found.repeated, found.looping, found.warning
         return lookup, TextFacts(self.name, self.tokens, *repeats, proposes, hits, *greedy)
 
 

@@ -76,16 +76,16 @@ def test_importance_weights_equal_enumeration(seed, sharpness):
     found = calibration(texts_of([len(ids)]), [sampled_scores(draft_TV, target_TV, ids)], "sample")
     drafted, accepted, confidence = enumerated([draft_V], [target_V])
     filled = np.flatnonzero(drafted)
-    assert [one["low"] for one in found["bins"]] == (filled / BINS).tolist()
-    for place, one in zip(filled, found["bins"], strict=True):
-        assert one["weight"] == pytest.approx(drafted[place])
-        assert one["accepted"] == pytest.approx(accepted[place] / drafted[place], abs=1e-9)
-        assert one["ci"] is None
+    assert [one.low for one in found.bins] == (filled / BINS).tolist()
+    for place, one in zip(filled, found.bins, strict=True):
+        assert one.weight == pytest.approx(drafted[place])
+        assert one.accepted == pytest.approx(accepted[place] / drafted[place], abs=1e-9)
+        assert one.ci is None
         mean = confidence[place] / drafted[place]
         # Exact where a bin has room for one token. Where the mass tells how many there are, they differ by a bin's width
         # at most, so that their probability-weighted mean is within .05 ** 2 / .3 of the plain one.
-        assert one["confidence"] == pytest.approx(mean, abs=1e-9 if place >= 5 else 0.01 if place >= 3 else 0.1)
-        assert one["low"] - 1e-9 <= one["confidence"] <= one["high"] + 1e-9
+        assert one.confidence == pytest.approx(mean, abs=1e-9 if place >= 5 else 0.01 if place >= 3 else 0.1)
+        assert one.low - 1e-9 <= one.confidence <= one.high + 1e-9
 
 
 def test_tiny_models_against_their_full_distributions():
@@ -102,32 +102,32 @@ def test_tiny_models_against_their_full_distributions():
                 logits = model(torch.tensor([text.prompt_ids + text.response_ids])).logits[0, 4:-1]
             probs[name].append(logits_to_probs(logits, sampling).double().numpy())
     drafted, accepted, confidence = enumerated(*(np.concatenate(probs[name]) for name in ("draft", "target")))
-    assert len(found["bins"]) == np.count_nonzero(drafted) >= 8
-    for one in found["bins"]:
-        place = round(one["low"] * BINS)
-        assert one["weight"] == pytest.approx(drafted[place] / drafted.sum(), rel=1e-3)  # float32 at bin edges
+    assert len(found.bins) == np.count_nonzero(drafted) >= 8
+    for one in found.bins:
+        place = round(one.low * BINS)
+        assert one.weight == pytest.approx(drafted[place] / drafted.sum(), rel=1e-3)  # float32 at bin edges
         # 2000 tokens of text stand for the target: 1.5 times the width of a 95 % interval is six standard errors.
-        width = one["ci"][1] - one["ci"][0]
+        width = one.ci[1] - one.ci[0]
         assert width > 0
-        assert abs(one["accepted"] - accepted[place] / drafted[place]) < 1.5 * width + 1e-3
-        assert one["confidence"] == pytest.approx(confidence[place] / drafted[place], abs=0.02 if place else 0.05)
-    error = sum(one["weight"] * abs(one["accepted"] - one["confidence"]) for one in found["bins"])
-    assert found["expected_error"] == pytest.approx(error)
+        assert abs(one.accepted - accepted[place] / drafted[place]) < 1.5 * width + 1e-3
+        assert one.confidence == pytest.approx(confidence[place] / drafted[place], abs=0.02 if place else 0.05)
+    error = sum(one.weight * abs(one.accepted - one.confidence) for one in found.bins)
+    assert found.expected_error == pytest.approx(error)
 
 
 def test_greedy_bins_equal_counts_by_hand_and_intervals_are_over_prompts():
     own = [greedy_scores([0.15, 0.95, 1.0], [0, 1, 0]), greedy_scores([0.12, 0.97], [1, 1]), greedy_scores([0.18], [0])]
     texts = texts_of([3, 2, 1], prompt_of=lambda index: index // 2)
     found = calibration(texts, own, "greedy", name="served")
-    assert (found["rule"], found["name"], found["stop_below"]) == ("greedy", "served", None)
-    low, high = found["bins"]
-    assert (low["low"], low["high"], high["low"], high["high"]) == (0.1, 0.2, 0.9, 1.0)
-    assert (low["weight"], high["weight"]) == (0.5, 0.5)
-    assert (low["accepted"], high["accepted"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    assert (low["confidence"], high["confidence"]) == (pytest.approx(0.15), pytest.approx(2.92 / 3))
-    assert low["ci"] == pytest.approx(list(ratio_interval(np.array([1.0, 0.0]), np.array([2.0, 1.0]))))
-    assert high["ci"] is None  # One prompt.
-    assert found["words"].startswith("of the tokens drafted with probability 0.9-1.0, 67 % are accepted; ")
+    assert (found.rule, found.name, found.stop_below) == ("greedy", "served", None)
+    low, high = found.bins
+    assert (low.low, low.high, high.low, high.high) == (0.1, 0.2, 0.9, 1.0)
+    assert (low.weight, high.weight) == (0.5, 0.5)
+    assert (low.accepted, high.accepted) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert (low.confidence, high.confidence) == (pytest.approx(0.15), pytest.approx(2.92 / 3))
+    assert low.ci == pytest.approx(list(ratio_interval(np.array([1.0, 0.0]), np.array([2.0, 1.0]))))
+    assert high.ci is None  # One prompt.
+    assert found.words.startswith("of the tokens drafted with probability 0.9-1.0, 67 % are accepted; ")
 
 
 def two_moods(seed=0, texts=40, length=400):
@@ -213,10 +213,10 @@ def test_bins_of_a_few_tokens_are_passed_over():
 
 def test_a_bin_without_a_failure_is_not_taken_for_certain():
     scores = [greedy_scores([0.95, 0.05], [1, 0]) for _ in range(4)]
-    low, high = calibration(texts_of([2] * 4), scores, "greedy")["bins"]
+    low, high = calibration(texts_of([2] * 4), scores, "greedy").bins
     # Four prompts: 0.025 ** (1 / 4) = 0.398 (Clopper-Pearson).
-    assert high["ci"] == [pytest.approx(0.025**0.25), 1.0]
-    assert low["ci"] == [0.0, pytest.approx(1 - 0.025**0.25)]
+    assert high.ci == [pytest.approx(0.025**0.25), 1.0]
+    assert low.ci == [0.0, pytest.approx(1 - 0.025**0.25)]
 
 
 def test_what_a_further_token_brings_is_measured_behind_the_bin():
@@ -254,5 +254,5 @@ def test_scores_without_confidence_are_refused_and_nothing_is_no_curve():
         stop_below([bare], "block", speed_up=1.0, cost_ratio=0.1, verify_slope=0.0)
     empty = greedy_scores([], [])
     found = calibration(texts_of([0]), [empty], "greedy")
-    assert (found["bins"], found["expected_error"], found["words"]) == ([], 0.0, "nothing was drafted")
+    assert (found.bins, found.expected_error, found.words) == ([], 0.0, "nothing was drafted")
     assert stop_below([empty], "greedy", speed_up=1.0, cost_ratio=0.1, verify_slope=0.0)[0] == 0.0

@@ -64,20 +64,20 @@ def test_a_table_by_hand():
     scores = [scored(texts[0].response_ids, [A, C, A, A, A, B]), scored(texts[1].response_ids, [A, A, C, A])]
     flags = [own.matches.tolist() for own in scores]
     rows = disagreements(texts, scores, rule="greedy", gamma=3, tokenizer=TOKENIZER, seconds_per_block=0.02)
-    assert [(row["target_said"], row["draft_wanted"], row["count"], row["prompts"]) for row in rows] == [
+    assert [(row.target_said, row.draft_wanted, row.count, row.prompts) for row in rows] == [
         (" if", "self", 2, 2),
         (" return", " if", 1, 1),
     ]
-    assert [row["lost_share"] for row in rows] == pytest.approx([2 / 3, 1 / 3])
+    assert [row.lost_share for row in rows] == pytest.approx([2 / 3, 1 / 3])
     tau = 10 / sum(counted_blocks(own, 3) for own in flags)
     agreed = 10 / (counted_blocks([1, 1, 1, 1, 1, 0], 3) + counted_blocks([1, 1, 1, 1], 3))
-    assert rows[0]["tau_if_agreed"] == pytest.approx(agreed)
-    assert rows[0]["tokens_per_second_lost"] == pytest.approx((agreed - tau) / 0.02)
+    assert rows[0].tau_if_agreed == pytest.approx(agreed)
+    assert rows[0].tokens_per_second_lost == pytest.approx((agreed - tau) / 0.02)
     # It was a bonus-free last block's correction: agreeing there saves nothing.
-    assert rows[1]["tokens_per_second_lost"] == pytest.approx(0.0, abs=1e-9)
-    assert rows[0]["example"] == {"key": "one", "position": 1}
-    assert rows[0]["context"] == "self return"
-    assert rows[1]["context"] == "self return if return return return"
+    assert rows[1].tokens_per_second_lost == pytest.approx(0.0, abs=1e-9)
+    assert rows[0].example == {"key": "one", "position": 1}
+    assert rows[0].context == "self return"
+    assert rows[1].context == "self return if return return return"
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
@@ -93,7 +93,7 @@ def test_the_counterfactual_equals_replaying_all_text_anew(rule, gamma, monkeypa
         for text, own in zip(texts, scores, strict=True):
             ids = np.array(text.response_ids)
             here = [
-                (names[said], names[wanted]) == (row["target_said"], row["draft_wanted"])
+                (names[said], names[wanted]) == (row.target_said, row.draft_wanted)
                 for said, wanted in zip(ids, own.choice_ids, strict=True)
             ]
             ratio = np.where(
@@ -102,13 +102,11 @@ def test_the_counterfactual_equals_replaying_all_text_anew(rule, gamma, monkeypa
                 own.log_draft_probs - own.log_target_probs,
             )
             agreed.append(replace(own, log_draft_probs=own.log_target_probs + ratio, matches=own.matches | here))
-        assert row["tau_if_agreed"] == pytest.approx(
-            tokens / expected_blocks_of(agreed, rule, (gamma,)).sum(), rel=1e-9
-        )
+        assert row.tau_if_agreed == pytest.approx(tokens / expected_blocks_of(agreed, rule, (gamma,)).sum(), rel=1e-9)
     monkeypatch.setattr(module, "REPLAYED_AT_ONCE", 1)
     one_by_one = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)
     for ours, theirs in zip(rows, one_by_one, strict=True):
-        assert ours["tau_if_agreed"] == pytest.approx(theirs["tau_if_agreed"], rel=1e-12)
+        assert ours.tau_if_agreed == pytest.approx(theirs.tau_if_agreed, rel=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
@@ -131,14 +129,14 @@ def test_a_parallel_draft_is_right_there_from_every_start(rule):
         pairs = list(zip(said, (names[token] for token in own.choice_ids), strict=True))
         for start, offset in np.ndindex(*matches.shape):
             here = start + offset
-            if here < len(own) and pairs[here] == (rows[0]["target_said"], rows[0]["draft_wanted"]):
+            if here < len(own) and pairs[here] == (rows[0].target_said, rows[0].draft_wanted):
                 matches[start, offset] = True
                 log_draft[start, offset] = max(log_draft[start, offset], table.log_target_probs[start, offset])
         agreed.append(replace(own, by_start=replace(table, log_draft_probs=log_draft, matches=matches)))
     tokens = sum(len(own) for own in scores)
     now, then = (tokens / expected_blocks_of(found, rule, (offsets,)).sum() for found in (scores, agreed))
     assert then > now
-    assert rows[0]["tau_if_agreed"] == pytest.approx(then, rel=1e-9)
+    assert rows[0].tau_if_agreed == pytest.approx(then, rel=1e-9)
 
 
 @given(st.integers(0, 2**20), st.sampled_from(["sample", "greedy-draft"]), st.integers(1, 6))
@@ -149,11 +147,11 @@ def test_agreeing_never_hurts_and_shares_are_of_the_whole(seed, rule, gamma):
     if not rows:
         return
     tau = sum(len(own) for own in scores) / expected_blocks_of(scores, rule, (gamma,)).sum()
-    assert all(row["tau_if_agreed"] >= tau - 1e-9 for row in rows)
-    assert all(row["tokens_per_second_lost"] is None for row in rows)
-    taus = [row["tau_if_agreed"] for row in rows]
+    assert all(row.tau_if_agreed >= tau - 1e-9 for row in rows)
+    assert all(row.tokens_per_second_lost is None for row in rows)
+    taus = [row.tau_if_agreed for row in rows]
     assert taus == sorted(taus, reverse=True)
-    share = sum(row["lost_share"] for row in rows)
+    share = sum(row.lost_share for row in rows)
     # A draft that takes its argmax loses nothing where it agrees; a sampling one may.
     assert share == pytest.approx(1.0) if rule == "greedy-draft" else share <= 1 + 1e-9
 
@@ -169,4 +167,4 @@ def test_no_disagreement_no_row_and_foreign_scores_are_refused():
 def test_an_end_token_has_a_name():
     text = HeldoutResponse("one", "a", [C], [A, TOKENIZER.eos_token_id], [0.0, 0.0])
     (row,) = disagreements([text], [scored(text.response_ids, [A, B])], rule="greedy", gamma=2, tokenizer=TOKENIZER)
-    assert row["target_said"] == "<|eos|>"
+    assert row.target_said == "<|eos|>"

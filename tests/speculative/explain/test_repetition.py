@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
-from speculative.explain.repetition import repeats, repetition
+from speculative.explain.repetition import Shares, repeats, repetition
 from speculative.rules.sampling import GREEDY
 
 ROOT = Path(__file__).parents[3]
@@ -59,9 +59,9 @@ def test_a_greedy_model_that_loops_is_called_looping():
     target = tiny_model(vocab_size=16)
     live, _ = decode(target, None, prompts_of([8] * 6, vocab_size=16), DecodeSettings(GREEDY, 0, "greedy", 120))
     found = repetition([text_of(one.prompt_ids, one.response_ids) for one in live])
-    assert found["looping"] > 0.3
-    assert f"{100 * found['looping']:.0f} % of the target's tokens repeat" in found["warning"]
-    assert "serving.temperature" in found["warning"]
+    assert found.looping > 0.3
+    assert f"{100 * found.looping:.0f} % of the target's tokens repeat" in found.warning
+    assert "serving.temperature" in found.warning
 
 
 def test_ordinary_code_is_not_and_domains_are_told_apart():
@@ -73,12 +73,9 @@ def test_ordinary_code_is_not_and_domains_are_told_apart():
     looped = text_of([1], [7, 8] * 40, "loops")
     assert len(texts) > 40
     found = repetition(texts)
-    assert found["looping"] < 0.02
-    assert 0 < found["repeated"] < 0.2
-    assert found["warning"] is None
+    assert found.looping < 0.02
+    assert 0 < found.repeated < 0.2
+    assert found.warning is None
     both = repetition([*texts, looped])
-    assert both["by_domain"]["code"] == {
-        **{key: found[key] for key in ("repeated", "looping")},
-        "tokens": 192 * len(texts),
-    }
-    assert both["by_domain"]["loops"]["looping"] == pytest.approx(78 / 80)
+    assert both.by_domain["code"] == Shares(found.repeated, found.looping, 192 * len(texts))
+    assert both.by_domain["loops"].looping == pytest.approx(78 / 80)

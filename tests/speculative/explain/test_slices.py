@@ -50,15 +50,15 @@ def test_slices_of_each_dimension_partition_the_tokens(seed, rule, with_entropie
     tokens = len(accepted["best"])
     assert (len(tables) == 6) == (tokens > 0)
     for table in tables:
-        rows = table["rows"]
-        assert sum(row["tokens"] for row in rows) == tokens
-        assert all(row["tokens"] > 0 for row in rows)
+        rows = table.rows
+        assert sum(row.tokens for row in rows) == tokens
+        assert all(row.tokens > 0 for row in rows)
         # Nothing is rejected where the draft happens to be right everywhere.
-        assert sum(row["lost_share"] for row in rows) == pytest.approx(1.0 if (accepted["best"] < 1).any() else 0.0)
+        assert sum(row.lost_share for row in rows) == pytest.approx(1.0 if (accepted["best"] < 1).any() else 0.0)
         for name, values in accepted.items():
-            weighted = sum(row["alpha"][name] * row["tokens"] for row in rows) / tokens
+            weighted = sum(row.alpha[name] * row.tokens for row in rows) / tokens
             assert weighted == pytest.approx(values.mean(), abs=1e-12)
-        gain = sum(row["gain"] * row["tokens"] for row in rows) / tokens
+        gain = sum(row.gain * row.tokens for row in rows) / tokens
         assert gain == pytest.approx(accepted["best"].mean() - accepted["baseline"].mean(), abs=1e-12)
 
 
@@ -115,16 +115,16 @@ def test_rows_equal_sums_token_by_token():
         "target entropy": entropy,
     }
     for table in slice_tables(texts, scores, rule="sample", pieces=pieces, entropies=entropies):
-        expected = the_slow_rows(texts, scores, labels[table["dimension"]], "sample")
-        assert {row["name"] for row in table["rows"]} == set(expected)
-        for row in table["rows"]:
-            tokens, prompts, alpha, alpha_ci, gain, gain_ci, lost_share = expected[row["name"]]
-            assert (row["tokens"], row["prompts"]) == (tokens, prompts)
-            assert row["alpha"]["best"] == pytest.approx(alpha)
-            assert row["alpha_ci"]["best"] == (None if alpha_ci is None else pytest.approx(alpha_ci))
-            assert row["gain"] == pytest.approx(gain)
-            assert row["gain_ci"] == (None if gain_ci is None else pytest.approx(gain_ci))
-            assert row["lost_share"] == pytest.approx(lost_share)
+        expected = the_slow_rows(texts, scores, labels[table.dimension], "sample")
+        assert {row.name for row in table.rows} == set(expected)
+        for row in table.rows:
+            tokens, prompts, alpha, alpha_ci, gain, gain_ci, lost_share = expected[row.name]
+            assert (row.tokens, row.prompts) == (tokens, prompts)
+            assert row.alpha["best"] == pytest.approx(alpha)
+            assert row.alpha_ci["best"] == (None if alpha_ci is None else pytest.approx(alpha_ci))
+            assert row.gain == pytest.approx(gain)
+            assert row.gain_ci == (None if gain_ci is None else pytest.approx(gain_ci))
+            assert row.lost_share == pytest.approx(lost_share)
 
 
 def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_prompts():
@@ -143,25 +143,23 @@ def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_
     table = slice_tables(texts, scores, rule="sample", pieces=None)[0]
     # Six rows at 70 % together are 95 % each.
     alone = slice_tables(texts, scores, rule="sample", pieces=None, confidence=1 - 6 * 0.05)[0]
-    assert table["corrected_confidence"] == pytest.approx(1 - 0.05 / 6)
-    assert alone["corrected_confidence"] == pytest.approx(0.95)
-    certain = {row["name"]: row["certain"] for row in table["rows"]}
+    assert table.corrected_confidence == pytest.approx(1 - 0.05 / 6)
+    assert alone.corrected_confidence == pytest.approx(0.95)
+    certain = {row.name: row.certain for row in table.rows}
     expected = {"few": "none", "gain": "gain", "loss": "loss", "same": "none", "slight": "none", "twin": "none"}
     assert certain == expected
-    assert {row["name"]: row["certain"] for row in alone["rows"]} == expected | {"slight": "loss", "twin": "gain"}
-    assert table["rows"][0]["gain_ci"][1] < 0, "three prompts that agree"
+    assert {row.name: row.certain for row in alone.rows} == expected | {"slight": "loss", "twin": "gain"}
+    assert table.rows[0].gain_ci[1] < 0, "three prompts that agree"
 
 
 def test_without_entropies_sampled_text_is_sliced_by_surprisal_and_greedy_text_is_not():
     texts, scores, pieces, _ = stored_text(1)
     table = slice_tables(texts, scores, rule="sample", pieces=pieces)[-1]
     surprisals = -np.concatenate([text.log_target_probs for text in texts])
-    assert table["dimension"] == "target surprisal"
-    assert {row["name"]: row["tokens"] for row in table["rows"]}["0.5-1"] == int(
-        ((surprisals >= 0.5) & (surprisals < 1)).sum()
-    )
+    assert table.dimension == "target surprisal"
+    assert {row.name: row.tokens for row in table.rows}["0.5-1"] == int(((surprisals >= 0.5) & (surprisals < 1)).sum())
     texts, scores, pieces, _ = stored_text(1, greedy=True)
-    dimensions = [table["dimension"] for table in slice_tables(texts, scores, rule="greedy", pieces=pieces)]
+    dimensions = [table.dimension for table in slice_tables(texts, scores, rule="greedy", pieces=pieces)]
     assert dimensions == ["domain", "prompt length", "position", "first tokens", "token class"]
 
 
@@ -172,7 +170,7 @@ def test_a_perfect_draft_loses_nothing_and_empty_text_has_no_table():
         for one in scores["best"]
     ]
     for table in slice_tables(texts, {"best": perfect}, rule="sample", pieces=None):
-        assert all(row["lost_share"] == 0.0 and row["alpha"]["best"] == 1.0 for row in table["rows"])
+        assert all(row.lost_share == 0.0 and row.alpha["best"] == 1.0 for row in table.rows)
     assert slice_tables([], {"best": []}, rule="sample", pieces=[]) == []
 
 
