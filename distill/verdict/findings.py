@@ -40,9 +40,9 @@ from distill.verdict.evidence import Evidence
 from distill.verdict.verdict import describe_costs
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
-from speculative.explain.rival_slices import where_each_helps
 from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
+from speculative.explain.where_helps import where_each_helps
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.curves import CURVE_GAMMAS, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
@@ -276,7 +276,7 @@ def _where(evidence: Evidence) -> list[WhereRow]:
     assert isinstance(timed, Standings)
     steps = {name: timed.steps_N(name) for name in (TARGET, *(one.name for one in evidence.contest.ways))}
     rows = where_each_helps(evidence.question.frozen, steps)
-    return [WhereRow.model_validate(row) for row in rows]
+    return [WhereRow.model_validate(row, from_attributes=True) for row in rows]
 
 
 def _timed(evidence: Evidence) -> list[TimedPrompt] | None:

@@ -1,9 +1,10 @@
 """Which way of decoding helps where: speed-ups by domain, and by how repetitive the response is.
 
-Shapes: N responses, P prompts (the resampling unit), C contestants, S slices of a dimension.
+Shapes: N responses, P prompts (the resampling unit), C ways to decode, S slices of a dimension.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,38 @@ from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.measured import TARGET
 
 
+@dataclass(frozen=True)
+class Part:
+    """Part of the responses, by domain or by how much they repeat (thirds of them by `repeated`, equal ones together).
+
+    repeated, looping: shares of the tokens (`repetition.repeats`). speed_up: by way, the target's steps over its own, pooled, so
+    that the parts come to the speed-up of the whole. speed_up_ci: bootstrap over prompts, each stands alone; None for a single
+    prompt. best: the fastest way there, "target" where none beats it. certain: whether it beats every other one in paired
+    resamples of the prompts, for all rows of the dimension together (Bonferroni), on enough prompts.
+    """
+
+    dimension: str
+    name: str
+    tokens: int
+    prompts: int
+    repeated: float
+    looping: float
+    speed_up: dict[str, float]
+    speed_up_ci: dict[str, list[float] | None]
+    best: str
+    certain: bool
+
+
 def where_each_helps(
     texts: Sequence[SlicedText], steps: Mapping[str, Sequence[float] | np.ndarray], confidence: float = 0.95
-) -> list[dict[str, Any]]:
-    """Speed-ups over the target alone of several contestants on parts of their text, dimension after dimension.
+) -> list[Part]:
+    """Speed-ups over the target alone of several ways to decode, dimension after dimension.
 
-    [{dimension: "domain" | "repetition", name, tokens, prompts, repeated, looping, speed_up: {contestant}, speed_up_ci:
-    {contestant}, best, certain}]. Each dimension's rows partition the responses; responses without a token are left out.
+    Each dimension's rows partition the responses; responses without a token are left out. steps: by way, the seconds that each
+    response takes, over the seconds of one plain step of the target (`race.Standings.steps_N`); of the target alone one a token
+    where they are not given.
 
-    steps: by contestant, the seconds that each response takes, over the seconds of one plain step of the target
-    (`race.Standings.steps_N`); of the target alone one a token where they are not given. speed_up: the target's steps over theirs, pooled, so that the parts come to the
-    speed-up of the whole. speed_up_ci: bootstrap over prompts, each stands alone; None for a single prompt. repeated, looping: shares of the tokens
-    (`repetition.repeats`); the repetition rows are thirds of the responses by `repeated`, equal ones together.
-    best: who is fastest there, "target" where nobody beats it. certain: whether it beats every other one in paired
-    resamples of the prompts, for all rows of the dimension together (Bonferroni), on enough prompts.
-
-    Raises ValueError for a contestant that was not given one number a response.
+    Raises ValueError for a way that was not given one number a response.
     """
     found = repeats(texts)
     columns = {name: np.asarray(own, dtype=np.float64) for name, own in steps.items() if name != TARGET}
@@ -46,19 +63,17 @@ def where_each_helps(
         "domain": [(name, [row for row in said if texts[row].domain == name]) for name in domains],
         "repetition": _thirds(said, (found.repeated_N[said] / found.tokens_N[said])),
     }
-    return [
-        {
-            "dimension": dimension,
-            "name": name,
-            "tokens": int(found.tokens_N[rows].sum()),
-            "repeated": float(found.repeated_N[rows].sum() / found.tokens_N[rows].sum()),
-            "looping": float(found.looping_N[rows].sum() / found.tokens_N[rows].sum()),
-            **_compared([texts[row].prompt for row in rows], {name: own[rows] for name, own in columns.items()},
-                        confidence, len(parts)),
-        }
-        for dimension, parts in slices.items()
-        for name, rows in parts
-    ]  # fmt: skip
+    told = []
+    for dimension, parts in slices.items():
+        for part, rows in parts:
+            keys, inside = [texts[row].prompt for row in rows], {name: column[rows] for name, column in columns.items()}
+            tokens = int(found.tokens_N[rows].sum())
+            repeated, looping = (
+                float(counts_N[rows].sum() / tokens) for counts_N in (found.repeated_N, found.looping_N)
+            )
+            compared = _compared(keys, inside, confidence, len(parts))
+            told.append(Part(dimension, part, tokens, len(set(keys)), repeated, looping, *compared))
+    return told
 
 
 def _thirds(rows: list[int], shares_R: np.ndarray) -> list[tuple[str, list[int]]]:
@@ -78,8 +93,8 @@ def _thirds(rows: list[int], shares_R: np.ndarray) -> list[tuple[str, list[int]]
 
 def _compared(
     prompt_keys: Sequence[Any], columns: Mapping[str, np.ndarray], confidence: float, parts: int
-) -> dict[str, Any]:
-    """Speed-ups of one slice with their intervals, and who is fastest; columns: steps (N,), the target's own last."""
+) -> tuple[dict[str, float], dict[str, list[float] | None], str, bool]:
+    """Speed-ups of one slice, their intervals, which way is fastest and whether for certain; columns: steps (N,), the target's last."""
     names = list(columns)
     sums_PC = np.stack([sum_by_prompt(prompt_keys, columns[name]) for name in names], 1)
     prompts, others = len(sums_PC), len(names) - 1
@@ -101,10 +116,5 @@ def _compared(
     enough = others > 0 and prompts >= fewest_prompts(corrected)
     certain = enough and all(low > 0.0 for low, _ in intervals_of_sums(sums_PC, leads_of, corrected))
     intervals = intervals_of_sums(sums_PC, speeds_of, confidence) if prompts > 1 else [None] * others
-    return {
-        "prompts": prompts,
-        "speed_up": {name: speeds[name] for name in names[:-1]},
-        "speed_up_ci": dict(zip(names[:-1], intervals, strict=True)),
-        "best": best,
-        "certain": bool(certain),
-    }
+    by_way = {name: speeds[name] for name in names[:-1]}
+    return by_way, dict(zip(names[:-1], intervals, strict=True)), best, bool(certain)
