@@ -117,7 +117,7 @@ def bench_step(target: Any, examples: list[Example], layers: tuple[int, ...], re
 
     def chunked() -> float:
         started = time.perf_counter()
-        loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch))
+        loss, _, _ = module(batch, teacher.signal(batch))
         loss.backward()
         wait(target.device)
         return batch.labels_R.numel() / (time.perf_counter() - started)

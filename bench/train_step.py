@@ -295,9 +295,7 @@ def our_step(race: Race, name: str, objective: str, policy: str) -> Callable[[],
         batch = collate(chosen, 0, numbers).to(race.device)
         module.train()
         signal = source.signal(batch)
-        loss, *_ = module(
-            batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT
-        )
+        loss, *_ = module(batch, signal)
         (loss / batch.labels_R.numel()).backward()
         race.update(race.ours)
 

@@ -429,9 +429,7 @@ def one_step(
     module.objective = recipe.objective_at(share)
     with torch.autocast("cpu", torch.bfloat16) if recipe.autocast else contextlib.nullcontext():
         signal = source.signal(batch)
-        loss, *_ = module(
-            batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, depths_BT=batch.depths_BT
-        )
+        loss, *_ = module(batch, signal)
     (loss / batch.response_tokens).backward()
     torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.clip)
     for optimizer in optimizers:

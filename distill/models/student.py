@@ -41,7 +41,6 @@ def make_student(
     *,
     seed: int = 0,
     temperature: float = 1.0,
-    layers: Sequence[int] | None = None,
     notes: dict[str, Any] | None = None,
     texts: Iterable[Sequence[int]] = (),
 ) -> Any:
@@ -53,8 +52,8 @@ def make_student(
         tokenizer: the target's.
         calibration: token ids of texts as the target will see them; `layers: auto` and `intermediate_size` measure on them.
         seed: of random weights. temperature: the server's, at which layers are compared; 0 compares at the model's own.
-        layers: what `layers: auto` chose earlier, so that a resumed run or another rank has the same without measuring.
-        notes: is given what was chosen and measured, as plain values for JSON.
+        notes: is given what was chosen and measured, as plain values for JSON; what stands under `layers` was chosen earlier, so that
+            a resumed run or another rank has the same without measuring.
         texts: token ids that the draft will read, each of which it must have a row for; may be read more than once.
 
     Raises:
@@ -65,7 +64,7 @@ def make_student(
     notes = {} if notes is None else notes
     refuse_impossible(config)
     if config.init == "carved":
-        student = _carved(config, target, calibration, layers, temperature, notes)
+        student = _carved(config, target, calibration, temperature, notes)
     elif config.init == "config":
         rows = vocabulary_rows(target.config)
         student = from_architecture(config.architecture or {}, tokenizer, rows, seed)
@@ -110,10 +109,10 @@ def _carved(
     config: StudentConfig,
     target: PreTrainedModel,
     calibration: Sequence[Sequence[int]] | None,
-    layers: Sequence[int] | None,
     temperature: float,
     notes: dict[str, Any],
 ) -> PreTrainedModel:
+    layers: Sequence[int] | None = notes["layers"]["layers"] if "layers" in notes else None
     measures = (config.layers == "auto" and layers is None) or config.intermediate_size is not None
     if measures and calibration is None:
         raise ValueError("student.layers: auto and student.intermediate_size are measured on text: pass calibration")

@@ -114,26 +114,27 @@ def first_student(answers: Answers) -> Any:
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
     read = target.host_model if config.target.shard else lambda: target.model
     source: Any = read() if wants_weights else target.side
-    path, notes = run.folder / STUDENT_NOTES, dict[str, Any]()
+    path = run.folder / STUDENT_NOTES
     texts: list[list[int]] = []
     if carved_by_measurement(config.student):
         rows = answers.training  # every n-th, so that all domains have a say
         texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
-    def made(layers: Sequence[int] | None) -> Any:
+    def made(notes: dict[str, Any]) -> Any:
         return make_student(
             config.student, source, target.tokenizer, texts or None, seed=config.seed,
-            temperature=config.serving.temperature, layers=layers, notes=notes,
-            texts=_Texts(target.facts.eos_ids, answers.sets),
+            temperature=config.serving.temperature, notes=notes, texts=_Texts(target.facts.eos_ids, answers.sets),
         )  # fmt: skip
 
-    student, choice = None, None
+    student, notes = None, dict[str, Any]()
     if run.main:
-        choice = json.loads(path.read_text(encoding="utf-8")).get("layers") if path.exists() else None
-        student = made(choice and choice["layers"])
-        choice = choice or notes.get("layers")
+        if path.exists():
+            notes = {
+                name: value for name, value in json.loads(path.read_text(encoding="utf-8")).items() if name == "layers"
+            }
+        student = made(notes)
         if notes and not path.exists():
             write_json(path, notes)
             run.say(f"student: {path} says what was measured and chosen")
-    choice = run.seen(lambda: choice)
-    return student if student is not None else made(choice and choice["layers"])
+    notes = run.seen(lambda: {name: value for name, value in notes.items() if name == "layers"})
+    return student if student is not None else made(notes)

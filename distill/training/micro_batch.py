@@ -114,7 +114,7 @@ def trial_step(accelerator: Accelerator, module: DraftModule, teacher: Teacher |
     module.train()
     try:
         with accelerator.autocast():
-            loss, _, _ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, depths_BT=batch.depths_BT)
+            loss, _, _ = module(batch, signal)
         loss.backward()
     finally:  # also where memory ran out
         if module.survival is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from data.batches.collate import Batch
 from data.signals.signal import DenseSignal, Signal
 from distill.config.layout import STUDENT, step_folder
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
@@ -56,28 +57,20 @@ class DraftModule(nn.Module):
         return self._split[0].model
 
     def forward(
-        self,
-        input_ids_BT: Tensor,
-        rows_R: Tensor,
-        labels_R: Tensor,
-        signal: Signal | None = None,
-        weights_R: Tensor | None = None,
-        position_ids_BT: Tensor | None = None,
-        reference: DenseSignal | None = None,
-        answers_R: Tensor | None = None,
-        depths_BT: Tensor | None = None,
+        self, batch: Batch, signal: Signal | None = None, reference: DenseSignal | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(summed loss, summed acceptance, what it may be off by) over the R tokens of a micro-batch, the last two over its answers.
 
         The acceptance is the server's; with a sampled signal the overlap at the loss's temperature stands for it. With `depths_BT` each
         position's block is asked for so many tokens at once (`distill/loss/offsets.py`); the acceptance is that of their first.
         """
-        split = self._split[0]
+        split, rows_R, labels_R = self._split[0], batch.rows_R, batch.labels_R
+        weights_R, answers_R, depths_BT = batch.weights_R, batch.answers_R, batch.depths_BT
         if depths_BT is None:
-            hidden_BTD = split.hidden(input_ids_BT, position_ids_BT)
+            hidden_BTD = split.hidden(batch.input_ids_BT, batch.position_ids_BT)
             hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
         else:
-            hidden_RD, sources_R, offsets_R = self._asked(input_ids_BT, rows_R, depths_BT)
+            hidden_RD, sources_R, offsets_R = self._asked(batch.input_ids_BT, rows_R, depths_BT)
             signal, labels_R = part_of(signal, sources_R), labels_R[sources_R]
             weights_R = self._weighted(part_of(weights_R, sources_R), offsets_R)
             answers_R = offsets_R == 1 if answers_R is None else (offsets_R == 1) & answers_R[sources_R]

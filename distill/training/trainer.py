@@ -249,10 +249,7 @@ class Trainer:
         with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
             # DDP's wrapper casts by itself, FSDP2's units do not.
             with accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext():
-                loss, overlap, slack = self.wrapped(
-                    batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, batch.position_ids_BT,
-                    reference, batch.answers_R, batch.depths_BT,
-                )  # fmt: skip
+                loss, overlap, slack = self.wrapped(batch, signal, reference)
             accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
             self.clock.mark("student")
         return torch.stack([loss.detach().double(), overlap.double(), slack.double()])

@@ -125,9 +125,7 @@ def test_loss_and_gradient_are_those_of_the_padded_batch(kind: str) -> None:
     results = []
     for batch in (padded, packed):
         module.zero_grad()
-        loss, overlap, _ = module(
-            batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch), batch.weights_R, batch.position_ids_BT
-        )  # fmt: skip
+        loss, overlap, _ = module(batch, teacher.signal(batch))  # fmt: skip
         loss.backward()
         gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
         results.append((loss.detach().double(), overlap.double(), gradients))
@@ -146,9 +144,7 @@ def test_a_micro_batch_without_sequences_runs_forward_and_backward() -> None:
     batch = collate_packed([], 0, 512)
     assert batch.input_ids_BT.shape == (1, WIDTH_STEP)
     assert batch.labels_R.numel() == batch.rows_R.numel() == 0
-    loss, overlap, _ = module(
-        batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch), None, batch.position_ids_BT
-    )
+    loss, overlap, _ = module(batch, teacher.signal(batch))
     loss.backward()
     assert float(loss.detach()) == float(overlap) == 0.0
     for name, parameter in module.named_parameters():

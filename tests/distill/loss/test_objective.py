@@ -461,7 +461,7 @@ def eager_of_model(module: DraftModule, batch: Batch, teacher: Teacher) -> Tenso
 def both_gradients(module: DraftModule, autocast: bool = False) -> Iterator[tuple[str, Tensor, Tensor]]:
     teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7, 9], 50)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch))
+        loss, *_ = module(batch, teacher.signal(batch))
     loss.backward()
     chunked = {name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad}
     module.zero_grad()
@@ -526,7 +526,7 @@ def test_gradient_checkpointing_changes_no_gradient(lora: bool) -> None:
         wrapped = add_lora(student, 4, 8.0, "all-linear") if lora else student
         module = DraftModule(wrapped, Objective(MIXES["forward_kl"], chunk_tokens=4)).train()
         teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7], 50)
-        loss, *_ = module(batch.input_ids_BT, batch.rows_R, batch.labels_R, teacher.signal(batch))
+        loss, *_ = module(batch, teacher.signal(batch))
         loss.backward()
         return {name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad}
 

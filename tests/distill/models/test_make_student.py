@@ -70,7 +70,7 @@ def test_layers_chosen_on_text(tmp_path: Path) -> None:
     same_weights(student, carve(target_of(), expected.layers))
     torch.testing.assert_close(logits(target), before, rtol=0, atol=0)
     # A resumed run, or another rank, is told and does not measure.
-    again = student_of(tmp_path, {"layers": "auto", "depth": 2}, layers=notes["layers"]["layers"])
+    again = student_of(tmp_path, {"layers": "auto", "depth": 2}, notes={"layers": notes["layers"]})
     same_weights(again, student)
 
 

@@ -69,7 +69,7 @@ def in_blocks(example: Example, depths: Any) -> Example:
 
 
 def passed(module: DraftModule, signal: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    return module(batch.input_ids_BT, batch.rows_R, batch.labels_R, signal, batch.weights_R, depths_BT=batch.depths_BT)
+    return module(batch, signal)
 
 
 def one_by_one(module: DraftModule, target: Any, examples: list[Example]) -> tuple[Tensor, Tensor]:
