@@ -1,13 +1,14 @@
 """`understudy export` and `understudy check-export`: the run's best draft as a directory that engines serve."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distill.commands.options import CheckExportOptions, ExportOptions
 from distill.config.layout import ADAPTER, RAW
 from distill.config.load import load_config
 from distill.export.check import outside_check
 from distill.export.export import ExportReport, export_draft
-from distill.report.screen import export_lines, outside_check_lines
 from distill.run.folder import read_run
 from speculative.errors import UserError
 
@@ -23,14 +24,14 @@ def export_run(options: ExportOptions) -> ExportReport:
     Raises:
         UserError: no such run, or see `export_draft`.
     """
-    facts = dict(vars(read_run(options.run)))
+    facts = read_run(options.run)
     if options.quantize:
-        facts["quantize"] = None if options.quantize == "none" else options.quantize
-    adapter = facts["student_dir"].with_name(ADAPTER)
-    if options.adapter:
+        quantize: Any = None if options.quantize == "none" else options.quantize
+        facts = replace(facts, quantize=quantize)
+    adapter = facts.student_dir.with_name(ADAPTER) if options.adapter else None
+    if adapter is not None:
         _require_adapter(adapter)
-        facts["adapter"] = adapter
-    return export_draft(**facts, to=options.to, dtype=options.dtype, overwrite=options.overwrite)
+    return export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
 
 
 def _require_adapter(adapter: Path) -> None:
@@ -46,3 +47,29 @@ def check_export(options: CheckExportOptions) -> int:
     found = outside_check(config, options.exported, options.prompts, options.gamma)
     print("\n".join(outside_check_lines(found, options.gamma)))
     return 0 if found["equal"] == found["prompts"] and found["within_interval"] else 1
+
+
+def export_lines(report: ExportReport) -> list[str]:
+    """What an export wrote, what was checked, and which engines take it."""
+    lines = [
+        f"{report.path}: {report.parameters:,} parameters in {report.dtype}, vocabulary: {report.vocabulary.detail}"
+    ]
+    lines.extend(f"checked: {check}" for check in report.checks)
+    for engine in report.engines:
+        lines.append(f"{engine.engine:<14} {'takes it' if engine.ok else 'refuses it: ' + '; '.join(engine.reasons)}")
+    lines.extend(f"warning: {warning}" for warning in report.warnings)
+    lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
+    return lines
+
+
+def outside_check_lines(found: dict[str, Any], gamma: int) -> list[str]:
+    """What `distill.export.check.outside_check` found."""
+    theirs, ours = found["transformers"], found["ours"]
+    lines = [f"same greedy tokens as the target alone on {found['equal']} of {found['prompts']} prompts"]
+    if found["first_difference"]:
+        lines.append(f"first difference: {found['first_difference']}")
+    lines.append(
+        f"tau at gamma {gamma}: transformers {theirs['tau']:.3f}, ours {ours['tau']:.3f} "
+        f"[{ours['tau_ci'][0]:.3f}, {ours['tau_ci'][1]:.3f}]"
+    )
+    return lines

@@ -14,25 +14,24 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
-from distill.config.sections import Quantization
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
-from distill.export.facts import EngineFacts, gather_facts, lookups_of, shorter_context, ways_to_serve
-from distill.export.load_table import gamma_by_load, run_by_load
+from distill.export.facts import gather_facts, lookups_of, serving_gamma, shorter_context, ways_to_serve
+from distill.export.load_table import gamma_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
 from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
-from distill.run.result import Curves
-from distill.run.verdict_record import Verdict
+from distill.run.folder import RunFacts
+from distill.run.verdict_record import Drafting, Verdict
 from speculative.errors import UserError
+from speculative.measure.measured import HELD_OUT
 from speculative.rules.sampling import SamplingSettings
 
-SERVING_VERSION = 2
-GAMMA_WITHOUT_VERDICT = 4
+SERVING_VERSION = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECK_TEXT = "The draft proposes and the target decides; what is accepted was said by both."
 CHECK_TOKENS = 16
@@ -61,93 +60,59 @@ class ExportReport:
 
 
 def export_draft(
-    *,
-    student_dir: Path,
-    target: str,
-    to: Path,
-    dtype: str = "auto",
-    verdict: Verdict | None = None,
-    curves: Curves | None = None,
-    provenance: dict[str, Any] | None = None,
-    sampling: SamplingSettings | None = None,
-    overwrite: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    quantize: Quantization | None = None,
-    adapter: Path | None = None,
+    run: RunFacts, to: Path, *, dtype: str = "auto", overwrite: bool = False, adapter: Path | None = None
 ) -> ExportReport:
-    """Export `student_dir` as the draft of `target`.
+    """Export a trained student as the draft of its target.
 
     Args:
-        student_dir: a Hugging Face model directory, or a peft adapter directory (merged here).
-        target: directory or hub id of the target, or `embedded`; its config, tokenizer and generation config are read.
+        run: the student and its target, what was measured of them, how they are served; a peft adapter directory is merged here.
         to: directory to create.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: the dtype of the target's checkpoint.
-        verdict: the run's verdict.json, None when nothing was measured.
-        curves: what replay predicts under each rule, of the run's result.json.
-        provenance: what the run wrote about itself, for the model card (see `distill.export.card.model_card`).
-        sampling: how the run serves, for the generation config and the commands.
         overwrite: replace an earlier export at `to`.
-        revision: hub revision of the target.
-        quantize: weights in 8 bits, see `distill.export.quantize.quantize_draft`.
         adapter: a peft directory that is merged in the student, to be kept apart too.
 
     Raises:
         UserError: for a path, model, vocabulary or dtype that cannot be exported; what was at `to` stays as it was.
 
     """
-    path = check_destination(to, sources=_directories_read(student_dir, target), overwrite=overwrite)
-    target_side = load_target_side(target, trust_remote_code, revision)
-    export_dtype = _export_dtype(dtype, target_side.config)
-    rows = vocabulary_rows(target_side.config)
-    student = load_merged_student(student_dir, target_side.tokenizer, rows, trust_remote_code)
-    gamma, gamma_source, gain = serving_gamma(verdict)
-    token_gamma, taus, one_pass = ways_to_serve(verdict, curves, gamma, student.model.config)
-    run_gamma = one_pass.gamma if one_pass else token_gamma
-    if run_gamma != gamma:  # the other way of drafting is the faster
-        gamma, gamma_source = run_gamma, "the best measured gamma"
-    take_over_ids(student.model, target_side, token_gamma, sampling)  # transformers drafts token by token
+    verdict = run.verdict
+    path = check_destination(to, sources=_directories_read(run.student_dir, run.target), overwrite=overwrite)
+    target_side = load_target_side(run.target, run.trust_remote_code, run.revision)
+    export_dtype, rows = _export_dtype(dtype, target_side.config), vocabulary_rows(target_side.config)
+    student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
+    token_gamma, taus, one_pass = ways_to_serve(verdict, run.curves, student.model.config)
+    drafting: Drafting = "parallel" if one_pass else "autoregressive"
+    gamma, gamma_source, gain = serving_gamma(verdict, drafting)
+    take_over_ids(student.model, target_side, token_gamma, run.sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
-    warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, quantize)
-    draft_record = _draft_record(path, student.model, export_dtype, quantize)
-    packed = quantize_draft(student.model, quantize) if quantize else None
+    warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, run.quantize)
+    draft_record = _draft_record(path, student.model, export_dtype, run.quantize)
+    packed = quantize_draft(student.model, run.quantize) if run.quantize else None
     try:
         with appearing_directory(path) as working:
             _save(student.model, packed, adapter, working)
             target_side.tokenizer.save_pretrained(working)
-            checks = check_exported(working, student.model, target_side.tokenizer, trust_remote_code)
+            checks = check_exported(working, student.model, target_side.tokenizer, run.trust_remote_code)
             facts = gather_facts(
-                target_side, load_target_side(str(working), trust_remote_code), str(path), token_gamma, taus=taus,
-                measured_rule=verdict.rule if verdict else None, sampling=sampling, one_pass=one_pass,
-                gamma_by_load=tuple(gamma_by_load(verdict, "parallel" if one_pass else "autoregressive")), **lookups_of(verdict),
+                target_side, load_target_side(str(working), run.trust_remote_code), str(path), token_gamma, taus=taus,
+                measured_rule=verdict.rule if verdict else None, sampling=run.sampling, one_pass=one_pass,
+                gamma_by_load=tuple(gamma_by_load(verdict, drafting)), **lookups_of(verdict),
             )  # fmt: skip
             engines = check_all(facts)
             serving = {
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": _target_record(target_side), "draft": draft_record,
                 "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
-                "measured": _measured(verdict), "run": verdict.run if verdict else None, "run_by_load": run_by_load(verdict), **_engines_record(facts, engines), "warnings": warnings, "checks": checks,
+                **_verdict_record(verdict), "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
+                "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
+                "warnings": warnings, "checks": checks,
             }  # fmt: skip
-            files = _write_pages(working, serving, verdict, provenance)
+            files = _write_pages(working, serving, verdict, run.provenance)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
     return ExportReport(
         path, _dtype_name(export_dtype), draft_record["parameters"], gamma, gain, student.agreement, engines, student.merge_error,
         warnings, checks, files,
     )  # fmt: skip
-
-
-def serving_gamma(verdict: Verdict | None) -> tuple[int, str, bool | None]:
-    """(gamma of the commands, where it comes from, whether speculation was measured to pay; None = not measured)."""
-    if verdict is None:
-        return GAMMA_WITHOUT_VERDICT, "a default, not measured", None
-    judged_gamma = max(1, verdict.gamma or GAMMA_WITHOUT_VERDICT)
-    best_gamma = verdict.best_gamma
-    if best_gamma is None:
-        return judged_gamma, "the gamma of the verdict; the best one was not measured", None
-    if best_gamma == 0:
-        return judged_gamma, "the gamma of the verdict; no gamma gained", False
-    # best_gamma is the best by measured step times; whether it paid was measured by the clock (pays_off).
-    return best_gamma, "the best measured gamma", verdict.pays_off is not False
 
 
 def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_code: bool = False) -> list[str]:
@@ -213,15 +178,6 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
     return warnings
 
 
-def _engines_record(facts: EngineFacts, engines: list[EngineVerdict]) -> dict[str, Any]:
-    return {
-        "gamma_by_load": facts.gamma_by_load,
-        "sampling": facts.request,
-        "engines": {engine.engine: asdict(engine) for engine in engines},
-        "other_engines": others(facts),
-    }
-
-
 def _target_record(target_side: TargetSide) -> dict[str, Any]:
     config = target_side.config
     return {
@@ -243,14 +199,13 @@ def _draft_record(path: Path, model: Any, dtype: torch.dtype, quantize: str | No
     }
 
 
-def _measured(verdict: Verdict | None) -> dict[str, Any] | None:
-    """The numbers of the exported draft, with the rule and gamma they hold for."""
+def _verdict_record(verdict: Verdict | None) -> dict[str, Any]:
+    """What the verdict measured on the held-out text, and what it says to run."""
     if verdict is None:
-        return None
-    told = ("alpha", "alpha_ci", "tau", "tau_ci", "accepted_per_drafted", "tokens_per_second")
-    numbers = {name: getattr(verdict.best, name) for name in told}
-    alone = verdict.target_tokens_per_second
-    return {"rule": verdict.rule, "gamma": verdict.gamma, **numbers, "target_tokens_per_second": alone}
+        return {"measured": None, "headline": "", "run": {}}
+    measured = [one.record() for one in verdict.measured if one.text == HELD_OUT]
+    run = {str(load): way for load in verdict.concurrencies if (way := verdict.to_run(load))}
+    return {"measured": measured, "headline": verdict.headline, "run": run}
 
 
 def _write_pages(

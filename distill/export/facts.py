@@ -5,19 +5,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distill.export.gguf import pre_tokenizer_name
-from distill.export.load_table import LoadRange
+from distill.export.load_table import LoadRange, way_of_drafting
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
-from distill.run.verdict_record import WAYS, Drafting, Rival, Verdict, drafting_to_serve
+from distill.run.verdict_record import WAYS, Drafting, Verdict, drafting_to_serve
 from speculative.engine.models import max_positions
 from speculative.engine.parallel import mask_token_of
 from speculative.measure.load import MOST_LOAD
-from speculative.measure.measured import LOOKUP, TOGETHER
+from speculative.measure.measured import DRAFT, LOOKUP, TOGETHER, Measured
 from speculative.rules.sampling import SamplingSettings
 
 LLAMA_CPP_FIRST_COMPARED_ID = 5
+GAMMA_WITHOUT_VERDICT = 4
 
 
 class OnePass(NamedTuple):
@@ -54,8 +55,8 @@ class EngineFacts:
     taus: Mapping[str, float] = field(default_factory=dict)
     gamma_by_load: tuple[LoadRange, ...] = ()  # empty: not measured under load
     one_pass: OnePass | None = None
-    lookup: Rival | None = None  # prompt lookup without a draft, as it was timed beside it
-    together: Rival | None = (
+    lookup: Measured | None = None  # prompt lookup without a draft, as it was timed beside it
+    together: Measured | None = (
         None  # prompt lookup before the draft, token by token, where the run found that to be what to run
     )
 
@@ -105,7 +106,7 @@ class EngineFacts:
         return "nothing was predicted" if tau is None else f"replay predicts tau {tau:.2f}"
 
     @staticmethod
-    def timed(one: Rival) -> str:
+    def timed(one: Measured) -> str:
         """What a way was timed at, in words."""
         ends = f" [{one.speed_up_ci[0]:.2f}, {one.speed_up_ci[1]:.2f}]" if one.speed_up_ci else ""
         return f"timed at {one.speed_up:.2f}x{ends} the target alone"
@@ -117,38 +118,48 @@ class EngineFacts:
         return paying[-1] if paying and paying[-1] < MOST_LOAD else None
 
 
-def ways_to_serve(
-    verdict: Verdict | None, curves: Curves | None, gamma: int, draft_config: Any
-) -> tuple[int, Mapping[str, float], OnePass | None]:
-    """(gamma and taus of drafting token by token, the same of one pass a block where that is what should be run).
+def serving_gamma(verdict: Verdict | None, drafting: Drafting | None = None) -> tuple[int, str, bool | None]:
+    """(gamma of the commands, where it comes from, whether the draft was measured to pay; None = not measured).
 
-    gamma: of the verdict's own way of drafting.
+    It is the gamma that was timed as the draft's best for one request at a time; drafting: how, None as it was judged.
     """
+    if verdict is None:
+        return GAMMA_WITHOUT_VERDICT, "a default, not measured", None
+    row = verdict.row(way_of_drafting(verdict, drafting)) or verdict.row(DRAFT)
+    if row is None or row.speed_up is None:
+        return max(1, verdict.gamma), "the gamma of the verdict; no speed was timed", None
+    if not row.gamma:
+        return max(1, verdict.gamma), "the gamma of the verdict; no gamma gained", False
+    return row.gamma, "the best timed for one request at a time", verdict.pays
+
+
+def ways_to_serve(
+    verdict: Verdict | None, curves: Curves | None, draft_config: Any
+) -> tuple[int, Mapping[str, float], OnePass | None]:
+    """(gamma and taus of drafting token by token, the same of one pass a block where that is what should be run)."""
     mask_token = mask_token_of(draft_config)
-    way = drafting_to_serve(verdict, mask_token is not None)
-    known: dict[Drafting, tuple[int, Mapping[str, float]]] = {
-        verdict.drafting if verdict else way: (gamma, curves.taus_at(gamma) if curves else {})
-    }
-    for rival in verdict.rivals if verdict else ():
-        for other in (other for other, name in WAYS.items() if name == rival.name):
-            known[other] = (rival.gamma, curves.taus_at(rival.gamma, rival.name) if curves else {})
-    single = known.get("autoregressive", (gamma, {}))
-    if mask_token is None or way != "parallel":
+
+    def way(drafting: Drafting) -> tuple[int, Mapping[str, float]]:
+        gamma = serving_gamma(verdict, drafting)[0]
+        name = way_of_drafting(verdict, drafting) if verdict else DRAFT
+        return gamma, curves.taus_at(gamma, name) if curves else {}
+
+    single = way("autoregressive")
+    if mask_token is None or drafting_to_serve(verdict, True) != "parallel":
         return *single, None
-    return *single, OnePass(mask_token, *known["parallel"])
+    return *single, OnePass(mask_token, *way("parallel"))
 
 
 def lookups_of(verdict: Verdict | None) -> dict[str, Any]:
     """The fields `lookup` and `together` of a verdict."""
     if verdict is None:
         return {}
-    timed = {rival.name: rival for rival in verdict.rivals if rival.ngrams}
-    both = timed.get(TOGETHER)
+    lookup, both = verdict.row(LOOKUP), verdict.row(TOGETHER)
+    own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), "autoregressive")
     single = both is not None and (
-        both.behind == WAYS["autoregressive"]
-        or (verdict.drafting == "autoregressive" and both.behind != WAYS["parallel"])
+        both.behind == WAYS["autoregressive"] or (own == "autoregressive" and both.behind != WAYS["parallel"])
     )
-    return {"lookup": timed.get(LOOKUP), "together": both if single and verdict.run == TOGETHER else None}
+    return {"lookup": lookup, "together": both if single and verdict.to_run() == TOGETHER else None}
 
 
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, gamma: int, **served: Any) -> EngineFacts:

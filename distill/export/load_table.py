@@ -1,53 +1,52 @@
-"""How many tokens to draft at which number of concurrent requests, from what a verdict measured under load. Pure."""
+"""How many tokens to draft at which number of concurrent requests, read from what a verdict timed under load. Pure."""
 
 import math
 
-from distill.run.verdict_record import Drafting, Verdict
+from distill.run.verdict_record import WAYS, Drafting, Verdict
 from speculative.measure.load import MOST_LOAD
+from speculative.measure.measured import DRAFT, TARGET
 
 # First and last number of concurrent requests, and gamma there; 0: plain decoding.
 LoadRange = tuple[int, int, int]
 
 
-def gamma_by_load(verdict: Verdict | None, drafting: Drafting | None = None) -> list[LoadRange]:
-    """Ranges from 1 to 4096 without gaps; empty where judge.load was not measured, or drafting otherwise than is asked.
+def way_of_drafting(verdict: Verdict, drafting: Drafting | None) -> str:
+    """The name of the draft in question when it drafts so; None: as it was judged."""
+    own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), None)
+    return DRAFT if drafting in (None, own) else WAYS[drafting]
 
-    A measured load's gamma holds up to the geometric middle of the next one; 0 where the draft was measured to lose, and
-    from `plain_wins_from` on.
+
+def gamma_by_load(verdict: Verdict | None, drafting: Drafting | None = None) -> list[LoadRange]:
+    """Ranges from 1 to 4096 without gaps; empty where nothing but one request at a time was timed.
+
+    A measured load's gamma holds up to the geometric middle of the next one; 0 where the target alone is what to run or the draft was
+    measured to lose, from `plain_wins_from` on where that lies between two loads or beyond them all.
     """
-    if verdict is None or not verdict.load or drafting not in (None, verdict.drafting):
+    if verdict is None or max(verdict.concurrencies, default=1) == 1:
         return []
-    wins = verdict.plain_wins_from
-    rows = [row for row in verdict.load if wins is None or row.concurrency < wins]
+    way, wins = way_of_drafting(verdict, drafting), verdict.plain_wins_from or MOST_LOAD + 1
     starts: list[tuple[int, int]] = []
-    for number, row in enumerate(rows):
-        start = 1 if number == 0 else math.ceil(math.sqrt(rows[number - 1].concurrency * row.concurrency))
-        starts.append((start, row.gamma if row.speed_up > 1.0 else 0))
-    starts += [(wins, 0)] if wins is not None else []
-    if starts[0][0] > 1:
-        # Nothing below was measured, and the curve through what was says that the draft wins there.
-        starts.insert(0, (1, verdict.load[0].gamma))
+    last = 0
+    for load in verdict.concurrencies:
+        row = verdict.row(way, load)
+        if row is None or row.speed_up is None:
+            continue
+        pays = verdict.to_run(load) != TARGET and row.speed_up > 1.0
+        between = wins if not pays and last < wins <= load else math.ceil(math.sqrt(last * load))
+        starts.append((max(1, between) if last else 1, (row.gamma or 0) if pays else 0))
+        last = load
+    starts += [(wins, 0)] if last < wins <= MOST_LOAD else []
+    if not starts:
+        return []
     distinct = [one for number, one in enumerate(starts) if number == 0 or one[1] != starts[number - 1][1]]
     ends = [start - 1 for start, _ in distinct[1:]] + [MOST_LOAD]
     return [(start, end, gamma) for (start, gamma), end in zip(distinct, ends, strict=True)]
 
 
 def load_words(ranges: list[LoadRange]) -> str:
-    """`1: gamma 5; 2 to 11: 3; from 12: plain decoding`."""
+    """`1: gamma 5; 2 to 11: gamma 3; from 12: plain decoding`."""
     parts = []
     for first, last, gamma in ranges:
         where = f"from {first}" if last == MOST_LOAD else f"{first} to {last}" if last > first else f"{first}"
         parts.append(f"{where}: {f'gamma {gamma}' if gamma else 'plain decoding'}")
     return "; ".join(parts)
-
-
-def run_by_load(verdict: Verdict | None) -> str:
-    """What to run at each measured load, and what it gives there; "" where that is not known."""
-    names = {"best": "the draft by itself", "target": "the target alone"}
-    parts = []
-    for row in verdict.load if verdict else ():
-        speeds = {"best": row.speed_up} | {one.name: one.speed_up for one in row.rivals}
-        if row.run is not None:
-            speed = f" {speeds[row.run]:.2f}x" if row.run in speeds else ""
-            parts.append(f"{row.concurrency}: {names.get(row.run, row.run)}{speed}")
-    return ", ".join(parts)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,17 +97,17 @@ def publish(
     from distill.export.export import export_draft
     from distill.run.folder import read_run
 
-    facts = dict(vars(read_run(run)))
+    facts = read_run(run)
     with locked(drafts / _LOCK):
         name = name or next_name(drafts)
         folder = drafts / name
         if not folder.exists():
-            verdict = facts["verdict"]
+            verdict = facts.verdict
             told = {
                 "version": name, "parent": parent, "run": str(run), "data_window": None, "traffic": None,
                 "verdict": None if verdict is None else verdict.headline, "approved_by": None, "made": _now(),
             }  # fmt: skip
-            export_draft(**facts | {"provenance": facts["provenance"] | told | dict(provenance)}, to=folder)
+            export_draft(replace(facts, provenance=(facts.provenance or {}) | told | dict(provenance)), folder)
         version = read_version(folder)
         if version.provenance["run"] != str(run):
             raise UserError(f"{folder}: is there already, of {version.provenance['run']}, and a version never changes")

@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 
 from distill.report.view import View
 from distill.run.result import Calibration, Curve, RuleCurves
+from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 
 SIZE = (4.9, 2.9)  # inches; a page shows it 360 to 480 pixels wide, so that 9 points are readable on a phone
 INK, RULE = "#7c8694", "#7c869440"  # contrast above 3.5 on white and on the page's dark ground
-COLOURS = {"best": "#2f86d1", "baseline": "#8a8f98", "served": "#c07a10"}
+COLOURS = {DRAFT: "#2f86d1", UNDISTILLED: "#8a8f98", SERVED: "#c07a10"}
 OTHERS = ("#9468c8", "#359468", "#cc5a82")
-SHAPES = {"best": ("o", "-"), "baseline": ("s", "--"), "served": ("^", "-.")}
+SHAPES = {DRAFT: ("o", "-"), UNDISTILLED: ("s", "--"), SERVED: ("^", "-.")}
 LONGEST_LABEL = 24
 LEGEND_ROOM = 62  # characters of a legend's line, five of them for each sign before a label
 LAST_GAMMA = 16  # beyond it curves are flat; tables go on to 32
@@ -40,7 +41,7 @@ def figures_of(view: View) -> dict[str, str]:
     if len(result.steps) > 1:
         for key in ("alpha", "tau"):
             drawn[f"steps_{key}"] = _draw(f"steps_{key}", _steps, view, key)
-    if any(row.survival for row in result.contestants):
+    if view.survival:
         drawn["survival"] = _draw("survival", _survival, view)
     if view.curves is not None:
         drawn["tau"] = _draw("tau", _taus, view, view.curves)
@@ -94,7 +95,7 @@ def plot_steps(axis: Any, steps: Sequence[Any], key: str, best: int | None, styl
     """
     first, at = steps[0], [step.step for step in steps]
     if first.step == 0:
-        axis.axhline(getattr(first, key), color=COLOURS["baseline"], linestyle="--", label="undistilled")
+        axis.axhline(getattr(first, key), color=COLOURS[UNDISTILLED], linestyle="--", label="undistilled")
     values, ends = [getattr(step, key) for step in steps], [getattr(step, f"{key}_ci") for step in steps]
     if all(ends):  # replay alone gives tau no interval
         axis.fill_between(at, *zip(*ends, strict=True), color=style["color"], alpha=0.18, linewidth=0)
@@ -108,13 +109,12 @@ def plot_steps(axis: Any, steps: Sequence[Any], key: str, best: int | None, styl
 
 
 def _steps(axis: Any, view: View, key: str) -> None:
-    plot_steps(axis, view.result.steps, key, view.judged.step, _style(view, view.judged.name))
+    plot_steps(axis, view.result.steps, key, view.draft.step, _style(view, view.draft.way))
 
 
 def _survival(axis: Any, view: View) -> None:
-    for row in view.result.contestants:
-        if row.survival:
-            axis.plot(range(len(row.survival) + 1), [1.0, *row.survival], **_style(view, row.name))
+    for way, survival in view.survival.items():
+        axis.plot(range(len(survival) + 1), [1.0, *survival], **_style(view, way))
     axis.set(xlabel="j, drafted tokens", ylabel="first j all accepted", ylim=(0, 1.03))
     axis.xaxis.get_major_locator().set_params(integer=True)
 
@@ -151,7 +151,7 @@ def _speed_lines(
         if not fast:
             continue
         axis.plot(list(fast), list(fast.values()), **{**_style(view, name), "markersize": 3})
-        if name == view.judged.name:
+        if name == view.draft.way:
             peak = max(fast, key=fast.__getitem__)
             at = (peak, fast[peak])
             axis.annotate(f"{fast[peak]:.2f}x at {peak}", at, xytext=(4, 7), textcoords="offset points", fontsize=8.5)
@@ -159,21 +159,11 @@ def _speed_lines(
 
 def _speeds(axis: Any, view: View, curves: RuleCurves) -> None:
     _speed_lines(axis, view, curves, lambda _, curve: view.timed_speed_ups(curve))
-    best = view.verdict.best
-    timed, ends = (view.verdict.speed_up or {}).get("best"), (view.verdict.speed_up_ci or {}).get("best")
-    if timed is not None and best.speed_gamma is not None and curves.rule == view.verdict.rule:
-        error = [[abs(timed - end)] for end in ends] if ends else None
-        axis.errorbar(
-            [best.speed_gamma],
-            [timed],
-            yerr=error,
-            color=INK,
-            fmt="*",
-            markersize=8,
-            capsize=3,
-            linewidth=1.2,
-            label="timed",
-        )
+    row = view.verdict.row(view.draft.way)
+    if row is not None and row.speed_up is not None and curves.rule == view.verdict.rule:
+        error = [[abs(row.speed_up - end)] for end in row.speed_up_ci] if row.speed_up_ci else None
+        look: dict[str, Any] = {"color": INK, "fmt": "*", "markersize": 8, "capsize": 3, "linewidth": 1.2}
+        axis.errorbar([row.gamma], [row.speed_up], yerr=error, label="timed", **look)
     _speed_axis(axis)
 
 
@@ -190,7 +180,7 @@ def _reliability(axis: Any, calibration: Calibration) -> None:
         height, width = 0.25 * one.weight / heaviest, 0.96 * (one.high - one.low)
         axis.bar(one.low, height, width=width, align="edge", color=RULE, linewidth=0)
     axis.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, label="perfectly calibrated")
-    colour = COLOURS["best"]
+    colour = COLOURS[DRAFT]
     for one in bins:
         if one.ci:
             axis.plot([one.confidence] * 2, one.ci, color=colour, linewidth=1.2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from distill.run.result import Result
 from speculative.errors import UserError
+from speculative.measure.measured import TARGET
 
 SECONDS_AN_HOUR = 3600.0
 MILLION = 1e6
@@ -62,11 +63,14 @@ def parse_prices(text: str) -> Prices | None:
 def price_rows(result: Result, prices: Prices) -> list[PriceRow]:
     """One request at a time, then every measured load; nothing where nothing was timed."""
     verdict = result.verdict
-    rates = [(row.concurrency, row.plain_tokens_per_second, row.tokens_per_second) for row in verdict.load]
-    alone, drafted = verdict.target_tokens_per_second, verdict.best.tokens_per_second
-    if alone and drafted:
-        # Load 1 was timed again without prefill: what includes it stands for one request at a time.
-        rates = [(1, alone, drafted), *(rate for rate in rates if rate[0] > 1)]
+    pairs = [
+        (load, verdict.row(TARGET, load), verdict.row(verdict.drafts[-1].way, load)) for load in verdict.concurrencies
+    ]
+    rates = [
+        (load, alone.tokens_per_second, drafted.tokens_per_second)
+        for load, alone, drafted in pairs
+        if alone and drafted and alone.tokens_per_second and drafted.tokens_per_second
+    ]
     spent, tokens = run_price(result, prices), verdict.tokens / max(1, verdict.prompts)
     rows = []
     for concurrency, plain, faster in rates:

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import json
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,12 @@ from distill.report.sections.tokens import token_text
 from distill.report.view import OUTCOMES, GivenTimes, View, measured_times
 from distill.run.result import RESULT_FORMAT, Result, load_result
 from distill.run.served_record import load_served
-from distill.run.verdict_record import Record
 from speculative.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
-HEADLINES = (
-    "step", "alpha", "alpha_ci", "tau", "tau_ci", "tau_by", "accepted_per_drafted", "speed_up", "speed_up_ci", "tokens_per_second",
-)  # fmt: skip
 FACTS = (
-    "outcome", "pays_off", "sentence", "rule", "gamma", "prompts", "tokens", "best_gamma", "predicted_speed_up",
+    "outcome", "pays", "headline", "facts", "rule", "gamma", "prompts", "tokens", "measured", "gain", "against_served", "warnings",
 )  # fmt: skip
-GAINS = ("alpha", "tau", "speed_up")
 
 
 @dataclass(frozen=True)
@@ -95,30 +89,20 @@ def given_times(t_target: str = "", t_draft: str = "") -> GivenTimes | None:
 
 
 def summary_of(result: Result, files: ReportFiles | None = None, prices: Prices | None = None) -> dict[str, Any]:
-    """The small file for CI: the verdict, the headline numbers of every contestant, warnings, checks."""
-    verdict, effects, against_served = result.verdict, result.verdict.effects, result.verdict.against_served
+    """The small file for CI: the verdict, every measured row, warnings, checks."""
+    verdict = result.verdict.model_dump(mode="json", include=set(FACTS))
     return {
         "format": RESULT_FORMAT,
         "kind": result.kind,
         "name": result.name,
         "made": result.made,
-        **_plain(verdict, FACTS),
-        "judged": View(result, measured_times(result)).judged.name,
-        "contestants": {row.name: _plain(row, HEADLINES) for row in result.contestants},
-        "gain": _plain(effects, GAINS) if effects else None,
-        "certain": effects.certain if effects else None,
-        "against_served": _plain(against_served, (*GAINS, "certain")) if against_served else None,
-        "warnings": verdict.warnings,
+        **{key: verdict[key] for key in FACTS},
+        "run": {str(load): result.verdict.to_run(load) for load in result.verdict.concurrencies},
         "checks": result.checks,
         "commit": result.provenance.get("commit"),
         "files": {"html": files.html.name} if files else {},
         **({"money": [asdict(row) for row in price_rows(result, prices)]} if prices else {}),
     }
-
-
-def _plain(record: Record, keys: Sequence[str]) -> dict[str, Any]:
-    values = record.model_dump(mode="json", include=set(keys))
-    return {key: values[key] for key in keys}
 
 
 def made_sections(view: View) -> list[tuple[Section, Made]]:

@@ -10,8 +10,9 @@ from data.files import write_bytes
 from distill.config.layout import PLOT
 from distill.report.figures import COLOURS, plot_steps
 from distill.run.checkpoint import load_judgements
+from speculative.measure.measured import DRAFT
 
-STYLE = {"color": COLOURS["best"], "marker": "o", "label": "distilled"}
+STYLE = {"color": COLOURS[DRAFT], "marker": "o", "label": "distilled"}
 
 
 def plot_run(run: Path) -> Path:

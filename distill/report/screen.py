@@ -10,10 +10,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from distill.config.layout import BEST_LINK, REPORT, VERDICT
-from distill.export.export import ExportReport
-from distill.export.load_table import run_by_load
+from distill.report.measured import load_table, ways_tables
 from distill.report.money import Prices
-from distill.report.sections.contest import ways_table
 from distill.report.sections.money import money_lines, money_table
 from distill.report.table import Cell, Column, Table
 from distill.run.result import Result
@@ -68,32 +66,6 @@ def marked_completion(tokenizer: Any, response: Response, prompt_lines: int = 6)
     return Panel(text, title=share, title_align="left", expand=True)
 
 
-def export_lines(report: ExportReport) -> list[str]:
-    """What an export wrote, what was checked, and which engines take it."""
-    lines = [
-        f"{report.path}: {report.parameters:,} parameters in {report.dtype}, vocabulary: {report.vocabulary.detail}"
-    ]
-    lines.extend(f"checked: {check}" for check in report.checks)
-    for engine in report.engines:
-        lines.append(f"{engine.engine:<14} {'takes it' if engine.ok else 'refuses it: ' + '; '.join(engine.reasons)}")
-    lines.extend(f"warning: {warning}" for warning in report.warnings)
-    lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
-    return lines
-
-
-def outside_check_lines(found: dict[str, Any], gamma: int) -> list[str]:
-    """What `distill.export.check.outside_check` found."""
-    theirs, ours = found["transformers"], found["ours"]
-    lines = [f"same greedy tokens as the target alone on {found['equal']} of {found['prompts']} prompts"]
-    if found["first_difference"]:
-        lines.append(f"first difference: {found['first_difference']}")
-    lines.append(
-        f"tau at gamma {gamma}: transformers {theirs['tau']:.3f}, ours {ours['tau']:.3f} "
-        f"[{ours['tau_ci'][0]:.3f}, {ours['tau_ci'][1]:.3f}]"
-    )
-    return lines
-
-
 def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
@@ -105,14 +77,17 @@ def last_screen(
             "held-out completions: ", ("accepted from the draft", ACCEPTED_STYLE), ", ", ("the target's own", OWN_STYLE)
         )
         console.print(Group(legend, *completions))
-    console.print(ways_table(verdict))
-    console.print(Text(verdict.sentence, style=f"bold {style}"))
+    for table in ways_tables(verdict):
+        console.print(table)
+    console.print(Text(verdict.headline, style=f"bold {style}"))
+    for fact in verdict.facts:
+        console.print(Text(fact))
     if verdict.costs is not None:
         break_even = verdict.costs.break_even_alpha
         alpha = "none" if break_even is None else f"{break_even:.2f}"
         console.print(f"cost ratio {verdict.costs.cost_ratio:.2f}, break-even alpha at gamma {verdict.gamma}: {alpha}")
-    if by_load := run_by_load(verdict):
-        console.print(f"what to run by requests at once: {by_load}", highlight=False)
+    if max(verdict.concurrencies, default=1) > 1:
+        console.print(load_table(verdict))
     parts = {stage: value for stage, value in verdict.seconds.items() if "/" not in stage}
     console.print("time: " + ", ".join(f"{stage} {value:.0f} s" for stage, value in parts.items()), highlight=False)
     places = RichTable.grid(padding=(0, 2))

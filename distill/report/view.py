@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from distill.report.measured import NAMES
 from distill.report.money import Prices
-from distill.run.result import Contestant, Curve, Result, RuleCurves
-from distill.run.verdict_record import WAYS, Outcome, Verdict
+from distill.run.result import Curve, Result, RuleCurves
+from distill.run.verdict_record import WAYS, DraftOf, Outcome, Verdict
 from speculative.measure.cost import predicted_speed_up
 
 OUTCOMES: dict[Outcome, str] = {
@@ -73,14 +74,15 @@ class View:
         return self.result.verdict
 
     @cached_property
-    def judged(self) -> Contestant:
-        """The contestant that the report is about: the best, or the only one."""
-        return self.contestant("best") or self.result.contestants[-1]
+    def draft(self) -> DraftOf:
+        """The draft that the report is about."""
+        return self.verdict.drafts[-1]
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """{name: what a reader is told}, in the order of the result."""
-        return {row.name: row.label or row.name for row in self.result.contestants}
+        """{way: what a reader is told} of everything that has a curve or a slice, the drafts first."""
+        ways = [*(one.way for one in self.verdict.drafts), *(self.curves.contestants if self.curves else {})]
+        return {way: NAMES.get(way, way) for way in ways}
 
     @cached_property
     def curves(self) -> RuleCurves | None:
@@ -88,17 +90,22 @@ class View:
         rules = self.result.curves.rules if self.result.curves else []
         return next((curves for curves in rules if curves.rule == self.verdict.rule), rules[0] if rules else None)
 
-    def contestant(self, name: str) -> Contestant | None:
-        """The contestant of that name, or None."""
-        return next((row for row in self.result.contestants if row.name == name), None)
+    @cached_property
+    def survival(self) -> dict[str, list[float]]:
+        """{way: share of blocks whose first j tokens are all accepted}: live of the draft in question where counted, else by replay."""
+        found = {
+            way: curve.survival for way, curve in (self.in_order(self.curves) if self.curves else []) if curve.survival
+        }
+        live = self.verdict.judgement.survival if self.verdict.judgement else None
+        return found | ({self.draft.way: live} if live else {})
 
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
-        """(name, curve) of the contestants that have one, in the order of the result."""
+        """(way, curve) of those that have one, in the order of the labels."""
         return [(name, curves.contestants[name]) for name in self.labels if name in curves.contestants]
 
     def in_one_pass(self, name: str) -> bool:
-        """Whether a contestant, or the draft in question otherwise, drafts a block in one pass."""
-        return name == WAYS["parallel"] or (name == self.judged.name and self.verdict.drafting == "parallel")
+        """Whether a way drafts a block in one pass."""
+        return name == WAYS["parallel"] or (name == self.draft.way and self.draft.drafting == "parallel")
 
     def timed_speed_ups(self, curve: Curve) -> dict[int, float]:
         """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""

@@ -5,8 +5,8 @@ wandb is imported only here and only when a run has it as a tracker.
 
 from typing import Any
 
+from distill.report.measured import ways_tables
 from distill.report.page import render_page
-from distill.report.sections.contest import ways_table
 from distill.run.result import Result
 
 PAGE, WAYS_TABLE = "report/page", "report/ways"
@@ -23,12 +23,12 @@ def log_result(accelerator_or_run: Any, result: Result) -> list[str]:
         return []
     import wandb
 
-    table = ways_table(result.verdict)
+    table = ways_tables(result.verdict)[0]
     # inject would add a style sheet of wandb's servers to a page that needs no network.
     page = wandb.Html(render_page(result), inject=False, data_is_not_path=True)
     ways = wandb.Table(columns=[column.name for column in table.heads], data=table.texts())
     run.log({PAGE: page, WAYS_TABLE: ways})
-    run.summary.update({"report/outcome": result.verdict.outcome, "report/sentence": result.verdict.sentence})
+    run.summary.update({"report/outcome": result.verdict.outcome, "report/headline": result.verdict.headline})
     return [PAGE, WAYS_TABLE]
 
 

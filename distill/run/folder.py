@@ -90,17 +90,21 @@ def _first_difference(old: Any, new: Any, may: set[str], key: str = "") -> tuple
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `distill.export.export.export_draft` needs to know of a run, by the names of its parameters."""
+    """What an export needs to know: the student and its target, what was measured of them, how they are served.
+
+    student_dir: a Hugging Face model directory, or a peft adapter directory. target: directory or hub id, or `embedded`. verdict: None
+    when nothing was measured. curves: what replay predicts under each rule.
+    """
 
     student_dir: Path
     target: str
-    verdict: Verdict | None
-    curves: Curves | None
-    provenance: dict[str, Any]
-    sampling: SamplingSettings
-    revision: str | None
-    trust_remote_code: bool
-    quantize: Quantization | None
+    verdict: Verdict | None = None
+    curves: Curves | None = None
+    provenance: dict[str, Any] | None = None
+    sampling: SamplingSettings | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    quantize: Quantization | None = None
 
 
 def read_run(path: Path) -> RunFacts:

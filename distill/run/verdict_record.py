@@ -439,4 +439,7 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
     """
     if not parallel:
         return "autoregressive"
-    return "parallel" if verdict is None else next((way for way in WAYS if WAYS[way] == verdict.run), verdict.drafting)
+    if verdict is None:
+        return "parallel"
+    own = verdict.drafts[-1].drafting if verdict.drafts else verdict.drafting
+    return next((way for way in WAYS if WAYS[way] == verdict.to_run()), own)

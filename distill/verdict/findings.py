@@ -295,7 +295,7 @@ def serve_commands(
     """What starts each engine with this run's draft once it is exported to RUN/export."""
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
-    gamma, taus, one_pass = ways_to_serve(verdict, curves, verdict.best_gamma or verdict.gamma, student.config)
+    gamma, taus, one_pass = ways_to_serve(verdict, curves, student.config)
     facts = gather_facts(
         target.side, student, draft, gamma, measured_rule=verdict.rule, sampling=sampling, taus=taus, one_pass=one_pass,
         **lookups_of(verdict),

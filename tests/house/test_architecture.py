@@ -13,7 +13,7 @@ PACKAGES = ("distill", "data", "speculative")
 # Inside a package, layers from the top down: a file may import its own folder and the layers below, never beside or above.
 LAYERS = {
     "distill": (
-        ("cli",), ("live",), ("commands", "train"), ("verdict",), ("report", "respond"), ("export", "training"), ("run", "loss"), ("models",),
+        ("cli",), ("live",), ("commands", "train"), ("verdict",), ("export", "respond"), ("report", "training"), ("run", "loss"), ("models",),
         ("config",), ("faults",),
     ),
     "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("files",)),
@@ -116,7 +116,7 @@ def test_the_reader_sees_every_kind_of_import(source: str, imported: list[str]) 
         ("data.files", "distill", True),
         ("speculative.decode", "data.responses.store", True),
         ("distill.loss.objective", "distill.training.trainer", True),
-        ("distill.export.card", "distill.training.trainer", True),
+        ("distill.report.page", "distill.training.trainer", True),
         ("distill.training.trainer", "distill.loss.objective", False),
         ("distill.training.trainer", "distill.training.batches", False),
         ("distill.training.trainer", "speculative.evaluate", False),

@@ -13,8 +13,8 @@ from distill.commands.options import EvaluateOptions
 from distill.commands.output import check_writable, write_asked
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.report.measured import ways_tables
 from distill.report.screen import judgement_table
-from distill.report.sections.contest import ways_table
 from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.rules.rule import RULES, Rule
@@ -58,14 +58,10 @@ def _judge(config: RunConfig, options: EvaluateOptions, rule: Rule, gammas: list
     console = Console()
     for number, record in sorted((result.gammas or {}).items()):
         console.print(judgement_table(f"rule {rule}, gamma {number}", record))
-    console.print(ways_table(verdict))
-    console.print(verdict.sentence, style="bold")
-    console.print(
-        f"best gamma {verdict.best_gamma}, predicted speed-up {verdict.predicted_speed_up:.2f}x; "
-        f"target alone {verdict.target_tokens_per_second:.0f} tokens/s, with the draft {verdict.best.tokens_per_second:.0f}; "
-        f"written to {out} (a page of it: understudy report {out})",
-        highlight=False,
-    )
+    for table in ways_tables(verdict):
+        console.print(table)
+    console.print(verdict.headline, style="bold")
+    console.print(f"written to {out} (a page of it: understudy report {out})", highlight=False)
 
 
 def _is_of_a_run(path: Path) -> bool:

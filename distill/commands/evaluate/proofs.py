@@ -11,7 +11,6 @@ from distill.config.layout import REPORT, find_student
 from distill.config.run import RunConfig
 from distill.models.load import load_model, model_fingerprint
 from distill.report.page import report_command
-from distill.report.tables import judged
 from distill.run.result import Losslessness, Result, TaskScores, load_result
 from speculative.errors import UserError
 from speculative.explain import losslessness as tests
@@ -71,7 +70,7 @@ def result_of_draft(out: Path, config: RunConfig, draft: str) -> tuple[Result | 
     theirs = (yaml.safe_load(result.config) or {}).get("target", {}).get("path")
     if theirs != config.target.path:
         return None, f"{out} is of target {theirs}, not of {config.target.path}"
-    known = judged(result).path
+    known = result.verdict.drafts[-1].path
     try:
         same = known is not None and _fingerprint(known) == _fingerprint(draft)
     except UserError as error:

@@ -31,7 +31,7 @@ from distill.config.layout import (
     RESPONSES,
     VERDICT,
 )
-from distill.export.export import serving_gamma
+from distill.export.facts import serving_gamma
 from distill.export.load_table import gamma_by_load
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich.table import Table
 from scipy import stats
 
 from distill.commands.sweep.plan import SEED, SweepFile, Trial
-from distill.report.screen_table import screen_table
-from distill.report.tables import NOTHING, interval
+from distill.report.table import Cell, Column, Table
 from distill.run.folder import load_verdict
 from distill.run.verdict_record import Interval
 
@@ -102,23 +100,17 @@ def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
     keys = list(rows[0].values)
     count = sum(row.figures[sweep.metric] is not None for row in rows)
     picked = f" The best is picked out of {count}; its interval is not widened for that." if count > 1 else ""
-    table = screen_table(
-        f"sweep {sweep.name}: by {sweep.metric}",
-        (*keys, "alpha", "tau", "speed-up", "seeds", ""),
-        words=(*keys, ""),
-        overflow="fold",
+    figures = (Column("alpha", ".3f"), Column("tau", ".2f"), Column("speed-up", ".2f", "x"))
+    table = Table(
+        [*keys, *figures, "seeds", ""],
+        title=f"sweep {sweep.name}: by {sweep.metric}",
         caption="[95 % interval]: over seeds (Student's t), of one seed over prompts, as judged. "
         f"Overlapping intervals: the difference may be noise.{picked}",
     )
     for row in rows:
-        cells = [str(value) if isinstance(value, str) else json.dumps(value) for value in row.values.values()]
-        cells += [_cell(row.figures["alpha"], 3), _cell(row.figures["tau"], 2), _cell(row.figures["speed_up"], 2, "x")]
-        cells.append(f"{row.seeds} of {row.seeds + row.missing}" if row.missing else str(row.seeds))
-        table.add_row(*cells, row.note, style="bold" if row.note == BEST else "")
+        values = [str(value) if isinstance(value, str) else json.dumps(value) for value in row.values.values()]
+        found = (row.figures[name] for name in ("alpha", "tau", "speed_up"))
+        cells = [Cell(one.value, one.ci) if one else None for one in found]
+        seeds = f"{row.seeds} of {row.seeds + row.missing}" if row.missing else str(row.seeds)
+        table.add(*values, *cells, seeds, row.note, strong=row.note == BEST)
     return table
-
-
-def _cell(figure: Figure | None, digits: int, unit: str = "") -> str:
-    if figure is None:
-        return NOTHING
-    return f"{figure.value:.{digits}f}{unit}" + (f"\n{interval(figure.ci, digits)}" if figure.ci else "")

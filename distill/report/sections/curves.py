@@ -27,11 +27,11 @@ def steps(view: View) -> Made:
 @section("survival", "Survival by position", order=30, nav="Survival")
 def survival(view: View) -> Made:
     """How often the first j drafted tokens are all accepted."""
-    if not any(row.survival for row in view.result.contestants):
-        return "Survival by position was not measured: it needs live decoding."
+    if not view.survival:
+        return "Survival by position is not known: nothing was decoded live and no rule could be replayed."
     line = (
         "How often the first j tokens that the draft proposes are all accepted. A block pays for all its drafted tokens, so a curve "
-        "that falls fast asks for a small gamma."
+        "that falls fast asks for a small gamma. The judged draft's was counted live where it was decoded; the others are by replay."
     )
     return [line, figures(view, ("survival", "share of blocks whose first j drafted tokens are accepted"))]
 
@@ -58,21 +58,26 @@ def speed(view: View) -> Made:
 
 
 def speed_line(view: View) -> str:
-    """Best gamma and what it should give on this machine."""
-    verdict, costs = view.verdict, view.result.costs
-    if costs is None or verdict.best_gamma is None:
+    """What was timed, and what the curve is predicted from."""
+    verdict, costs, row = view.verdict, view.result.costs, view.verdict.row(view.draft.way)
+    if costs is None:
         return "Nothing was timed on this machine; the curve below is for other times."
-    ratio = f"c = {costs.cost_ratio:.2f}{of_block(view)}"
-    if verdict.best_gamma == 0:
-        return f"No gamma is predicted to pay on this machine ({ratio})."
+    timed = f"Timed: {row.speed_up:.2f}x at gamma {row.gamma}. " if row is not None and row.speed_up is not None else ""
     ends = verdict.best_gamma_range
-    alike = f"; {ends[0]} to {ends[1]} are as good within 3 %" if ends and ends[0] < ends[1] else ""
-    return f"The gamma that is predicted to be fastest on this machine: {verdict.best_gamma} ({ratio}, batch {costs.batch_size}{alike})."
+    if ends is None:
+        best = "no gamma is predicted to pay"
+    else:
+        best = (
+            f"gamma {ends[0]}"
+            + (f" to {ends[1]} are" if ends[0] < ends[1] else " is")
+            + " predicted to be best, within 3 %"
+        )
+    return f"{timed}The curve is predicted from c = {costs.cost_ratio:.2f}{of_block(view)} at batch {costs.batch_size}: {best}."
 
 
 def of_block(view: View) -> str:
     """What a cost ratio is of, where the judged draft drafts a block in one pass."""
-    return " of a block" if view.verdict.drafting == "parallel" else ""
+    return " of a block" if view.draft.drafting == "parallel" else ""
 
 
 def given_words(view: View) -> str:
@@ -98,7 +103,7 @@ def rules_table(view: View) -> Table:
         ]
     )
     for curves in rules:
-        curve = curves.contestants.get(view.judged.name)
+        curve = curves.contestants.get(view.draft.way)
         if curve is None:
             continue
         fast = view.timed_speed_ups(curve)

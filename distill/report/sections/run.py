@@ -6,7 +6,6 @@ from distill.report.section import Made, Part, Piece, fine, heading, section
 from distill.report.sections.curves import of_block
 from distill.report.view import View
 from distill.run.result import Result
-from distill.run.verdict_record import BestDraft, Judgement
 from speculative.measure.replay import agreement_words
 
 GLOSSARY = {
@@ -67,23 +66,21 @@ def serve_warning(view: View) -> str:
     reasons = []
     if verdict.outcome == "loss":
         reasons.append("this draft is worse than the undistilled one")
-    elif view.judged.step == 0:
+    elif view.draft.step == 0:
         reasons.append("this draft is the undistilled one")
     elif verdict.outcome == "no_measurable_gain":
         reasons.append("this draft is not certainly better than the undistilled one")
     if verdict.outcome == "rival_better":
-        reasons.append(f"{verdict.run} is faster and needs no training")
+        reasons.append(f"{verdict.to_run()} is faster and needs no training")
     elif verdict.outcome == "best_together":
         reasons.append(
             "with prompt lookup before it the draft is faster still (understudy generate; see what your engine can chain)"
         )
-    if verdict.pays_off is False or verdict.outcome == "no_speed":
+    if verdict.pays is False or verdict.outcome == "no_speed":
         reasons.append("the target with this draft was not certainly faster than the target alone")
-    if verdict.best_gamma == 0:
-        reasons.append("by the measured steps no gamma is predicted to pay")
     if reasons:
         return f"Before serving it: {'; '.join(reasons)}. The commands are given all the same."
-    if verdict.pays_off is None:
+    if verdict.pays is None:
         return "Not timed: whether the target with this draft is faster than alone was not measured."
     return ""
 
@@ -120,11 +117,8 @@ def check_lines(result: Result) -> list[str]:
 def _agreement_line(result: Result) -> str:
     """Live decoding against replay of its own text: both of one run, the last one that was counted."""
     verdict = result.verdict
-    runs: list[BestDraft | Judgement] = [
-        verdict.best,
-        *(one for one in verdict.checkpoints if one.step == verdict.best.step),
-    ]
-    checked = ((one.replay_check, one.live_tokens) for one in runs)
+    runs = [verdict.judgement, *(one for one in verdict.checkpoints if one.step == verdict.drafts[-1].step)]
+    checked = ((one.replay_check, one.live_tokens) for one in runs if one is not None)
     check, tokens = next(((check, tokens) for check, tokens in checked if check and tokens), (None, 0))
     start = "Live decoding against replay of its own text:"
     if check is None:

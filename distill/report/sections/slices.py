@@ -6,6 +6,7 @@ from distill.report.section import Made, Part, Piece, fine, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.result import Disagreement, SliceRow, SliceTable
+from speculative.measure.measured import UNDISTILLED
 
 SHOWN_DISAGREEMENTS = 12  # the page folds the rest
 ORDERED_DIMENSIONS = ("prompt length", "position", "target entropy", "first tokens")
@@ -51,7 +52,7 @@ def slices_line(view: View) -> str:
 
 def slice_table(view: View, group: SliceTable) -> Table:
     """One dimension; what has no order of its own is sorted by lost tokens, worst first."""
-    rows, main = list(group.rows), view.judged.name
+    rows, main = list(group.rows), view.draft.way
     if group.dimension not in ORDERED_DIMENSIONS:
         rows.sort(key=lambda row: -(row.lost_share or 0.0))
     others = [name for name in view.labels if name != main and any(name in row.alpha for row in rows)]
@@ -69,7 +70,7 @@ def slice_table(view: View, group: SliceTable) -> Table:
             row.alpha.get(main),
             row.alpha_ci.get(main),
             bar=row.alpha.get(main),
-            tick=row.alpha.get("baseline"),
+            tick=row.alpha.get(UNDISTILLED),
             strong=True,
         )
         gain = [Cell(row.gain, row.gain_ci, mark="worse" if row.certain == "loss" else "")] if gains else []

@@ -223,7 +223,7 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
 
 
 def test_what_could_have_been_seen_is_said_with_its_chance():
-    effects = example_result()["verdict"]["effects"] | {"prompts": 20, "corrected_confidence": 0.95, "speed_up": None}
+    effects = example_result()["verdict"]["gain"] | {"prompts": 20, "corrected_confidence": 0.95, "speed_up": None}
     effects |= {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
     effects |= {"certain_tau": "none", "minimal_detectable": {"tau": 0.2}}
     other = Difference.model_validate(effects | {"way": "b", "text": HELD_OUT})

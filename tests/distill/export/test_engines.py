@@ -21,9 +21,10 @@ from distill.export.engine import (
 )
 from distill.export.facts import EngineFacts, OnePass, gather_facts, lookups_of
 from distill.models.target import TargetSide
-from distill.run.verdict_record import Rival, Verdict
+from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
-from speculative.measure.measured import LOOKUP, TOGETHER
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, LOOKUP, TOGETHER, Measured
+from speculative.measure.measured import DRAFT as JUDGED
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 DRAFT, TARGET = "/models/my draft's $HOME", "org/target-8b"
@@ -137,13 +138,10 @@ def test_sglang_command(quantised):
     assert given == expected
 
 
-LOOKUP_ALONE = Rival(
-    name=LOOKUP, gamma=9, tau=1.5, tokens_per_second=140.0, speed_up=1.38, speed_up_ci=(1.3, 1.47), draft_over_it=0.7,
-    ngrams=(4, 2), tuned_on="training prompts", timed_prompts=24,
-)  # fmt: skip
-BOTH = LOOKUP_ALONE.model_copy(
-    update={"name": TOGETHER, "gamma": 10, "then_gamma": 3, "ngrams": (5, 3), "speed_up": 1.7}
+LOOKUP_ALONE = Measured(
+    LOOKUP, "sample", gamma=9, tau=1.5, tokens_per_second=140.0, speed_up=1.38, speed_up_ci=(1.3, 1.47), ngrams=(4, 2)
 )
+BOTH = replace(LOOKUP_ALONE, way=TOGETHER, gamma=10, then_gamma=3, ngrams=(5, 3), speed_up=1.7)
 
 
 def test_llama_cpp_chains_lookup_and_the_draft_where_that_was_measured_to_be_best():
@@ -182,21 +180,23 @@ def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
 @pytest.mark.parametrize(
     ("run", "drafting", "behind", "both"),
     [
-        (TOGETHER, "autoregressive", "best", True),
-        (TOGETHER, "autoregressive", "best in int8", True),
-        ("best", "autoregressive", "best", False),
-        (TOGETHER, "autoregressive", "one pass a block", False),
-        (TOGETHER, "parallel", "best", False),
-        (TOGETHER, "parallel", "token by token", True),
+        (TOGETHER, "autoregressive", JUDGED, True),
+        (TOGETHER, "autoregressive", "draft in int8", True),
+        (JUDGED, "autoregressive", JUDGED, False),
+        (TOGETHER, "autoregressive", BY_BLOCK, False),
+        (TOGETHER, "parallel", JUDGED, False),
+        (TOGETHER, "parallel", BY_TOKEN, True),
     ],
 )
 def test_what_a_verdict_says_of_lookup(run, drafting, behind, both):
     """llama.cpp drafts token by token: a block drafted in one pass behind the lookup is nothing for it."""
-    together = BOTH.model_copy(update={"behind": behind})
-    verdict = Verdict.model_construct(rivals=[LOOKUP_ALONE, together], run=run, drafting=drafting)
+    together = replace(BOTH, behind=behind)
+    drafts = [DraftOf(way=JUDGED, drafting=drafting)]
+    verdict = Verdict.model_construct(measured=[LOOKUP_ALONE, together], drafts=drafts, run_at={"1": run})
     assert lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "together": together if both else None}
     assert lookups_of(None) == {}
-    assert lookups_of(Verdict.model_construct(rivals=[], run=None)) == {"lookup": None, "together": None}
+    nothing = Verdict.model_construct(measured=[], drafts=[], run_at={})
+    assert lookups_of(nothing) == {"lookup": None, "together": None}
 
 
 def test_llama_cpp_commands():

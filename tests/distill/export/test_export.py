@@ -1,6 +1,7 @@
 """Export: an ordinary directory, whole or not at all, that gives the student's logits and the target's text."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -15,11 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from distill.export import export as export_module
 from distill.export.check import check_with_transformers
-from distill.export.export import export_draft, serving_gamma
+from distill.export.export import export_draft
+from distill.export.facts import serving_gamma
 from distill.models.vocabulary import repair_rows
+from distill.run.folder import RunFacts
 from distill.run.result import Curves
-from distill.run.verdict_record import Verdict
+from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
+from speculative.measure.measured import BY_TOKEN, DRAFT, LOOKUP, TARGET, TOGETHER, UNDISTILLED, Measured
 from speculative.rules.sampling import SamplingSettings
 
 TEXT = ["def main():", "    return value", "for name in names:", "the draft proposes, the target decides"]
@@ -88,7 +92,7 @@ def student_dir(tmp_path_factory, tokenizer):
 
 
 def curve(rule, taus):
-    return {"rule": rule, "contestants": {"best": {"rule": rule, "alpha": 0.7, "gammas": [0, 3], "tau": taus}}}
+    return {"rule": rule, "contestants": {DRAFT: {"rule": rule, "alpha": 0.7, "gammas": [0, 3], "tau": taus}}}
 
 
 CURVES = Curves.model_validate(
@@ -96,18 +100,28 @@ CURVES = Curves.model_validate(
 )
 
 
-def make_verdict(**changes):
-    row = {"alpha": 0.5, "alpha_ci": [0.48, 0.52], "tau": 1.9, "tau_ci": [1.8, 2.0], "survival": [0.5, 0.3]}
-    row |= {"accepted_per_drafted": 0.3, "tokens_per_second": 900.0}
-    verdict = {"rule": "sample", "gamma": 5, "prompts": 20, "tokens": 1234}
-    verdict |= {"baseline": {"step": 0, **row}, "best": {"step": 30, **row, "alpha": 0.75, "tau": 3.25}}
-    verdict |= {"target_tokens_per_second": 600.0, "paired": {"alpha_gain": 0.25, "ci": [0.2, 0.3]}}
-    verdict |= {"replay": {"1": 1.7, "3": 2.8}, "best_gamma": 3, "checkpoints": [], "self_checks": {}, "seconds": {}}
-    return Verdict.model_validate(verdict | {"outcome": "no_speed", "sentence": ""} | changes)
+def timed(way, gamma, **more):
+    known = {"gamma": gamma, "tau": 2.8, "tokens_per_second": 900.0, "speed_up": 1.5, "speed_up_ci": (1.4, 1.6)}
+    return Measured(way, "sample", **known | more)
 
 
-def export(student_dir, target_dir, to, **options):
-    return export_draft(student_dir=student_dir, target=str(target_dir), to=to, **options)
+def make_verdict(rows=None, run=DRAFT, drafting="autoregressive", **changes):
+    """A draft judged at gamma 5, and what was timed."""
+    interval = {"alpha_ci": (0.48, 0.52), "tau_ci": (1.8, 2.0), "how": {"tau": "live"}}
+    drafts = {UNDISTILLED: (0.5, 1.9), DRAFT: (0.75, 3.25)}
+    judged = [
+        Measured(way, "sample", gamma=5, alpha=alpha, tau=tau, **interval) for way, (alpha, tau) in drafts.items()
+    ]
+    known = {
+        "rule": "sample", "gamma": 5, "prompts": 20, "tokens": 1234, "drafts": [DraftOf(way=way, drafting=drafting) for way in drafts],
+        "measured": [*judged, *([timed(DRAFT, 3)] if rows is None else rows)], "run_at": {"1": run}, "pays": True, "best": {"alpha": 0.75, "tau": 3.25},
+        "outcome": "pays_off", "sentence": "", "headline": "Run it.",
+    }  # fmt: skip
+    return Verdict.model_validate(known | changes)
+
+
+def export(student_dir, target_dir, to, dtype="auto", overwrite=False, **known):
+    return export_draft(RunFacts(student_dir, str(target_dir), **known), to, dtype=dtype, overwrite=overwrite)
 
 
 def logits_of(model, ids=PROMPTS[1]):
@@ -160,12 +174,14 @@ def test_the_generation_config_serves_as_measured(exported):
 def test_serving_json(exported, target_dir, tokenizer):
     serving = json.loads((exported.path / "serving.json").read_text())
     rows = len(tokenizer) + PADDED_ROWS
-    assert (serving["format"], serving["version"]) == ("understudy-serving", 2)
+    assert (serving["format"], serving["version"]) == ("understudy-serving", 3)
     assert serving["target"] == {"name": str(target_dir), "rows": rows, "dtype": "bfloat16", "quantised": False}
     assert (serving["draft"]["path"], serving["draft"]["rows"]) == (str(exported.path), rows)
     assert serving["vocabulary"]["verdict"] == "agree"
-    assert (serving["gamma"], serving["gain"], serving["gamma_source"]) == (3, True, "the best measured gamma")
-    assert (serving["measured"]["rule"], serving["measured"]["tau"]) == ("sample", 3.25)
+    assert (serving["gamma"], serving["gain"]) == (3, True)
+    assert serving["gamma_source"] == "the best timed for one request at a time"
+    assert serving["measured"] == json.loads(json.dumps([row.record() for row in make_verdict().measured]))
+    assert serving["run"] == {"1": DRAFT}
     assert list(serving["engines"]) == ["vLLM", "SGLang", "llama.cpp", "transformers", "TensorRT-LLM"]
     for engine in serving["engines"].values():
         assert engine["ok"], engine["reasons"]
@@ -183,9 +199,10 @@ def test_the_pages_name_what_counts(exported, target_dir):
     assert (front["datasets"], front["license"]) == (["gsm8k"], "apache-2.0")
     for needle in (
         "0.750 [0.480, 0.520]",
-        "3.250 [1.800, 2.000]",
-        "+0.250 [0.200, 0.300]",
-        "Gamma of the commands: 3, the best measured gamma.",
+        "3.25 [1.80, 2.00]",
+        "**1.50x** [1.40, 1.60]",
+        "Run it.",
+        "Gamma of the commands: 3,",
     ):
         assert needle in card
     assert "accelerate launch x" in card
@@ -198,7 +215,7 @@ def test_the_pages_name_what_counts(exported, target_dir):
     assert '{"temperature": 0.7, "top_p": 0.9}' in page
     assert "tau 2.80" in page
     assert "tau 2.25" in page
-    assert page.count("\n") < 100
+    assert page.count("\n") < 110
 
 
 def test_the_transformers_code_runs(exported, target_dir, capsys, monkeypatch):
@@ -301,29 +318,44 @@ def test_a_long_entry_does_not_bury_the_card(tmp_path, student_dir, target_dir):
 
 
 def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
-    report = export(
-        student_dir, target_dir, tmp_path / "out", verdict=make_verdict(best_gamma=0, sentence="It cost time.")
-    )
+    verdict = make_verdict([timed(DRAFT, 0, speed_up=1.0)], run=TARGET, pays=False, headline="It cost time.")
+    report = export(student_dir, target_dir, tmp_path / "out", verdict=verdict)
     assert (report.gain, report.gamma) == (False, 5)
     for page in ("README.md", "SERVING.md"):
         assert "No gain" in (report.path / page).read_text()
+        assert "It cost time." in (report.path / page).read_text()
     assert "--spec-draft-n-max 5" in (report.path / "SERVING.md").read_text()
-    assert "It cost time." in (report.path / "README.md").read_text()
+
+
+def test_every_command_drafts_the_gamma_that_was_timed_as_best_for_one_request(tmp_path, student_dir, target_dir):
+    """Whatever is best under load, and whatever was judged or predicted."""
+    loaded = [
+        timed(DRAFT, 3),
+        timed(DRAFT, 1, concurrency=8, speed_up=1.2),
+        timed(DRAFT, 1, concurrency=16, speed_up=1.1),
+    ]
+    report = export(student_dir, target_dir, tmp_path / "out", verdict=make_verdict(loaded, best_gamma=1))
+    commands = {one.engine: one.command for one in report.engines}
+    given = json.loads(re.search("'({.*})'", commands["vLLM"].split(" --gen")[0].replace("'\"$DRAFT\"'", "d"))[1])
+    assert given["num_speculative_tokens"] == 3
+    assert given["num_speculative_tokens_per_batch_size"] == [[1, 2, 3], [3, 4096, 1]]
+    for name, flag in (("SGLang", "num-steps 3"), ("llama.cpp", "n-max 3"), ("TensorRT-LLM", "max_draft_len: 3")):
+        assert flag in commands[name]
+    assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 3
 
 
 def test_what_was_measured_of_lookup_is_what_the_commands_start(tmp_path, student_dir, target_dir):
-    rivals = [
-        {"name": name, "gamma": 7, "tau": 2.0, "tokens_per_second": 700.0, "speed_up": 1.5, "speed_up_ci": [1.4, 1.6],
-         "draft_over_it": 0.9, "draft_over_it_ci": [0.8, 1.0], "ngrams": [4, 2], "tuned_on": "", "timed_prompts": 9, **more}
-        for name, more in (("prompt lookup", {}), ("lookup + draft", {"then_gamma": 3, "behind": "best"}))
-    ]  # fmt: skip
+    rows = [
+        timed(DRAFT, 3),
+        timed(LOOKUP, 7, ngrams=(4, 2)),
+        timed(TOGETHER, 7, ngrams=(4, 2), then_gamma=3, behind=DRAFT),
+    ]
     pages = {}
-    for run in ("lookup + draft", "best"):
-        verdict = make_verdict(rivals=rivals, run=run)
-        report = export(student_dir, target_dir, tmp_path / run, verdict=verdict, curves=CURVES)
+    for run in (TOGETHER, DRAFT):
+        report = export(student_dir, target_dir, tmp_path / run, verdict=make_verdict(rows, run), curves=CURVES)
         pages[run] = (report.path / "SERVING.md").read_text()
-    assert "--spec-type ngram-simple,draft-simple" in pages["lookup + draft"]
-    assert "ngram-simple,draft-simple" not in pages["best"]
+    assert "--spec-type ngram-simple,draft-simple" in pages[TOGETHER]
+    assert "ngram-simple,draft-simple" not in pages[DRAFT]
     assert all('"method":"ngram","num_speculative_tokens":7' in page for page in pages.values())
 
 
@@ -333,27 +365,30 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
     marked = shutil.copytree(student_dir, tmp_path / "marked")
     config = json.loads((marked / "config.json").read_text())
     (marked / "config.json").write_text(json.dumps(config | {"pard_token": 3}))
-    rival = {"name": "token by token", "gamma": 2, "tokens_per_second": 1.0, "speed_up": 1.0, "tuned_on": ""}
-    verdict = make_verdict(best_gamma=7, drafting="parallel", rivals=[rival])
-    report = export(marked, target_dir, tmp_path / "out", verdict=verdict)
-    found = {one.engine: one for one in report.engines}
-    assert "parallel_drafting" in found["vLLM"].command
-    assert '"num_speculative_tokens": 7' in found["vLLM"].command.replace('":7', '": 7')
-    assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
-    assert report.gamma == 7
-    # Where the other way is what should be run, its gamma is the one that is told.
-    other = make_verdict(best_gamma=7, drafting="parallel", rivals=[rival], run="token by token")
-    report = export(marked, target_dir, tmp_path / "other", verdict=other)
-    serving = json.loads((report.path / "serving.json").read_text())
-    assert (report.gamma, serving["gamma"], serving["gamma_source"]) == (2, 2, "the best measured gamma")
-    assert "Gamma of the commands: 2, the best measured gamma." in (report.path / "README.md").read_text()
+    rows = [timed(DRAFT, 7), timed(BY_TOKEN, 2)]
+    for run, gamma, one_pass in ((DRAFT, 7, True), (BY_TOKEN, 2, False)):
+        # Where the other way is what should be run, its gamma is the one that is told.
+        report = export(marked, target_dir, tmp_path / str(gamma), verdict=make_verdict(rows, run, "parallel"))
+        found = {one.engine: one for one in report.engines}
+        assert ("parallel_drafting" in found["vLLM"].command) is one_pass
+        assert f'"num_speculative_tokens":{gamma}' in found["vLLM"].command
+        assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
+        assert report.gamma == gamma
+        assert f"Gamma of the commands: {gamma}, the best timed" in (report.path / "README.md").read_text()
 
 
-def test_gamma_of_the_commands():
-    assert serving_gamma(make_verdict(best_gamma=7))[::2] == (7, True)
-    assert serving_gamma(make_verdict(best_gamma=None))[::2] == (5, None)
-    assert serving_gamma(make_verdict(best_gamma=0, gamma=0))[::2] == (4, False)
-    assert serving_gamma(make_verdict(best_gamma=7, pays_off=False))[::2] == (7, False)
+@pytest.mark.parametrize(
+    ("verdict", "gamma", "gain"),
+    [
+        (make_verdict([timed(DRAFT, 7)]), 7, True),
+        (make_verdict([]), 5, None),
+        (make_verdict([timed(DRAFT, 0)], gamma=0), 1, False),
+        (make_verdict([timed(DRAFT, 7)], pays=False), 7, False),
+        (None, 4, None),
+    ],
+)
+def test_gamma_of_the_commands(verdict, gamma, gain):
+    assert serving_gamma(verdict)[::2] == (gamma, gain)
 
 
 def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):
@@ -369,19 +404,19 @@ def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):
 
 def refused(match, **call):
     with pytest.raises(UserError, match=match) as caught:
-        export_draft(**call)
+        export(**call)
     assert "\n" not in str(caught.value)
 
 
 def test_bad_inputs_are_refused_and_leave_nothing(tmp_path, student_dir, target_dir, tokenizer, monkeypatch):
-    call = {"student_dir": student_dir, "target": str(target_dir), "to": tmp_path / "out" / "x"}
+    call = {"student_dir": student_dir, "target_dir": target_dir, "to": tmp_path / "out" / "x"}
     refused("no such directory", **call | {"student_dir": tmp_path / "missing"})
     (tmp_path / "empty").mkdir()
     refused("does not load", **call | {"student_dir": tmp_path / "empty"})
-    refused("target .* cannot be read", **call | {"target": str(tmp_path / "empty")})
+    refused("target .* cannot be read", **call | {"target_dir": str(tmp_path / "empty")})
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused("local directory", **call | {"target": "nobody/nothing"})
+    refused("local directory", **call | {"target_dir": "nobody/nothing"})
     refused("dtype 'int8' is unknown", **call | {"dtype": "int8"})
     other = tmp_path / "other"
     shutil.copytree(student_dir, other)
@@ -400,7 +435,7 @@ def test_missing_and_overflowing_weights_are_refused(tmp_path, target_dir, token
     model = make_llama(len(tokenizer) + PADDED_ROWS)
     model.save_pretrained(tmp_path / "student")
     weights = load_file(tmp_path / "student" / "model.safetensors")
-    call = {"student_dir": tmp_path / "student", "target": str(target_dir), "to": tmp_path / "out"}
+    call = {"student_dir": tmp_path / "student", "target_dir": target_dir, "to": tmp_path / "out"}
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 1e30)
     save_file(weights, tmp_path / "student" / "model.safetensors", metadata={"format": "pt"})
     refused("model.norm.weight is not finite in float16", **call | {"dtype": "float16"})
@@ -412,7 +447,7 @@ def test_missing_and_overflowing_weights_are_refused(tmp_path, target_dir, token
 
 def test_only_an_earlier_export_is_overwritten(tmp_path, student_dir, target_dir, tokenizer):
     report = export(student_dir, target_dir, tmp_path / "out")
-    refused("--overwrite", student_dir=student_dir, target=str(target_dir), to=report.path)
+    refused("--overwrite", student_dir=student_dir, target_dir=target_dir, to=report.path)
     make_llama(len(tokenizer) + PADDED_ROWS, seed=9).save_pretrained(tmp_path / "newer")
     export(tmp_path / "newer", target_dir, report.path, overwrite=True)
     draft = AutoModelForCausalLM.from_pretrained(report.path)
@@ -420,7 +455,7 @@ def test_only_an_earlier_export_is_overwritten(tmp_path, student_dir, target_dir
     assert torch.equal(logits_of(draft), logits_of(newer))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["newer", "out"]
     (report.path / "notes.txt").write_text("mine")
-    call = {"student_dir": student_dir, "target": str(target_dir), "to": report.path, "overwrite": True}
+    call = {"student_dir": student_dir, "target_dir": target_dir, "to": report.path, "overwrite": True}
     refused("'notes.txt' in it was not exported by us", **call)
     assert (report.path / "notes.txt").read_text() == "mine"
 
@@ -456,6 +491,6 @@ def test_an_interruption_leaves_no_half_directory(tmp_path, student_dir, target_
 
 def test_a_parent_that_is_a_file_is_refused(tmp_path, student_dir, target_dir):
     (tmp_path / "file").write_text("x")
-    refused("cannot write", student_dir=student_dir, target=str(target_dir), to=tmp_path / "file" / "out")
+    refused("cannot write", student_dir=student_dir, target_dir=target_dir, to=tmp_path / "file" / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "x"

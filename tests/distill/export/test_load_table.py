@@ -10,21 +10,21 @@ from test_engines import GOOD, options, tensorrt_file
 
 from distill.export.engine import check, check_all
 from distill.export.load_table import gamma_by_load, load_words
-from distill.run.verdict_record import BestDraft, LoadRow, Verdict
+from distill.run.verdict_record import BestDraft, DraftOf, Verdict
+from speculative.measure.measured import DRAFT, TARGET, Measured
 
 Row = tuple[int, int, float]
 
 
 def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
-    load = [
-        LoadRow(
-            concurrency=load, gamma=gamma, speed_up=faster, predicted=faster, plain_tokens_per_second=1.0, tokens_per_second=faster
-        )
+    measured = [
+        Measured(DRAFT, "sample", load, gamma=gamma, speed_up=faster, tokens_per_second=faster)
         for load, gamma, faster in rows
     ]  # fmt: skip
+    run = {str(load): DRAFT if faster > 1.0 else TARGET for load, _, faster in rows}
     return Verdict(
         rule="sample", gamma=3, prompts=8, tokens=80, best=BestDraft(alpha=0.5, tau=2.0), outcome="no_speed", sentence="",
-        load=load, plain_wins_from=plain_wins_from,
+        drafts=[DraftOf(way=DRAFT)], measured=measured, run_at=run, plain_wins_from=plain_wins_from,
     )  # fmt: skip
 
 
@@ -36,8 +36,7 @@ def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
         ([(1, 5, 1.6), (4, 5, 1.3), (16, 2, 1.1)], 90, [(1, 7, 5), (8, 89, 2), (90, 4096, 0)]),
         ([(1, 1, 0.8), (4, 1, 0.7)], 1, [(1, 4096, 0)]),
         ([(1, 1, 0.9), (4, 2, 1.2)], None, [(1, 1, 0), (2, 4096, 2)]),
-        ([(8, 2, 1.2)], 20, [(1, 19, 2), (20, 4096, 0)]),
-        ([(8, 2, 0.9)], 5, [(1, 4, 2), (5, 4096, 0)]),
+        ([(1, 2, 1.2), (8, 1, 0.9)], 1, [(1, 2, 2), (3, 4096, 0)]),
     ],
 )
 def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[int, int, int]]) -> None:
@@ -49,7 +48,8 @@ def test_ranges_by_hand(rows: list[Row], wins: int | None, ranges: list[tuple[in
 
 def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
     assert gamma_by_load(None) == gamma_by_load(verdict_of([], None)) == []
-    measured = verdict_of([(1, 5, 2.0)], None)
+    assert gamma_by_load(verdict_of([(1, 5, 2.0)], None)) == [], "one request at a time says nothing of a load"
+    measured = verdict_of([(1, 5, 2.0), (4, 5, 1.5)], None)
     assert gamma_by_load(measured, "autoregressive") == gamma_by_load(measured) == [(1, 4096, 5)]
     assert gamma_by_load(measured, "parallel") == []
     assert not any("batch size" in note or "max_concurrency" in note for one in check_all(GOOD) for note in one.notes)

@@ -28,6 +28,7 @@ from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.quantized import FEW_ROWS, Int8Linear, as_served
 from distill.models.target import Target
+from distill.run.folder import RunFacts
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
 from distill.verdict.evidence import gather
@@ -47,10 +48,8 @@ def exported(folder: Path, how: Any, **model: Any) -> Path:
     student = tiny_model(num_hidden_layers=1, vocab_size=TOKENS, **ids, **model)
     student.save_pretrained(folder / "student")
     tiny_tokenizer().save_pretrained(folder / "student")
-    report = export_draft(
-        student_dir=folder / "student", target=str(folder / "target"), to=folder / "out", dtype="float32", quantize=how,
-    )  # fmt: skip
-    return report.path
+    facts = RunFacts(folder / "student", str(folder / "target"), quantize=how)
+    return export_draft(facts, folder / "out", dtype="float32").path
 
 
 @pytest.mark.parametrize("width", [40, 128])

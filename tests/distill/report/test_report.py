@@ -23,6 +23,7 @@ from distill.report.page import given_times, render_page, report_command, summar
 from distill.report.view import OUTCOMES, GivenTimes, View, measured_times
 from distill.run.result import load_result
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT
 
 HOSTILE = "</script><script>alert(1)</script><img src=\"https://x.test/a\" onerror='x()'>\"'&` | \u202e\u0000\ud800{{ 7 * 7 }}"
 VARIANTS = {
@@ -39,7 +40,7 @@ SECTIONS = [
 FIGURES = {"steps_alpha", "steps_tau", "survival", "tau", "speed", "given", "calibration"}
 MISSING = {
     "bare": {"steps", "speed", "slices", "tokens", "disagreements", "calibration"},
-    "not timed": {"survival", "tokens"},
+    "not timed": {"tokens"},
     "no baseline": {"steps"},
 }
 VOID = {"meta", "link", "input", "br", "img"}
@@ -112,7 +113,7 @@ def test_every_kind_of_result_makes_a_whole_page_without_a_network(variant: str,
     ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
     assert len(ids) == len(set(ids)), [name for name, times in Counter(ids).items() if times > 1]
     texts = " ".join(text for _, text in read.texts)
-    assert made["verdict"]["sentence"] in texts
+    assert made["verdict"]["headline"] in texts
     assert OUTCOMES[made["verdict"]["outcome"]] in texts
     assert not re.search(r"\b(None|nan|Undefined)\b", re.sub(r"<(script|style).*?</\1>", "", source, flags=re.S))
     assert len(source.encode()) < 2_000_000
@@ -137,7 +138,7 @@ def test_the_reader_of_outside_references_sees_them() -> None:
 
 def test_hostile_text_of_models_stays_text(result: dict[str, Any], tmp_path: Path) -> None:
     keys = (
-        "text", "prompt", "context", "target_said", "draft_wanted", "label", "sentence", "note", "command", "config", "why", "domain",
+        "text", "prompt", "context", "target_said", "draft_wanted", "label", "headline", "facts", "note", "command", "config", "why", "domain",
         "words", "key", "unit", "dimension", "engine",
     )  # fmt: skip
     bad = with_text(result, HOSTILE, keys)
@@ -201,15 +202,15 @@ def test_figures_are_pictures_of_their_own(result: dict[str, Any]) -> None:
         ("\x00\ud800\u202e", "\ufffd\ufffd\ufffd"),
         ("_hidden", "\u200b_hidden"),
         ("$x^2$ <b>&", "$x^2$ &lt;b&gt;&amp;"),
-        ("", "best"),
         ("名前", "名前"),
         ("a" * 500, "a" * 23 + "…"),
     ],
 )
 def test_any_label_can_be_drawn(label: str, shown: str, result: dict[str, Any]) -> None:
-    contestants = [row | {"label": label} for row in result["contestants"]]
-    svg = drawn(bare({**result, "contestants": contestants}), GivenTimes(1.0, 0.1))["survival"]
-    assert re.findall(r"<text[^>]*>([^<]*)", svg)[-1] == shown
+    curve = result["curves"]["rules"][0]["contestants"][DRAFT]
+    made = bare(result) | {"curves": {"gammas": [], "rules": [{"rule": "sample", "contestants": {label: curve}}]}}
+    svg = drawn(made, GivenTimes(1.0, 0.1))["survival"]
+    assert shown in re.findall(r"<text[^>]*>([^<]*)", svg)
 
 
 def test_times_on_the_command_line() -> None:
@@ -227,9 +228,9 @@ def test_the_page_and_its_numbers_are_written(result: dict[str, Any], tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", RESULT]
     summary = json.loads(files.summary.read_text(encoding="utf-8"))
     assert summary == summary_of(typed(result), files)
-    assert (summary["outcome"], summary["pays_off"]) == ("pays_off", True)
-    assert summary["contestants"]["best"]["tau"] == result["contestants"][-1]["tau"]
-    assert summary["gain"]["alpha"] == result["verdict"]["effects"]["alpha"]
+    assert (summary["outcome"], summary["pays"], summary["run"]["1"]) == ("pays_off", True, DRAFT)
+    assert summary["measured"] == result["verdict"]["measured"]
+    assert summary["gain"]["alpha"] == result["verdict"]["gain"]["alpha"]
     assert summary["against_served"]["certain"] == "gain"
     assert files.summary.stat().st_size < 10_000
     again = report_command(tmp_path / RESULT, tmp_path / "new" / "page.html", GivenTimes(0.025, 0.003))
@@ -246,22 +247,20 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
     ("spoil", "said"),
     [
         (lambda r: r.pop("verdict"), "key verdict is missing"),
-        (lambda r: r["verdict"].pop("sentence"), r"key verdict\.sentence is missing"),
-        (lambda r: r["contestants"][1].pop("alpha"), r"key contestants\[1\]\.alpha is missing"),
+        (lambda r: r["verdict"].pop("outcome"), r"key verdict\.outcome is missing"),
+        (lambda r: r["verdict"]["measured"][1].pop("way"), r"key verdict\.measured\[1\]\.way is missing"),
         (lambda r: r["token_view"]["responses"][2].pop("blocks"), r"key token_view\.responses\[2\]\.blocks is missing"),
         (lambda r: r["token_view"]["responses"][0]["tokens"][1].pop("by"), r"tokens\[1\]\.by is missing"),
         (lambda r: r["calibration"].pop("words"), r"key calibration\.words is missing"),
         (lambda r: r["slices"][0]["rows"][0].pop("alpha"), r"key slices\[0\]\.rows\[0\]\.alpha is missing"),
         (
-            lambda r: r["curves"]["rules"][0]["contestants"]["best"].pop("tau"),
-            r"key curves\.rules\[0\]\.contestants\.best\.tau is missing",
+            lambda r: r["curves"]["rules"][0]["contestants"][DRAFT].pop("tau"),
+            rf"key curves\.rules\[0\]\.contestants\.{DRAFT}\.tau is missing",
         ),
-        (lambda r: r["contestants"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
-        (lambda r: r["verdict"].update(best=None), r"key verdict\.best holds something else"),
+        (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
         (lambda r: r["live_prompts"][3].update(drafted=-1), r"key live_prompts\[3\]\.drafted holds something else"),
         (lambda r: r.update(format=2), r"key format holds something else \(Input should be 1\); make it again"),
         (lambda r: r.pop("format"), "key format is missing"),
-        (lambda r: r.update(contestants=[]), "key contestants is missing"),
     ],
 )  # fmt: skip
 def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[str, Any], tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_wandb_gets_the_page_and_the_table_offline(
     page = next(file.parent.rglob("*.html")).read_text(encoding="utf-8")
     assert page == render_page(typed(result)), "nothing of wandb's servers is put into it"
     summary = {item.key or item.nested_key[0] for r in records if r.HasField("summary") for item in r.summary.update}
-    assert {"report/outcome", "report/sentence"} <= summary
+    assert {"report/outcome", "report/headline"} <= summary
 
 
 def test_a_run_without_wandb_gets_nothing(result: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from data.files import write_json
 from distill.config.layout import RESULT
 from distill.report.page import report_command
+from speculative.measure.measured import DRAFT
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -120,7 +121,7 @@ def test_it_renders_without_a_complaint_and_asks_for_nothing(
     assert {url for url in asked if url.startswith("file:")} == {page}
     assert browser.title == "tiny: Pays off", "no text of a model has run"
     heading = browser.find_element(By.TAG_NAME, "h1")
-    assert heading.text == result["verdict"]["sentence"]
+    assert heading.text == result["verdict"]["headline"]
     assert heading.location["y"] < 300
     assert browser.find_element(By.CSS_SELECTOR, ".outcome").text == "Pays off", "a word, not only a colour"
     heights = browser.execute_script(
@@ -236,12 +237,12 @@ def test_given_times_recompute_the_table(browser: Chrome, result: dict[str, Any]
     for (name, gamma), value in cells(browser).items():
         # Both are double precision; the sums may round differently in the last place.
         assert value == pytest.approx(curves[name]["tau"][gamma] / (gamma * 3 / 25 + 1 + gamma * 0.04), rel=1e-12)
-    taus = curves["best"]["tau"]
+    taus = curves[DRAFT]["tau"]
     speeds = [tau / (gamma * 0.12 + 1 + gamma * 0.04) for gamma, tau in enumerate(taus)]
     words = browser.find_element(By.ID, "given-best").text
-    assert f"distilled: {max(speeds):.2f}x at gamma {speeds.index(max(speeds))}" in words
+    assert f"draft: {max(speeds):.2f}x at gamma {speeds.index(max(speeds))}" in words
     give(browser, target="1", draft="9")
-    assert "distilled: no gamma pays" in browser.find_element(By.ID, "given-best").text
+    assert "draft: no gamma pays" in browser.find_element(By.ID, "given-best").text
 
 
 def test_another_rule_and_a_wrong_time(browser: Chrome, result: dict[str, Any]) -> None:
@@ -249,9 +250,9 @@ def test_another_rule_and_a_wrong_time(browser: Chrome, result: dict[str, Any]) 
         "const s = document.getElementById('t-rule'); s.value = 'greedy-draft'; s.dispatchEvent(new Event('input', {bubbles: true}))"
     )
     give(browser, target="10", draft="1", verify="0")
-    tau = result["curves"]["rules"][1]["contestants"]["best"]["tau"][4]
+    tau = result["curves"]["rules"][1]["contestants"][DRAFT]["tau"][4]
     right = cells(browser)
-    assert right["best", 4] == pytest.approx(tau / (4 * 0.1 + 1), rel=1e-12)
+    assert right[DRAFT, 4] == pytest.approx(tau / (4 * 0.1 + 1), rel=1e-12)
     give(browser, draft="0")
     assert cells(browser) == right, "the last right numbers stay"
     assert browser.find_element(By.ID, "t-draft").get_attribute("aria-invalid") == "true"

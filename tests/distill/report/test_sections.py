@@ -20,7 +20,7 @@ from distill.report.money import Prices, parse_prices, price_rows
 from distill.report.page import made_sections, summary_of
 from distill.report.screen import last_screen
 from distill.report.section import Piece
-from distill.report.sections.curves import given_table, rules_table
+from distill.report.sections.curves import given_table, rules_table, speed_line
 from distill.report.sections.money import money_lines
 from distill.report.sections.run import check_lines, run_facts, serve_warning
 from distill.report.sections.slices import visible
@@ -29,6 +29,7 @@ from distill.report.table import NOTHING, Table
 from distill.report.view import GivenTimes, View, measured_times
 from speculative.errors import UserError
 from speculative.measure.cost import predicted_speed_up
+from speculative.measure.measured import DRAFT, LOOKUP, TARGET, TOGETHER
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +61,35 @@ def words_of(parts: Any) -> str:
     )
 
 
-def test_the_ways_stand_side_by_side(result: dict[str, Any]) -> None:
-    (table,) = tables_of(result, "numbers").values()
-    best = result["contestants"][-1]
-    row = next(row for row in table.texts() if row[0].startswith("distilled"))
-    assert row[2] == f"{best['alpha']:.3f} [{best['alpha_ci'][0]:.3f}, {best['alpha_ci'][1]:.3f}]"
-    assert row[3].startswith(f"{best['tau']:.2f} [")
-    assert row[-1].startswith(f"{best['speed_up']:.2f}x [")
-    assert [cell.strong for row in table.cells for cell in row[:1]] == [False, False, True]
+def test_a_way_has_one_figure_wherever_it_is_shown(result: dict[str, Any]) -> None:
+    """The timed row of the verdict, on the page, on the screen and by load."""
+    timed, judged = tables_of(result, "numbers").values()
+    rows = {row[0]: row for row in timed.texts()}
+    assert rows["draft run this"][1:] == [
+        "3",
+        "0.675 [0.664, 0.687]",
+        "2.56 by replay",
+        "174",
+        "1.36x [1.31, 1.42]",
+    ]
+    assert rows["lookup + draft n-grams of 1 to 3, then a draft of 3"][-1] == "1.30x [1.25, 1.35]"
+    assert [row[0].strong for row in timed.cells] == [False, False, True, False, False]
+    assert [row[0] for row in judged.texts()] == ["undistilled draft", "served draft", "draft"]
+    assert judged.texts()[1][2:] == ["2.31 by replay", NOTHING]
+    (by_load,) = tables_of(result, "load").values()
+    console = Console(width=80, record=True, file=io.StringIO())
+    last_screen(console, Path("runs/tiny"), typed(result).verdict, [], None)
+    screen = console.export_text()
+    for text in (by_load.texts()[0][3], screen, result["verdict"]["headline"]):
+        assert "1.36x" in text
+        assert text is screen or "[1.31, 1.42]" in text
     assert "Against the served draft, paired by prompt: alpha +0.040 [+0.010, +0.070]" in words_of(
         sections_of(result)["numbers"]
     )
-    few = of_verdict(result, speed_up_ci={"baseline": None, "best": None})
-    assert "too few prompts timed" in tables_of(few, "numbers")[table.title].texts()[-1][-1]
+    few = copy.deepcopy(result)
+    for row in few["verdict"]["measured"]:
+        row.pop("speed_up_ci", None)
+    assert "too few prompts" in next(iter(tables_of(few, "numbers").values())).texts()[-1][-1]
 
 
 def test_slices_are_sorted_and_a_certain_loss_alone_is_marked(result: dict[str, Any]) -> None:
@@ -102,23 +119,25 @@ def test_slices_are_sorted_and_a_certain_loss_alone_is_marked(result: dict[str, 
 
 
 def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
-    verdict = result["verdict"]
-    expected = [str(verdict["best_gamma"]), f"{verdict['predicted_speed_up']:.2f}x"]
-    assert rules_table(view_of(result)).texts()[0][3:] == expected
     beyond = copy.deepcopy(result)
-    curve = beyond["curves"]["rules"][0]["contestants"]["best"]
+    curve = beyond["curves"]["rules"][0]["contestants"][DRAFT]
+    best = max((value, gamma) for gamma, value in enumerate(curve["speed_up"][:17]))
+    expected = [str(best[1]), f"{best[0]:.2f}x"]
+    assert rules_table(view_of(result)).texts()[0][3:] == expected
     curve["speed_up"][17:] = [9.0] * 16
     assert rules_table(view_of(beyond)).texts()[0][3:] == expected, "no extrapolated one"
     curve["speed_up"] = [None] * 33
     assert rules_table(view_of(beyond)).texts()[0][3:] == [NOTHING] * 2
+    said = speed_line(view_of(result))
+    assert said.startswith("Timed: 1.36x at gamma 3. The curve is predicted from c = 0.26 at batch 1: gamma 2 to 4 are")
 
 
 def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) -> None:
-    best, (passing,) = result["verdict"]["best"], result["verdict"]["checkpoints"]
+    best, (passing,) = result["verdict"]["judgement"], result["verdict"]["checkpoints"]
     replayed = best["live_tokens"] / best["replay_check"]["predicted_blocks"]
     assert check_lines(typed(result))[-1].endswith(f"tau {best['tau']:.2f} beside replay {replayed:.2f}, z -0.2.")
     old = copy.deepcopy(result)
-    del old["verdict"]["best"]["replay_check"]
+    del old["verdict"]["judgement"]["replay_check"]
     assert f"tau {passing['tau']:.2f} beside replay" in check_lines(typed(old))[-1], "of the run that was replayed"
     assert "no live run was counted" in check_lines(typed(not_timed(result)))[-1]
 
@@ -127,19 +146,18 @@ def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) 
     ("verdict", "step", "said"),
     [
         ({}, 120, ""),
-        ({"outcome": "no_speed", "pays_off": False}, 120, "not certainly faster than the target alone"),
-        ({"best_gamma": 0}, 120, "no gamma is predicted to pay"),
-        ({"outcome": "loss", "pays_off": True}, 120, "worse than the undistilled one"),
-        ({"outcome": "no_measurable_gain", "pays_off": True}, 120, "not certainly better than the undistilled one"),
-        ({"outcome": "no_measurable_gain", "pays_off": False}, 0, "is the undistilled one; the target with"),
-        ({"outcome": "not_timed", "pays_off": None}, 120, "Not timed"),
+        ({"outcome": "no_speed", "pays": False}, 120, "not certainly faster than the target alone"),
+        ({"outcome": "loss", "pays": True}, 120, "worse than the undistilled one"),
+        ({"outcome": "no_measurable_gain", "pays": True}, 120, "not certainly better than the undistilled one"),
+        ({"outcome": "no_measurable_gain", "pays": False}, 0, "is the undistilled one; the target with"),
+        ({"outcome": "not_timed", "pays": None}, 120, "Not timed"),
     ],
 )
 def test_commands_for_a_draft_without_gain_carry_a_warning(
     verdict: dict[str, Any], step: int, said: str, result: dict[str, Any]
 ) -> None:
     made = copy.deepcopy(of_verdict(result, **verdict))
-    made["contestants"][-1]["step"] = step
+    made["verdict"]["drafts"][-1]["step"] = step
     warning = serve_warning(view_of(made))
     assert said in warning
     assert bool(said) == bool(warning)
@@ -153,7 +171,7 @@ def test_what_was_run_is_told(result: dict[str, Any]) -> None:
 
 
 def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
-    curve, tree = result["curves"]["rules"][0]["contestants"]["best"], copy.deepcopy(result)
+    curve, tree = result["curves"]["rules"][0]["contestants"][DRAFT], copy.deepcopy(result)
     for calls in ("each token", "one a block"):
         table = given_table(view_of(tree, GivenTimes(0.025, 0.003, 0.02)))
         for row in table.cells:
@@ -162,7 +180,7 @@ def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
             assert row[-1].value == pytest.approx(curve["tau"][gamma] / (drafting + 1 + gamma * 0.02))
             assert row[-2].value < row[-1].value
         assert [row[-1].strong for row in table.cells].count(True) == 1
-        tree["verdict"]["drafting"] = "parallel"
+        tree["verdict"]["drafts"][-1]["drafting"] = "parallel"
     measured = measured_times(typed(result))
     assert (measured.source, measured.cost_ratio) == ("measured", pytest.approx(result["costs"]["cost_ratio"]))
     tau = curve["tau"][4]
@@ -183,10 +201,17 @@ def test_white_space_is_visible(text: str, shown: str) -> None:
 
 def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> None:
     (table,) = tables_of(result, "load").values()
-    assert [row[:5] for row in table.texts()] == [
-        ["1", "5", "128", "198", "1.55x [1.40, 1.70]"], ["4", "3", "410", "545", "1.33x [1.20, 1.48]"],
-        ["16", "1", "900", "828", "0.92x plain is faster"],
+    assert [column.name for column in table.heads] == [
+        "concurrent requests", "target alone, tokens/s", "undistilled draft", "draft", LOOKUP, TOGETHER, "run",
     ]  # fmt: skip
+    assert [(row[0], row[1], row[3], row[-1]) for row in table.texts()] == [
+        ("1", "128", "1.36x [1.31, 1.42] gamma 3", "draft"), ("4", "410", "1.25x [1.20, 1.30] gamma 3", TOGETHER),
+        ("16", "900", "0.92x [0.87, 0.98] gamma 3", "target alone"),
+    ]  # fmt: skip
+    assert [[cell.strong for cell in row[1:6]] for row in table.cells] == [
+        [False, False, True, False, False], [False, False, False, False, True], [True, False, False, False, False],
+    ]  # fmt: skip
+    assert table.texts()[2][2] == table.texts()[2][5] == NOTHING, "not timed there"
     words = words_of(sections_of(result)["load"])
     assert "From 12 concurrent requests on plain decoding is faster than the draft by itself." in words
     assert "twice as long for 42 tokens" in words
@@ -198,48 +223,24 @@ def test_load_shows_each_row_and_where_plain_wins(result: dict[str, Any]) -> Non
         assert said in words_of(sections_of(of_verdict(result, plain_wins_from=wins))["load"])
 
 
-def test_load_says_what_to_run_where_others_were_timed(result: dict[str, Any]) -> None:
-    rows = copy.deepcopy(result["verdict"]["load"])
-    for row, run in zip(rows, ("lookup + draft", "best", "target"), strict=True):
-        row["rivals"] = [
-            {"name": "prompt lookup", "gamma": 8, "ngrams": [3, 1], "tuned_on": "", "speed_up": 1.2, "speed_up_ci": [1.1, 1.3]},
-            {"name": "lookup + draft", "gamma": 8, "ngrams": [4, 2], "then_gamma": 3, "tuned_on": "", "speed_up": 1.6, "speed_up_ci": None},
-        ]  # fmt: skip
-        row["run"] = run
-    del rows[1]["rivals"][0]  # one load had no room for it
-    changed = of_verdict(result, load=rows)
-    console = Console(width=160, record=True, file=io.StringIO())
-    last_screen(console, Path("runs/tiny"), typed(changed).verdict, [], None)
-    assert "what to run by requests at once: 1: lookup + draft 1.60x, 4: the draft by itself" in console.export_text()
-    (table,) = tables_of(changed, "load").values()
-    assert [row[-3:] for row in table.texts()] == [
-        ["1.20x [1.10, 1.30] gamma 8", "1.60x gamma 8", "lookup + draft"],
-        [NOTHING, "1.60x gamma 8", "the draft"],
-        ["1.20x [1.10, 1.30] gamma 8", "1.60x gamma 8", "the target alone"],
-    ]
-
-
 def test_latency_shows_what_was_observed(result: dict[str, Any]) -> None:
     tables = tables_of(result, "latency")
-    assert set(tables) == {"to the first token", "per token", "for a whole response"}
+    assert set(tables) == {"to the first token", "for a whole response"}
     assert tables["to the first token"].texts() == [
-        ["the target alone", "20", "25.5", "30"],
-        ["distilled", "24", "29", "36"],
+        ["target alone", "20", "25.5", "30"],
+        ["draft", "20", "25.5", "30"],
     ]
 
 
 def priced(tree: dict[str, Any]) -> dict[str, Any]:
     """A run of 1 hour; 100 tokens/s alone, 150 with the draft, at load 8 500 and 400; 50 tokens a response."""
-    load = {
-        "concurrency": 8, "gamma": 2, "speed_up": 0.8, "speed_up_ci": None, "predicted": 0.9, "plain_tokens_per_second": 500.0,
-        "tokens_per_second": 400.0,
-    }  # fmt: skip
-    first = {**load, "concurrency": 1, "plain_tokens_per_second": 110.0, "tokens_per_second": 170.0}
-    best = {**tree["verdict"]["best"], "tokens_per_second": 150.0}
-    return of_verdict(
-        tree, target_tokens_per_second=100.0, best=best, load=[first, load], prompts=20, tokens=1000,
-        seconds={"train": 3000.0, "train/backward": 2000.0, "judge": 600.0},
-    )  # fmt: skip
+    rates = {(TARGET, 1): 100.0, (DRAFT, 1): 150.0, (TARGET, 8): 500.0, (DRAFT, 8): 400.0}
+    rows = [
+        {"way": way, "rule": "sample", "concurrency": load, "tokens_per_second": rate, "speed_up": 1.0}
+        for (way, load), rate in rates.items()
+    ]  # fmt: skip
+    seconds = {"train": 3000.0, "train/backward": 2000.0, "judge": 600.0}
+    return of_verdict(tree, measured=rows, prompts=20, tokens=1000, seconds=seconds)
 
 
 def test_money_by_hand(result: dict[str, Any]) -> None:

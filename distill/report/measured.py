@@ -1,0 +1,99 @@
+"""What was measured of every way to decode, as tables: the same figures on the screen, in the report and in an exported directory."""
+
+from collections.abc import Mapping, Sequence
+
+from distill.report.table import Cell, Column, Table
+from distill.run.verdict_record import Verdict
+from speculative.measure.measured import DRAFT, HELD_OUT, SERVED, TARGET, UNDISTILLED, Measured
+
+HOW = "tau is counted live and speed is timed, unless a note says otherwise; [95 % interval]"
+TOO_FEW_TIMED = "too few prompts for an interval"
+
+
+# What a reader is told; every other way has its own name.
+NAMES = {TARGET: "target alone", UNDISTILLED: "undistilled draft", SERVED: "served draft", DRAFT: "draft"}
+
+
+def timed_rows(verdict: Verdict, concurrency: int = 1) -> list[Measured]:
+    """Every way that was timed at a load, the target first."""
+    rows = [one for one in verdict.measured if one.concurrency == concurrency and one.text == HELD_OUT]
+    return sorted((one for one in rows if one.speed_up is not None), key=lambda one: one.way != TARGET)
+
+
+def ways_tables(verdict: Verdict) -> list[Table]:
+    """What could be run, each way at its own best gamma, and the drafts at the judged gamma."""
+    text = f"{verdict.prompts:,} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}"
+    labels, timed = NAMES, timed_rows(verdict)
+    judged = [row for one in verdict.drafts if (row := verdict.judged(one.way)) is not None]
+    tables = [timed_table(timed, labels, verdict.to_run(), text)] if timed else []
+    if judged:
+        tables.append(judged_table(judged, labels, f"The drafts at gamma {verdict.gamma}" if timed else text))
+    return tables
+
+
+def timed_table(rows: Sequence[Measured], labels: Mapping[str, str], run: str | None, title: str = "") -> Table:
+    """A row a way, the one to run in bold."""
+    table = Table(
+        [
+            "way", Column("gamma", "d"), Column("alpha", ".3f"), Column("tau", ".2f"), Column("tokens/s", ",.0f"),
+            Column("speed-up", ".2f", "x"),
+        ],
+        title=title,
+        caption=HOW,
+    )  # fmt: skip
+    for row in rows:
+        few = TOO_FEW_TIMED if row.speed_up_ci is None and row.way != TARGET else ""
+        table.add(
+            Cell(labels.get(row.way, row.way), note=_sizes(row), mark="run this" if row.way == run else ""),
+            row.gamma or None, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.tokens_per_second,
+            _figure(row, "speed_up", few), strong=row.way == run,
+        )  # fmt: skip
+    return table
+
+
+def judged_table(rows: Sequence[Measured], labels: Mapping[str, str], title: str = "") -> Table:
+    """A row a draft: every kind of acceptance at one gamma."""
+    columns = (Column("alpha", ".3f"), Column("tau", ".2f"), Column("accepted / drafted", ".3f"))
+    table = Table(["draft", *columns], title=title)
+    for row in rows:
+        label = labels.get(row.way, row.way)
+        table.add(label, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.accepted_per_drafted)
+    return table
+
+
+def load_table(verdict: Verdict) -> Table:
+    """A row a load: the target's own rate, the speed-up of every way that was timed there, and what to run."""
+    labels, loads = NAMES, verdict.concurrencies
+    timed = {load: {row.way: row for row in timed_rows(verdict, load)} for load in loads}
+    ways = list(dict.fromkeys(way for rows in timed.values() for way in rows if way != TARGET))
+    table = Table(
+        [
+            Column("concurrent requests", ","), Column("target alone, tokens/s", ",.0f"),
+            *(Column(labels.get(way, way), ".2f", "x") for way in ways), "run",
+        ]
+    )  # fmt: skip
+    for load, rows in timed.items():
+        run = verdict.to_run(load)
+        cells = [
+            Cell(row.speed_up, row.speed_up_ci, note=f"gamma {row.gamma}", strong=way == run)
+            if (row := rows.get(way))
+            else None
+            for way in ways
+        ]
+        alone = rows[TARGET].tokens_per_second if TARGET in rows else None
+        table.add(load, Cell(alone, strong=run == TARGET), *cells, labels.get(run or "", run))
+    return table
+
+
+def _figure(row: Measured, key: str, note: str = "") -> Cell:
+    """A figure with its interval, and how it was obtained where that is not by counting or timing."""
+    how = {"replay": "by replay", "predicted": "predicted", "served": "served"}.get(row.how.get(key, ""), "")
+    return Cell(getattr(row, key), getattr(row, f"{key}_ci"), note=" ".join(part for part in (how, note) if part))
+
+
+def _sizes(row: Measured) -> str:
+    """What a lookup looks for, and the draft behind it."""
+    if row.ngrams is None:
+        return ""
+    behind = f", then a draft of {row.then_gamma}" if row.then_gamma else ""
+    return f"n-grams of {row.ngrams[1]} to {row.ngrams[0]}{behind}"
