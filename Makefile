@@ -19,7 +19,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: setup      ## distil, judge and export a draft for the embedded target (6 to 9 minutes on 2 cores)
 	$(BIN)/understudy demo
 
-loop: setup      ## the closed loop: traffic shifts, the draft is trained anew and takes over (6 minutes on 2 cores; after `make engines` in vLLM, 14)
+loop: setup      ## the closed loop: traffic shifts, the draft is retrained and takes over (6 minutes on 2 cores; after `make engines` in vLLM, 14)
 	$(BIN)/python bench/closed_loop.py
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)

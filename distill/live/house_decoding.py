@@ -166,7 +166,7 @@ class HouseEngine:
         if (body.get("response_format") or {}).get("type", "text") != "text":
             asked.append("response_format")
         if body.get("n", 1) != 1 or asked:
-            raise UserError(f"{', '.join(asked) or 'n > 1'}: not supported by the house engine")
+            raise UserError(f"{', '.join(asked) or 'n > 1'}: not supported by this engine")
         if body.get("model") not in (None, self.name):
             raise UserError(f"The model `{body['model']}` does not exist; here is `{self.name}`")
         ids = (

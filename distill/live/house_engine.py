@@ -39,7 +39,7 @@ VERSION = "0.32.0"  # of the vLLM whose protocol this is
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Of the house engine."""
+    """Our own decoder as a server in the protocol of vLLM."""
 
     target: Annotated[str, typer.Argument(help="directory, hub id or `embedded`")]
     draft: Annotated[str, typer.Argument(help="a draft's directory, a run, or `none`")]
@@ -220,8 +220,6 @@ def open_engine(options: EngineOptions) -> HouseEngine:
     """
     if options.rule not in ("greedy-draft", "sample"):
         raise UserError(f"--rule {options.rule}: greedy-draft or sample")
-    if options.drafting not in DRAFTINGS:
-        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
     torch.set_num_threads(options.threads)
     target = Target(TargetConfig(path=options.target), torch.device("cpu"), what="target")
     drafter = None if options.draft == "none" else Draft(load_draft(options.draft, target), options.drafting).drafter()

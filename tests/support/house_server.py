@@ -1,4 +1,4 @@
-"""The house engine on a port of its own, in this process."""
+"""Our own engine on a port of its own, in this process."""
 
 from __future__ import annotations
 

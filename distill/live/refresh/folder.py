@@ -76,4 +76,4 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete {folder} to begin anew") from error
+        raise UserError(f"{path}: cannot be read ({error}); delete {folder} to start again") from error

@@ -126,7 +126,7 @@ class Rollout:
             state.engine.pid, state.engine.created = process.pid, process.create_time()
             write_state(self.options.drafts, state)
         seconds = self._wait()
-        # A gateway may have begun anew meanwhile, with other flags.
+        # A gateway may have been restarted meanwhile, with other flags.
         self.state.before = arms_before(self.arms_file.parent)
         self._check_models()
         self._enter(

@@ -1,4 +1,4 @@
-"""The house engine speaks vLLM's protocol, counts as our decoder does, and survives clients that leave."""
+"""Our own engine speaks vLLM's protocol, counts as our decoder does, and survives clients that leave."""
 
 import json
 import time
