@@ -50,7 +50,6 @@ class EngineOptions:
     drafting: Annotated[str, typer.Option(help="autoregressive, or parallel: a block in one pass")] = DRAFTINGS[0]
     batch_size: Annotated[int, typer.Option(help="most requests decoded together")] = 16
     threads: Annotated[int, typer.Option(help="of torch")] = 1
-    withhold: Annotated[str, typer.Option(help="token ids, with commas: a response ends before the first of them")] = ""
 
 
 class Pages:
@@ -222,12 +221,10 @@ def open_engine(options: EngineOptions) -> HouseEngine:
         raise UserError(f"--rule {options.rule}: greedy-draft or sample")
     torch.set_num_threads(options.threads)
     target = Target(TargetConfig(path=options.target), torch.device("cpu"), what="target")
-    drafter = None if options.draft == "none" else Draft(load_draft(options.draft, target), options.drafting).drafter()
-    withheld = [int(token) for token in options.withhold.split(",") if token]
-    return HouseEngine(
-        target, drafter, options.gamma, options.rule, name=options.target, batch_size=options.batch_size,  # type: ignore[arg-type]
-        withheld=withheld,
-    )  # fmt: skip
+    how: Any = options.drafting
+    drafter = None if options.draft == "none" else Draft(load_draft(options.draft, target), how).drafter()
+    rule: Any = options.rule
+    return HouseEngine(target, drafter, options.gamma, rule, name=options.target, batch_size=options.batch_size)
 
 
 def run(options: EngineOptions) -> int:

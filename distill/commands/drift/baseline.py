@@ -15,6 +15,7 @@ from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import drafting_to_serve
+from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting
 from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
@@ -72,7 +73,7 @@ def baseline_of(run: Path, gamma: int | None = None, rule: str = "", drafting: s
     frozen = load_frozen_text(run, asked)
     draft, gamma = frozen.draft(str(run)), gamma or verdict.gamma
     way: Any = drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
-    offsets = gamma if way == "parallel" else None
+    offsets = Draft(draft, way).offsets(gamma, least=gamma)
     scores = score_tokens(draft, frozen.responses, frozen.sampling, offsets=offsets)
     prompts = drawn_prompts(frozen.responses, scores, frozen.rule, gamma)
     if len(prompts) < FEWEST_REQUESTS:

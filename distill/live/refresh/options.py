@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from distill.config.command_line import Launcher, Overrides
+from distill.live.traffic.options import AssumeSampling, TargetVersion
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,8 @@ class RefreshOptions:
     false_alarms: Annotated[float, typer.Option(help="probability of any false alarm over the whole log")] = 0.01
     drop: Annotated[float, typer.Option(help="fall in accepted/drafted that is to be found fast")] = 0.05
     payback_days: Annotated[float, typer.Option(help="days in which the training must have paid for itself")] = 7.0
-    target_version: Annotated[
-        str, typer.Option(help="what the log calls the run's target; default: its fingerprint or its path")
-    ] = ""
-    assume_sampling: Annotated[
-        bool, typer.Option("--assume-sampling", help="requests that do not tell their sampling settings had the run's")
-    ] = False
+    target_version: TargetVersion = ""
+    assume_sampling: AssumeSampling = False
     keep: Annotated[int, typer.Option(help="newest versions that stay; the current one and its parent do anyway")] = 5
     launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="tell the reasons and write nothing")] = False

@@ -6,6 +6,12 @@ from typing import Annotated
 
 import typer
 
+TargetVersion = Annotated[
+    str, typer.Option(help="what the log calls RUN's target; default: its fingerprint or its path")
+]
+AssumeSampling = Annotated[
+    bool, typer.Option("--assume-sampling", help="requests that do not tell their sampling settings had RUN's")
+]
 Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 
 
@@ -43,12 +49,8 @@ class ExportTrafficOptions:
         list[str] | None,
         typer.Option(help="at most so many training requests of a slice: 5000 for each, or code=2000; repeatable"),
     ] = None
-    target_version: Annotated[
-        str, typer.Option(help="what the log calls RUN's target; default: its fingerprint or its path")
-    ] = ""
-    assume_sampling: Annotated[
-        bool, typer.Option("--assume-sampling", help="requests that do not tell their sampling settings had RUN's")
-    ] = False
+    target_version: TargetVersion = ""
+    assume_sampling: AssumeSampling = False
 
 
 @dataclass(frozen=True)
