@@ -61,7 +61,8 @@ def _judge(config: RunConfig, options: EvaluateOptions, rule: Rule, gammas: list
     for table in ways_tables(verdict):
         console.print(table)
     console.print(verdict.headline, style="bold")
-    console.print(f"written to {out} (a page of it: understudy report {out})", highlight=False)
+    for line in (*verdict.facts, f"written to {out} (a page of it: understudy report {out})"):
+        console.print(line, highlight=False, markup=False)
 
 
 def _is_of_a_run(path: Path) -> bool:

@@ -130,7 +130,8 @@ def _gammas(
         return (options.gamma,)
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
     by_load = [gamma for _, _, gamma in gamma_by_load(verdict, drafting) if gamma]
-    exported = [rival.gamma for rival in verdict.rivals if rival.name == WAYS[drafting]] if verdict else [judged]
+    other = verdict.row(WAYS[drafting]) if verdict else None
+    exported = [other.gamma] if other is not None and other.gamma else [judged][: verdict is None]
     return tuple(dict.fromkeys((*exported, serving_gamma(verdict)[0] if verdict else judged, max(1, judged), *by_load)))
 
 

@@ -12,6 +12,7 @@ from distill.commands.sweep.plan import SEED, SweepFile, Trial
 from distill.report.table import Cell, Column, Table
 from distill.run.folder import load_verdict
 from distill.run.verdict_record import Interval
+from speculative.measure.measured import DRAFT, Measured
 
 BEST, NOISE = "best", "within noise of the best"
 LEVEL = 0.95
@@ -47,12 +48,17 @@ def figures_of(trial: Trial) -> dict[str, Figure | None]:
         UserError: no verdict.
     """
     verdict = load_verdict(trial.config.folder)
-    best, speed_up = verdict.best, (verdict.speed_up or {}).get("best")
+    judged, timed = verdict.judged(DRAFT), verdict.row(DRAFT)
     return {
-        "alpha": Figure(best.alpha, best.alpha_ci),
-        "tau": Figure(best.tau, best.tau_ci),
-        "speed_up": None if speed_up is None else Figure(speed_up, (verdict.speed_up_ci or {}).get("best")),
+        "alpha": _figure(judged, "alpha"),
+        "tau": _figure(judged, "tau"),
+        "speed_up": _figure(timed, "speed_up"),
     }
+
+
+def _figure(row: Measured | None, name: str) -> Figure | None:
+    value = getattr(row, name, None)
+    return None if value is None else Figure(value, getattr(row, f"{name}_ci"))
 
 
 def t_interval(values: Sequence[float]) -> Interval | None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False)
+    result = CliRunner().invoke(cli.app, list(arguments), catch_exceptions=False, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result.output
 

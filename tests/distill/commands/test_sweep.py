@@ -34,6 +34,7 @@ from distill.commands.training_process import error_line
 from distill.config.load import dump_config, load_config
 from distill.faults import Interrupted
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT
 
 BASE = """
 name: base
@@ -76,9 +77,13 @@ signal.signal(signal.SIGINT, stop)
 while (control / f"hang-{name}").exists():
     time.sleep(0.01)
 alpha = {"tv": 0.8, "forward_kl": 0.6, "jsd": 0.79}[json.loads(values["loss.name"])] + 0.01 * seed
-best = {"alpha": alpha, "alpha_ci": [alpha - 0.02, alpha + 0.02], "tau": 4 * alpha, "tau_ci": [4 * alpha - 0.1, 4 * alpha + 0.1]}
-told = {"rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "sentence": "No."}
-(folder / "verdict.json").write_text(json.dumps(told | {"best": best, "speed_up": {"best": 2 * alpha}, "speed_up_ci": {"best": [2 * alpha - 0.3, 2 * alpha + 0.3]}}))
+ci = lambda value, half: [value - half, value + half]
+row = {"way": "DRAFT", "rule": "sample", "gamma": 3, "how": {}}
+judged = row | {"alpha": alpha, "alpha_ci": ci(alpha, 0.02), "tau": 4 * alpha, "tau_ci": ci(4 * alpha, 0.1)}
+timed = row | {"gamma": 2, "speed_up": 2 * alpha, "speed_up_ci": ci(2 * alpha, 0.3)}
+told = {"format": 2, "version": "0.2.0", "rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "sentence": "No."}
+best = {"alpha": alpha, "tau": 4 * alpha}
+(folder / "verdict.json").write_text(json.dumps(told | {"best": best, "measured": [judged, timed]}))
 """
 
 
@@ -86,7 +91,7 @@ def lab(tmp_path: Path, **sections: Any) -> tuple[Path, str]:
     """(a sweep file, the launcher that stands for training)."""
     if not (tmp_path / "base.yaml").exists():
         (tmp_path / "base.yaml").write_text(BASE.format(folder=tmp_path), encoding="utf-8")
-    (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
+    (tmp_path / "trainer.py").write_text(TRAINER.replace("DRAFT", DRAFT), encoding="utf-8")
     tree = {
         "base": str(tmp_path / "base.yaml"),
         "name": "s",
@@ -380,7 +385,7 @@ def test_what_cannot_be_told_from_the_best_is_marked(tmp_path: Path) -> None:
     said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert "within noise of the best" in said
     assert "0 of 3" in said
-    assert "picked out of 3" in said
+    assert "picked out of 3;" in " ".join(said.split())
 
 
 def test_one_seed_has_the_judges_interval(tmp_path: Path) -> None:
