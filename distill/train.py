@@ -38,7 +38,7 @@ from distill.training.module import DraftModule
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, sharded_teacher
 from distill.training.signal import check_signal, make_reference, make_teacher
 from distill.training.teacher import Teacher
-from distill.training.tracking import start_trackers
+from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
 from distill.verdict.judge import DraftJudge
@@ -194,7 +194,7 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
         with run.progress.timed("judge"):
             drafts = checkpoint.drafts()
             record = run.record(path, judged)
-    flat = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+    flat = judged_scalars(record)
     flat["judge/judging_seconds"] = run.progress.seconds.get("judge", 0.0)  # of all judgements so far
     trainer.metrics.write(step, flat, always=True)
     keep_judgement(run, step, record)

@@ -79,6 +79,16 @@ class Metrics:
             self.accelerator.log(tracked(step, values), step=step)
 
 
+def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a judgement as `judge/NAME`, the ends of its intervals as `judge/NAME_low` and `judge/NAME_high`."""
+    numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+    for key, ends in record.items():
+        if key.endswith("_ci") and ends:
+            name = f"judge/{key.removesuffix('_ci')}"
+            numbers |= {f"{name}_low": ends[0], f"{name}_high": ends[1]}
+    return numbers
+
+
 def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl under the names that trackers get; `seconds` by stage becomes time/STAGE."""
     numbers: dict[str, float] = {STEP: step}

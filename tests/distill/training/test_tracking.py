@@ -16,6 +16,7 @@ from distill.training.tracking import (
     TRACKED_NAMES,
     Metrics,
     flat_config,
+    judged_scalars,
     notes_of,
     start_trackers,
     tracked,
@@ -91,6 +92,13 @@ def test_trackers_get_other_names_than_the_file() -> None:
         "train/step": 4, "train/loss": 0.5, "train/alpha": 0.7, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/skipped": True,
         "speed/tokens_per_second": 900.0, "speed/mfu": 0.4, "memory/peak_mib": 512.0, "time/data": 0.1, "time/teacher": 0.2,
         "judge/tau": 2.5, "time/judge": 3.0, "train/new_key": 1,
+    }  # fmt: skip
+
+
+def test_a_judgement_is_logged_with_its_intervals() -> None:
+    record = {"alpha": 0.6, "alpha_ci": [0.5, 0.7], "tau": 2.0, "tau_ci": None, "domains": {}, "rule": "sample"}
+    assert judged_scalars(record) == {
+        "judge/alpha": 0.6, "judge/alpha_low": 0.5, "judge/alpha_high": 0.7, "judge/tau": 2.0,
     }  # fmt: skip
 
 
