@@ -1,8 +1,6 @@
 """The target's answers: the same whatever the batch, the rank or the kill; with the right log-probabilities."""
 
-import errno
 import math
-import os
 import random
 import signal
 from collections.abc import Iterator
@@ -76,13 +74,6 @@ def test_every_prompt_is_answered_once(tmp_path: Path) -> None:
     assert not all(row.finished for row in rows)
 
 
-def test_samples_of_a_prompt_differ(tmp_path: Path) -> None:
-    rows = answers(tmp_path / "store", prompts_of(6), samples_per_prompt=4)
-    for prompt in prompts_of(6):
-        texts = {tuple(row.response_ids) for row in rows if row.prompt_id == prompt.prompt_id}
-        assert len(texts) > 1
-
-
 def test_greedy_samples_are_alike_and_carry_no_surprise(tmp_path: Path) -> None:
     settings = DecodeSettings(SamplingSettings(temperature=0.0), rule="greedy", max_tokens=12, eos_ids=(2,), seed=3)
     rows = answers(tmp_path / "store", prompts_of(4), settings, samples_per_prompt=2)
@@ -101,12 +92,6 @@ def test_a_response_depends_on_its_prompt_and_not_on_company(tmp_path: Path) -> 
         torch.testing.assert_close(
             torch.tensor(row.log_target_probs), torch.tensor(alone[key].log_target_probs), rtol=1e-4, atol=1e-5
         )
-
-
-def test_the_seed_matters(tmp_path: Path) -> None:
-    other = DecodeSettings(SamplingSettings(), max_tokens=12, eos_ids=(2,), seed=4)
-    rows, others = answers(tmp_path / "a", prompts_of(4)), answers(tmp_path / "b", prompts_of(4), other)
-    assert [row.input_ids for row in rows] != [row.input_ids for row in others]
 
 
 def test_answering_leaves_the_global_random_state_alone(tmp_path: Path) -> None:
@@ -319,37 +304,6 @@ def test_fingerprint_of_prompts_sees_ids_tokens_domains_and_order() -> None:
 
 
 # --- stopped at any moment ---------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = answers(tmp_path / "store", prompts_of(12))
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*")}
-    monkeypatch.setattr("speculative.decode.decode", lambda *_, **__: pytest.fail("decoded again"))
-    assert answers(tmp_path / "store", prompts_of(12)) == rows
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("shard-*")} == times
-
-
-def test_a_deleted_shard_comes_back_as_it_was(tmp_path: Path) -> None:
-    rows = answers(tmp_path / "store", prompts_of(12))
-    Store(tmp_path / "store").shard_path(1).unlink()
-    assert answers(tmp_path / "store", prompts_of(12)) == rows
-
-
-def test_a_full_disk_leaves_the_shards_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = answers(tmp_path / "whole", prompts_of(12))
-    replace = os.replace
-
-    def full(source: Any, destination: Any) -> None:
-        if Path(destination).name == "shard-00001.arrow":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace(source, destination)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", full)
-        with pytest.raises(UserError, match=r"shard-00001.*No space left"):
-            answers(tmp_path / "store", prompts_of(12))
-    assert Store(tmp_path / "store").read() == whole[:4]
-    assert answers(tmp_path / "store", prompts_of(12)) == whole
 
 
 def _respond_in_child(folder: Path, count: int) -> None:

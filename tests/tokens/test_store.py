@@ -1,8 +1,6 @@
 """Shards and manifest: whole or absent, and refused by name when they are another run's."""
 
-import errno
 import hashlib
-import json
 import os
 import resource
 from dataclasses import replace
@@ -88,14 +86,6 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows:
     assert store.read() == rows
 
 
-def test_shards_are_read_in_order_and_missing_ones_are_known(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    for shard in (10, 0, 2):
-        store.write_shard(shard, [row_of(shard)])
-    assert [row.prompt_id for row in store.read()] == ["prompt0", "prompt2", "prompt10"]
-    assert there(store, *range(4)) == [True, False, True, False]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -123,12 +113,6 @@ def test_the_same_manifest_is_accepted_again_whatever_the_order_and_tuples(tmp_p
     store.open(dict(reversed(IDENTITY.items())) | {"eos_ids": (2,)})
     assert (store.folder / MANIFEST).read_bytes() == before
     assert store.read() == [row_of(0)]
-
-
-def test_a_manifest_that_lost_a_key_is_refused(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    write_json(store.folder / MANIFEST, {key: value for key, value in IDENTITY.items() if key != "target"})
-    assert "another target (null" in refused(lambda: store.open(IDENTITY))
 
 
 def test_another_format_is_said_before_what_else_it_made_another(tmp_path: Path) -> None:
@@ -187,16 +171,6 @@ def test_one_flipped_byte_anywhere_is_refused_by_name_or_harmless(tmp_path: Path
         path.write_bytes(content)
     assert set("".join(harmless)) <= set(" \n")
     assert store.read() == rows
-
-
-def test_a_damaged_value_of_the_manifest_is_told_as_damage(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    path = store.folder / MANIFEST
-    path.write_text(path.read_text(encoding="utf-8").replace("abc", "abd"), encoding="utf-8")
-    for call in (store.manifest, lambda: store.open(IDENTITY), lambda: store.open(IDENTITY | {"target": "abd"})):
-        text = refused(call)
-        assert str(path) in text
-        assert "checksum" in text
 
 
 def test_a_shard_without_its_checksum_is_refused(tmp_path: Path) -> None:
@@ -358,25 +332,6 @@ def test_a_shard_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.
     assert store.read() == [row_of(0), row_of(1)]
 
 
-def test_a_full_disk_is_one_line_and_leaves_earlier_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    store = opened(tmp_path)
-    store.write_shard(0, [row_of(0)])
-    with monkeypatch.context() as patched:
-        patched.setattr(pa, "BufferOutputStream", full)
-        text = refused(lambda: store.write_shard(1, [row_of(1)]))
-    assert "No space left" in text
-    assert str(store.shard_path(1)) in text
-    assert store.read() == [row_of(0)]
-    assert sorted(path.name for path in store.folder.iterdir()) == [
-        "checksum-00000.sha256",
-        MANIFEST,
-        "shard-00000.arrow",
-    ]
-
-
 def test_a_writer_that_really_runs_out_of_room(tmp_path: Path) -> None:
     store = opened(tmp_path)
     generator = np.random.default_rng(0)
@@ -394,21 +349,6 @@ def test_a_writer_that_really_runs_out_of_room(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "cannot be written" in refused(lambda: Store(tmp_path / "file" / "store").open(IDENTITY))
-
-
-def test_json_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "value.json"
-    write_json(path, {"text": "é", "number": 1})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"text": "é", "number": 1}
-
-    def stopped(*_: Any) -> None:
-        raise OSError("stopped")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", stopped)
-        with pytest.raises(OSError, match="stopped"):
-            write_json(path, {"number": 2})
-    assert json.loads(path.read_text(encoding="utf-8"))["number"] == 1
 
 
 def test_a_store_adopts_the_rows_of_others_made_with_the_same(tmp_path: Path) -> None:
