@@ -90,13 +90,6 @@ def _check(options: ReadbackOptions) -> None:
         raise UserError(f"--rule {options.rule}: one of auto, {', '.join(get_args(Rule))}")
     if options.drafting not in ("", *DRAFTINGS):
         raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
-    for name, value, most in (
-        ("gamma", options.gamma, 128),
-        ("prompts", options.prompts, None),
-        ("concurrency", options.concurrency, 1024),
-    ):
-        if value is not None and not 1 <= value <= (most or value):
-            raise UserError(f"--{name} {value}: give a whole number from 1{f' to {most}' if most else ''}")
     if not 0 < options.timeout < math.inf:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
     check_writable("--out", options.out)
