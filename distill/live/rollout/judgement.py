@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from scipy import stats
@@ -53,12 +53,23 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """Accepted / drafted of both engines; None: too little is known. to_see: requests of both that show a difference of `SEEN`."""
+
+    new_rate: float | None
+    old_rate: float | None
+    difference: float | None
+    interval: Interval
+    to_see: int | None
+
+
+@dataclass(frozen=True)
 class Decision:
     """What to do, in one line why, and the numbers behind it."""
 
     action: Literal["wait", "on", "back"]
     reason: str
-    numbers: dict[str, Any] = field(default_factory=dict)
+    numbers: "Numbers"
 
 
 @dataclass(frozen=True)
@@ -125,67 +136,61 @@ def _failed(turn: TrafficRecord) -> bool:
 def compare(new: Served, old: Served, law: Law) -> Decision:
     """While both serve."""
     numbers = _numbers(new, old, law)
+    told = _told(numbers, new, old)
     total = new.requests + old.requests
     back = (
         _more_errors(evidence_of_more(new.errors, new.errors + old.errors, law.share), new, old, law)
         or _untold(new, old)
-        or _below_gate(numbers, new, law)
+        or _below_gate(numbers, new, law, told)
         or _slower(new, old, law, law.slower)
     )
     if back:
         return Decision("back", back, numbers)
-    low, high = numbers["difference_interval"]
+    low, high = numbers.interval
     if low > -law.margin:
         what = "more is accepted" if law.margin == 0 else f"no less than {-law.margin:+g} is accepted"
-        return Decision("on", f"certainly {what}: {_told(numbers)}", numbers)
+        return Decision("on", f"certainly {what}: {told}", numbers)
     if high < 0:
-        return Decision("back", f"certainly less is accepted: {_told(numbers)}", numbers)
+        return Decision("back", f"certainly less is accepted: {told}", numbers)
     if total >= law.requests:
-        return Decision("back", f"undecided behind {total:,} requests: {_told(numbers)}", numbers)
-    return Decision("wait", _told(numbers), numbers)
+        return Decision("back", f"undecided behind {total:,} requests: {told}", numbers)
+    return Decision("wait", told, numbers)
 
 
 def watch(new: Served, old: Served, law: Law) -> Decision:
     """When all traffic is the new one's. old: what the old engine did while they were compared."""
     numbers = _numbers(new, old, law)
+    told = _told(numbers, new, old)
     # Clopper-Pearson: the errors that the old engine may well have had.
     doubt = law.false_alarms / WAYS_BACK / 2  # half of this way's share is the bound's, half the evidence's
     usual = float(stats.beta.ppf(1 - doubt, old.errors + 1, max(1, old.conversations - old.errors)))
     back = (
         _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old, law)
         or _untold(new, old)
-        or _below_gate(numbers, new, law)
+        or _below_gate(numbers, new, law, told)
         or _slower(new, old, law, WATCHED_SLOWER)
     )
-    if not back and numbers["difference_interval"][1] < -law.margin:
-        back = f"certainly less is accepted than before: {_told(numbers)}"
+    if not back and numbers.interval[1] < -law.margin:
+        back = f"certainly less is accepted than before: {told}"
     if back:
         return Decision("back", back, numbers)
-    return Decision("on" if new.requests >= law.watch else "wait", _told(numbers), numbers)
+    return Decision("on" if new.requests >= law.watch else "wait", told, numbers)
 
 
-def _numbers(new: Served, old: Served, law: Law) -> dict[str, Any]:
-    difference = difference_of(estimate_of(new.acceptance), estimate_of(old.acceptance))
-    numbers: dict[str, Any] = {
-        "requests": {"new": new.requests, "old": old.requests},
-        "rate": {"new": _rate(new.acceptance), "old": _rate(old.acceptance)},
-        "difference": float(difference.value) if math.isfinite(difference.variance) else None,
-        "difference_interval": _interval(difference, law.level),
-        "to_see": None,
-    }
-    count = old.acceptance.requests
-    if count >= FEWEST_REQUESTS:
+def _numbers(new: Served, old: Served, law: Law) -> Numbers:
+    difference, to_see = difference_of(estimate_of(new.acceptance), estimate_of(old.acceptance)), None
+    if (count := old.acceptance.requests) >= FEWEST_REQUESTS:
         spread = math.sqrt(float(estimate_of(old.acceptance).variance) * count)
-        numbers["to_see"] = requests_to_see(SEEN, spread, law.share, law.level)
-    return numbers
+        to_see = requests_to_see(SEEN, spread, law.share, law.level)
+    value = float(difference.value) if math.isfinite(difference.variance) else None
+    return Numbers(_rate(new.acceptance), _rate(old.acceptance), value, _interval(difference, law.level), to_see)
 
 
-def _told(numbers: dict[str, Any]) -> str:
-    low, high = numbers["difference_interval"]
-    rate, requests = numbers["rate"], numbers["requests"]
-    told = f"accepted / drafted {_shown(rate['new'])} of {requests['new']:,} requests, {_shown(rate['old'])} of the old draft's {requests['old']:,}"
-    if numbers["difference"] is not None:
-        told += f"; difference {numbers['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _told(numbers: Numbers, new: Served, old: Served) -> str:
+    low, high = numbers.interval
+    told = f"accepted / drafted {_shown(numbers.new_rate)} of {new.requests:,} requests, {_shown(numbers.old_rate)} of the old draft's {old.requests:,}"
+    if numbers.difference is not None:
+        told += f"; difference {numbers.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
     return told
 
 
@@ -198,16 +203,16 @@ def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
     )
 
 
-def _below_gate(numbers: dict[str, Any], new: Served, law: Law) -> str:
+def _below_gate(numbers: Numbers, new: Served, law: Law, told: str) -> str:
     """The gate judged the gain over the old draft, which traffic and an engine's way to count change less than acceptance itself."""
     gate = law.gate
     # tau = 1 + gamma x accepted / drafted; at another gamma the gain is another.
     if gate is None or new.gamma is None or round(new.gamma) != gate.gamma:
         return ""
     low, high = gate.tau_low / gate.gamma, gate.tau_high / gate.gamma
-    if numbers["difference_interval"][1] >= low:
+    if numbers.interval[1] >= low:
         return ""
-    return f"below the gate's interval of the gain in accepted / drafted, [{low:+.3f}, {high:+.3f}]: {_told(numbers)}"
+    return f"below the gate's interval of the gain in accepted / drafted, [{low:+.3f}, {high:+.3f}]: {told}"
 
 
 def _slower(new: Served, old: Served, law: Law, slower: float) -> str:

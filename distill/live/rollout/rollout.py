@@ -306,7 +306,7 @@ class Rollout:
         if time.monotonic() - self._told < TOLD_SECONDS:
             return
         self._told = time.monotonic()
-        to_see = decision.numbers["to_see"]
+        to_see = decision.numbers.to_see
         more = (
             ""
             if to_see is None or self.state.stage != "comparing"
