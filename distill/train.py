@@ -233,7 +233,7 @@ def conclude(answers: Answers, checks: Mapping[str, Any]) -> None:
     )
     write_conclusion(run.folder, result)
     log_result(run.accelerator, result)
-    run.say(result.verdict.sentence)
+    run.say(result.verdict.headline)
 
 
 def command(options: TrainOptions) -> int:

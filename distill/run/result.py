@@ -1,7 +1,7 @@
 """The shape of result.json: everything that a report, a comparison or a drift test reads of a judged draft."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from distill.run.verdict_record import (
     Verdict,
 )
 
-RESULT_FORMAT: Literal[1] = 1
+RESULT_FORMAT: Literal[2] = 2
 Writer = Literal["draft", "target", "bonus"]
 
 
@@ -327,7 +327,8 @@ class ServeCommand(Record):
 class Result(Record):
     """result.json. Sections that are not there are null or empty."""
 
-    format: Literal[1] = Field(description="of this file")
+    FORMAT: ClassVar[int | None] = RESULT_FORMAT
+    format: Literal[2] = Field(description="of this file")
     kind: str = Field(description="run or evaluation")
     name: Text = Field(description="of the run, or the draft's path")
     made: str | None = Field(None, description="when, UTC")

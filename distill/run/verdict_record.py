@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainSerializer, ValidationError
 
@@ -24,6 +24,7 @@ Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_m
 class Record(BaseModel):
     """Frozen. A key that is not known here stays as it is, and one that was never set is not written."""
 
+    FORMAT: ClassVar[int | None] = None
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     def record(self) -> dict[str, Any]:
@@ -39,7 +40,14 @@ class Record(BaseModel):
         """
         try:
             tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+            if cls.FORMAT is not None and isinstance(tree, dict) and tree.get("format") != cls.FORMAT:
+                raise UserError(
+                    f"{path}: written by version 0.1 of understudy (format {tree.get('format', 1)}); this version reads format "
+                    f"{cls.FORMAT}: make it again, in a new folder or with that version"
+                )
             return cls.model_validate(tree)
+        except UserError:
+            raise
         except FileNotFoundError as error:
             raise UserError(f"{path}: {absent}") from error
         except ValidationError as error:
@@ -345,6 +353,8 @@ class OnTarget(Record):
 class Verdict(Record):
     """verdict.json: baseline against best, paired, timed, with the best gamma. Null: not measured, or nothing to compare."""
 
+    FORMAT: ClassVar[int | None] = 2
+    format: Literal[2] = Field(2, description="of this file; what has none was written by version 0.1")
     measured: list[Row] = Field(
         [], description="every way at every concurrency, on the held-out text and on its domains"
     )
@@ -359,7 +369,7 @@ class Verdict(Record):
         None, description="whether the target with the draft alone is certainly faster than without; null: not timed"
     )
     judgement: Judgement | None = Field(None, description="of the draft in question, as its last judging found it")
-    headline: Text = Field("", description="what to run and how fast it is, in at most 25 words")
+    headline: Text = Field(description="what to run and how fast it is, in at most 25 words")
     facts: list[Text] = Field([], description="everything else, a short line each")
     rule: str = Field(description="engine rule that was judged")
     gamma: int = Field(description="drafted tokens per block")
@@ -381,7 +391,6 @@ class Verdict(Record):
     )
     effects: Effects | None = Field(None, description="best minus baseline")
     against_served: Effects | None = Field(None, description="best minus served, the same keys")
-    paired: PairedGain | None = Field(None, description="alpha of `effects`")
     replay: dict[int, float] = Field({}, description="tau of the best by gamma, 0 to 32, from the frozen text")
     best_gamma: int | None = Field(None, description="argmax of tau / (gamma c + v); 0: no gamma pays")
     best_gamma_range: tuple[int, int] | None = Field(
@@ -405,11 +414,7 @@ class Verdict(Record):
     domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")
     targets: list[OnTarget] = Field([], description="the best draft on each other target (target.others), by replay")
     repetition: Repetition | None = Field(None, description="of the frozen text")
-    pays_off: bool | None = Field(
-        None, description="whether the target with the draft alone is certainly faster than without"
-    )
     outcome: Outcome = Field(description="what distilling brought, as in the table above")
-    sentence: Text = Field(description="the answer in words")
     warnings: list[Text] = Field([], description="where live decoding and replay part, or the target loops")
     seconds: dict[str, float] = Field({}, description="by stage, of the whole run; empty for an evaluation")
 

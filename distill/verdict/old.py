@@ -11,7 +11,6 @@ from distill.run.verdict_record import (
     JudgedDraft,
     LoadRival,
     LoadRow,
-    PairedGain,
     Rival,
 )
 from distill.verdict.evidence import Evidence
@@ -22,7 +21,7 @@ from speculative.measure.measured import HELD_OUT, SERVED, TARGET, UNDISTILLED, 
 
 
 def old_fields(
-    evidence: Evidence, measured: Sequence[Measured], said: Conclusion, facts: list[str], gain: Effects | None,
+    evidence: Evidence, measured: Sequence[Measured], said: Conclusion, gain: Effects | None,
     taus: Mapping[int, float],
 ) -> dict[str, Any]:  # fmt: skip
     rows = {
@@ -53,13 +52,10 @@ def old_fields(
         "load": _loads(evidence, measured),
         "run": evidence.contest.to_run() if evidence.contest else None,
         "effects": gain,
-        "paired": PairedGain(alpha_gain=gain.alpha.gain, ci=gain.alpha.ci) if gain else None,
         "best_gamma": chosen,
         "predicted_speed_up": predicted,
         "drafting": evidence.best.draft.drafting,
         "domains": evidence.judged[best].domains,
-        "pays_off": said.pays,
-        "sentence": " ".join([said.headline, *facts]),
     }
 
 

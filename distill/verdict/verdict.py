@@ -79,6 +79,7 @@ def verdict_of(
     facts = [*said.facts, *(_told(rows, target) for rows, target in elsewhere)]
     curve = evidence.loads.curve
     return Verdict(
+        format=2,
         measured=measured,
         drafts=[
             DraftOf(way=one.name, label=one.label, path=one.path, step=one.step, drafting=one.draft.drafting)
@@ -108,7 +109,7 @@ def verdict_of(
         repetition=repeated,
         warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
         seconds={},
-        **old_fields(evidence, measured, said, facts, gain, taus),
+        **old_fields(evidence, measured, said, gain, taus),
     )
 
 

@@ -192,7 +192,7 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
     share = {"repeated": 0.3, "looping": 0.02, "tokens": 600}
     return {
         "rule": "sample", "gamma": GAMMA, "prompts": PROMPTS, "tokens": tokens, "outcome": "pays_off", "pays": True,
-        "best": {"alpha": ALPHA[DRAFT], "tau": tokens / blocks}, "sentence": "",
+        "best": {"alpha": ALPHA[DRAFT], "tau": tokens / blocks},
         "drafts": [
             {"way": name, "label": LABELS[name], "path": f"runs/tiny/{name}", **({} if name == SERVED else {"step": 0 if name == UNDISTILLED else 120})}
             for name in ALPHA
@@ -241,7 +241,7 @@ def example_result(responses: int = 8) -> dict[str, Any]:
     rules = (("sample", 1.0, ""), ("greedy-draft", 0.93, "vLLM's default"), ("block", 1.02, ""))
     config = '{"method":"draft_model","model":"/d","num_speculative_tokens":3}'
     return {
-        "format": 1, "kind": "run", "name": "tiny", "made": "2026-11-20T19:00:00+00:00", "verdict": _verdict(live), "steps": _steps(),
+        "format": 2, "kind": "run", "name": "tiny", "made": "2026-11-20T19:00:00+00:00", "verdict": _verdict(live), "steps": _steps(),
         "contestants": [{"name": DRAFT, "alpha": ALPHA[DRAFT], "tau": 1.0}],
         "curves": {
             "gammas": GAMMAS,
@@ -370,6 +370,5 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
         "judgement",
         "checkpoints",
         "best",
-        "sentence",
     )
     return made | {"verdict": {key: verdict[key] for key in kept}}

@@ -81,7 +81,7 @@ ci = lambda value, half: [value - half, value + half]
 row = {"way": "DRAFT", "rule": "sample", "gamma": 3, "how": {}}
 judged = row | {"alpha": alpha, "alpha_ci": ci(alpha, 0.02), "tau": 4 * alpha, "tau_ci": ci(4 * alpha, 0.1)}
 timed = row | {"gamma": 2, "speed_up": 2 * alpha, "speed_up_ci": ci(2 * alpha, 0.3)}
-told = {"format": 2, "version": "0.2.0", "rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "sentence": "No."}
+told = {"format": 2, "version": "0.2.0", "rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "headline": "No."}
 best = {"alpha": alpha, "tau": 4 * alpha}
 (folder / "verdict.json").write_text(json.dumps(told | {"best": best, "measured": [judged, timed]}))
 """

@@ -115,7 +115,7 @@ def make_verdict(rows=None, run=DRAFT, drafting="autoregressive", **changes):
     known = {
         "rule": "sample", "gamma": 5, "prompts": 20, "tokens": 1234, "drafts": [DraftOf(way=way, drafting=drafting) for way in drafts],
         "measured": [*judged, *([timed(DRAFT, 3)] if rows is None else rows)], "run_at": {"1": run}, "pays": True, "best": {"alpha": 0.75, "tau": 3.25},
-        "outcome": "pays_off", "sentence": "", "headline": "Run it.",
+        "outcome": "pays_off", "headline": "Run it.",
     }  # fmt: skip
     return Verdict.model_validate(known | changes)
 

@@ -23,7 +23,7 @@ def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
     ]  # fmt: skip
     run = {str(load): DRAFT if faster > 1.0 else TARGET for load, _, faster in rows}
     return Verdict(
-        rule="sample", gamma=3, prompts=8, tokens=80, best=BestDraft(alpha=0.5, tau=2.0), outcome="no_speed", sentence="",
+        rule="sample", gamma=3, prompts=8, tokens=80, best=BestDraft(alpha=0.5, tau=2.0), outcome="no_speed", headline="",
         drafts=[DraftOf(way=DRAFT)], measured=measured, run_at=run, plain_wins_from=plain_wins_from,
     )  # fmt: skip
 

@@ -259,8 +259,8 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
         ),
         (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
         (lambda r: r["live_prompts"][3].update(drafted=-1), r"key live_prompts\[3\]\.drafted holds something else"),
-        (lambda r: r.update(format=2), r"key format holds something else \(Input should be 1\); make it again"),
-        (lambda r: r.pop("format"), "key format is missing"),
+        (lambda r: r.update(format=3), r"\(format 3\); this version reads format 2: make it again"),
+        (lambda r: r.pop("format"), r"written by version 0\.1 of understudy \(format 1\)"),
     ],
 )  # fmt: skip
 def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[str, Any], tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_accelerate_launch_is_a_run_from_config_to_verdict(small: Path) -> None:
     config = load_config(small)
     verdict = load_verdict(config.folder)
     assert (verdict.prompts, verdict.checkpoints[-1].step) == (4, 4)
-    assert verdict.sentence in done.stdout
+    assert verdict.headline in done.stdout
     assert losses_of(config) == pytest.approx(losses_of(run_alone(small, "one-process")), rel=1e-4)
 
 
