@@ -37,7 +37,7 @@ from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import ServedRecord
-from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
+from distill.run.verdict_record import Verdict, drafting_to_serve
 from speculative.decoder.responses import Response
 from speculative.drafters.parallel import DRAFTINGS, Drafting
 from speculative.engine.parallel import mask_token_of
@@ -123,9 +123,8 @@ def _gammas(
         return (options.gamma,)
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
     by_load = [gamma for _, _, gamma in gamma_by_load(verdict, drafting) if gamma]
-    other = verdict.row(WAYS[drafting]) if verdict else None
-    exported = [other.gamma] if other is not None and other.gamma else [judged][: verdict is None]
-    return tuple(dict.fromkeys((*exported, serving_gamma(verdict)[0] if verdict else judged, max(1, judged), *by_load)))
+    exported = [serving_gamma(verdict, way)[0] for way in (drafting, None)] if verdict else []
+    return tuple(dict.fromkeys((*exported, max(1, judged), *by_load)))
 
 
 def _clients(options: ReadbackOptions, frozen: FrozenText) -> list[EngineClient]:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,11 @@ from distill.commands.readback.comparison import Counted, Replayer, count
 from distill.commands.readback.readback import readback_command
 from distill.faults import Interrupted
 from distill.run.frozen_text import FrozenText
+from distill.run.verdict_record import DraftOf, Verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
+from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, Measured
 from speculative.measure.token_scores import TokenScores
 
 pytestmark = pytest.mark.usefixtures("_quick")
@@ -151,16 +152,13 @@ def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[.
 
 
 def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path, frozen: FrozenText) -> None:
-    load = [
-        SimpleNamespace(concurrency=1, gamma=7, speed_up=1.5),
-        SimpleNamespace(concurrency=8, gamma=2, speed_up=0.9),
-    ]
-    rivals = [SimpleNamespace(name="one pass a block", gamma=8), SimpleNamespace(name="lookup", gamma=9)]
-    verdict: Any = SimpleNamespace(
-        gamma=3, best_gamma=5, pays_off=True, load=load, plain_wins_from=None, rivals=rivals, drafting="autoregressive"
-    )
-    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "autoregressive") == (5, 3, 7)
-    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 5, 3)
+    timed = [(DRAFT, 1, 7), (DRAFT, 8, 2), (BY_BLOCK, 1, 8), (LOOKUP, 1, 9)]
+    rows = [Measured(way, "sample", load, gamma=gamma, speed_up=1.5) for way, load, gamma in timed]
+    verdict = Verdict.model_construct(
+        rule="sample", gamma=3, measured=rows, drafts=[DraftOf(way=DRAFT)], run_at={"1": DRAFT, "8": DRAFT},
+    )  # fmt: skip
+    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "autoregressive") == (7, 3, 2)
+    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 7, 3)
     assert readback._gammas(ReadbackOptions("", run), frozen, None, "parallel") == (frozen.config.judge.gamma,)
 
 
