@@ -57,7 +57,7 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
         assert len(row["survival"]) == verdict["gamma"]
         assert row["survival"] == sorted(row["survival"], reverse=True)
     assert set(verdict["replay"]) == {str(gamma) for gamma in range(33)}
-    assert set(verdict["paired"]) == {"alpha_gain", "ci"}
+    assert set(verdict["gain"]["alpha"]) == {"gain", "ci"}
     assert [record["step"] for record in verdict["checkpoints"]] == [0, 4, 8, 12]
     assert verdict["self_checks"]["alpha_live"] == pytest.approx(1.0, abs=1e-3)
     stages = {f"train/{stage}" for stage in STAGES}
@@ -75,7 +75,7 @@ def test_best_is_the_highest_tau_and_the_link_points_there(verdict: dict, tiny_r
 
 
 def test_distilling_raises_alpha_on_heldout_prompts(verdict: dict) -> None:
-    assert verdict["paired"]["ci"][0] > 0
+    assert verdict["gain"]["alpha"]["ci"][0] > 0
     gain = verdict["checkpoints"][-1]["alpha"] - verdict["baseline"]["alpha"]
     assert gain > 0
 
@@ -83,7 +83,7 @@ def test_distilling_raises_alpha_on_heldout_prompts(verdict: dict) -> None:
 def test_the_paired_gain_is_the_difference_of_the_alphas(verdict: dict) -> None:
     difference = verdict["best"]["alpha"] - verdict["baseline"]["alpha"]
     # Replay scores in float32 logits: the last digits depend on how prompts were batched.
-    assert verdict["paired"]["alpha_gain"] == pytest.approx(difference, abs=1e-6)
+    assert verdict["gain"]["alpha"]["gain"] == pytest.approx(difference, abs=1e-6)
 
 
 def test_the_baseline_is_the_carved_student_untouched(tiny_run: Path, tiny_target: Path) -> None:
