@@ -169,11 +169,9 @@ def choose_layers(
     of one kept layer for one removed, until none helps. About depth^3 / 3 layer forwards in all. Deterministic.
 
     Raises:
-        UserError: more layers asked for than there are. ValueError: no text.
+        ValueError: no text.
     """
     total = target.config.get_text_config().num_hidden_layers
-    if depth > total:
-        raise UserError(f"student.depth = {depth}: the target has {total} layers")
     scorer = LayerScorer(target, sample_sequences(sequences, tokens, length), settings)
     kept = tuple(range(total))
     drop_one = scorer.alphas([_without(kept, layer) for layer in kept]) if total > 1 else [0.0]
@@ -333,16 +331,10 @@ def trim_mlps(model: PreTrainedModel, size: int, scores: Sequence[Tensor]) -> Pr
         if getattr(text_config, field, 0) in (mlps[0].channels, None):
             setattr(text_config, field, size)
     with torch.random.fork_rng(devices=[]):
-        trimmed = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    expected = {key: value.shape for key, value in trimmed.state_dict().items()}
-    if expected != {key: value.shape for key, value in state.items()}:
-        raise UserError(
-            f"student.intermediate_size: {type(model).__name__} has no config field that alone sets its MLP's width; "
-            "leave the key out"
-        )
-    trimmed.load_state_dict(state)
-    trimmed.generation_config = copy.deepcopy(model.generation_config)
-    return trimmed.eval()
+        return _filled(
+            config, state, model, f"student.intermediate_size: {type(model).__name__} has no config field that alone sets its MLP's width; "
+            "leave the key out",
+        )  # fmt: skip
 
 
 def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -370,34 +362,27 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
             f"student.layers = {list(layers)}: recurrent layers only, which {type(target).__name__} does not decode without one of "
             f"attention; take in one of {attention}"
         )
-    config = copy.deepcopy(target.config)
+    with layers_only(target, chosen):
+        config = copy.deepcopy(target.config)
+        state = {key: full_weight(value).float() for key, value in target.state_dict().items()}
     without_quantization(config)
-    text_config = config.get_text_config()
-    text_config.num_hidden_layers = len(chosen)
-    # Per-layer settings (sliding or full attention, dense or sparse MLP) travel with their layers.
-    for name, value in per_layer_fields(target.config.get_text_config()).items():
-        setattr(text_config, name, [value[layer] for layer in chosen])
-    prefix = layer_list(target)[0] + "."
-    state = {}
-    for key, value in target.state_dict().items():
-        if not key.startswith(prefix):
-            state[key] = value
-            continue
-        index, _, rest = key.removeprefix(prefix).partition(".")
-        if int(index) in chosen:
-            state[f"{prefix}{chosen.index(int(index))}.{rest}"] = value
-    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    expected = {key: value.shape for key, value in draft.state_dict().items()}
-    weights = {key: full_weight(value).float() for key, value in state.items()}
-    if quantization_of(target.config) is not None and expected != {key: value.shape for key, value in weights.items()}:
-        raise UserError(
-            f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}) in a way that no layer can be "
-            "copied from; carve from the unquantised model and give it as student.path, or use student.init: config"
-        )
-    missing = draft.load_state_dict(weights, strict=False)
-    if missing.unexpected_keys or missing.missing_keys:
-        raise UserError(
-            f"{type(target).__name__} cannot be carved: weights {(missing.missing_keys or missing.unexpected_keys)[:3]}"
-        )
-    draft.generation_config = copy.deepcopy(target.generation_config)
-    return draft.eval()
+    return _filled(
+        config, state, target, f"student.init: carved: the target's weights are packed ({quantization_name(target.config)}) in a way "
+        "that no layer can be copied from; carve from the unquantised model and give it as student.path, or use student.init: config"
+        if quantization_of(target.config) is not None else f"student.init: carved: {type(target).__name__} cannot be carved",
+    )  # fmt: skip
+
+
+def _filled(config: Any, state: dict[str, Tensor], source: PreTrainedModel, refusal: str) -> PreTrainedModel:
+    """A float32 model of this config with these weights, generating as `source` does.
+
+    Raises:
+        UserError: the config makes other weights: `refusal`, and the first of them.
+    """
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    expected = {(key, value.shape) for key, value in made.state_dict().items()}
+    if other := sorted(key for key, _ in expected ^ {(key, value.shape) for key, value in state.items()}):
+        raise UserError(f"{refusal} ({other[0]} does not fit)")
+    made.load_state_dict(state)
+    made.generation_config = copy.deepcopy(source.generation_config)
+    return made.eval()
