@@ -259,8 +259,9 @@ class _Sweep:
         chunk = objective.chunk_tokens or chunk_rows(head.vocabulary, head.dtype, device)
         target = frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
         block = min(chunk, _block_rows(head.vocabulary, device, dense=target is not None))
-        nothing = torch.zeros(0, dtype=torch.promote_types(head.dtype, torch.float32), device=device)
-        found = [Rows(nothing, nothing, nothing)]
+        dtype = torch.promote_types(head.dtype, torch.float32)
+        # Made first: what a block leaves behind would lie between the blocks' memory, which could then not be used again.
+        found = Rows(*(torch.zeros(self.labels_R.numel(), dtype=dtype, device=device) for _ in Rows._fields))
         for chosen in slices(self.labels_R.numel(), chunk):
             logits_CV = head.logits(chosen)
             against = part_of(self.signal, chosen) if target is None else target.logits(chosen)
@@ -273,13 +274,14 @@ class _Sweep:
                     objective, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
                     self.wants_gradient,
                 )  # fmt: skip
-                found.append(rows)
+                for whole_R, own in zip(found, rows, strict=True):
+                    whole_R[chosen][part] = own
                 if gradient_CV is not None:
                     into_CV[part] = head.before_cap(gradient_CV, logits_CV[part])
             if self.wants_gradient:
                 head.take(chosen, into_CV)
             del logits_CV, into_CV, against
-        return Rows(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return found
 
 
 def _block_rows(vocabulary: int, device: torch.device, dense: bool) -> int:
