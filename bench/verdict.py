@@ -47,7 +47,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0
         for name, values in {
             "speed_up": speeds,
-            "median": [row["median"] for row in rows],
             "target_step_seconds": [row["target_step_seconds"] for row in rows],
             "c": [row["c"] for row in rows],
             **{f"v({gamma})": [row["v"][gamma] for row in rows] for gamma in rows[0]["v"]},

@@ -24,7 +24,7 @@ def test_judged_twice(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_spread_and_coverage_by_hand() -> None:
     rows = [
-        {"outcome": "pays_off", "speed_up": speed, "speed_up_ci": ends, "median": 1.0, "target_step_seconds": 0.01, "c": 0.1,
+        {"outcome": "pays_off", "speed_up": speed, "speed_up_ci": ends, "target_step_seconds": 0.01, "c": 0.1,
          "v": {3: 1.2}, "gamma": 4, "best_gamma": 4, "run": "best"}
         for speed, ends in ((1.4, (1.3, 1.45)), (1.6, (1.55, 1.7)), (1.5, (1.4, 1.6)))
     ]  # fmt: skip

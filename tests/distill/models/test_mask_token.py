@@ -9,6 +9,7 @@ from peft import PeftModel
 from tiny_models import tiny_model
 from tiny_training import TOKENS, run_config, tiny_tokenizer
 
+from data.batches.collate import Batch
 from distill.loss.definitions import Objective
 from distill.models.load import load_model
 from distill.models.mask_token import free_token, give_mask_token
@@ -78,7 +79,7 @@ def test_adapters_train_the_mask_row_and_no_other(tmp_path: Path, tied: bool) ->
     first.save_pretrained(tmp_path / "base")
     before = first.get_input_embeddings().weight.clone()
     optimizer = torch.optim.SGD([weight for weight in module.parameters() if weight.requires_grad], lr=1.0)
-    loss, _, _ = module(torch.tensor([[1, 5, 1, 9]]), torch.arange(4), torch.tensor([5, 1, 9, 4]))
+    loss, _, _ = module(Batch(torch.tensor([[1, 5, 1, 9]]), torch.arange(4), torch.tensor([5, 1, 9, 4])))
     loss.backward()
     optimizer.step()
     merged = module.exported()
