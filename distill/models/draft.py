@@ -38,9 +38,9 @@ def base_of_adapter(student_dir: Path) -> str | None:
     base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise UserError(f"{adapter_file}: base_model_name_or_path is empty; write the base's directory or hub id there")
-    # A run that was moved keeps its base at the same place relative to the adapter.
+    # A run that was moved keeps its base at the same place relative to the adapter; a folder of that name where we work is another.
     beside = student_dir / base
-    return str(beside) if not Path(base).is_dir() and beside.is_dir() else str(base)
+    return str(beside) if beside.is_dir() else str(base)
 
 
 def load_draft(path: str, target: Target) -> PreTrainedModel:
