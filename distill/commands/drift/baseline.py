@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
+from distill.config.layout import VERDICT
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import drafting_to_serve
@@ -63,15 +64,15 @@ class Slice:
 
 
 def baseline_of(run: Path, gamma: int | None = None, rule: str = "", drafting: str = "") -> Baseline:
-    """The run's best draft on its frozen text, by default at the gamma, by the rule and in the way that its verdict is of.
+    """The run's best draft on its frozen text, by default at the gamma, by the rule and in the way of its verdict, or of its config before.
 
     Raises:
-        UserError: no finished run, a rule that cannot be replayed, or too few held-out prompts.
+        UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
     """
-    verdict = load_verdict(run)
-    asked: Any = rule or verdict.rule
+    verdict = load_verdict(run) if (run / VERDICT).is_file() else None
+    asked: Any = rule or (verdict.rule if verdict else None)
     frozen = load_frozen_text(run, asked)
-    draft, gamma = frozen.draft(str(run)), gamma or verdict.gamma
+    draft, gamma = frozen.draft(str(run)), gamma or (verdict.gamma if verdict else frozen.config.judge.gamma)
     way: Any = drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
     offsets = Draft(draft, way).offsets(gamma, least=gamma)
     scores = score_tokens(draft, frozen.responses, frozen.sampling, offsets=offsets)
