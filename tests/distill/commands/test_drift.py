@@ -144,7 +144,7 @@ def test_options_out_of_range_are_one_line(tiny_run: Path, options: dict[str, An
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", requests(np.random.default_rng(0), 9, "code"))
-    with pytest.raises(UserError, match="no config.yaml there; give the folder of a run"):
+    with pytest.raises(UserError, match=r"no config\.yaml there; give the folder of a run"):
         drifted(tmp_path, log)
 
 
