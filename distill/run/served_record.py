@@ -1,40 +1,15 @@
 """The shape of served.json: what a serving engine did with a run's draft, read back from it by `understudy readback`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from distill.config.layout import READBACK
-from distill.run.verdict_record import Drafting, Interval, Record, Text
+from distill.run.verdict_record import Drafting, Interval, Record, Row, Text
+from speculative.measure.measured import HELD_OUT, Measured
 
-
-class ServedNumbers(Record):
-    """What the engine did."""
-
-    tau: float = Field(description="tokens behind the prefill's per verifying call")
-    tau_ci: Interval = Field(description="its 95 % interval over prompts")
-    survival: list[float] | None = Field(None, description="by place; null: the engine does not tell")
-    accepted_per_drafted: float | None = Field(None, description="accepted tokens / drafted tokens")
-    source: str = Field(description="responses: its counts of each; metrics: the difference of its counters")
-    tokens_per_second: float | None = Field(None, description="of one request")
-    tokens_per_second_ci: Interval | None = Field(None, description="its 95 % interval over prompts")
-    latency: float | None = Field(None, description="seconds of a whole response, mean")
-    latency_ci: Interval | None = Field(None, description="its 95 % interval over prompts")
-    concurrency: int = Field(1, description="requests under way at once")
-
-
-class ReplayNumbers(Record):
-    """What replay says of the same prompts under the engine's rule, from the second token of each response on."""
-
-    tau: float = Field(
-        description="of the text that was served; of the run's own where that is not known token by token"
-    )
-    survival: list[float] = Field(description="by place")
-    accepted_per_drafted: float = Field(description="drafted tokens behind the end of a response not counted")
-    text: str = Field(description="served text, or the run's text")
-    expected_tau: float = Field(description="of the run's own held-out text")
-    expected_tau_ci: Interval = Field(description="its 95 % interval over prompts")
+SERVED_TEXT = "served"  # The text of a row that is of what the engine answered.
 
 
 class TextLawRecord(Record):
@@ -54,36 +29,58 @@ class GreedyTexts(Record):
     equal: int = Field(description="token for token")
     near_ties: int = Field(0, description="that part where the target's two best logits are equal up to rounding")
 
+    @property
+    def same(self) -> bool:
+        """Whether all are, near-ties aside."""
+        return self.equal + self.near_ties == self.prompts
+
 
 class ServedRecord(Record):
-    """served.json."""
+    """served.json. Its rows are of the draft, from the second token of each response on: the engine's own, replay of the text that
+    it served where that is known token by token, and replay of the run's held-out text; with --plain also of the target alone.
+    """
 
+    FORMAT: ClassVar[int | None] = 2
+    format: Literal[2] = Field(2, description="of this file")
     engine: str = Field(description="vllm, sglang, llama.cpp, tensorrt-llm or unknown")
     version: str = Field("", description="as the server says it")
     url: Text = Field(description="that was asked")
     made: str = Field(description="when, UTC")
-    rule: str = Field(description="engine rule that its counts follow")
-    gamma: int = Field(description="drafted tokens per block, as the server drafts")
     drafting: Drafting = Field(
         "autoregressive", description="way of drafting that replay is of: as exported, or --drafting"
     )
-    asked_gamma: int = Field(description="as exported, or --gamma")
     sampling: dict[str, Any] = Field(description="of the requests")
-    prompts: int = Field(description="held-out prompts asked")
-    tokens: int = Field(description="of the responses")
-    served: ServedNumbers = Field(description="what the engine did")
-    replay: ReplayNumbers = Field(description="what was to be expected")
+    source: str = Field(description="responses: the engine's counts of each; metrics: the difference of its counters")
+    measured: list[Row] = Field(description="as served, and by replay at the gamma that was exported or asked for")
+    survival: dict[str, list[float]] = Field(
+        description="by place of a block: `replay`, and `served` where the engine tells"
+    )
+    tokens_per_second_ci: Interval = Field(description="of the served row, over prompts")
+    latency: float = Field(description="seconds of a whole response, mean")
+    latency_ci: Interval = Field(description="its 95 % interval over prompts")
     z: float = Field(
         description="blocks served against replayed, in standard errors of the coins; beyond 4 is no chance"
     )
     agrees: bool = Field(description="tau, gamma, greedy texts and the law of the text are all as they should")
-    texts_equal: bool | None = Field(None, description="greedy texts, near-ties aside; null: not asked")
-    greedy: GreedyTexts | None = Field(None, description="how many")
+    greedy: GreedyTexts | None = Field(None, description="null: not asked")
     text_law: TextLawRecord | None = Field(None, description="null: greedy, or weights or token ids are not known here")
-    speed_up: float | None = Field(None, description="tokens/s over the server without the draft; null: none was given")
-    speed_up_ci: Interval | None = Field(None, description="its 95 % interval over prompts")
     causes: list[Text] = Field([], description="of disagreement, each tested for")
     notes: list[Text] = Field([], description="what a reader must know")
+
+    @property
+    def served(self) -> Measured:
+        """What the engine did with the draft."""
+        return self.measured[0]
+
+    @property
+    def replay(self) -> Measured:
+        """What is to be expected: of the text that was served where it is known, else of the run's own."""
+        return next(row for row in self.measured if "replay" in row.how.values())
+
+    @property
+    def expected(self) -> Measured:
+        """Replay of the run's own held-out text."""
+        return next(row for row in self.measured if row.text == HELD_OUT)
 
     @property
     def where(self) -> str:

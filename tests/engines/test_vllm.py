@@ -173,7 +173,7 @@ def read_back(server: Server, run: Path, **options: Any) -> ServedRecord:
 
 
 def check_agreement(found: ServedRecord, rule: str, gamma: int = GAMMA) -> None:
-    assert (found.engine, found.rule, found.gamma) == ("vllm", rule, gamma), found.causes
+    assert (found.engine, found.served.rule, found.served.gamma) == ("vllm", rule, gamma), found.causes
     assert found.agrees, found.causes
     assert found.z is not None
     assert abs(found.z) < WORRYING_Z
@@ -195,9 +195,9 @@ def test_the_engine_starts(argmax: Server) -> None:
 def test_greedy_text_is_the_targets_and_tau_is_replays(argmax: Server, pair: Path) -> None:
     found = read_back(argmax, pair, rule="greedy")
     check_agreement(found, "greedy")
-    assert found.texts_equal
+    assert found.greedy.same
     assert found.greedy is not None
-    assert found.greedy.equal + found.greedy.near_ties == found.prompts > 30
+    assert found.greedy.equal + found.greedy.near_ties == found.served.prompts > 30
 
 
 def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> None:
@@ -220,9 +220,11 @@ def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> N
     own.write_bytes(argmax.log.read_bytes()[from_byte:])
     requests = drift_command(replace(asked, log=sampled_only / ANSWERS))
     lines = drift_command(replace(asked, log=own))
-    assert requests.requests == found.prompts
-    assert lines.format == "vllm"
-    assert lines.rate == pytest.approx(requests.rate, abs=0.02)  # the lines have the request that warms it too
+    assert requests.now.prompts == found.served.prompts
+    assert lines.log == "vllm"
+    assert lines.now.accepted_per_drafted == pytest.approx(
+        requests.now.accepted_per_drafted, abs=0.02
+    )  # the lines have the request that warms it too
     assert not any(of.refresh for of in (requests, lines, scraped.result()))
 
 
@@ -258,7 +260,7 @@ def test_a_draft_in_8_bits_is_accepted_as_replay_of_it_says(eight_bits: Server, 
     """What is replayed is the export, not the draft that it was made of."""
     found = read_back(eight_bits, light, rule="greedy", prompts=12)
     check_agreement(found, "greedy")
-    assert found.texts_equal
+    assert found.greedy.same
 
 
 def test_the_engine_starts_with_a_draft_of_one_pass_a_block(one_pass: Server, masked: Path) -> None:
@@ -273,9 +275,9 @@ def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked
     found = read_back(one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT)
     check_agreement(found, "greedy", GAMMA_WITHOUT_VERDICT)
     assert found.drafting == "parallel"
-    assert found.texts_equal
-    assert found.served.survival == pytest.approx(found.replay.survival, abs=0.02)
-    assert 0 < found.served.survival[1] < 0.5 * found.served.survival[0], "the mask is not learnt"
+    assert found.greedy.same
+    assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=0.02)
+    assert 0 < found.survival["served"][1] < 0.5 * found.survival["served"][0], "the mask is not learnt"
     # What the same answers say to someone who thinks that it drafts token by token.
     other = read_back(
         one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True

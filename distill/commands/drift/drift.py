@@ -8,7 +8,7 @@ prompts; users repeat themselves and ask for other things, so the answer is that
 """
 
 from dataclasses import replace
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 from rich.console import Console
@@ -25,37 +25,46 @@ from distill.run.frozen_text import load_frozen_text
 from distill.run.prompts import asked_rows
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
-from distill.run.verdict_record import Interval, Record
+from distill.run.verdict_record import Interval, Record, Row
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import DRAFTINGS
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
+from speculative.measure.measured import DRAFT, HELD_OUT, How, Measured
 from speculative.rules.rule import Rule
 
 REFRESH = 3  # Exit status when a refresh is advised.
 
 
 class Drift(Record):
-    """What was found. source: the file or url; format: of the log. rate, baseline: accepted per drafted; ci: of `change`."""
+    """What was found: two rows with accepted/drafted, now and as judged at the same mix of labels. source: the file or url; log: its
+    format. ci: of `change`, the difference of the two.
+    """
 
+    format: Literal[2]
     run: str
     source: str
-    format: str
-    requests: int
-    gamma: int
-    rule: str
+    log: str
     drafting: str
-    baseline_prompts: int
-    rate: float
-    baseline: float
+    measured: list[Row]
     change: float
     ci: Interval
     confidence: float
     refresh: bool
     sentence: str
     notes: list[str]
+
+    @property
+    def now(self) -> Measured:
+        """Of the requests that came."""
+        return self.measured[0]
+
+    @property
+    def judged(self) -> Measured:
+        """Of the run's held-out prompts."""
+        return self.measured[1]
 
 
 def drift(options: DriftOptions) -> int:
@@ -136,17 +145,24 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
         sums=log.sums,
         confidence=options.confidence,
     )
-    refresh = found.ci[1] < 0
+    refresh, requests = found.ci[1] < 0, len(log.records)
     sentence = (
         f"{'Refresh the draft' if refresh else 'No drift'}: accepted/drafted {found.rate:.3f} against the run's {found.baseline:.3f} at "
-        f"gamma {baseline.gamma}, rule {baseline.rule}: {found.change:+.3f} {interval(found.ci, '+.3f')} over {len(log.records):,} "
+        f"gamma {baseline.gamma}, rule {baseline.rule}: {found.change:+.3f} {interval(found.ci, '+.3f')} over {requests:,} "
         f"{'log lines' if log.sums else 'requests'}."
     )
+    source, way = str(options.log or options.metrics_url or options.prompts), Measured(DRAFT, baseline.rule)
+    kinds: tuple[tuple[str, int, float, How], ...] = (
+        (source, requests, found.rate, "live" if options.prompts else "served"),
+        (HELD_OUT, len(baseline.prompts), found.baseline, "replay"),
+    )
+    rows = [
+        replace(way, text=text, prompts=count, gamma=baseline.gamma, accepted_per_drafted=rate, how={"accepted_per_drafted": how})
+        for text, count, rate, how in kinds
+    ]  # fmt: skip
     return Drift(
-        run=str(options.run), source=str(options.log or options.metrics_url or options.prompts), format=log.format,
-        requests=len(log.records), gamma=baseline.gamma, rule=baseline.rule, drafting=baseline.drafting,
-        baseline_prompts=len(baseline.prompts), rate=found.rate, baseline=found.baseline, change=found.change, ci=found.ci,
-        confidence=options.confidence, refresh=refresh, sentence=sentence, notes=notes + more,
+        format=2, run=str(options.run), source=source, log=log.format, drafting=baseline.drafting, measured=rows, change=found.change,
+        ci=found.ci, confidence=options.confidence, refresh=refresh, sentence=sentence, notes=notes + more,
     )  # fmt: skip
 
 

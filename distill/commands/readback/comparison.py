@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -268,25 +267,32 @@ def tau_interval(counted: Counted, tau: float, predicted: Interval) -> Interval:
     return ratio_interval(tokens_N, blocks_N)
 
 
-def speeds(answers: Sequence[Answer], plain: Sequence[Answer], concurrency: int) -> dict[str, Any]:
-    """{tokens_per_second, latency (seconds of a response, mean), speed_up} with their intervals over prompts; speed_up of `plain`.
-
-    tokens_per_second: of one request, while `concurrency` of them are under way.
+@dataclass(frozen=True)
+class Pace:
+    """Over prompts, with 95 % intervals. tokens_per_second: of one request. latency: seconds of a response, mean. plain: tokens per
+    second of the server without the draft; None, as the speed-up, where there is none.
     """
-    sums_P4 = np.array([[one.tokens, one.seconds, 0, 0] for one in answers], dtype=np.float64)
+
+    tokens_per_second: float
+    tokens_per_second_ci: Interval
+    latency: float
+    latency_ci: Interval
+    plain: float | None = None
+    speed_up: float | None = None
+    speed_up_ci: Interval | None = None
+
+
+def pace(answers: Sequence[Answer], plain: Sequence[Answer]) -> Pace:
+    """How fast these answers came, and how much faster than those to the same prompts without the draft."""
+    sums_PC = np.array([[one.tokens, one.seconds] for one in answers], dtype=np.float64)
     if plain:
-        sums_P4[:, 2:] = [[one.tokens, one.seconds] for one in plain]
+        sums_PC = np.concatenate((sums_PC, [[one.tokens, one.seconds] for one in plain]), 1)
 
-    def numbers(sums: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            own, other = sums[..., 0] / sums[..., 1], sums[..., 2] / sums[..., 3]
-            return np.stack([own, own / other if plain else own], -1)
+    def rates(sums_C: np.ndarray) -> np.ndarray:
+        own = sums_C[..., :1] / sums_C[..., 1:2]
+        return np.concatenate((own, own / sums_C[..., 2:3] * sums_C[..., 3:4]), -1) if plain else own
 
-    ends = intervals_of_sums(sums_P4, numbers)
-    own, speed_up = numbers(sums_P4.sum(0)).tolist()
-    seconds_P = sums_P4[:, 1]
-    return {
-        "tokens_per_second": own, "tokens_per_second_ci": ends[0], "concurrency": concurrency,
-        "latency": float(seconds_P.mean()), "latency_ci": list(ratio_interval(seconds_P, np.ones(len(seconds_P)))),
-        "speed_up": speed_up if plain else None, "speed_up_ci": ends[1] if plain else None,
-    }  # fmt: skip
+    values, ends = rates(sums_PC.sum(0)).tolist(), [(low, high) for low, high in intervals_of_sums(sums_PC, rates)]
+    seconds_P = sums_PC[:, 1]
+    found = Pace(values[0], ends[0], float(seconds_P.mean()), ratio_interval(seconds_P, np.ones(len(seconds_P))))
+    return replace(found, plain=values[0] / values[1], speed_up=values[1], speed_up_ci=ends[1]) if plain else found

@@ -5,6 +5,7 @@ Exit status of the command: 0 it does, 1 it does not, 2 a mistake or a server th
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from distill.commands.options import ReadbackOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import acceptance_causes, end_note, few_note, text_causes
-from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, speeds, tau_interval
+from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, pace, tau_interval
 from distill.commands.readback.screen import print_served
 from distill.config.layout import (
     ANSWERS,
@@ -36,7 +37,7 @@ from distill.export.load_table import gamma_by_load
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
-from distill.run.served_record import ServedRecord
+from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, TextLawRecord
 from distill.run.verdict_record import Verdict, drafting_to_serve
 from speculative.decoder.responses import Response
 from speculative.drafters.parallel import DRAFTINGS, Drafting
@@ -44,6 +45,7 @@ from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw, text_law
+from speculative.measure.measured import DRAFT, HELD_OUT, TARGET, Measured
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.served import Decoded
 from speculative.rules.rule import Rule, rules_of_text
@@ -183,33 +185,55 @@ def _record(
     causes += acceptance_causes(counted, replayer, found)
     texts, more = _greedy_texts(greedy, frozen)
     causes += more + ([f"counters: {main.reset}"] if main.reset else [])
-    shown = replayer.predict(counted, found.rule, counted.gamma)
+    return ServedRecord(
+        format=2, engine=client.engine, version=client.version, url=options.url, drafting=drafting, source=counted.source,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        sampling=main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
+        **_measured(options, main, counted, replayer, found), z=found.z, agrees=not causes, greedy=texts,
+        text_law=None if law is None else TextLawRecord(
+            p=law.p, same=law.same, log_prob=law.log_prob, expected=law.expected, tokens=law.tokens
+        ),
+        causes=causes, notes=notes + counted.notes + few_note(counted, found) + end_note(counted, client.engine),
+    )  # fmt: skip
+
+
+def _measured(
+    options: ReadbackOptions, asked: Asked, counted: Counted, replayer: Replayer, found: Predicted
+) -> Mapping[str, Any]:
+    """The keys of `ServedRecord` that hold figures."""
+    speed, shown = pace(asked.answers, asked.plain), replayer.predict(counted, found.rule, counted.gamma)
     survival, rate = replayer.shares(found.rule, found.gamma, counted.spared)
-    expected, expected_ci = replayer.expect(found.rule, found.gamma)
-    speed = speeds(main.answers, main.plain, options.concurrency)
-    return ServedRecord.model_validate({
-        "engine": client.engine, "version": client.version, "url": options.url,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"), "rule": found.rule, "gamma": counted.gamma, "drafting": drafting,
-        "asked_gamma": found.gamma, "sampling": main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
-        "prompts": len(main.answers), "tokens": sum(answer.tokens for answer in main.answers),
-        "served": {
-            "tau": counted.tau, "tau_ci": tau_interval(counted, shown.tau, shown.tau_ci), "survival": counted.survival,
-            "accepted_per_drafted": counted.accepted_per_drafted, "source": counted.source,
-            **{key: value for key, value in speed.items() if not key.startswith("speed_up")},
-        },
-        "replay": {
-            "tau": found.tau, "survival": survival, "accepted_per_drafted": rate,
-            "text": "served text" if replayer.knows(found.rule) else "the run's text",
-            "expected_tau": expected, "expected_tau_ci": expected_ci,
-        },
-        "z": found.z, "agrees": not causes, "texts_equal": None if texts is None else texts["equal"] + texts["near_ties"] == texts["prompts"],
-        "greedy": texts,
-        "text_law": None if law is None else {
-            "p": law.p, "same": law.same, "log_prob": law.log_prob, "expected": law.expected, "tokens": law.tokens,
-        },
-        "speed_up": speed["speed_up"], "speed_up_ci": speed["speed_up_ci"],
-        "causes": causes, "notes": notes + counted.notes + few_note(counted, found) + end_note(counted, client.engine),
-    })  # fmt: skip
+    tokens, known = sum(answer.tokens for answer in asked.answers), replayer.knows(found.rule)
+    served = Measured(
+        DRAFT, found.rule, options.concurrency, SERVED_TEXT, len(asked.answers), tokens, counted.gamma, tau=counted.tau,
+        tau_ci=tau_interval(counted, shown.tau, shown.tau_ci), accepted_per_drafted=counted.accepted_per_drafted,
+        tokens_per_second=options.concurrency * speed.tokens_per_second, speed_up=speed.speed_up, speed_up_ci=speed.speed_up_ci,
+        how=dict.fromkeys(("tau", "accepted_per_drafted", "tokens_per_second", "speed_up"), "served"),
+    )  # fmt: skip
+    of_text = replace(Measured(DRAFT, found.rule), text=SERVED_TEXT if known else HELD_OUT, prompts=served.prompts)
+    predicted = replace(
+        of_text, gamma=found.gamma, tau=found.tau, tau_ci=found.tau_ci, accepted_per_drafted=rate,
+        how=dict.fromkeys(("tau", "accepted_per_drafted"), "replay"),
+    )  # fmt: skip
+    rows = [served, predicted]
+    if speed.plain is not None:
+        rows.append(
+            replace(
+                served, way=TARGET, tokens=sum(answer.tokens for answer in asked.plain), gamma=0, tau=1.0, tau_ci=None,
+                accepted_per_drafted=None, tokens_per_second=options.concurrency * speed.plain, speed_up=1.0, speed_up_ci=None,
+                how={"tokens_per_second": "served"},
+            )
+        )  # fmt: skip
+    if known:
+        tau, tau_ci = replayer.expect(found.rule, found.gamma)
+        rows.append(
+            replace(predicted, text=HELD_OUT, tau=tau, tau_ci=tau_ci, accepted_per_drafted=None, how={"tau": "replay"})
+        )
+    return {
+        "measured": rows, "survival": {"replay": survival} | ({} if counted.survival is None else {"served": counted.survival}),
+        "tokens_per_second_ci": tuple(options.concurrency * end for end in speed.tokens_per_second_ci),
+        "latency": speed.latency, "latency_ci": speed.latency_ci,
+    }  # fmt: skip
 
 
 def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> Predicted:
@@ -222,8 +246,8 @@ def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma:
     return replayer.predict(counted, rule, gamma)
 
 
-def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[dict[str, int] | None, list[str]]:
-    """({prompts, equal, near_ties} of greedy text beside the run's own, the cause where they part)."""
+def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[GreedyTexts | None, list[str]]:
+    """(greedy text beside the run's own, the cause where they part)."""
     if asked is None:
         return None, []
     equal = ties = 0
@@ -236,20 +260,17 @@ def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[dict[str, in
             same = answer.ids == own.response_ids
         if same:
             equal += 1
-            continue
-        said = Response(own.key, own.prompt_ids, response_ids=answer.ids or [])
-        ours = Response(own.key, own.prompt_ids, response_ids=own.response_ids)
-        try:
-            if frozen.target.config.endpoint is None and answer.ids:
-                near_tie(frozen.target.model, ours, said)
-                ties += 1
-                continue
+        elif frozen.target.config.endpoint is not None or not answer.ids:
             worst = worst or f"prompt {own.key} differs"
-        except SelfCheckError as error:
-            worst = worst or str(error)
-    texts = {"prompts": len(asked.answers), "equal": equal, "near_ties": ties}
+        else:
+            said = Response(own.key, own.prompt_ids, response_ids=answer.ids)
+            try:
+                near_tie(frozen.target.model, replace(said, response_ids=own.response_ids), said)
+                ties += 1
+            except SelfCheckError as error:
+                worst = worst or str(error)
+    texts = GreedyTexts(prompts=len(asked.answers), equal=equal, near_ties=ties)
     if not worst:
         return texts, []
-    return texts, [
-        f"greedy: {equal} of {texts['prompts']} greedy texts are the run's own, {ties} part at a near-tie; {worst}"
-    ]
+    told = f"greedy: {equal} of {texts.prompts} greedy texts are the run's own, {ties} part at a near-tie; {worst}"
+    return texts, [told]

@@ -11,8 +11,9 @@ from distill.run.verdict_record import WAYS
 
 def print_served(console: Console, record: ServedRecord, run: Path) -> None:
     """The table of served.json, its notes and causes, and whether the engine agrees."""
-    title = f"{run} in {record.where}: {WAYS[record.drafting]}, rule {record.rule}, gamma {record.gamma}"
-    console.print(f"{title}, {record.prompts} prompts, {record.tokens:,} tokens", highlight=False, markup=False)
+    own = record.served
+    title = f"{run} in {record.where}: {WAYS[record.drafting]}, rule {own.rule}, gamma {own.gamma}"
+    console.print(f"{title}, {own.prompts} prompts, {own.tokens:,} tokens", highlight=False, markup=False)
     for table in served_tables(record):
         console.print(table)
     console.print("tau without the first token of a response, which is the prefill's; [95 % interval]", markup=False)

@@ -3,7 +3,7 @@
 from distill.report.section import Made, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.served_record import ServedRecord
+from distill.run.served_record import SERVED_TEXT, ServedRecord
 from distill.run.verdict_record import WAYS
 
 
@@ -18,7 +18,7 @@ def served(view: View) -> Made:
 
 def served_tables(record: ServedRecord) -> list[Table]:
     """What was served, replay of the served text, and replay of the run's own: the figures, then survival by place."""
-    own, replay = record.served, record.replay
+    own, replay, expected = record.served, record.replay, record.expected
     figures = Table(
         [
             "", Column("tau", ".2f"), Column("accepted/drafted", ".3f"), Column("tokens/s", ".1f"), Column("response, s", ".3g"),
@@ -26,24 +26,25 @@ def served_tables(record: ServedRecord) -> list[Table]:
         ]
     )  # fmt: skip
     figures.add(
-        "served", Cell(own.tau, own.tau_ci), own.accepted_per_drafted, Cell(own.tokens_per_second, own.tokens_per_second_ci),
-        Cell(own.latency, own.latency_ci), Cell(record.speed_up, record.speed_up_ci),
+        "served", Cell(own.tau, own.tau_ci), own.accepted_per_drafted, Cell(own.tokens_per_second, record.tokens_per_second_ci),
+        Cell(record.latency, record.latency_ci), Cell(own.speed_up, own.speed_up_ci),
     )  # fmt: skip
     figures.add("replay", replay.tau, replay.accepted_per_drafted, "", "", "")
-    figures.add("run's text", Cell(replay.expected_tau, replay.expected_tau_ci), "", "", "", "")
-    places = len(own.survival or replay.survival)
+    figures.add("run's text", Cell(expected.tau, expected.tau_ci), "", "", "", "")
+    places = len(record.survival.get("served", record.survival["replay"]))
     survival = Table(["survival of the first", *(Column(str(place + 1), ".3f") for place in range(places))])
-    for name, values in (("served", own.survival), ("replay", replay.survival)):
-        known = [*(values or [])[:places]]
+    for name in ("served", "replay"):
+        known = record.survival.get(name, [])[:places]
         survival.add(name, *known, *[None] * (places - len(known)))
     return [figures, survival]
 
 
 def served_lines(record: ServedRecord) -> list[str]:
     """Whether the engine agrees with replay, and its texts."""
+    replay, text = record.replay, "served text" if record.replay.text == SERVED_TEXT else "run's text"
     lines = [
-        f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the "
-        f"{record.replay.text.removeprefix('the ')} ({WAYS[record.drafting]}, rule {record.rule}, gamma {record.asked_gamma}): z {record.z:+.1f}."
+        f"{record.where} {'agrees' if record.agrees else 'DISAGREES'} with replay of the {text} "
+        f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
     ]
     if record.greedy is not None:
         ties = f", {record.greedy.near_ties} more part at a near-tie" if record.greedy.near_ties else ""

@@ -87,7 +87,7 @@ def test_traffic_like_the_held_out_prompts_is_no_drift(judged: None, tmp_path: P
     assert found.refresh is False
     low, high = found.ci
     assert found.sentence == (
-        f"No drift: accepted/drafted {found.rate:.3f} against the run's {found.baseline:.3f} at gamma 4, rule sample: "
+        f"No drift: accepted/drafted {found.now.accepted_per_drafted:.3f} against the run's {found.judged.accepted_per_drafted:.3f} at gamma 4, rule sample: "
         f"{found.change:+.3f} [{low:+.3f}, {high:+.3f}] over 120 requests."
     )
     assert Drift.model_validate_json(out.read_text()) == found
@@ -118,7 +118,7 @@ def test_an_engines_log_is_read_as_sums_and_its_rule_is_questioned(judged: None,
     log = tmp_path / "vllm.log"
     log.write_text("".join(lines))
     found = drifted(tmp_path, log)
-    assert (found.refresh, found.source, found.format, found.requests) == (False, str(log), "vllm", 40)
+    assert (found.refresh, found.source, found.log, found.now.prompts) == (False, str(log), "vllm", 40)
     assert "over 40 log lines" in found.sentence
     assert any("--rule greedy-draft" in note for note in found.notes)
 
@@ -269,26 +269,27 @@ def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Pa
     rows = [{"accepted": int(rng.integers(0, 8)), "drafted": 20, "blocks": 10} for _ in range(12)]
     log = write_log(tmp_path / "log.jsonl", rows)
     found = drifted(tiny_run, log, rule="greedy-draft")
-    assert (found.gamma, found.rule, found.drafting, found.baseline_prompts) == (
+    assert (found.now.gamma, found.now.rule, found.drafting, found.judged.prompts) == (
         2,
         "greedy-draft",
         "autoregressive",
         10,
     )
+    assert (found.now.how, found.judged.how) == ({"accepted_per_drafted": "served"}, {"accepted_per_drafted": "replay"})
     other = drifted(tiny_run, log, gamma=3)
-    assert (other.gamma, other.rule) == (3, "sample")
+    assert (other.judged.gamma, other.judged.rule) == (3, "sample")
 
 
 def test_fresh_prompts_are_decoded_and_compared(tiny_run: Path, tmp_path: Path) -> None:
     plain = write_prompts(tmp_path / "fresh.jsonl", 12)
     found = drift_command(DriftOptions(tiny_run, prompts=str(plain)), silent())
-    assert (found.source, found.format, found.requests) == (str(plain), "prompts", 12)
+    assert (found.source, found.log, found.now.prompts) == (str(plain), "prompts", 12)
     assert any("no column `domain`" in note for note in found.notes)
     labelled = tmp_path / "labelled.jsonl"
     rows = [json.loads(line) for line in plain.read_text().splitlines()]
     labelled.write_text("".join(json.dumps(row | {"domain": row["kind"]}) + "\n" for row in rows))
     parts = drift_command(DriftOptions(tiny_run, prompts=str(labelled)), silent())
-    assert parts.rate == found.rate  # labels change nothing of what is decoded
+    assert parts.now.accepted_per_drafted == found.now.accepted_per_drafted  # labels change nothing of what is decoded
     with pytest.raises(UserError, match="no such file"):
         drift_command(DriftOptions(tiny_run, prompts=str(tmp_path / "no.jsonl")), silent())
     with pytest.raises(UserError, match="chat"):
@@ -308,6 +309,6 @@ def test_fresh_conversations_are_read_by_the_template_though_the_run_is_plain(
     plain.write_text("".join(json.dumps({"prompt": f"user: {text};assistant:"}) + "\n" for text in texts))
     talked = drift_command(DriftOptions(run, prompts=str(chats), messages_column="talk"), silent())
     written = drift_command(DriftOptions(run, prompts=str(plain)), silent())
-    assert talked.requests == 10
+    assert talked.now.prompts == 10
     for result in (talked, written):
         assert any("no column `domain`" in note for note in result.notes)

@@ -67,8 +67,8 @@ def test_differences_are_compared_with_the_run(tiny_run: Path) -> None:
     blocks, kept = sum(one.blocks for one in prompts), sum(one.accepted for one in prompts)
     with engine_with(page(1000, 500, 300, 100), page(1000 + blocks, 500 + kept, 300, 100)) as url:
         found = drifted(tiny_run, f"{url}/metrics", rule="greedy")
-    assert (found.source, found.format, found.requests) == (f"{url}/metrics", "vllm", 1)
-    assert (found.rate, found.change) == (pytest.approx(kept / (3 * blocks)), pytest.approx(0.0))
+    assert (found.source, found.log, found.now.prompts) == (f"{url}/metrics", "vllm", 1)
+    assert (found.now.accepted_per_drafted, found.change) == (pytest.approx(kept / (3 * blocks)), pytest.approx(0.0))
     assert found.refresh is False
 
 
@@ -101,7 +101,7 @@ def test_a_fall_in_the_counters_advises_a_refresh(tiny_run: Path) -> None:
     with engine_with(*pages) as url:
         result = drifted(tiny_run, url, scrapes=3, rule="sample")
     assert result.refresh is True
-    assert result.requests == 2
+    assert result.now.prompts == 2
 
 
 def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
     with engine_with(page(100, 50, 30, 10), page(10, 5, 3, 1), page(110, 55, 33, 11)) as url:
         result = drifted(tiny_run, url, scrapes=3, rule="sample")
     assert any("that interval is left out" in note for note in result.notes)
-    assert result.requests == 1
+    assert result.now.prompts == 1
 
 
 @pytest.mark.parametrize(

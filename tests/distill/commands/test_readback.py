@@ -21,7 +21,7 @@ from distill.cli import app
 from distill.commands.options import ReadbackOptions
 from distill.commands.readback.asking import Asked
 from distill.commands.readback.causes import acceptance_causes
-from distill.commands.readback.comparison import Counted, Replayer, served_texts, speeds
+from distill.commands.readback.comparison import Counted, Replayer, pace, served_texts
 from distill.commands.readback.readback import readback_command
 from distill.report.page import report_command
 from distill.run.frozen_text import FrozenText
@@ -30,6 +30,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_law import TextLaw
+from speculative.measure.measured import TARGET
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.served import Decoded, ServedBlocks, behind_prefill, predicted_shares, served_shares
 from speculative.measure.token_scores import TokenScores
@@ -46,16 +47,16 @@ def starts(record: ServedRecord) -> list[str]:
 def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], run: Path, rule: Any) -> None:
     engine = make(rule="greedy-draft" if rule == "greedy" else rule)
     found = read(engine, run, rule="greedy" if rule == "greedy" else "auto")
-    assert (found.agrees, found.causes, found.rule, found.texts_equal) == (True, [], rule, True)
-    assert (found.engine, found.version, found.gamma, found.prompts) == ("vllm", "0.32.0", GAMMA, 10)
+    assert (found.agrees, found.causes, found.served.rule, found.greedy.same) == (True, [], rule, True)
+    assert (found.engine, found.version, found.served.gamma, found.served.prompts) == ("vllm", "0.32.0", GAMMA, 10)
     # The server's own sums: tokens behind the prefill's over calls. Greedy blocks are known exactly, whoever draws.
-    assert found.served.tau == pytest.approx((found.tokens - 10) / (engine.made_blocks(rule == "greedy")))
+    assert found.served.tau == pytest.approx((found.served.tokens - 10) / (engine.made_blocks(rule == "greedy")))
     if rule == "sample":
         assert abs(found.z) < 4
     else:
         assert found.z == 0
         assert found.served.tau == pytest.approx(found.replay.tau, abs=1e-12)
-        assert found.served.survival == pytest.approx(found.replay.survival, abs=1e-12)
+        assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=1e-12)
         assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=1e-12)
     if rule == "greedy":
         assert found.text_law is None
@@ -68,13 +69,13 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], ru
 def test_sums_alone_tell_the_same_tau(make: Callable[..., Engine], run: Path) -> None:
     one, two, three = (read(make(level=level, total=total), run) for level, total in (("detailed", "_total"), ("summary", ""), ("none", "")))  # fmt: skip
     assert one.served.tau == two.served.tau == three.served.tau
-    assert (one.served.source, two.served.source, three.served.source) == ("responses", "responses", "metrics")
+    assert (one.source, two.source, three.source) == ("responses", "responses", "metrics")
     assert one.z == two.z == three.z == 0
     assert three.agrees
     low, high = three.served.tau_ci
     assert low < three.served.tau < high
     # What is drafted behind the end is in sums, and in the difference of two scrapes it is the same.
-    assert two.served.survival == pytest.approx(three.served.survival)
+    assert two.survival["served"] == pytest.approx(three.survival["served"])
     assert two.served.accepted_per_drafted == pytest.approx(three.served.accepted_per_drafted)
 
 
@@ -107,10 +108,10 @@ def test_a_draft_that_proposes_a_block_in_one_pass(
     taus = []
     for way, other in (("parallel", "autoregressive"), ("autoregressive", "parallel")):
         found = read(served[way], run, drafting=way)
-        assert (found.agrees, found.rule, found.drafting) == (True, rule, way), found.causes
+        assert (found.agrees, found.served.rule, found.drafting) == (True, rule, way), found.causes
         if rule == "greedy-draft":
             assert found.z == 0
-            assert found.served.survival == pytest.approx(found.replay.survival, abs=1e-12)
+            assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=1e-12)
         taus.append(found.served.tau)
         wrong = read(served[other], run, drafting=way, rule=rule)
         assert starts(wrong) == ["drafting"]
@@ -166,7 +167,7 @@ def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_s
     assert found.text_law is not None
     assert not found.text_law.same
     assert "text" in starts(found)
-    assert found.texts_equal, "greedy text is right"
+    assert found.greedy.same, "greedy text is right"
 
 
 def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
@@ -200,7 +201,7 @@ def test_other_sampling_than_asked_for_is_named(
 
 def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Path) -> None:
     found = read(make(greedy_shift=7), run)
-    assert (found.agrees, found.texts_equal) == (False, False)
+    assert (found.agrees, found.greedy.same) == (False, False)
     assert starts(found) == ["greedy"]
     assert "0 of 10 greedy texts" in found.causes[0]
 
@@ -232,8 +233,8 @@ def test_a_server_without_a_draft_or_without_ids(make: Callable[..., Engine], ru
         read(make(draft=None), run)
     found = read(make(ids=False, tokenizer=frozen.target.tokenizer), run)
     assert found.text_law is None
-    assert found.replay.text == "the run's text"
-    assert found.texts_equal
+    assert found.replay == found.expected
+    assert found.greedy.same
     assert abs(found.z) < 4
 
 
@@ -241,15 +242,15 @@ def test_an_engine_that_refuses_token_ids_gets_the_text(
     make: Callable[..., Engine], run: Path, frozen: FrozenText
 ) -> None:
     found = read(make(takes_ids=False, tokenizer=frozen.target.tokenizer), run, rule="greedy")
-    assert (found.agrees, found.texts_equal, found.prompts) == (True, True, 10)
+    assert (found.agrees, found.greedy.same, found.served.prompts) == (True, True, 10)
 
 
 def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Callable[..., Engine], run: Path) -> None:
     with running_engine(make()) as url, running_engine(make(draft=None)) as plain:
         found = readback_command(ReadbackOptions(url, run, plain=plain, gamma=GAMMA))
-    assert found.speed_up is not None
-    assert found.speed_up_ci is not None
-    assert found.speed_up_ci[0] < found.speed_up < found.speed_up_ci[1]
+    own, alone = found.served, next(row for row in found.measured if row.way == TARGET)
+    assert own.speed_up_ci[0] < own.speed_up < own.speed_up_ci[1]
+    assert own.tokens_per_second == pytest.approx(own.speed_up * alone.tokens_per_second)
     assert sum(1 for _ in (run / "served-plain.jsonl").open()) == 10
 
 
@@ -259,9 +260,9 @@ def test_speeds_are_pooled_over_prompts() -> None:
         [Answer("", None, "", False, seconds, None, tokens, {}) for tokens, seconds in pairs]
         for pairs in (((10, 1.0), (30, 2.0)), ((10, 2.0), (20, 4.0)))
     )
-    found = speeds(own, plain, 1)
-    assert (found["tokens_per_second"], found["latency"], found["speed_up"]) == (40 / 3, 1.5, (40 / 3) / 5)
-    assert speeds(own, [], 1)["speed_up"] is None
+    found = pace(own, plain)
+    assert (found.tokens_per_second, found.latency, found.speed_up, found.plain) == (40 / 3, 1.5, (40 / 3) / 5, 5)
+    assert pace(own, []).speed_up is None
 
 
 def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Path, tmp_path: Path) -> None:
@@ -271,8 +272,10 @@ def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Pat
         assert done.exit_code == 0
         tree = json.loads(done.output)
         assert tree == json.loads((tmp_path / "out.json").read_text())
-        assert {"engine", "version", "rule", "prompts", "tokens", "served", "replay", "z", "agrees", "texts_equal", "text_law", "speed_up"} <= set(tree)  # fmt: skip
-        assert tree["prompts"] == 6
+        assert (tree["format"], tree["engine"], tree["agrees"]) == (2, "vllm", True)
+        assert [(row["text"], row["prompts"], row["how"]["tau"]) for row in tree["measured"]] == [
+            ("served", 6, "served"), ("served", 6, "replay"), ("held-out", 6, "replay")
+        ]  # fmt: skip
         files = report_command(run, tmp_path / "report.html")
         assert "vLLM 0.32.0 agrees with replay" in files.html.read_text()
         done = CliRunner().invoke(app, [*arguments[:-4], "--gamma", "2"])
