@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedModel
 
 from data.files import read_manifest, writing
 from distill.commands.compare.comparison import Comparison, JudgedGate, comparison
@@ -31,7 +30,7 @@ from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.verdict.field import step_costs, typical_length
 from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting, ParallelDrafter
+from speculative.drafters.parallel import Drafting
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts
@@ -173,31 +172,26 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
-    known: dict[tuple[str, Drafting], tuple[Entry, Any]] = {}
+    drafts: dict[tuple[str, Drafting], tuple[Entry, Any]] = {}
     by_shape: dict[Any, StepCosts] = {}
-    entry: Entry | None
-    shape: Any
-    for path, drafting in dict.fromkeys(
-        (path, drafting_of(name)) for name in names if (path := draft_of(name)) is not None
-    ):
-        model = find_student(path), drafting
-        if model not in known:
-            draft, offsets = _load(text, path), None
-            if drafting == "parallel":
-                ParallelDrafter(draft, path)
-                offsets = Draft(draft, "parallel").offsets(gamma)
-            scores = score_tokens(draft, text.responses, text.sampling, offsets=offsets)
-            shape = (drafting, *((key, tuple(weight.shape)) for key, weight in draft.named_parameters()))
-            if timing and shape not in by_shape:
-                by_shape[shape] = _timed(text, draft, gamma, drafting)
-            parameters = sum(weight.numel() for weight in draft.parameters())
-            known[model] = Entry(path, path, parameters, scores, None), shape
+    for name in names:
+        path, drafting = draft_of(name), drafting_of(name)
+        if path is None or (find_student(path), drafting) in drafts:
+            continue
+        draft = _load(text, path, drafting)
+        scores = score_tokens(draft.model, text.responses, text.sampling, offsets=draft.offsets(gamma))
+        shape: Any = (drafting, *((key, tuple(weight.shape)) for key, weight in draft.model.named_parameters()))
+        if timing and shape not in by_shape:
+            by_shape[shape] = _timed(text, draft, gamma)
+        parameters = sum(weight.numel() for weight in draft.model.parameters())
+        drafts[find_student(path), drafting] = Entry(path, path, parameters, scores, None), shape
     costs = _shared_target(by_shape)
     entries = []
     for number, name in enumerate(names):
-        entry, shape = None, next(iter(costs), None)
-        if (path := draft_of(name)) is not None:
-            entry, shape = known[find_student(path), drafting_of(name)]
+        path = draft_of(name)
+        entry, shape = (
+            (None, next(iter(costs), None)) if path is None else drafts[find_student(path), drafting_of(name)]
+        )
         own = costs.get(shape)
         if looks_up(name):
             entry = with_lookup(entry, text.responses, text.rule, gamma, own)
@@ -207,29 +201,28 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     return entries
 
 
-def _load(text: FrozenText, path: str) -> PreTrainedModel:
+def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:
     run = run_of(path)
     if run == Path(path) and not best_student(run).is_dir():
         raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or name one of its checkpoints")
     try:
-        draft = text.draft(path)
+        draft = Draft(text.draft(path), drafting)
     except UserError as error:
-        raise UserError(str(error) if path in str(error) else f"{path}: {error}") from error
-    limit, longest = (
-        max_positions(draft.config),
-        max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses),
-    )
+        said = str(error).removeprefix("parallel draft: ")
+        raise UserError(said if path in said else f"{path}: {said}") from error
+    limit = max_positions(draft.model.config)
+    longest = max(len(one.prompt_ids) + len(one.response_ids) for one in text.responses)
     if limit is not None and limit < longest:
         raise UserError(f"{path}: reads {limit} tokens and the text of {text.run} needs {longest}")
     return draft
 
 
-def _timed(text: FrozenText, draft: PreTrainedModel, gamma: int, drafting: Drafting) -> StepCosts:
-    target = text.target.model
-    config = text.config
-    context = context_limit(max_positions(target.config), max_positions(draft.config), config.data.context_length)
+def _timed(text: FrozenText, draft: Draft, gamma: int) -> StepCosts:
+    target, config = text.target.model, text.config
+    positions = (max_positions(model.config) for model in (target, draft.model))
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
-    return step_costs(config.judge, settings, target, Draft(draft, drafting), context, typical_length(text.responses))
+    context = context_limit(*positions, config.data.context_length)
+    return step_costs(config.judge, settings, target, draft, context, typical_length(text.responses))
 
 
 def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:

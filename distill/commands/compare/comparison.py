@@ -1,15 +1,18 @@
 """A comparison: every way on one frozen text as rows of `Measured`, paired differences to the first; its keys are what `--out` writes."""
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from distill.commands.compare.contestants import Entry
 from distill.run.frozen_text import FrozenText
 from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Record, Row
-from speculative.measure.curves import CURVE_GAMMAS, calls_curve, rule_curve
+from speculative.measure.curves import CURVE_GAMMAS, calls_curve
 from speculative.measure.effects import effects_of_calls, paired_effects
-from speculative.measure.measured import HELD_OUT, How, Measured
+from speculative.measure.measured import HELD_OUT, How, Measured, Way
+from speculative.measure.metrics import alpha_with_interval
+from speculative.measure.replay import survival_of
 from speculative.measure.token_scores import scored_gammas
 
 
@@ -132,51 +135,41 @@ def comparison(text: FrozenText, entries: Sequence[Entry], gamma: int, looks: in
 
 def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int, text: str) -> Measured:
     """A way on a text at one gamma: alpha and tau by replay, the speed-up predicted where steps were timed."""
-    curve, how = _curve(entry, keys, rule, (gamma,), gamma), dict[str, How](tau="replay")
-    row: dict[str, Any] = {"tau": curve["tau"][0], "tau_ci": tuple(curve["tau_ci"][0])}
-    if curve["alpha"] is not None:
-        row |= {"alpha": curve["alpha"], "alpha_ci": tuple(curve["alpha_ci"])}
-        how["alpha"] = "replay"
+    curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
+    row = Measured(
+        entry.way, rule, 1, text, curve["prompts"], curve["tokens"], gamma, tau=curve["tau"][0], tau_ci=tuple(curve["tau_ci"][0]),
+        how=how, ngrams=entry.sizes, tuned_on=None if entry.sizes is None else Way.tuned_on,
+    )  # fmt: skip
+    if entry.judged is not None:
+        alpha, alpha_ci = alpha_with_interval([own.accept_probs(rule) for own in entry.judged], keys)
+        row, how["alpha"] = replace(row, alpha=alpha, alpha_ci=alpha_ci), "replay"
     if (steps_N1 := entry.steps(rule, (gamma,))) is not None:
         pace = calls_curve(entry.tokens_N, steps_N1, keys)
-        row |= {"speed_up": pace["tau"][0], "speed_up_ci": tuple(pace["tau_ci"][0])}
+        row = replace(row, speed_up=pace["tau"][0], speed_up_ci=tuple(pace["tau_ci"][0]))
         how["speed_up"] = "predicted"
-    return Measured(
-        entry.way, rule, 1, text, curve["prompts"], curve["tokens"], gamma, **row, how=how, ngrams=entry.sizes,
-        tuned_on=None if entry.sizes is None else "the judged prompts, by replay",
-    )  # fmt: skip
+    return row
 
 
 def _way(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWay:
-    curve = _curve(entry, keys, rule, CURVE_GAMMAS, gamma)
+    gammas, scores, costs = scored_gammas(entry.scores or [], CURVE_GAMMAS), entry.scores, entry.costs
+    curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
     way = ComparedWay(
-        way=entry.way, path=entry.path, parameters=entry.parameters, survival=curve["survival"], gammas=curve["gammas"],
-        taus=curve["tau"], taus_ci=curve["tau_ci"],
+        way=entry.way, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve["tau"], taus_ci=curve["tau_ci"],
+        survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
     )  # fmt: skip
-    if entry.costs is None:
+    if costs is None:
         return way
     # Gammas beyond the measured ones would be guesses.
-    gammas = scored_gammas(entry.scores or [], range(1, max(entry.costs.verify_seconds) + 1))
+    gammas = scored_gammas(scores or [], range(1, max(costs.verify_seconds) + 1))
     steps_NK = entry.steps(rule, gammas)
     assert steps_NK is not None
     speeds = dict(zip(gammas, (curve["tokens"] / steps_NK.sum(0)).tolist(), strict=True))
     best = max(speeds, key=speeds.__getitem__)
-    pays = {"best_gamma": best if speeds[best] > 1.0 else 0, "best_speed_up": max(speeds[best], 1.0)}
-    if entry.scores is not None:
-        costs = entry.costs
+    pays: dict[str, float] = {"best_gamma": best if speeds[best] > 1.0 else 0, "best_speed_up": max(speeds[best], 1.0)}
+    if scores is not None:
         pays |= {"draft_step_seconds": costs.draft_step_seconds, "cost_ratio": costs.cost_ratio}
         pays["cost_ratio_at"] = costs.cost_ratio_at(gamma)
     return way.model_copy(update=pays)
-
-
-def _curve(entry: Entry, keys: Sequence[Any], rule: str, gammas: Iterable[int], survival_gamma: int) -> dict[str, Any]:
-    """`rule_curve`; of a way with lookup without alpha and survival."""
-    gammas = scored_gammas(entry.scores or [], gammas)
-    if entry.kept is None:
-        assert entry.scores is not None
-        return rule_curve(entry.scores, keys, rule, gammas, survival_gamma=survival_gamma)
-    curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
-    return {"gammas": gammas, "alpha": None, "alpha_ci": None, "survival": None, **curve}
 
 
 def _difference(
@@ -184,21 +177,12 @@ def _difference(
 ) -> Difference:
     """What a way gains over the first, with each one's own price in the speed-up; where: the text, and the looks at it."""
     text, looks = where
-    named = {"way": ours.way, "text": text}
-    if ours.kept is not None or first.kept is not None:
-        sides = []
-        for entry in (ours, first):
-            steps_N1 = entry.steps(rule, (gamma,))
-            sides.append((entry.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
-        return Difference.model_validate(named | effects_of_calls(keys, first.tokens_N, *sides, looks=looks))
-    price, first_price = (
-        None if entry.costs is None else (entry.costs.cost_ratio_at(gamma), entry.costs.verify_ratio(gamma))
-        for entry in (ours, first)
-    )
-    assert ours.scores is not None
-    assert first.scores is not None
-    effects = paired_effects(
-        ours.scores, first.scores, keys, rule=rule, gamma=gamma, costs=price if first_price else None,
-        baseline_costs=first_price, looks=looks,
-    )  # fmt: skip
-    return Difference.model_validate(named | effects)
+    sides = []
+    for entry in (ours, first):
+        steps_N1 = entry.steps(rule, (gamma,))
+        sides.append((entry.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
+    found = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
+    if ours.judged is not None and first.judged is not None:
+        paired = paired_effects(ours.judged, first.judged, keys, rule=rule, gamma=gamma, looks=looks)
+        found = paired | {"speed_up": found["speed_up"]}
+    return Difference.model_validate({"way": ours.way, "text": text} | found)

@@ -55,24 +55,28 @@ class Entry:
             kept=None if self.kept is None else [self.kept[row] for row in rows],
         )
 
-    def blocks(self, rule: str, gammas: Sequence[int]) -> RivalBlocks:
-        """Expected blocks (N, K); `found_NK` those that lookup proposed."""
-        if self.kept is None:
-            assert self.scores is not None
-            blocks_NK = expected_blocks_of(self.scores, rule, gammas)
-            return RivalBlocks(np.zeros_like(blocks_NK), blocks_NK)
-        if self.scores is None:
-            return certain_blocks(self.kept, gammas)
-        return cascade_blocks(self.kept, self.scores, rule, gammas)
+    @property
+    def judged(self) -> list[TokenScores] | None:
+        """The scores of a draft that proposes alone: of it alpha and survival are known."""
+        return self.scores if self.kept is None else None
 
     @property
     def tokens_N(self) -> np.ndarray:
         """Of each response."""
         return np.array([len(one) for one in (self.scores if self.kept is None else self.kept) or []])
 
+    def _blocks(self, rule: str, gammas: Sequence[int]) -> RivalBlocks:
+        """Expected blocks (N, K); `found_NK` those that lookup proposed."""
+        if self.scores is None:
+            return certain_blocks(self.kept or [], gammas)
+        if self.kept is not None:
+            return cascade_blocks(self.kept, self.scores, rule, gammas)
+        blocks_NK = expected_blocks_of(self.scores, rule, gammas)
+        return RivalBlocks(np.zeros_like(blocks_NK), blocks_NK)
+
     def calls(self, rule: str, gammas: Sequence[int]) -> np.ndarray:
         """Expected target calls (N, K)."""
-        blocks = self.blocks(rule, gammas)
+        blocks = self._blocks(rule, gammas)
         return np.asarray(blocks.found_NK + blocks.others_NK)
 
     def steps(self, rule: str, gammas: Sequence[int]) -> np.ndarray | None:
@@ -80,7 +84,7 @@ class Entry:
         if self.costs is None:
             return None
         steps_of = lookup_steps if self.scores is None else cascade_steps
-        return steps_of(self.blocks(rule, gammas), gammas, self.costs)
+        return steps_of(self._blocks(rule, gammas), gammas, self.costs)
 
 
 def draft_of(way: str) -> str | None:
@@ -105,13 +109,11 @@ def with_lookup(
 
     costs: measured ones of the draft, or of any draft for lookup alone; None: untimed.
     """
-    prices = costs or UNTIMED
-    if draft is None:
-        tuned = tuned_lookup(texts, prices, (gamma,))
-    else:
-        assert draft.scores is not None
-        tuned = tuned_cascade(texts, draft.scores, rule, prices, (gamma,))
+    own, prices = draft or Entry(LOOKUP, LOOKUP, 0, None, costs), costs or UNTIMED
+    tuned = (
+        tuned_lookup(texts, prices, (gamma,)) if own.scores is None else tuned_cascade(texts, own.scores, rule, prices, (gamma,))
+    )  # fmt: skip
     sizes = (tuned.max_ngram, tuned.min_ngram)
-    kept = [kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts]
-    own = draft or Entry(LOOKUP, LOOKUP, 0, None, costs)
-    return replace(own, costs=costs, kept=kept, sizes=sizes)
+    return replace(
+        own, costs=costs, kept=[kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts], sizes=sizes
+    )
