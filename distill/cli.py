@@ -19,7 +19,7 @@ READER_LEFT = 141  # As the shell reports a program ended by SIGPIPE.
 COMMANDS = (
     ("demo", of.DemoOptions, "distill.cli:demo"),
     ("train", TrainOptions, "distill.train:command"),
-    ("evaluate", of.EvaluateOptions, "distill.commands.evaluate.command:evaluate_command"),
+    ("evaluate", of.EvaluateOptions, "distill.commands.evaluate.evaluate:evaluate_command"),
     ("probe", of.ProbeOptions, "distill.commands.probe.probe:probe_command"),
     ("report", of.ReportOptions, "distill.commands.show:report"),
     ("compare", of.CompareOptions, "distill.commands.compare.compare:compare"),

@@ -113,8 +113,14 @@ def losslessness_cells(place: Place) -> Iterator[dict[str, Any]]:
         def check(settings: DecodeSettings = settings) -> dict[str, Any]:
             samples, relabellings = (2, 3999) if place.tiny else (16, 9999)
             found = losslessness(
-                target, draft, prompts, settings, samples=samples, permutations=relabellings, control=False
+                target,
+                ModelDrafter(draft),
+                prompts,
+                settings,
+                samples=samples,
+                permutations=relabellings,
+                control=False,
             )
-            return {"passed": float(found["passed"]), "sentence": found["sentence"]}
+            return {"passed": float(not found.failed), "sentence": found.sentence}
 
         yield tried({"rule": rule, "marks": {"passed": 1.0}}, check)

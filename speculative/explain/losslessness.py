@@ -20,7 +20,7 @@ K equal bins of the unit interval.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
-from speculative.drafters.drafter import Drafter, ModelDrafter
+from speculative.drafters.drafter import Drafter
 from speculative.errors import UserError
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.token_scores import values_by_text
@@ -42,13 +42,126 @@ PREFIX = 8  # first tokens whose agreement is compared
 BINS = 16
 LEAST_PER_BIN = 5  # expected count under which a chi-square's p-value is not to be trusted
 CONTROL = 1.1  # what the temperature of the positive control is multiplied by
-TESTS = {
-    "greedy": "greedy texts",
-    "sampled": "texts sampled with and without the draft",
-    "first_token": "first tokens and the target's probabilities",
-    "every_token": "tokens and the target's probabilities",
-}
 CHUNK = 256  # relabellings at once
+SAMPLED, FIRST_TOKEN, EVERY_TOKEN = (
+    "texts sampled with and without the draft",
+    "first tokens and the target's probabilities",
+    "tokens and the target's probabilities",
+)
+
+
+@dataclass(frozen=True)
+class GreedyTexts:
+    """Greedy text with the draft against the target's alone. Two texts may part where the target's two best logits are equal up to
+    the dtype's rounding (`self_checks.NEAR_TIE`); any other difference is in `differences`, one line each.
+    """
+
+    prompts: int
+    tokens: int
+    equal: int
+    near_ties: list[dict[str, Any]]
+    differences: list[str]
+
+
+@dataclass(frozen=True)
+class Uniformity:
+    """Chi-square test that tokens lie evenly in the target's distribution. impossible: tokens of probability 0."""
+
+    tokens: int
+    impossible: int
+    bins: int
+    chi_square: float
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Two samples relabelled. statistic: minus the decimal logarithm of the smallest of the features' p-values; parts: that of each."""
+
+    statistic: float
+    p_value: float
+    permutations: int
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SampledTexts:
+    """Every test of sampled text. tokens: of one sample. judged_every: False where half precision meets top-p, top-k or min-p:
+    rounding moves tokens over their edge, so `every_token` is not judged there.
+    """
+
+    prompts: int
+    samples: int
+    tokens: int
+    permutation: Permutation
+    first_token: Uniformity
+    every_token: Uniformity
+    judged_every: bool
+
+    @property
+    def p_values(self) -> dict[str, float]:
+        """Of every test, in the order that the sentence has them."""
+        return {
+            SAMPLED: self.permutation.p_value,
+            FIRST_TOKEN: self.first_token.p_value,
+            EVERY_TOKEN: self.every_token.p_value,
+        }
+
+    @property
+    def failed(self) -> list[str]:
+        """The tests under their share of the level."""
+        judged = [name for name in self.p_values if self.judged_every or name != EVERY_TOKEN]
+        return [name for name in judged if self.p_values[name] < LEVEL / len(judged)]
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Every test of a pair under a rule. sampled: None at temperature 0. control: of the target at `CONTROL` times its temperature."""
+
+    rule: str
+    gamma: int
+    dtype: str
+    greedy: GreedyTexts
+    sampled: SampledTexts | None = None
+    control: SampledTexts | None = None
+
+    @property
+    def failed(self) -> list[str]:
+        """What is not the target's own, in words."""
+        greedy = ["greedy texts"] if self.greedy.differences else []
+        return greedy + (self.sampled.failed if self.sampled else [])
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words, with what failed or with what the check could have seen."""
+        greedy, sampled, control = self.greedy, self.sampled, self.control
+        ties = f" ({len(greedy.near_ties)} more part at a near-tie of the target)" if greedy.near_ties else ""
+        same = f"greedy text is the target's own on {greedy.equal} of {greedy.prompts} prompts{ties}"
+        if sampled is None:
+            return f"{'NOT lossless' if self.failed else 'Lossless'}: {same}."
+        numbers = "permutation p = {:.2g}, first tokens p = {:.2g}, every token p = {:.2g}".format(
+            *sampled.p_values.values()
+        )
+        texts = f"{sampled.prompts * sampled.samples} sampled responses ({sampled.tokens:,} tokens)"
+        if self.failed:
+            return f"NOT lossless: {', '.join(self.failed)} differ; {same}; of {texts}: {numbers}."
+        sentence = f"Lossless as far as can be seen: {same}; {texts} cannot be told from the target's own ({numbers})."
+        if control is None:
+            return sentence
+        warmer = f"the target at {CONTROL} times its temperature"
+        smallest = f"p = {min(control.p_values.values()):.2g}"
+        if control.failed:
+            return f"{sentence} The same tests tell {warmer} from it ({smallest})."
+        return f"{sentence} So few samples could not tell {warmer} from it either ({smallest}): raise --samples or --prompts."
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {
+            "level": LEVEL,
+            "failed": self.failed,
+            "passed": not self.failed,
+            "sentence": self.sentence,
+        }
 
 
 # Per text, of each token: the target's mass on likelier tokens, and on the token.
@@ -74,21 +187,20 @@ def token_places(target: PreTrainedModel, texts: Sequence[Response], sampling: S
     return [(values_T2[:, 0], values_T2[:, 1]) for values_T2 in values_by_text(target, texts, places, 2, "target")]
 
 
-def uniformity(places: Places, seed: int) -> dict[str, Any]:
-    """Chi-square test that `likelier + U x own` of all tokens is uniform: {"tokens", "impossible", "bins", "chi_square", "p_value"}.
+def uniformity(places: Places, seed: int) -> Uniformity:
+    """Whether `likelier + U x own` of all tokens is uniform.
 
     Under a true sampler the numbers are independent and uniform, in whatever text and order (Rosenblatt 1952). With few
     tokens there are fewer bins; under two bins' worth the p-value is 1.
     """
     likelier_N, own_N = (np.concatenate([text[side] for text in places]) for side in (0, 1))
     bins = min(BINS, len(own_N) // LEAST_PER_BIN)
-    found = {"tokens": len(own_N), "impossible": int((own_N <= 0).sum()), "bins": bins}
-    if bins < 2:
-        return {**found, "chi_square": 0.0, "p_value": 1.0}
-    places_N = likelier_N + np.random.default_rng(seed).random(len(own_N)) * own_N
-    counts_K = np.bincount((places_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
-    chi_square, p_value = stats.chisquare(counts_K)
-    return {**found, "chi_square": float(chi_square), "p_value": float(p_value)}
+    chi_square, p_value = 0.0, 1.0
+    if bins > 1:
+        places_N = likelier_N + np.random.default_rng(seed).random(len(own_N)) * own_N
+        counts_K = np.bincount((places_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
+        chi_square, p_value = stats.chisquare(counts_K)
+    return Uniformity(len(own_N), int((own_N <= 0).sum()), bins, float(chi_square), float(p_value))
 
 
 def text_features(
@@ -132,13 +244,12 @@ def _by_frequency(counts_ND: sparse.csr_matrix) -> sparse.csr_matrix:
 
 def permutation_test(
     features: Mapping[str, sparse.csr_matrix], groups: int, *, permutations: int = PERMUTATIONS, seed: int = 0
-) -> dict[str, Any]:
+) -> Permutation:
     """Are the first halves of all groups of rows distributed as the second halves?
 
-    The rows of each of `groups` equally large groups stand together; labels are exchanged within groups only.
-    {"statistic", "p_value_permutation", "permutations", "parts": {feature: p-value of it alone}}. `statistic` is minus
-    the decimal logarithm of the smallest of the features' p-values, as a gamma with the first two moments of the
-    relabelled statistics gives them; its own p-value is by relabelling, so that approximation costs no validity.
+    The rows of each of `groups` equally large groups stand together; labels are exchanged within groups only. A feature's
+    p-value is that of a gamma with the first two moments of the relabelled statistics; that of the smallest is by relabelling,
+    so the approximation costs no validity.
     """
     rows = next(iter(features.values())).shape[0]
     assert rows % (2 * groups) == 0, "every group has as many rows with the draft as without"
@@ -155,12 +266,12 @@ def permutation_test(
     values_BS = np.round(values_BS, 9)
     smallest_B = np.round(_log_tails(values_BS).min(1), 9)
     alone_S = (values_BS >= values_BS[0]).mean(0)
-    return {
-        "statistic": float(-smallest_B[0] / np.log(10)),
-        "p_value_permutation": float((smallest_B <= smallest_B[0]).mean()),
-        "permutations": permutations,
-        "parts": dict(zip(features, alone_S.tolist(), strict=True)),
-    }
+    return Permutation(
+        float(-smallest_B[0] / np.log(10)),
+        float((smallest_B <= smallest_B[0]).mean()),
+        permutations,
+        dict(zip(features, alone_S.tolist(), strict=True)),
+    )
 
 
 def _squared_differences(features: Mapping[str, sparse.csr_matrix], signs_BN: np.ndarray) -> np.ndarray:
@@ -186,13 +297,9 @@ def greedy_equality(
     settings: DecodeSettings,
     *,
     batch_size: int = 32,
-) -> dict[str, Any]:
-    """Greedy text with the draft against the target's alone: {"prompts", "tokens", "equal", "near_ties", "differences"}.
-
-    Two texts may part where the target's two best logits are equal up to the dtype's rounding (`self_checks.NEAR_TIE`);
-    any other difference is in `differences`, one line each.
-    """
-    greedy = DecodeSettings(GREEDY, settings.gamma, "greedy", settings.max_tokens, settings.eos_ids, settings.seed)
+) -> GreedyTexts:
+    """Each prompt decoded greedily with the draft and without, at the gamma and lengths of these settings."""
+    greedy = replace(settings, sampling=GREEDY, rule="greedy")
     plain, _ = decode(target, None, prompts, replace(greedy, gamma=0), batch_size=batch_size)
     own, _ = decode(target, drafter, prompts, greedy, batch_size=batch_size)
     near_ties, differences = [], []
@@ -203,14 +310,8 @@ def greedy_equality(
             near_ties.append(near_tie(target, one, other))
         except SelfCheckError as error:
             differences.append(str(error))
-    return {
-        "prompts": len(prompts),
-        "tokens": sum(len(text.response_ids) for text in own),
-        "equal": len(prompts) - len(near_ties) - len(differences),
-        "near_ties": near_ties,
-        "differences": differences,
-        "passed": not differences,
-    }
+    equal = len(prompts) - len(near_ties) - len(differences)
+    return GreedyTexts(len(prompts), sum(len(text.response_ids) for text in own), equal, near_ties, differences)
 
 
 def sampled_texts(
@@ -228,36 +329,9 @@ def sampled_texts(
     return decode(target, drafter, keyed, own, batch_size=batch_size)[0]
 
 
-def compare_samples(
-    first: Sequence[Response],
-    second: Sequence[Response],
-    places: tuple[Places, Places],
-    prompts: int,
-    *,
-    permutations: int = PERMUTATIONS,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """`permutation_test` of two equally large samples of the same prompts, prompt after prompt; `places` of each."""
-    samples = len(first) // prompts
-    sides = (first, second)
-    order = [(side, prompt * samples + n) for prompt in range(prompts) for side in (0, 1) for n in range(samples)]
-    middles = [likelier_T + own_T / 2 for likelier_T, own_T in (places[side][index] for side, index in order)]
-    features = text_features(
-        [index // samples for _, index in order], [sides[side][index].response_ids for side, index in order], middles
-    )
-    tokens = [sum(len(text.response_ids) for text in side) for side in sides]
-    return {
-        "prompts": prompts,
-        "samples": samples,
-        "tokens": tokens[0],
-        "tokens_alone": tokens[1],
-        **permutation_test(features, prompts, permutations=permutations, seed=seed),
-    }
-
-
 def losslessness(
     target: PreTrainedModel,
-    draft: PreTrainedModel | Drafter,
+    drafter: Drafter,
     prompts: Sequence[Prompt],
     settings: DecodeSettings,
     *,
@@ -265,12 +339,9 @@ def losslessness(
     batch_size: int = 32,
     permutations: int = PERMUTATIONS,
     control: bool = True,
-) -> dict[str, Any]:
-    """Every test of this file on one pair under one rule; `passed` and `sentence` are the answer.
+) -> Lossless:
+    """Every test of this file on one pair under one rule; at temperature 0 that of greedy text alone.
 
-    {"rule", "gamma", "level", "greedy": `greedy_equality`, "sampled": `compare_samples`, "first_token", "every_token":
-    `uniformity`, "control", "passed", "sentence"}. At temperature 0 there is nothing to sample: the middle ones are None.
-    `every_token` is not judged where half precision meets top-p, top-k or min-p: rounding moves tokens over their edge.
     control: the same tests of the target at `CONTROL` times the temperature, without a draft: whether a fault of that size
     would have been seen with as many samples. It costs half as much decoding again.
 
@@ -281,93 +352,41 @@ def losslessness(
     assert (permutations + 1) * LEVEL > 3, "too few relabellings to reach a third of the level"
     if samples < 2:
         raise UserError(f"samples = {samples}: give at least 2 of each prompt, to compare distributions")
-    drafter: Any = draft if hasattr(draft, "propose") else ModelDrafter(draft)  # type: ignore[arg-type]
-    result: dict[str, Any] = {
-        "rule": settings.rule, "gamma": settings.gamma, "level": LEVEL,
-        "greedy": greedy_equality(target, drafter, prompts, settings, batch_size=batch_size),
-        "sampled": None, "first_token": None, "every_token": None, "control": None,
-    }  # fmt: skip
-    if not settings.sampling.greedy:
-        result |= _sampled_tests(target, drafter, prompts, settings, samples, batch_size, permutations, control)
-    judged = [result[name] for name in TESTS if result[name] is not None]
-    result["passed"] = all(test["passed"] for test in judged)
-    result["sentence"] = sentence_of(result)
-    return result
-
-
-def _sampled_tests(
-    target: PreTrainedModel,
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
-    settings: DecodeSettings,
-    samples: int,
-    batch_size: int,
-    permutations: int,
-    control: bool,
-) -> dict[str, Any]:
-    # A response is a function of (seed, key): the samples must not share their coins.
-    def sample(number: int, proposer: Drafter | None, sampling: SamplingSettings) -> tuple[list[Response], Places]:
-        own = replace(settings, seed=settings.seed + number, sampling=sampling)
-        texts = sampled_texts(target, proposer, prompts, own, samples, batch_size=batch_size)
-        return texts, token_places(target, texts, settings.sampling)
-
-    speculative, plain = sample(1, drafter, settings.sampling), sample(2, None, settings.sampling)
+    greedy = greedy_equality(target, drafter, prompts, settings, batch_size=batch_size)
+    found = Lossless(settings.rule, settings.gamma, str(target.dtype).removeprefix("torch."), greedy)
     sampling = settings.sampling
+    if sampling.greedy:
+        return found
+
+    # A response is a function of (seed, key): the samples must not share their coins.
+    def sample(number: int, proposer: Drafter | None, temperature: float) -> tuple[list[Response], Places]:
+        own = replace(settings, seed=settings.seed + number, sampling=replace(sampling, temperature=temperature))
+        texts = sampled_texts(target, proposer, prompts, own, samples, batch_size=batch_size)
+        return texts, token_places(target, texts, sampling)
+
+    speculative, plain = sample(1, drafter, sampling.temperature), sample(2, None, sampling.temperature)
     whole = sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
-    judge_every = whole or target.dtype in (torch.float32, torch.float64)
-    level = LEVEL / (3 if judge_every else 2)
 
-    def tests_of(texts: tuple[list[Response], Places]) -> dict[str, Any]:
-        tests = {
-            "sampled": compare_samples(
-                texts[0], plain[0], (texts[1], plain[1]), len(prompts), permutations=permutations, seed=settings.seed
-            ),
-            "first_token": uniformity([(likelier_T[:1], own_T[:1]) for likelier_T, own_T in texts[1]], settings.seed),
-            "every_token": uniformity(texts[1], settings.seed),
-        }
-        for name, test in tests.items():
-            test["judged"] = judge_every or name != "every_token"
-            test["passed"] = not test["judged"] or _p_value(test) >= level
-        return tests
+    def tested(texts: Sequence[Response], places: Places) -> SampledTexts:
+        features = _side_by_side((texts, plain[0]), (places, plain[1]), samples)
+        return SampledTexts(
+            len(prompts), samples, sum(len(text.response_ids) for text in texts),
+            permutation_test(features, len(prompts), permutations=permutations, seed=settings.seed),
+            uniformity([(likelier_T[:1], own_T[:1]) for likelier_T, own_T in places], settings.seed),
+            uniformity(places, settings.seed),
+            judged_every=whole or target.dtype in (torch.float32, torch.float64),
+        )  # fmt: skip
 
-    found: dict[str, Any] = {**tests_of(speculative), "control": None}
-    if control:
-        warmer = replace(settings.sampling, temperature=settings.sampling.temperature * CONTROL)
-        tests = tests_of(sample(3, None, warmer))
-        found["control"] = {
-            "temperature": warmer.temperature,
-            "p_values": {name: _p_value(test) for name, test in tests.items()},
-            "seen": not all(test["passed"] for test in tests.values()),
-        }
-    return found
+    warmer = tested(*sample(3, None, sampling.temperature * CONTROL)) if control else None
+    return replace(found, sampled=tested(*speculative), control=warmer)
 
 
-def _p_value(test: dict[str, Any]) -> float:
-    return test["p_value_permutation"] if "p_value_permutation" in test else test["p_value"]
-
-
-def sentence_of(result: dict[str, Any]) -> str:
-    """The answer in words, with what failed or with what the check could have seen."""
-    greedy, sampled, control = result["greedy"], result["sampled"], result["control"]
-    ties = f" ({len(greedy['near_ties'])} more part at a near-tie of the target)" if greedy["near_ties"] else ""
-    same = f"greedy text is the target's own on {greedy['equal']} of {greedy['prompts']} prompts{ties}"
-    if sampled is None:
-        return f"{'Lossless' if result['passed'] else 'NOT lossless'}: {same}."
-    numbers = (
-        f"permutation p = {sampled['p_value_permutation']:.2g}, first tokens p = {result['first_token']['p_value']:.2g}, "
-        f"every token p = {result['every_token']['p_value']:.2g}"
-    )
-    texts = f"{sampled['prompts'] * sampled['samples']} sampled responses ({sampled['tokens']:,} tokens)"
-    if not result["passed"]:
-        failed = ", ".join(name for test, name in TESTS.items() if not result[test]["passed"])
-        return f"NOT lossless: {failed} differ; {same}; of {texts}: {numbers}."
-    sentence = f"Lossless as far as can be seen: {same}; {texts} cannot be told from the target's own ({numbers})."
-    if control is None:
-        return sentence
-    warmer = f"the target at {CONTROL} times its temperature"
-    smallest = f"p = {min(control['p_values'].values()):.2g}"
-    if control["seen"]:
-        return f"{sentence} The same tests tell {warmer} from it ({smallest})."
-    return (
-        f"{sentence} So few samples could not tell {warmer} from it either ({smallest}): raise --samples or --prompts."
-    )
+def _side_by_side(
+    sides: tuple[Sequence[Response], Sequence[Response]], places: tuple[Places, Places], samples: int
+) -> dict[str, sparse.csr_matrix]:
+    """`text_features` of two equally large samples, those of each prompt together."""
+    prompts = len(sides[0]) // samples
+    order = [(side, prompt * samples + n) for prompt in range(prompts) for side in (0, 1) for n in range(samples)]
+    middles = [likelier_T + own_T / 2 for likelier_T, own_T in (places[side][index] for side, index in order)]
+    ids = [sides[side][index].response_ids for side, index in order]
+    return text_features([index // samples for _, index in order], ids, middles)

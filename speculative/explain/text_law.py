@@ -79,7 +79,7 @@ def text_law(
     z = float((said_T - mean_T).sum()) / max(spread, 1e-9)
     p_log_prob = float(2 * special.ndtr(-abs(z))) if spread > 1e-6 or abs(z) > 1 else 1.0
     return TextLaw(
-        min(1.0, 2 * min(places["p_value"], p_log_prob)),
+        min(1.0, 2 * min(places.p_value, p_log_prob)),
         float(said_T.mean()),
         float(mean_T.mean()),
         float((likelier_T == 0).mean()),

@@ -1,13 +1,23 @@
-"""Judges one draft by a config's target, held-out prompts and serving settings: what `understudy evaluate` does."""
+"""`understudy evaluate`: judges a draft and writes the result, or proves that drafting changes neither text nor task scores."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from distill.config.load import dump_config
+from rich.console import Console
+
+from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
+from distill.commands.evaluate.scores import Asked, score_lines, task_scores
+from distill.commands.options import EvaluateOptions
+from distill.commands.output import check_writable, write_asked
+from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
+from distill.report.measured import ways_tables
+from distill.report.screen import judgement_table
 from distill.run.provenance import describe_run
 from distill.run.responses import RunStores, past_responses
-from distill.run.result import Result
+from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
 from distill.run.verdict_record import Judgement
@@ -18,11 +28,83 @@ from distill.verdict.findings import findings_of
 from distill.verdict.question import Question
 from distill.verdict.verdict import best_timed_gamma, verdict_of
 from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.evaluate import judge
 from speculative.measure.measured import DRAFT
 from speculative.measure.self_checks import self_checks
-from speculative.rules.rule import Rule
+from speculative.rules.rule import RULES, Rule
+
+
+def evaluate_command(options: EvaluateOptions) -> int:
+    """Prints and writes what was asked for; returns the exit status, 1 when a test for a doubter fails.
+
+    Raises:
+        UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
+    """
+    config = load_config(options.config, options.overrides or [])
+    rule: Any = options.rule or config.judge_rule
+    drafting: Any = options.drafting or DRAFTINGS[0]
+    for option, value, known in (("rule", rule, RULES), ("drafting", drafting, DRAFTINGS)):
+        if value not in known:
+            raise UserError(f"--{option} {value}: one of {', '.join(known)}")
+    gammas = parse_gammas(options.gamma) if options.gamma else [config.judge.gamma]
+    if options.losslessness or options.scorer:
+        if len(gammas) > 1:
+            raise UserError(f"--gamma {options.gamma}: --losslessness and --scorer take one gamma")
+        return _prove(
+            options, Asked(config, options.draft, rule, gammas[0], options.prompts, options.samples, drafting)
+        )
+    if options.references is not None:
+        raise UserError("--references goes with --scorer")
+    if options.drafting:
+        raise UserError("--drafting goes with --losslessness and --scorer: a judgement takes the faster way by itself")
+    out = options.out
+    check_writable("--out", out)
+    if _is_of_a_run(out):
+        raise UserError(f"--out {out}: holds the result of a training run; give another name")
+    result = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
+    write_asked("--out", out, result.record())
+    if options.as_json:
+        print(json.dumps(result.verdict.record(), indent=2))
+    else:
+        _print(result, out)
+    return 0
+
+
+def _print(result: Result, out: Path) -> None:
+    verdict, console = result.verdict, Console()
+    for number, record in sorted((result.gammas or {}).items()):
+        console.print(judgement_table(f"rule {verdict.rule}, gamma {number}", record))
+    for table in ways_tables(verdict):
+        console.print(table)
+    console.print(verdict.headline, style="bold")
+    for line in (*verdict.facts, f"written to {out} (a page of it: understudy report {out})"):
+        console.print(line, highlight=False, markup=False)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a training run's own result.json is there: drift and report read it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("kind") == "run"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _prove(options: EvaluateOptions, asked: Asked) -> int:
+    """The tests for a doubter, added to the result at --out where that judges this draft; 1 when one fails."""
+    lossless = losslessness(asked, options.control) if options.losslessness else None
+    scores = task_scores(asked, options.scorer, options.references) if options.scorer else None
+    proof = None if lossless is None else Losslessness.model_validate({"draft": asked.draft, **lossless.record()})
+    known, why = result_of_draft(options.out, asked)
+    said = f"not added to a result: {why}" if known is None else add_proofs(options.out, known, proof, scores)
+    if options.as_json:
+        found = {"losslessness": proof, "scores": scores}
+        print(json.dumps({name: one.record() for name, one in found.items() if one is not None}, indent=2))
+    else:
+        lines = [*(lossless_lines(lossless) if lossless else ()), *(score_lines(scores) if scores else ()), said]
+        print("\n".join(lines))
+    return int((lossless is not None and bool(lossless.failed)) or (scores is not None and not scores.passed))
 
 
 def parse_gammas(text: str) -> list[int]:

@@ -8,55 +8,57 @@ import yaml
 from data.files import write_json, writing
 from distill.commands.evaluate.scores import Asked
 from distill.config.layout import REPORT, find_student
-from distill.config.run import RunConfig
 from distill.models.load import load_model, model_fingerprint
 from distill.report.page import report_command
 from distill.run.result import Losslessness, Result, TaskScores, load_result
 from speculative.errors import UserError
 from speculative.explain import losslessness as tests
+from speculative.explain.losslessness import LEVEL, Lossless
 
 
-def losslessness(config: RunConfig, asked: Asked, control: bool = True) -> dict[str, Any]:
-    """Result of `speculative.explain.losslessness.losslessness` at the serving settings; `passed` False means exit status 1.
+def losslessness(asked: Asked, control: bool = True) -> Lossless:
+    """Whether the text is the target's own at the serving settings.
 
     control: decode once more at 1.1 times the temperature, to show that the tests would have seen that.
 
     Raises:
         UserError: see `open_pair` and `Draft`; fewer than two samples.
     """
-    pair, drafter = asked.opened(config)
-    found = tests.losslessness(
+    pair, drafter = asked.opened()
+    return tests.losslessness(
         pair.target.model, drafter, pair.keyed, pair.settings.under(asked.rule, asked.gamma), samples=asked.samples or 16,
-        batch_size=config.judge.batch_size, control=control,
+        batch_size=asked.config.judge.batch_size, control=control,
     )  # fmt: skip
-    return {"draft": asked.draft, "dtype": str(pair.target.dtype).removeprefix("torch."), **found}
 
 
-def lossless_lines(result: dict[str, Any]) -> list[str]:
+def lossless_lines(result: Lossless) -> list[str]:
     """What a person reads: every test with its numbers, then the answer."""
-    greedy, sampled = result["greedy"], result["sampled"]
+    greedy, sampled = result.greedy, result.sampled
     lines = [
-        f"greedy text       {greedy['equal']} of {greedy['prompts']} prompts equal ({greedy['tokens']:,} tokens), "
-        f"{len(greedy['near_ties'])} part at a near-tie ({result['dtype']}), {len(greedy['differences'])} differ",
-        *(f"  {line}" for line in greedy["differences"][:5]),
+        f"greedy text       {greedy.equal} of {greedy.prompts} prompts equal ({greedy.tokens:,} tokens), "
+        f"{len(greedy.near_ties)} part at a near-tie ({result.dtype}), {len(greedy.differences)} differ",
+        *(f"  {line}" for line in greedy.differences[:5]),
     ]
     if sampled is not None:
-        parts = ", ".join(f"{name} {p_value:.2g}" for name, p_value in sampled["parts"].items())
-        lines += [
-            f"with and without  p = {sampled['p_value_permutation']:.2g} ({sampled['prompts']} prompts x {sampled['samples']}, "
-            f"{sampled['permutations']:,} relabellings; alone: {parts})",
-            *(
-                f"{name:<17} p = {test['p_value']:.2g} (chi-square of {test['tokens']:,} against the target's probabilities"
-                + (f", {test['impossible']} of probability 0" if test["impossible"] else "")
-                + (")" if test["judged"] else f"; not judged: {result['dtype']} rounds at the edge of top-p and top-k)")
-                for name, test in (("first tokens", result["first_token"]), ("every token", result["every_token"]))
-            ),
-            f"a decoder without fault fails this check at most about once in {round(1 / result['level']):,} uses",
-        ]
-    return [*lines, result["sentence"]]
+        relabelled = sampled.permutation
+        parts = ", ".join(f"{name} {p_value:.2g}" for name, p_value in relabelled.parts.items())
+        lines.append(
+            f"with and without  p = {relabelled.p_value:.2g} ({sampled.prompts} prompts x {sampled.samples}, "
+            f"{relabelled.permutations:,} relabellings; alone: {parts})"
+        )
+        for name, test in (("first tokens", sampled.first_token), ("every token", sampled.every_token)):
+            lines.append(
+                f"{name:<17} p = {test.p_value:.2g} (chi-square of {test.tokens:,} against the target's probabilities"
+                + (f", {test.impossible} of probability 0" if test.impossible else "")
+                + ")"
+            )
+        if not sampled.judged_every:
+            lines.append(f"every token is not judged: {result.dtype} rounds at the edge of top-p and top-k")
+        lines.append(f"a decoder without fault fails this check at most about once in {round(1 / LEVEL):,} uses")
+    return [*lines, result.sentence]
 
 
-def result_of_draft(out: Path, config: RunConfig, draft: str) -> tuple[Result | None, str]:
+def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
     """(the result at `out` when it judges this very draft beside this target, why nothing can be added to it otherwise).
 
     The very draft: the same weights, wherever they lie.
@@ -67,25 +69,25 @@ def result_of_draft(out: Path, config: RunConfig, draft: str) -> tuple[Result | 
         result = load_result(out)
     except UserError as error:
         return None, str(error)
-    theirs = (yaml.safe_load(result.config) or {}).get("target", {}).get("path")
-    if theirs != config.target.path:
-        return None, f"{out} is of target {theirs}, not of {config.target.path}"
+    theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), asked.config.target.path
+    if theirs != ours:
+        return None, f"{out} is of target {theirs}, not of {ours}"
     known = result.verdict.drafts[-1].path
     try:
-        same = known is not None and _fingerprint(known) == _fingerprint(draft)
+        same = known is not None and _fingerprint(known) == _fingerprint(asked.draft)
     except UserError as error:
         return None, f"whether {out} judges this draft is not known: {error}"
     return (result, "") if same else (None, f"{out} judges another draft ({known})")
 
 
-def add_proofs(out: Path, result: Result, lossless: dict[str, Any] | None, scores: TaskScores | None) -> str:
+def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores: TaskScores | None) -> str:
     """Writes the result with these tests, and its report anew where there is one; says what was written.
 
     A later test takes the place of an earlier one, task scores that of the same scorer.
     """
     update: dict[str, Any] = {}
     if lossless is not None:
-        update["losslessness"] = Losslessness.model_validate(lossless)
+        update["losslessness"] = lossless
     if scores is not None:
         update["scores"] = [*(one for one in result.scores if one.scorer != scores.scorer), scores]
     with writing(f"--out {out}"):

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.prompts.split import content_hash
 from data.responses.rendered import RenderedPrompt
@@ -58,8 +59,9 @@ _NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Asked:
-    """A draft to be proven under a rule at a gamma. samples: of each prompt, 0: as many as the proof takes by default."""
+    """A draft to be proven beside a config's target. samples: of each prompt, 0: as many as the proof takes by default."""
 
+    config: RunConfig
     draft: str
     rule: Rule
     gamma: int
@@ -67,9 +69,9 @@ class Asked:
     samples: int = 0
     drafting: Drafting = "autoregressive"
 
-    def opened(self, config: RunConfig) -> tuple[Pair, ModelDrafter]:
+    def opened(self) -> tuple[Pair, ModelDrafter]:
         """The pair, and who drafts in it. Raises UserError: see `open_pair` and `Draft`."""
-        pair = open_pair(config, self.draft, self.prompts, self.rule)
+        pair = open_pair(self.config, self.draft, self.prompts, self.rule)
         return pair, Draft(pair.draft, self.drafting).drafter()
 
 
@@ -149,7 +151,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
-def read_references(config: RunConfig, file: Path | None) -> dict[str, str]:
+def read_references(sources: Sequence[PromptSource], file: Path | None) -> dict[str, str]:
     """The reference of every prompt that has one, by prompt id and by prompt text.
 
     From the sources of the held-out prompts, or from a file of JSON lines with "reference" and either "prompt" (the text)
@@ -160,7 +162,7 @@ def read_references(config: RunConfig, file: Path | None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     if file is None:
-        for source in config.data.heldout or config.data.train:
+        for source in sources:
             for row in load_source(source):
                 if row.reference is not None:
                     found.setdefault(content_hash(row), row.reference)
@@ -238,7 +240,7 @@ def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: floa
     return PairedScores(own, alone, ScoreDifference(value=values[2], ci=(*intervals[2],)))
 
 
-def task_scores(config: RunConfig, asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:
+def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:
     """Scores of held-out prompts answered with the draft and by the target alone; `passed` False means exit status 1.
 
     At temperature 0 the texts are the same, so every score must be; sampled texts differ, and the
@@ -248,16 +250,16 @@ def task_scores(config: RunConfig, asked: Asked, scorer: str, references: Path |
     Raises:
         UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
     """
-    function = load_scorer(scorer)
-    known = read_references(config, references)
-    pair, proposing = asked.opened(config)
+    function, data, batch_size = load_scorer(scorer), asked.config.data, asked.config.judge.batch_size
+    known = read_references(data.heldout or data.train, references)
+    pair, proposing = asked.opened()
     samples, settings = asked.samples or 1, pair.settings.under(asked.rule, asked.gamma)
     if samples > 1 and settings.sampling.greedy:
         raise UserError(f"--samples {samples}: at temperature 0 every response to a prompt is the same; give 1")
     texts = [
         sampled_texts(
             pair.target.model, drafter, pair.keyed, replace(settings, seed=settings.seed + number), samples,
-            batch_size=config.judge.batch_size,
+            batch_size=batch_size,
         )
         for number, drafter in ((1, proposing), (2, None))
     ]  # fmt: skip
@@ -285,8 +287,8 @@ def task_scores(config: RunConfig, asked: Asked, scorer: str, references: Path |
             f"The same score, {found.alone.score:.3f}, because all {len(same)} texts are the same, token by token."
         )
     else:
-        greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=config.judge.batch_size)
-        passed, sentence = _greedy_answer(found, sum(same), len(same), greedy["differences"])
+        greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=batch_size)
+        passed, sentence = _greedy_answer(found, sum(same), len(same), greedy.differences)
     return TaskScores(
         scorer=scorer, rule=asked.rule, gamma=asked.gamma, prompts=len(pair.prompts), samples=samples,
         with_reference=sum(one.prompt_id in known or one.text in known for one in pair.prompts), same_texts=sum(same),

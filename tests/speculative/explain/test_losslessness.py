@@ -17,17 +17,20 @@ from tiny_models import perturbed, prompts_of, tiny_model
 from speculative.decode import decode
 from speculative.decoder import decision
 from speculative.decoder.responses import DecodeSettings
+from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
 from speculative.explain import losslessness as losslessness_module
 from speculative.explain.losslessness import (
     BINS,
+    EVERY_TOKEN,
     LEVEL,
+    GreedyTexts,
+    Lossless,
     greedy_equality,
     losslessness,
     permutation_test,
     sampled_texts,
-    sentence_of,
     text_features,
     token_places,
     uniformity,
@@ -36,7 +39,7 @@ from speculative.rules import verify as verify_module
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
-DRAFT = perturbed(TARGET, 0.2)
+DRAFTER = ModelDrafter(perturbed(TARGET, 0.2))
 PROMPTS = prompts_of([5, 9, 3, 7])
 SAMPLED = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
 FEW = {"samples": 24, "permutations": 3999, "batch_size": 384}
@@ -48,34 +51,29 @@ MANY = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False
 def test_every_rule_passes_and_the_positive_control_is_seen(rule):
     sampling = SamplingSettings(0.9, top_k=20, top_p=0.95)
     asked = {**MANY, "control": True} if rule == "sample" else {**FEW, "control": False}
-    found = losslessness(TARGET, DRAFT, PROMPTS, replace(SAMPLED, rule=rule, sampling=sampling), **asked)
-    assert found["passed"], found["sentence"]
-    assert found["greedy"] == {
-        "prompts": 4, "tokens": 128, "equal": 4, "near_ties": [], "differences": [], "passed": True
-    }  # fmt: skip
-    count = asked["samples"]
-    sampled = found["sampled"]
-    assert (sampled["prompts"], sampled["samples"], sampled["tokens"]) == (4, count, 4 * count * 32)
-    assert (found["first_token"]["tokens"], found["every_token"]["tokens"]) == (4 * count, 4 * count * 32)
-    assert found["every_token"]["impossible"] == 0
-    assert found["sentence"].startswith("Lossless as far as can be seen: greedy text is the target's own on 4 of 4")
+    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, rule=rule, sampling=sampling), **asked)
+    assert not found.failed, found.sentence
+    assert found.greedy == GreedyTexts(4, 128, 4, [], [])
+    count, sampled = asked["samples"], found.sampled
+    assert (sampled.prompts, sampled.samples, sampled.tokens) == (4, count, 4 * count * 32)
+    assert (sampled.first_token.tokens, sampled.every_token.tokens) == (4 * count, 4 * count * 32)
+    assert sampled.every_token.impossible == 0
+    assert found.sentence.startswith("Lossless as far as can be seen: greedy text is the target's own on 4 of 4")
     if asked["control"]:
-        assert found["control"]["seen"]
-        assert found["control"]["temperature"] == pytest.approx(0.99)
-        assert "The same tests tell the target at 1.1 times its temperature" in found["sentence"]
-    json.dumps(found, allow_nan=False)
+        assert found.control.failed
+        assert "The same tests tell the target at 1.1 times its temperature" in found.sentence
+    json.dumps(found.record(), allow_nan=False)
 
 
 def test_at_temperature_0_only_greedy_text_is_compared():
-    found = losslessness(TARGET, DRAFT, PROMPTS, replace(SAMPLED, sampling=GREEDY, rule="greedy"), **FEW)
-    assert found["passed"]
-    assert found["sampled"] is found["first_token"] is found["every_token"] is found["control"] is None
-    assert found["sentence"] == "Lossless: greedy text is the target's own on 4 of 4 prompts."
+    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, sampling=GREEDY, rule="greedy"), **FEW)
+    assert found.sampled is found.control is None
+    assert found.sentence == "Lossless: greedy text is the target's own on 4 of 4 prompts."
 
 
 def test_any_drafter_can_be_doubted():
     found = losslessness(TARGET, PromptLookup(), PROMPTS, SAMPLED, **FEW, control=False)
-    assert found["passed"], found["sentence"]
+    assert not found.failed, found.sentence
 
 
 def too_much(extra):
@@ -91,26 +89,26 @@ def too_much(extra):
 @pytest.mark.parametrize("seed", [0, 7])
 def test_five_points_too_much_acceptance_are_seen_with_twelve_thousand_tokens(monkeypatch, seed):
     monkeypatch.setattr(decision, "verify", too_much(0.05))
-    found = losslessness(TARGET, DRAFT, PROMPTS, replace(SAMPLED, seed=seed), **MANY)
-    assert not found["passed"]
-    assert found["every_token"]["p_value"] < LEVEL / 3
+    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, seed=seed), **MANY)
+    assert found.failed
+    assert found.sampled.every_token.p_value < LEVEL / 3
     # The two-sample test has twice the noise: it needs a larger fault to be sure, but leans the same way.
-    assert found["sampled"]["p_value_permutation"] < 0.05
-    assert "NOT lossless" in found["sentence"]
-    assert "tokens and the target's probabilities" in found["sentence"]
+    assert found.sampled.permutation.p_value < 0.05
+    assert "NOT lossless" in found.sentence
+    assert "tokens and the target's probabilities" in found.sentence
 
 
 def test_twenty_points_are_seen_by_the_two_sample_test_alone(monkeypatch):
     monkeypatch.setattr(decision, "verify", too_much(0.2))
-    found = losslessness(TARGET, DRAFT, PROMPTS, SAMPLED, **MANY)
-    assert found["sampled"]["p_value_permutation"] == 1 / 4000
-    assert "texts sampled with and without the draft" in found["sentence"]
+    found = losslessness(TARGET, DRAFTER, PROMPTS, SAMPLED, **MANY)
+    assert found.sampled.permutation.p_value == 1 / 4000
+    assert "texts sampled with and without the draft" in found.sentence
 
 
 def test_a_correction_drawn_from_the_target_itself_is_seen(monkeypatch):
     monkeypatch.setattr(verify_module, "residual_probs", lambda target, draft: target)
-    found = losslessness(TARGET, DRAFT, PROMPTS, SAMPLED, **FEW, control=False)
-    assert not found["every_token"]["passed"]
+    found = losslessness(TARGET, DRAFTER, PROMPTS, SAMPLED, **FEW, control=False)
+    assert EVERY_TOKEN in found.sampled.failed
 
 
 def test_greedy_text_that_differs_fails_with_a_line_that_says_where(monkeypatch):
@@ -121,18 +119,13 @@ def test_greedy_text_that_differs_fails_with_a_line_that_says_where(monkeypatch)
         return honest._replace(accepted_B=(honest.accepted_B + 1).clamp_max(draft_ids.shape[1]))
 
     monkeypatch.setattr(decision, "verify_greedy", generous)
-    found = greedy_equality(TARGET, _drafter(), PROMPTS, SAMPLED)
-    assert not found["passed"]
-    assert found["equal"] + len(found["differences"]) == 4
-    assert all("differs from plain greedy at token" in line and "\n" not in line for line in found["differences"])
-    whole = {"greedy": found, "sampled": None, "control": None, "passed": False}
-    assert sentence_of(whole).startswith("NOT lossless: greedy text is the target's own on ")
-
-
-def _drafter():
-    from speculative.drafters.drafter import ModelDrafter
-
-    return ModelDrafter(DRAFT)
+    found = greedy_equality(TARGET, DRAFTER, PROMPTS, SAMPLED)
+    assert found.equal + len(found.differences) == 4
+    assert found.differences
+    assert all("differs from plain greedy at token" in line and "\n" not in line for line in found.differences)
+    assert Lossless("greedy", 3, "float32", found).sentence.startswith(
+        "NOT lossless: greedy text is the target's own on "
+    )
 
 
 def test_half_precision_passes_and_is_not_judged_at_the_edge_of_top_p():
@@ -140,16 +133,16 @@ def test_half_precision_passes_and_is_not_judged_at_the_edge_of_top_p():
     draft = perturbed(target, 0.1)
     for sampling, judged in ((SamplingSettings(1.0), True), (SamplingSettings(0.8, top_p=0.9), False)):
         own = replace(SAMPLED, sampling=sampling, max_tokens=16)
-        found = losslessness(target, draft, PROMPTS, own, **FEW, control=False)
-        assert found["passed"], found["sentence"]
-        assert found["every_token"]["judged"] == judged
+        found = losslessness(target, ModelDrafter(draft), PROMPTS, own, **FEW, control=False)
+        assert not found.failed, found.sentence
+        assert found.sampled.judged_every == judged
 
 
 def test_what_cannot_be_doubted_is_refused():
     with pytest.raises(UserError, match="gamma = 0"):
-        losslessness(TARGET, DRAFT, PROMPTS, replace(SAMPLED, gamma=0))
+        losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, gamma=0))
     with pytest.raises(UserError, match="samples = 1"):
-        losslessness(TARGET, DRAFT, PROMPTS, SAMPLED, samples=1)
+        losslessness(TARGET, DRAFTER, PROMPTS, SAMPLED, samples=1)
 
 
 def test_each_sample_has_a_seed_of_its_own(monkeypatch):
@@ -160,14 +153,14 @@ def test_each_sample_has_a_seed_of_its_own(monkeypatch):
         return sampled_texts(target, drafter, prompts, own, samples, batch_size=batch_size)
 
     monkeypatch.setattr(losslessness_module, "sampled_texts", watched)
-    losslessness(TARGET, DRAFT, PROMPTS[:1], replace(SAMPLED, seed=5), samples=2, permutations=3999)
+    losslessness(TARGET, DRAFTER, PROMPTS[:1], replace(SAMPLED, seed=5), samples=2, permutations=3999)
     assert len({*seeds, 5}) == 4
 
 
 def test_samples_with_and_without_the_draft_share_no_coins():
     speculative, plain = (
         sampled_texts(TARGET, drafter, PROMPTS[:1], replace(SAMPLED, seed=seed), 4)
-        for drafter, seed in ((_drafter(), 1), (None, 2))
+        for drafter, seed in ((DRAFTER, 1), (None, 2))
     )
     ids = [tuple(text.response_ids) for text in (*speculative, *plain)]
     assert len(set(ids)) == 8
@@ -196,19 +189,19 @@ def draws(generator, probs, shown, count):
 def test_uniformity_is_level_under_a_true_sampler_and_sees_a_false_one():
     generator = np.random.default_rng(0)
     probs = np.array([0.6, 0.2, 0.1, 0.06, 0.04])
-    p_values = [uniformity(draws(generator, probs, probs, 400), seed)["p_value"] for seed in range(trials(150, 400))]
+    p_values = [uniformity(draws(generator, probs, probs, 400), seed).p_value for seed in range(trials(150, 400))]
     # Uniform p-values: a Kolmogorov-Smirnov test of them at one in a thousand.
     assert stats.kstest(p_values, "uniform").pvalue > 1e-3
     false = np.array([0.5, 0.25, 0.13, 0.07, 0.05])
-    assert uniformity(draws(generator, false, probs, 2000), 0)["p_value"] < 1e-6
+    assert uniformity(draws(generator, false, probs, 2000), 0).p_value < 1e-6
 
 
 def test_an_impossible_token_is_counted_and_lies_at_the_end():
     places = [(np.array([1.0] * 40), np.array([0.0] * 40))]
     found = uniformity(places, 0)
-    assert found["impossible"] == found["tokens"] == 40
-    assert found["p_value"] < 1e-6
-    assert uniformity([(np.zeros(3), np.ones(3))], 0)["p_value"] == 1.0
+    assert found.impossible == found.tokens == 40
+    assert found.p_value < 1e-6
+    assert uniformity([(np.zeros(3), np.ones(3))], 0).p_value == 1.0
 
 
 def texts_of(generator, rates, prompts, samples):
@@ -229,7 +222,7 @@ def test_the_permutation_test_keeps_its_level_in_small_samples():
     rates, count = [[0.7, 0.1, 0.1, 0.1]] * 2, trials(100, 300)
     p_values = np.array(
         [
-            permutation_test(texts_of(generator, rates, 2, 3), 2, permutations=99, seed=seed)["p_value_permutation"]
+            permutation_test(texts_of(generator, rates, 2, 3), 2, permutations=99, seed=seed).p_value
             for seed in range(count)
         ]
     )
@@ -243,10 +236,10 @@ def test_the_permutation_test_sees_other_words():
     generator = np.random.default_rng(2)
     features = texts_of(generator, [[0.7, 0.1, 0.1, 0.1], [0.4, 0.2, 0.2, 0.2]], 4, 10)
     found = permutation_test(features, 4, permutations=999)
-    assert found["p_value_permutation"] <= 0.005
-    assert found["parts"]["words"] <= 0.005
-    assert found["parts"]["length"] > 0.005
-    assert found["statistic"] > 2
+    assert found.p_value <= 0.005
+    assert found.parts["words"] <= 0.005
+    assert found.parts["length"] > 0.005
+    assert found.statistic > 2
 
 
 @settings(max_examples=20, deadline=None)
@@ -290,4 +283,4 @@ def test_the_statistics_equal_their_loops(seed, prompts, samples):
 def test_equal_texts_are_no_evidence():
     same = {"length": sparse.csr_matrix(np.zeros((8, 1)))}
     found = permutation_test(same, 2, permutations=99)
-    assert (found["p_value_permutation"], found["parts"]) == (1.0, {"length": 1.0})
+    assert (found.p_value, found.parts) == (1.0, {"length": 1.0})
