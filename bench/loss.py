@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal, Signal, TopKSignal
+from distill.loss.chunk_heads import OutputHead
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
-from distill.models.heads import OutputHead
 from distill.run.provenance import describe_run
 
 STORED = 64

@@ -55,10 +55,10 @@ from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.load import parse_config
 from distill.config.sections import OptimConfig, RolloutConfig
+from distill.loss.chunk_heads import OutputHead
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.models.carving import carve
-from distill.models.heads import OutputHead
 from distill.models.layers import layer_list
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows

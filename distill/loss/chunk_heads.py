@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal
-from distill.models.heads import OutputHead
 
 # A head that does not say how many tokens it knows is taken to know this many, when its chunk is chosen.
 UNKNOWN_VOCABULARY = 1 << 17
@@ -20,6 +19,27 @@ PRODUCT_SLICE = 32 << 20
 def slices(total: int, size: int) -> Iterator[slice]:
     """Rows 0 .. total in parts of `size`."""
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+class OutputHead:
+    """Projection, scale and soft cap: hidden states (..., D) -> logits (..., V). Owns no parameters."""
+
+    def __init__(self, projection: nn.Module, scale: float = 1.0, softcap: float | None = None) -> None:
+        """logits = softcap tanh(scale projection(hidden) / softcap), the cap left out when it is None."""
+        self.projection, self.scale, self.softcap = projection, scale, softcap
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V) logits."""
+        logits = self.projection(hidden).to(hidden.device)  # a target may be spread over devices
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters."""
+        return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
 
 
 class Head:

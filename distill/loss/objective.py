@@ -7,8 +7,8 @@ peak is O(C x V), and a step costs four products with a head: target forward, st
 three with a stored signal. Inside a chunk the row mathematics goes block by block, each small enough to stay in the cache.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch.autograd.function import once_differentiable
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
 from distill.loss import accepted
 from distill.loss import definitions as losses
-from distill.loss.chunk_heads import UNKNOWN_VOCABULARY, Head, frozen_head_of, head_of, slices
+from distill.loss.chunk_heads import UNKNOWN_VOCABULARY, Head, OutputHead, frozen_head_of, head_of, slices
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.rows import Rows, part_of, rows_of
-from distill.models.heads import OutputHead
 
 # Bytes of a chunk's logits. On a CPU the head's weights are read once a chunk, so a chunk has CPU_ROWS rows at least.
 CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
@@ -31,18 +30,16 @@ CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20
 MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
 
 
-@dataclass
-class Sums:
-    """Sums over the response tokens of a micro-batch; `loss` carries the gradient.
+class Scored(NamedTuple):
+    """The summed loss of R rows, which carries the gradient, and how much of each row's distribution the student shares.
 
-    The overlap at the loss's temperature lies within [overlap, overlap + overlap_slack]; the slack is 0 but for a top-k
-    signal. With a sampled signal the overlap is an unbiased estimate. Neither knows of tokens' weights.
+    The overlap at the loss's temperature lies within [overlap, overlap + slack]; the slack is 0 but for a top-k signal. With a
+    sampled signal the overlap is an unbiased estimate. Neither knows of tokens' weights.
     """
 
     loss: Tensor
-    overlap: Tensor
-    overlap_slack: Tensor
-    tokens: int
+    overlap_R: Tensor
+    slack_R: Tensor
 
 
 def chunked_loss(
@@ -54,12 +51,11 @@ def chunked_loss(
     weights_R: Tensor | None = None,
     *,
     reference: DenseSignal | None = None,
-    answers_R: Tensor | None = None,
     rows_R: Tensor | None = None,
-) -> Sums:
+) -> Scored:
     """Summed loss of R tokens, chunk by chunk; its backward hands out the gradients taken on the way, once.
 
-    `weights_R` multiplies loss and gradient of each token; where `answers_R` is given, overlap and slack are of its tokens alone.
+    `weights_R` multiplies loss and gradient of each token. `rows_R`: where each token lies in its texts, for `accepted_length`.
     `reference` is another draft's hidden states and head, for weighting `selected`: two forward KLs are read without gradient,
     then only the kept rows train; the overlap is that of all rows.
 
@@ -67,27 +63,22 @@ def chunked_loss(
         ValueError: an objective that the signal cannot serve, a weighting without a signal or reference.
     """
     refuse_impossible(objective, signal, reference)
-    tokens, measured = labels_R.numel(), None
+    measured = length = None
     if objective.weighting == "selected":
         kept_I, measured = _selected(objective, student_hidden_RD, student_head, signal, labels_R, reference)
         student_hidden_RD, labels_R = student_hidden_RD[kept_I], labels_R[kept_I]
         signal, weights_R = part_of(signal, kept_I), part_of(weights_R, kept_I)
-    parameters = student_head.parameters()
-    length = None
     if ACCEPTED_LENGTH in objective.weights:
         assert rows_R is not None
         length, weights_R = _length_weights(objective, student_hidden_RD, student_head, signal, labels_R, rows_R)
+    parameters = student_head.parameters()
     # Inside the function's forward gradients are off, so whether the caller wants them is asked here.
     wants_gradient = torch.is_grad_enabled() and (student_hidden_RD.requires_grad or bool(parameters))
     sweep = _Sweep(objective, signal, labels_R, weights_R, wants_gradient)
-    seen: list[Rows] = []
-    loss = _ChunkedLoss.apply(sweep, student_head, seen, student_hidden_RD, *parameters)
+    loss = _ChunkedLoss.apply(sweep, student_head, student_hidden_RD, *parameters)
     if length is not None:
         loss = loss + (length.to(loss.dtype) - loss.detach())  # its gradient is the weights'; its value is told
-    rows = measured if measured is not None else seen[0]
-    chosen = slice(None) if answers_R is None else answers_R
-    overlap_R, slack_R = rows.overlap_C[chosen], rows.slack_C[chosen]
-    return Sums(loss, overlap_R.double().sum(), slack_R.double().sum(), tokens)
+    return Scored(loss, *(measured or sweep.found)[1:])
 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -223,14 +214,11 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, sweep: "_Sweep", head: OutputHead, seen: list[Rows], hidden_RD: Tensor, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, sweep: "_Sweep", head: OutputHead, hidden_RD: Tensor, *parameters: Tensor) -> Tensor:
         student = head_of(head, hidden_RD, sweep.wants_gradient)
-        rows = sweep.run(student)
-        seen.append(rows)
+        loss_R = sweep.run(student).loss_C
         ctx.gradients = student.gradients(parameters) if sweep.wants_gradient else None
-        return rows.loss_C.double().sum().to(torch.promote_types(rows.loss_C.dtype, torch.float32))
+        return loss_R.double().sum().to(torch.promote_types(loss_R.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
@@ -240,7 +228,7 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RuntimeError("the chunked loss hands out its gradients once: call it again for a second backward")
         # In place, and no reference stays here: autograd takes the head's gradient over instead of copying it.
         scale = grad_outputs[0]
-        return (None, None, None, *(None if one is None else one.mul_(scale) for one in gradients))
+        return (None, None, *(None if one is None else one.mul_(scale) for one in gradients))
 
 
 @dataclass
@@ -252,6 +240,7 @@ class _Sweep:
     labels_R: Tensor
     weights_R: Tensor | None
     wants_gradient: bool
+    found: Rows = field(init=False)
 
     def run(self, head: Head) -> Rows:
         """Loss, overlap and slack of every row; the head collects the gradients."""
@@ -261,7 +250,7 @@ class _Sweep:
         block = min(chunk, _block_rows(head.vocabulary, device, dense=target is not None))
         dtype = torch.promote_types(head.dtype, torch.float32)
         # Made first: what a block leaves behind would lie between the blocks' memory, which could then not be used again.
-        found = Rows(*(torch.zeros(self.labels_R.numel(), dtype=dtype, device=device) for _ in Rows._fields))
+        self.found = Rows(*(torch.zeros(self.labels_R.numel(), dtype=dtype, device=device) for _ in Rows._fields))
         for chosen in slices(self.labels_R.numel(), chunk):
             logits_CV = head.logits(chosen)
             against = part_of(self.signal, chosen) if target is None else target.logits(chosen)
@@ -274,14 +263,14 @@ class _Sweep:
                     objective, part_of(against, part), logits_CV[part], labels_C[part], part_of(weights_C, part),
                     self.wants_gradient,
                 )  # fmt: skip
-                for whole_R, own in zip(found, rows, strict=True):
+                for whole_R, own in zip(self.found, rows, strict=True):
                     whole_R[chosen][part] = own
                 if gradient_CV is not None:
                     into_CV[part] = head.before_cap(gradient_CV, logits_CV[part])
             if self.wants_gradient:
                 head.take(chosen, into_CV)
             del logits_CV, into_CV, against
-        return found
+        return self.found
 
 
 def _block_rows(vocabulary: int, device: torch.device, dense: bool) -> int:

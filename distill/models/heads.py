@@ -11,28 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
+from distill.loss.chunk_heads import OutputHead
 from speculative.errors import UserError
-
-
-class OutputHead:
-    """Projection, scale and soft cap: hidden states (..., D) -> logits (..., V). Owns no parameters."""
-
-    def __init__(self, projection: nn.Module, scale: float = 1.0, softcap: float | None = None) -> None:
-        """logits = softcap tanh(scale projection(hidden) / softcap), the cap left out when it is None."""
-        self.projection, self.scale, self.softcap = projection, scale, softcap
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V) logits."""
-        logits = self.projection(hidden).to(hidden.device)  # a target may be spread over devices
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters."""
-        return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
 
 
 def _no_packed_rows(position_ids: Tensor) -> Tensor | None:

@@ -77,19 +77,20 @@ class DraftModule(nn.Module):
         if self.clock is not None:
             self.clock.mark("student")
         ordered_R = rows_R if ACCEPTED_LENGTH in self.objective.weights else None
-        sums = chunked_loss(
-            self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference, answers_R=answers_R,
-            rows_R=ordered_R,
-        )  # fmt: skip
+        loss, overlap_R, slack_R = chunked_loss(
+            self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference, rows_R=ordered_R
+        )
+        chosen = slice(None) if answers_R is None else answers_R
         accepted = None
         if signal is not None and not self.objective.overlap_is_acceptance:
-            chosen = slice(None) if answers_R is None else answers_R
             accepted = acceptance_sum(self.objective, hidden_RD[chosen], split.head, signal.rows(chosen))
+        if accepted is None:
+            accepted = overlap_R[chosen].double().sum()
         if depths_BT is not None:
             self._note_survival(depths_BT, rows_R, hidden_RD, signal, labels_R)
         if self.clock is not None:
             self.clock.mark("loss")
-        return sums.loss, sums.overlap if accepted is None else accepted, sums.overlap_slack
+        return loss, accepted, slack_R[chosen].double().sum()
 
     def _asked(self, input_ids_BT: Tensor, rows_R: Tensor, depths_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of the R rows of offset 1, then of the tokens behind, start after start: (hidden states, row of the same label, offset)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
+from distill.loss.chunk_heads import OutputHead
 from distill.loss.definitions import (
     Objective,
     entropy_weight,
@@ -19,8 +20,7 @@ from distill.loss.definitions import (
     sampled_overlap,
     selected_rows,
 )
-from distill.loss.objective import Sums, refuse_impossible
-from distill.models.heads import OutputHead
+from distill.loss.objective import Scored, refuse_impossible
 
 
 def kl(first_NE: Tensor, second_NE: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def eager_loss(
     weights_R: Tensor | None = None,
     *,
     reference: DenseSignal | None = None,
-) -> Sums:
+) -> Scored:
     """`chunked_loss`, plainly."""
     refuse_impossible(objective, signal, reference)
     logits_RV = student_head(student_hidden_RD)
@@ -113,7 +113,7 @@ def eager_loss(
             )
             kept_I = selected_rows(behind, ahead, objective.keep)
         loss_R = loss_R[kept_I]
-    return Sums(loss_R.sum(), overlap_R.double().sum(), slack_R.double().sum(), labels_R.numel())
+    return Scored(loss_R.sum(), overlap_R, slack_R)
 
 
 def _by_definition(objective: Objective, signal: Signal | None, logits_RV: Tensor, labels_R: Tensor) -> Definition:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal, TopKSignal
 from distill.loss.accepted import accepted_lengths, credits, rows_follow
+from distill.loss.chunk_heads import OutputHead
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
-from distill.models.heads import OutputHead
 from distill.training.capture import topk_signal
 from speculative.errors import UserError
 

@@ -4,6 +4,7 @@ Legend: R rows (response tokens), C rows of a chunk, D hidden width, V vocabular
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,9 @@ from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal, Signal
 from distill.loss import objective as objective_module
 from distill.loss import rows
+from distill.loss.chunk_heads import OutputHead
 from distill.loss.definitions import Objective
-from distill.loss.objective import Sums, acceptance_sum, chunk_rows, chunked_loss
-from distill.models.heads import OutputHead
+from distill.loss.objective import Scored, acceptance_sum, chunk_rows, chunked_loss
 from distill.models.student import add_lora
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
@@ -79,21 +80,22 @@ class Setting:
             return topk_of(logits_RV, 5, temperature)
         return sampled_of(logits_RV, 7, temperature=temperature) if kind == "sampled" else None
 
-    def loss(self, function: Callable[..., Sums], objective: Objective, kind: str = "dense", **options: Any) -> Sums:
+    def loss(
+        self, function: Callable[..., Scored], objective: Objective, kind: str = "dense", **options: Any
+    ) -> Scored:
         signal = self.signal(kind, objective.temperature)
         return function(objective, self.student_hidden_RD, self.student_head, signal, self.labels_R, **options)
 
-    def gradients(self, sums: Sums) -> tuple[Tensor, ...]:
+    def gradients(self, sums: Scored) -> tuple[Tensor, ...]:
         return torch.autograd.grad(sums.loss * 0.37, [self.student_hidden_RD, *self.student_head.parameters()])
 
 
 def assert_twins(setting: Setting, objective: Objective, kind: str, **options: Any) -> None:
     chunked, eager = (setting.loss(one, objective, kind, **options) for one in (chunked_loss, eager_loss))
     close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # float64; sums in another order
-    close(chunked.loss, eager.loss)
-    close(chunked.overlap, eager.overlap)
-    close(chunked.overlap_slack, eager.overlap_slack)
-    assert chunked.tokens == eager.tokens == setting.labels_R.numel()
+    for mine, theirs in zip(chunked, eager, strict=True):
+        close(mine, theirs)
+    assert len(chunked.overlap_R) == setting.labels_R.numel(), "of all rows, also of those that a weighting leaves out"
     pairs = list(zip(setting.gradients(chunked), setting.gradients(eager), strict=True))
     assert len(pairs) == 1 + len(setting.student_head.parameters())
     for mine, theirs in pairs:
@@ -142,9 +144,8 @@ def test_selection_trains_the_rows_where_the_draft_is_furthest_behind_the_refere
     kept = set((ours_R - theirs_R).argsort(descending=True)[:5].tolist())  # ceil(0.4 x 11)
     learns_R = setting.gradients(sums)[0].abs().sum(-1) > 0
     assert set(learns_R.nonzero().flatten().tolist()) == kept
-    assert sums.tokens == ROWS, "the denominator counts all response tokens"
     everything = setting.loss(chunked_loss, Objective(MIXES["tv"], chunk_tokens=4))
-    torch.testing.assert_close(sums.overlap, everything.overlap, rtol=1e-12, atol=0)  # order of sums
+    torch.testing.assert_close(sums.overlap_R, everything.overlap_R, rtol=1e-12, atol=0)  # order of sums
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
@@ -172,34 +173,46 @@ def test_autograd_takes_the_heads_gradient_over_without_a_copy() -> None:
     assert gradient.data_ptr() == buffer
 
 
+@pytest.mark.parametrize("kind", ["dense", "topk"])
 @pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
-def test_no_tensor_of_rows_times_vocabulary_lives_in_a_chunked_step(plain: bool) -> None:
-    for kind in ("dense", "topk"):
-        setting, objective = Setting(plain=plain), Objective(MIXES["forward_kl"], chunk_tokens=2)
-        signal = setting.signal(kind)
-        arguments = (setting.student_hidden_RD, setting.student_head, signal, setting.labels_R)
-        with _LargestTensor() as largest:
-            setting.gradients(chunked_loss(objective, *arguments))
-        assert largest.elements < ROWS * VOCAB
-        with _LargestTensor() as largest:
-            setting.gradients(eager_loss(objective, *arguments))
-        assert largest.elements >= ROWS * VOCAB, "the instrument sees what the eager twin makes"
+def test_a_chunked_step_holds_a_few_chunks_whatever_the_rows(kind: str, plain: bool) -> None:
+    rows, chunk_tokens = 600, 4
+    setting, objective = Setting(plain=plain, rows=rows), Objective(MIXES["jsd"], chunk_tokens=chunk_tokens)
+    signal, numbers = (
+        setting.signal(kind),
+        rows * (WIDTH + 8),
+    )  # the hidden states' gradient; each row's losses and label
+    arguments = (objective, setting.student_hidden_RD, setting.student_head, signal, setting.labels_R)
+    most = {}
+    for function in (chunked_loss, eager_loss):
+        with _Operations() as seen:
+            setting.gradients(function(*arguments))
+        most[function] = seen.most_bytes / 8
+    assert most[chunked_loss] < numbers + 12 * chunk_tokens * VOCAB + 4 * WIDTH * VOCAB
+    assert most[eager_loss] > 4 * rows * VOCAB, "the instrument sees what the eager twin makes"
 
 
-class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returns, and every operation's name."""
+class _Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """The name of every operation, and the most bytes that what they made has held at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
         self.names: list[str] = []
+        self.held: dict[int, int] = {}
+        self.most_bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = function(*args, **(kwargs or {}))
         self.names.append(function.overloadpacket.__name__)
+        given = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
+            if isinstance(value, Tensor) and (key := (memory := value.untyped_storage())._cdata) not in {
+                *self.held,
+                *given,
+            }:
+                self.held[key] = memory.nbytes()
+                weakref.finalize(memory, self.held.pop, key, None)
+        self.most_bytes = max(self.most_bytes, sum(self.held.values()))
         return result
 
 
@@ -210,7 +223,7 @@ def test_products_of_a_step(kind: str, frozen: bool, products: int) -> None:
     setting = Setting(bias=False)
     setting.student_head.projection.requires_grad_(not frozen)
     signal = setting.signal(kind)
-    with _LargestTensor() as seen:
+    with _Operations() as seen:
         sums = chunked_loss(
             Objective(MIXES["jsd"]), setting.student_hidden_RD, setting.student_head, signal, setting.labels_R
         )
@@ -222,7 +235,7 @@ def test_products_of_a_step(kind: str, frozen: bool, products: int) -> None:
 def test_without_gradient_the_value_is_the_same_and_nothing_is_differentiated(plain: bool) -> None:
     setting, objective = Setting(bias=False, plain=plain), Objective(MIXES["jsd"], chunk_tokens=3)
     expected = setting.loss(chunked_loss, objective).loss
-    with torch.no_grad(), _LargestTensor() as seen:
+    with torch.no_grad(), _Operations() as seen:
         sums = setting.loss(chunked_loss, objective)
     assert not sums.loss.requires_grad
     products = sum(name in ("mm", "addmm", "addmm_") for name in seen.names)
@@ -268,7 +281,7 @@ def test_no_rows_no_loss(weighting: Any, kind: str, plain: bool) -> None:
     objective = Objective({"forward_kl": 1.0}, chunk_tokens=3, weighting=weighting)
     sums = setting.loss(chunked_loss, objective, kind, reference=setting.reference)
     sums.loss.backward()
-    assert (float(sums.loss.detach()), float(sums.overlap), sums.tokens) == (0.0, 0.0, 0)
+    assert (float(sums.loss.detach()), sums.overlap_R.numel()) == (0.0, 0)
     for value in (setting.student_hidden_RD, *setting.student_head.parameters()):
         assert value.grad is not None, "every rank has a gradient to reduce"
         assert value.grad.shape == value.shape
@@ -353,7 +366,7 @@ def test_acceptance_is_not_guessed() -> None:
     ],
 )
 def test_what_a_signal_cannot_serve_is_refused(
-    function: Callable[..., Sums], objective: Objective, kind: str, says: str
+    function: Callable[..., Scored], objective: Objective, kind: str, says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
         Setting().loss(function, objective, kind)

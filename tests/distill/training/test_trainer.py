@@ -152,7 +152,7 @@ def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, di
     (sums.loss / sum(RESPONSE_TOKENS)).backward()
     result = steps["1x1"]["result"]
     assert result["loss"] == pytest.approx(float(sums.loss.detach()) / sum(RESPONSE_TOKENS), rel=1e-5)
-    assert result["alpha"] == pytest.approx(float(sums.overlap) / sum(RESPONSE_TOKENS), rel=1e-5)
+    assert result["alpha"] == pytest.approx(float(sums.overlap_R.sum()) / sum(RESPONSE_TOKENS), rel=1e-5)
     squares = 0.0
     for name, weight in loop.module.named_parameters():
         assert weight.grad is not None
@@ -180,7 +180,7 @@ def test_prompts_add_their_weighted_loss_and_nothing_to_alpha(tmp_path: Path) ->
     for share in shares:
         result = share["result"]
         assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-        assert result["alpha"] == pytest.approx(float(sums[0].overlap) / sum(RESPONSE_TOKENS), rel=1e-5)
+        assert result["alpha"] == pytest.approx(float(sums[0].overlap_R.sum()) / sum(RESPONSE_TOKENS), rel=1e-5)
         assert result["tokens"] == sum(RESPONSE_TOKENS)
         for name, weight in loop.module.named_parameters():
             assert weight.grad is not None
