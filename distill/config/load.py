@@ -1,6 +1,5 @@
 """The configuration of a run: one frozen value, read from YAML and `key=value` overrides, refused when anything is odd."""
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from distill.config.run import RunConfig
-from distill.config.sections import Section, section_in
+from distill.config.sections import Section, did_you_mean, section_in
 from speculative.errors import UserError
 
 Checked = TypeVar("Checked", bound=Section)
@@ -75,12 +74,6 @@ def _known_keys(location: Sequence[str | int], section: type[Section]) -> list[s
         if isinstance(part, str) and part in section.model_fields:
             section = section_in(section.model_fields[part].annotation) or section
     return sorted(section.model_fields)
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The known word that is nearest, or all of them."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
 
 
 def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:

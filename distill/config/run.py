@@ -11,7 +11,6 @@ from distill.config.sections import (
     ExportConfig,
     JudgeConfig,
     LossConfig,
-    LossName,
     OptimConfig,
     Section,
     ServingConfig,
@@ -24,7 +23,7 @@ from distill.config.target import TargetConfig
 from speculative.rules.rule import Rule, draft_draws
 
 # Objective by engine rule when loss.name is null, by the rule of docs/objectives.md: a certain gain on two of three pairs, no loss.
-DEFAULT_OBJECTIVE: dict[Rule, LossName] = {
+DEFAULT_OBJECTIVE: dict[Rule, str] = {
     "sample": "jsd",
     "greedy-draft": "lk_hybrid",
     "greedy": "lk_hybrid",
@@ -35,23 +34,25 @@ DEFAULT_OBJECTIVE: dict[Rule, LossName] = {
 class RunConfig(Section):
     """Everything about one run."""
 
-    name: str = Field(description="the run's folder under `output`")
-    output: str = Field("runs", description="folder of runs")
-    seed: int = Field(0, ge=0, lt=2**31, description="every random choice follows from it")
-    resume: Literal["auto", "never"] = Field(
-        "auto", description="auto = go on from the last checkpoint of this run folder"
-    )
-    target: TargetConfig = Field(default_factory=TargetConfig)
-    student: StudentConfig = Field(default_factory=StudentConfig)
+    name: str
+    """the run's folder under `output`"""
+    output: str = "runs"
+    """folder of runs"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """every random choice follows from it"""
+    resume: Literal["auto", "never"] = "auto"
+    """auto = go on from the last checkpoint of this run folder"""
+    target: TargetConfig = TargetConfig()
+    student: StudentConfig = StudentConfig()
     data: DataConfig
-    serving: ServingConfig = Field(default_factory=ServingConfig)
-    loss: LossConfig = Field(default_factory=LossConfig)
-    signal: SignalConfig = Field(default_factory=SignalConfig)
-    optim: OptimConfig = Field(default_factory=OptimConfig)
-    train: TrainConfig = Field(default_factory=TrainConfig)
-    judge: JudgeConfig = Field(default_factory=JudgeConfig)
-    export: ExportConfig = Field(default_factory=ExportConfig)
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    serving: ServingConfig = ServingConfig()
+    loss: LossConfig = LossConfig()
+    signal: SignalConfig = SignalConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    judge: JudgeConfig = JudgeConfig()
+    export: ExportConfig = ExportConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> "RunConfig":
@@ -100,10 +101,10 @@ class RunConfig(Section):
         """Objective name -> weight, at a step (null: behind the warm-up)."""
         warmup = self.loss.warmup
         if warmup is not None and step is not None and step < round(warmup.ratio * self.train.steps):
-            return {str(warmup.name): 1.0}
+            return {warmup.name: 1.0}
         if self.loss.mix:
-            return {str(name): weight for name, weight in self.loss.mix.items()}
-        return {str(self.loss.name or DEFAULT_OBJECTIVE[self.serving_rule]): 1.0}
+            return dict(self.loss.mix)
+        return {self.loss.name or DEFAULT_OBJECTIVE[self.serving_rule]: 1.0}
 
     @property
     def folder(self) -> Path:

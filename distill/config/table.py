@@ -27,7 +27,7 @@ def _rows(section: type[Section], prefix: str) -> list[str]:
             mark = ".N" if "tuple" in str(field.annotation) else ""
             rows.extend(_rows(inner, f"{prefix}{name}{mark}."))
         else:
-            meaning = (field.description or "").replace("|", "\\|")
+            meaning = " ".join((field.description or "").split()).replace("|", "\\|")
             rows.append(f"| `{prefix}{name}` | {_default(field)} | {meaning} |")
     return rows
 

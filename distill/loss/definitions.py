@@ -100,7 +100,7 @@ OBJECTIVES: dict[str, Callable[[Pair, "Objective"], Tensor]] = {}  # by name, as
 
 
 def registered(function: Callable[[Pair, Objective], Tensor]) -> Callable[[Pair, Objective], Tensor]:
-    """Registers an objective under its function's name: that, and the name in `distill/config/sections.py`, is all that one needs."""
+    """Registers an objective under its function's name, by which a config asks for it."""
     OBJECTIVES[function.__name__] = function
     return function
 
