@@ -78,16 +78,16 @@ class Cascade(Drafter):
                 f"the {self.first.name} draws from a distribution and cannot be the first of a cascade: "
                 "who proposes must depend on the committed text alone"
             )
-        found_R = _counts(early)
+        found_R = early.real_R
         taken_R = (found_R >= min(self.min_found, ask.gamma)) & ask.active_R
         if ask.gamma == 0 or bool((taken_R == ask.active_R).all()):
             # Not needed, but told how far the text is: what it drafted last was verified up to here and no further.
             self.then.propose(ask._replace(gamma=0))
-            return early._replace(sources_R=_sources(early))
+            return early._replace(sources_R=early.proposers_R)
         # Moved before the device is busy with the second drafter.
         taken_K = torch.from_numpy(np.flatnonzero(taken_R)).to(early.ids_RG.device)
         late = self.then.propose(ask._replace(gamma=min(ask.gamma, self.then_gamma or ask.gamma)))
-        late_sources_R = _sources(late) + len(self.first.source_names)
+        late_sources_R = late.proposers_R + len(self.first.source_names)
         if not taken_R.any():
             return late._replace(sources_R=late_sources_R)
         self._strayed_R, self._asked_lengths_R = taken_R, ask.lengths_R.copy()
@@ -95,9 +95,9 @@ class Cascade(Drafter):
         return Proposal(
             ids_RG,
             probs_RGV,
-            counts_R=np.where(taken_R, found_R, _counts(late)),
+            counts_R=np.where(taken_R, found_R, late.real_R),
             peaks_RG=late.peaks_RG,
-            sources_R=np.where(taken_R, _sources(early), late_sources_R),
+            sources_R=np.where(taken_R, early.proposers_R, late_sources_R),
         )
 
     def _call_back_strayed(self, ask: Ask) -> None:
@@ -110,16 +110,6 @@ class Cascade(Drafter):
             lengths_R = np.where(self._strayed_R, self._asked_lengths_R, ask.lengths_R)
             self.then.propose(ask._replace(lengths_R=lengths_R, gamma=0))
             self._strayed_R = np.zeros_like(self._strayed_R)
-
-
-def _counts(proposal: Proposal) -> np.ndarray:
-    rows, width = proposal.ids_RG.shape
-    return np.full(rows, width, dtype=np.int64) if proposal.counts_R is None else proposal.counts_R
-
-
-def _sources(proposal: Proposal) -> np.ndarray:
-    rows = len(proposal.ids_RG)
-    return np.zeros(rows, dtype=np.int64) if proposal.sources_R is None else proposal.sources_R
 
 
 def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -71,6 +71,17 @@ class Proposal(NamedTuple):
     sources_R: np.ndarray | None = None
     tree: TokenTree | None = None
 
+    @property
+    def real_R(self) -> np.ndarray:
+        """How many of a row's ids are real."""
+        rows, width = self.ids_RG.shape
+        return np.full(rows, width, dtype=np.int64) if self.counts_R is None else self.counts_R
+
+    @property
+    def proposers_R(self) -> np.ndarray:
+        """Who proposed for a row."""
+        return np.zeros(len(self.ids_RG), dtype=np.int64) if self.sources_R is None else self.sources_R
+
 
 class DeviceText(NamedTuple):
     """The rows' texts on the device, where a block can go on from them without the host.

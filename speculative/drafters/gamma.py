@@ -93,34 +93,15 @@ class BlockSeconds:
         return self._estimates[: max_width + 1]
 
 
-class LoadSeconds:
-    """`BlockSeconds` for each load: how many rows are active, rounded up to a power of two.
-
-    A verify call feeds gamma + 1 tokens of every row. Alone in a batch they are nearly free; where the batch alone keeps
-    the machine busy each costs its own time, so what was timed at one load says little of another.
-    """
-
-    def __init__(self) -> None:
-        self._by_load: dict[int, BlockSeconds] = {}
-
-    def at(self, active_rows: int) -> BlockSeconds:
-        """What was timed at the load of so many rows; empty at first."""
-        return self._by_load.setdefault(self.load(active_rows), BlockSeconds())
-
-    @staticmethod
-    def load(active_rows: int) -> int:
-        """1, 2, 4, 8, ...: a decoder that drops empty rows does so when half are empty."""
-        return 1 << max(active_rows - 1, 0).bit_length()
-
-
-class AdaptiveGamma:
+class AdaptiveGamma(GammaPolicy):
     """argmax over gamma of expected tokens per second, from running acceptance and the measured block times.
 
     Acceptance of the j-th drafted token, given those before it, is counted over all requests: it rises with j (texts
     have easy stretches), which a single rate would miss. Whether the first is accepted is each row's own running rate,
     begun at all others'. Expected tokens of a block are 1 + a_1 + a_1 a_2 + ... summed over the rows; seconds are
-    medians of the blocks of that width at the present load (`LoadSeconds`): a full batch may be decoded plainly and
-    drafted for again as it empties. A load is timed when it is first met, in some five blocks. Gamma 0 is plain
+    medians of the blocks of that width at the present load: a full batch may be decoded plainly and drafted for again as it
+    empties. A load, active rows rounded up to a power of two, has its own seconds: further tokens of a row are nearly free
+    alone in a batch, and cost their own time where the batch alone keeps the machine busy. A load is timed when it is first met, in some five blocks. Gamma 0 is plain
     decoding: chosen when nothing pays, not even with half a standard error more acceptance than was seen, and left for
     a short block after 16, 32, 64, ... plain ones to look again (after 16 when that surprised); in the same way plain
     decoding is timed again while drafting pays only a little.
@@ -145,7 +126,7 @@ class AdaptiveGamma:
             raise UserError(f"adaptive gamma needs room: the largest gamma is {max_gamma}, give at least 1")
         self.max_gamma = max_gamma
         self.stop_below = _checked_threshold(stop_below)
-        self.block_seconds = LoadSeconds()
+        self._block_seconds: dict[int, BlockSeconds] = {}  # by load
         self.chosen: dict[int, int] = {}
         self._kept_G, self._tested_G = np.zeros(max_gamma), np.zeros(max_gamma)
         self._rows_R2 = np.zeros((0, 2))
@@ -169,11 +150,11 @@ class AdaptiveGamma:
         self._rows_R2 = self._rows_R2[list(rows)]
 
     def choose(self, active_R: np.ndarray) -> int:
-        active_rows = int(active_R.sum())
-        if self._load != LoadSeconds.load(active_rows):
-            self._load, self._settled = LoadSeconds.load(active_rows), False
+        load = _load_of(active_R)
+        if self._load != load:
+            self._load, self._settled = load, False
         gamma = 0 if self._settled else self._choice(active_R)
-        self._settled = gamma == 0 and self.block_seconds.at(active_rows).known(0)
+        self._settled = gamma == 0 and self._timed(active_R).known(0)
         self._looks = gamma == 0 and self._plain_blocks >= self._look_after
         if gamma > 0:
             self._look_after = self.FIRST_LOOK
@@ -203,8 +184,11 @@ class AdaptiveGamma:
             rates.append(before)
         return np.array(rates)
 
+    def _timed(self, active_R: np.ndarray) -> BlockSeconds:
+        return self._block_seconds.setdefault(_load_of(active_R), BlockSeconds())
+
     def _choice(self, active_R: np.ndarray) -> int:
-        timed = self.block_seconds.at(int(active_R.sum()))
+        timed = self._timed(active_R)
         seconds = timed.estimates(self.max_gamma)
         if seconds is None:
             # Two: a draft may stop early, so the width that was asked for need not be the one that was timed.
@@ -221,7 +205,7 @@ class AdaptiveGamma:
     ) -> None:
         # The first draft behind plain decoding has text to catch up with: no block is like it.
         if seconds is not None and not self._catches_up:
-            self.block_seconds.at(int(active_R.sum())).add(width, seconds)
+            self._timed(active_R).add(width, seconds)
         if width == 0:
             self._plain_blocks, self._drafted_blocks = self._plain_blocks + 1, 0
             return
@@ -245,6 +229,11 @@ class AdaptiveGamma:
         """Whether a look found half a standard deviation more acceptance than was known: then look again soon."""
         rate, looks = float(self._rates()[0]), len(first_kept_R)
         return looks > 0 and bool(first_kept_R.mean() >= rate + 0.5 * math.sqrt(rate * (1.0 - rate) / looks))
+
+
+def _load_of(active_R: np.ndarray) -> int:
+    """1, 2, 4, 8, ...: a decoder that drops empty rows does so when half are empty."""
+    return 1 << max(int(active_R.sum()) - 1, 0).bit_length()
 
 
 def _checked_threshold(stop_below: float) -> float:

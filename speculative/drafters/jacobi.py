@@ -3,18 +3,15 @@
 Shapes: R rows, G drafted tokens (at most gamma), G1 = G + 1, C columns of the token buffer.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
 
-from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
-from speculative.drafters.lookup import one_hot_proposal
+from speculative.drafters.drafter import Ask, Drafter, Proposal
+from speculative.drafters.lookup import RowDrafter
 from speculative.drafters.registry import Parts, registers
 from speculative.errors import UserError
 
 
-class JacobiPool(Drafter):
+class JacobiPool(RowDrafter["_RowPool"]):
     """Proposes n-grams of the target's own predictions, pooled per row by their first token. Nothing is trained.
 
     Each verify call also predicts behind its first rejection. A token that was fed there and the prediction after it
@@ -35,40 +32,19 @@ class JacobiPool(Drafter):
         """`ngram`: tokens of a pooled n-gram, its key included. Raises UserError for one without a continuation."""
         if ngram < 2:
             raise UserError(f"ngram = {ngram}: must be at least 2, a token and what follows it")
+        super().__init__(_RowPool)
         self.ngram = ngram
-        self._device = torch.device("cpu")
-        self._pools: list[_RowPool] = []
         self._active_R = np.zeros(0, dtype=bool)
-
-    def start(self, seats: Seats) -> None:
-        self._device = seats.target.device
-        self._pools = [_RowPool() for _ in range(seats.rows)]
-        self._active_R = np.zeros(seats.rows, dtype=bool)
-
-    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
-        for row in rows:
-            # One pool per row and not for all: a response must not depend on who sits beside it.
-            self._pools[row] = _RowPool()
 
     def propose(self, ask: Ask) -> Proposal:
         self._active_R = ask.active_R.copy()
-        chains: list[Sequence[int]] = [()] * len(self._pools)
-        if ask.gamma > 0:
-            lengths = ask.lengths_R.tolist()
-            for row in np.flatnonzero(ask.active_R).tolist():
-                text_C = ask.tokens_RC[row, : lengths[row]]
-                chains[row] = self._pools[row].chain(text_C, ask.gamma)
-        return one_hot_proposal(chains, ask.gamma, self._device)
+        return super().propose(ask)
 
     def observe(self, fed_ids_RG1: np.ndarray, predicted_ids_RG1: np.ndarray, accepted_R: np.ndarray) -> None:
         fed, predicted, accepted = fed_ids_RG1.tolist(), predicted_ids_RG1.tolist(), accepted_R.tolist()
         for row in np.flatnonzero(self._active_R).tolist():
-            self._pools[row].learn(fed[row], predicted[row], self.ngram)
-            self._pools[row].guesses = predicted[row][accepted[row] + 1 :]
-
-    def keep(self, rows: list[int]) -> None:
-        self._pools = [self._pools[row] for row in rows]
-        self._active_R = self._active_R[rows]
+            self._rows[row].learn(fed[row], predicted[row], self.ngram)
+            self._rows[row].guesses = predicted[row][accepted[row] + 1 :]
 
 
 class _RowPool:

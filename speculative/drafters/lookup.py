@@ -5,7 +5,8 @@ Shapes: R rows, G drafted tokens (at most gamma), C columns of the token buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +39,45 @@ def check_ngrams(min_ngram: int, max_ngram: int) -> None:
         raise UserError(f"min_ngram = {min_ngram}, max_ngram = {max_ngram}: must be 1 <= min_ngram <= max_ngram")
 
 
-class PromptLookup(Drafter):
+class Row(Protocol):
+    """What a drafter keeps of one row."""
+
+    def chain(self, text_C: np.ndarray, gamma: int) -> Sequence[int]:
+        """At most gamma ids to propose behind the committed text."""
+
+
+R = TypeVar("R", bound=Row)
+
+
+class RowDrafter(Drafter, Generic[R]):
+    """Proposes for each row from what it keeps of that row alone: a response must not depend on who sits beside it."""
+
+    def __init__(self, fresh: Callable[[], R]):
+        self._fresh = fresh
+        self._device = torch.device("cpu")
+        self._rows: list[R] = []
+
+    def start(self, seats: Seats) -> None:
+        self._device = seats.target.device
+        self._rows = [self._fresh() for _ in range(seats.rows)]
+
+    def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        for row in rows:
+            self._rows[row] = self._fresh()
+
+    def propose(self, ask: Ask) -> Proposal:
+        chains: list[Sequence[int]] = [()] * len(self._rows)
+        if ask.gamma > 0:
+            lengths = ask.lengths_R.tolist()
+            for row in np.flatnonzero(ask.active_R).tolist():
+                chains[row] = self._rows[row].chain(ask.tokens_RC[row, : lengths[row]], ask.gamma)
+        return one_hot_proposal(chains, ask.gamma, self._device)
+
+    def keep(self, rows: list[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+
+class PromptLookup(RowDrafter["RowIndex"]):
     """Proposes what followed the longest n-gram that ends the text now, at its latest earlier occurrence.
 
     The latest, because a text repeats what it just said (a loop, a variable in scope) more than its beginning: 2 % to
@@ -55,34 +94,13 @@ class PromptLookup(Drafter):
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
         """n-grams of `min_ngram` to `max_ngram` tokens, the longest first. Raises UserError for an empty range."""
         check_ngrams(min_ngram, max_ngram)
+        super().__init__(lambda: RowIndex(min_ngram, max_ngram))
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self._device = torch.device("cpu")
-        self._rows: list[RowIndex] = []
-
-    def start(self, seats: Seats) -> None:
-        self._device = seats.target.device
-        self._rows = [self._empty() for _ in range(seats.rows)]
 
     def admit(self, rows: list[int], tokens_RC: np.ndarray, lengths_R: np.ndarray) -> None:
+        super().admit(rows, tokens_RC, lengths_R)
         for row in rows:
-            self._rows[row] = self._empty()
             self._rows[row].read(tokens_RC[row, : lengths_R[row]].tolist())
-
-    def propose(self, ask: Ask) -> Proposal:
-        chains: list[Sequence[int]] = [()] * len(self._rows)
-        if ask.gamma > 0:
-            lengths = ask.lengths_R.tolist()
-            for row in np.flatnonzero(ask.active_R).tolist():
-                index = self._rows[row]
-                index.read(ask.tokens_RC[row, len(index.text) : lengths[row]].tolist())
-                chains[row] = index.continuation(ask.gamma)
-        return one_hot_proposal(chains, ask.gamma, self._device)
-
-    def keep(self, rows: list[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-
-    def _empty(self) -> RowIndex:
-        return RowIndex(self.min_ngram, self.max_ngram)
 
 
 class RowIndex:
@@ -107,7 +125,12 @@ class RowIndex:
             columns = [self.text[first - size + place : stop - size + place] for place in range(size)]
             followers.update(zip(zip(*columns, strict=True), range(first, stop), strict=True))
 
+    def chain(self, text_C: np.ndarray, gamma: int) -> list[int]:
+        self.read(text_C[len(self.text) :].tolist())
+        return self.continuation(gamma)
+
     def continuation(self, gamma: int) -> list[int]:
+        """What followed the longest n-gram that ends the text; nothing where none stood there before."""
         for size, followers in self._followers:
             start = followers.get(tuple(self.text[-size:]))
             if start is not None:

@@ -122,15 +122,8 @@ def _kinds_of(drafter: Drafter) -> list[int]:
 
     def noted(ask: Ask) -> Proposal:
         proposal = propose(ask)
-        rows, width = proposal.ids_RG.shape
-        counts_R = np.full(rows, width) if proposal.counts_R is None else proposal.counts_R
-        sources_R = np.zeros(rows, dtype=np.int64) if proposal.sources_R is None else proposal.sources_R
-        proposed_R = ask.active_R & (counts_R > 0)
-        found, drafted = (
-            bool((proposed_R & (sources_R < models)).any()),
-            bool((proposed_R & (sources_R >= models)).any()),
-        )
-        kinds.append(FOUND * found | DRAFTED * drafted)
+        by_model_S = proposal.proposers_R[ask.active_R & (proposal.real_R > 0)] >= models
+        kinds.append(FOUND * bool((~by_model_S).any()) | DRAFTED * bool(by_model_S.any()))
         return proposal
 
     drafter.propose = noted  # type: ignore[method-assign]

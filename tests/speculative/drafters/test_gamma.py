@@ -7,7 +7,7 @@ from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds, FixedGamma, LoadSeconds
+from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds, FixedGamma
 from speculative.errors import UserError
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -116,13 +116,6 @@ def test_seconds_are_medians_of_what_was_timed_and_a_line_between():
     for value in (1.1, 1.1, 1.1):
         seconds.add(1, value)
     assert seconds.estimates(6)[1] == pytest.approx(1.1)
-
-
-def test_loads_are_powers_of_two_and_each_has_its_own_seconds():
-    assert [LoadSeconds.load(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 4, 4, 8, 8, 16, 16, 32]
-    seconds = LoadSeconds()
-    assert seconds.at(5) is seconds.at(8)
-    assert seconds.at(8) is not seconds.at(9)
 
 
 def loaded(policy, rows_of_stretches, blocks, alpha=0.7, seed=0):
