@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.decoder.block_loop import BlockLoop, slots_beyond
-from speculative.decoder.commit import STOP, CommitGate, append_block, count_block
+from speculative.decoder.commit import STOP, CommitGate, append_block
 from speculative.decoder.device_loop import open_loop
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Response, Timing
@@ -301,7 +301,6 @@ class _Call:
             before = len(response.response_ids)
             if self.log is not None:
                 _log_block(self.log, loop, outcome, row, response)
-            count_block(response, outcome, row)
             ids, text = append_block(response, outcome, row, self.settings, seat.stream, gate, known_ids)
             whole = gate is None or ids == outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist()
             if response.finish_reason is None and not whole:

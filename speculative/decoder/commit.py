@@ -16,18 +16,6 @@ STOP = _Stop()
 CommitGate = Callable[[str, int, int, Sequence[int]], "int | _Stop | None"]
 
 
-def count_block(response: Response, outcome: BlockOutcome, row: int) -> None:
-    """Add one block's counts to a response."""
-    accepted, drafted = int(outcome.accepted_R[row]), int(outcome.drafted_counts_R[row])
-    response.blocks += 1
-    response.drafted += drafted
-    response.accepted += accepted
-    response.drafted_counts.append(drafted)
-    response.accepted_counts.append(accepted)
-    response.tested += min(accepted + 1, drafted)
-    response.overlap_sum += float(outcome.overlap_sums_R[row])
-
-
 def append_block(
     response: Response,
     outcome: BlockOutcome,
@@ -40,10 +28,18 @@ def append_block(
     """Append a block token by token: the gate first, then end tokens, stop strings and the budget, as plain decoding
     would meet them. Returns the appended ids and the text that became stable. `known_ids`: those a gate may answer.
     """
+    accepted, drafted = int(outcome.accepted_R[row]), int(outcome.drafted_counts_R[row])
+    response.blocks += 1
+    response.drafted += drafted
+    response.accepted += accepted
+    response.drafted_counts.append(drafted)
+    response.accepted_counts.append(accepted)
+    response.tested += min(accepted + 1, drafted)
+    response.overlap_sum += float(outcome.overlap_sums_R[row])
     appended: list[int] = []
     pieces: list[str] = []
     replaced = False
-    for token_id in outcome.ids_RG1[row, : int(outcome.accepted_R[row]) + 1].tolist():
+    for token_id in outcome.ids_RG1[row, : accepted + 1].tolist():
         position = len(response.response_ids)
         if gate is not None:
             answer = gate(response.key, position, token_id, tuple(response.response_ids))
@@ -72,16 +68,12 @@ def append_block(
         # What was drafted behind a replaced token continues another text.
         if response.finish_reason is not None or replaced:
             break
-    note_origin(response, outcome, row, len(appended))
+    kept = len(appended)
+    response.log_target_probs += (
+        [0.0] * kept if outcome.log_probs_RG1 is None else outcome.log_probs_RG1[row, :kept].tolist()
+    )
+    response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))
     if replaced:
         response.proposed_mask[-1] = 0
         response.log_target_probs[-1] = float("nan")  # The target was not asked about this token.
     return appended, "".join(pieces)
-
-
-def note_origin(response: Response, outcome: BlockOutcome, row: int, kept: int) -> None:
-    """Probabilities and origin of the first `kept` tokens of a block, which were appended."""
-    accepted = int(outcome.accepted_R[row])
-    log_probs = [0.0] * kept if outcome.log_probs_RG1 is None else outcome.log_probs_RG1[row, :kept].tolist()
-    response.log_target_probs += log_probs
-    response.proposed_mask += [1] * min(accepted, kept) + [0] * (kept - min(accepted, kept))

@@ -60,8 +60,9 @@ class DecodeSettings:
             raise UserError(f"max_tokens = {self.max_tokens}: must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise UserError(f"min_tokens = {self.min_tokens}: must be between 0 and max_tokens = {self.max_tokens}")
-        if any(not string for string in self.stop):
-            raise UserError("stop has an empty string: every stop string needs at least one character")
+        for string in self.stop:
+            if not isinstance(string, str) or not string:
+                raise UserError(f"stop has {string!r}: every stop string needs at least one character")
         draft_settings_for(self.rule, self.sampling)
         if self.rule == "block" and self.sampling.greedy:
             raise UserError("rule = 'block' is for sampling; at temperature 0 use rule 'greedy'")

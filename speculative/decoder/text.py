@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from speculative.errors import UserError
-
 UNDECODED = "\ufffd"  # What bytes become that are not (yet) a character.
 BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -38,16 +36,9 @@ class TextStream:
     together, are the final `text`: streamed text is never taken back. So bytes of an unfinished character are held back,
     and an end of the text that may become a stop string. With a decoder whose text may change anywhere (`whole` above)
     everything is held back.
-
-    Raises UserError for an empty stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
-        if isinstance(stop, str):
-            raise UserError(f"stop = {stop!r}: must be a list of strings")
-        for string in stop:
-            if not isinstance(string, str) or string == "":
-                raise UserError(f"stop has {string!r}: every stop string needs at least one character")
         self._tokenizer = tokenizer
         self._decoding = decoding_of(tokenizer)
         self._stop = tuple(stop)

@@ -235,7 +235,8 @@ def test_timing_adds_up_and_names_every_stage():
     ("others", "arguments", "message"),
     [
         ({"stop": ("x",)}, {"tokenizer": None}, "stop strings need the tokenizer"),
-        ({"stop": ("",)}, {}, "at least one character"),
+        ({"stop": ("",)}, {}, "stop has '': every stop string needs at least one character"),
+        ({"stop": ("a", 3)}, {}, "stop has 3"),
         ({}, {"batch_size": 0}, "batch_size = 0"),
         ({}, {"runner": "fast"}, "runner = 'fast'"),
         ({}, {"runner": "graph"}, "needs a CUDA device"),
