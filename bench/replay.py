@@ -49,7 +49,7 @@ from speculative.errors import UserError
 from speculative.measure.cost import measure_costs, predicted_speed_up
 from speculative.measure.effects import effects_of_sums
 from speculative.measure.intervals import intervals_of_sums
-from speculative.measure.replay import agreement_of, block_variance_of, expected_blocks_of, law_of
+from speculative.measure.replay import agreement_of, block_variance, expected_blocks_of, law_of, texts_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import draft_draws
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -156,7 +156,7 @@ def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
         tokens += sum(len(response.response_ids) for response in responses)
         counted += check["live_blocks"]
         expected += check["predicted_blocks"]
-        variance += block_variance_of(scores, law, gamma).sum()
+        variance += block_variance(texts_of(scores, law), gamma).sum()
         seconds += spent
         rounds += 1
         error = variance**0.5 / expected

@@ -121,7 +121,7 @@ def check_instrument(
         SelfCheckError: the judge contradicts itself.
     """
 
-    def checked() -> dict[str, Any]:
+    def checked() -> dict[str, object]:
         keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
         found = self_checks(target.model, keyed, settings, batch_size=run.config.judge.batch_size)
         run.say(
@@ -130,6 +130,6 @@ def check_instrument(
         )
         for warning in found["warnings"]:
             run.say(f"warning: {warning}")
-        return found
+        return dict(found)
 
     return run.record(run.folder / SELF_CHECKS, checked)

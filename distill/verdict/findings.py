@@ -44,7 +44,7 @@ from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import where_each_helps
 from speculative.measure.cost import StepCosts, predicted_speed_up
-from speculative.measure.curves import CURVE_GAMMAS, rule_curve
+from speculative.measure.curves import CURVE_GAMMAS, RuleCurve, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.measured import TARGET, UNDISTILLED
 from speculative.measure.race import Standings
@@ -180,16 +180,16 @@ def curves_of(evidence: Evidence) -> Curves:
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
 
 
-def _with_speed(evidence: Evidence, name: str, curve: dict[str, Any]) -> Curve:
+def _with_speed(evidence: Evidence, name: str, curve: RuleCurve) -> Curve:
     """The curve with the predicted speed-up at every gamma; None beyond the measured ones."""
     costs = evidence.costs[name] if evidence.costs else None
     speeds = costs and [
         predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
         if gamma <= max(costs.verify_seconds)
         else None
-        for gamma, tau in zip(curve["gammas"], curve["tau"], strict=True)
+        for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
     ]
-    return Curve.model_validate(curve | {"speed_up": speeds})
+    return Curve.model_validate(vars(curve) | {"speed_up": speeds})
 
 
 def _costs_note(evidence: Evidence, rule: str) -> str:

@@ -41,7 +41,7 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
         scores = score_tokens(draft.model, texts, sampling, offsets=draft.offsets(evidence.question.gamma))
         keys = [text.prompt for text in texts]
         curve = rule_curve(scores, keys, rule, gammas, survival_gamma=evidence.question.gamma)
-        taus = dict(zip(curve["gammas"], curve["tau"], strict=True))
+        taus = dict(zip(curve.gammas, curve.tau, strict=True))
         best: tuple[int | None, float | None] = (None, None)
         if costs is not None:
             # Gammas beyond the measured ones would be guesses.
@@ -52,13 +52,13 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
             TemperatureRow(
                 temperature=temperature,
                 rule=rule,
-                prompts=curve["prompts"],
-                tokens=curve["tokens"],
-                alpha=curve["alpha"],
-                alpha_ci=curve["alpha_ci"],
+                prompts=curve.prompts,
+                tokens=curve.tokens,
+                alpha=curve.alpha,
+                alpha_ci=curve.alpha_ci,
                 gamma=evidence.question.gamma,
                 tau=taus[evidence.question.gamma],
-                tau_ci=curve["tau_ci"][curve["gammas"].index(evidence.question.gamma)],
+                tau_ci=curve.tau_ci[curve.gammas.index(evidence.question.gamma)],
                 best_gamma=best[0],
                 predicted_speed_up=best[1],
                 repeated=repeated.repeated,

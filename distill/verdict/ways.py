@@ -18,15 +18,13 @@ from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.models import vocab_rows
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import LOOKUP, PAST, TOGETHER, Way
-from speculative.measure.replay import expected_blocks_of
+from speculative.measure.replay import Blocks, expected_blocks_of, texts_of
 from speculative.measure.rival_replay import (
-    RivalBlocks,
-    certain_blocks,
     cross_fitted,
+    found_blocks,
+    found_steps,
     kept_by_lookup,
     kept_by_retrieval,
-    lookup_steps,
-    tuned_cascade,
     tuned_lookup,
 )
 from speculative.measure.token_scores import TokenScores, scored_gammas
@@ -55,14 +53,14 @@ def draft_way(
 def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> Way:
     """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses, where there are any."""
     tuned = tuned_lookup(question.history[:TUNED_ON] or question.frozen, costs, gammas)
-    sizes, blocks, fitted = (tuned.max_ngram, tuned.min_ngram), tuned.blocks, None
+    sizes, blocks, fitted = tuned.sizes, tuned.blocks, None
     if question.history:
         kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in question.frozen]
-        blocks = certain_blocks(kept, (tuned.gamma,))
+        blocks = found_blocks(kept, (tuned.gamma,))
     else:
         fitted = _fitted(question, tuned.tried_NC, blocks)
     return Way(
-        LOOKUP, "prompt lookup", lambda: PromptLookup(*sizes), tuned.gamma, _calls(blocks), fitted, sizes, found=_found(blocks),
+        LOOKUP, "prompt lookup", lambda: PromptLookup(*sizes), tuned.gamma, blocks.calls_NK[:, 0], fitted, sizes, found=_found(blocks),
         tuned_on="training prompts" if question.history else Way.tuned_on,
     )  # fmt: skip
 
@@ -76,11 +74,11 @@ def together_way(
     behind: str,
 ) -> Way:
     """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
-    tuned = tuned_cascade(question.frozen, scores, question.law, costs, gammas)
-    sizes, then = (tuned.max_ngram, tuned.min_ngram), tuned.then_gamma or tuned.gamma
+    tuned = tuned_lookup(question.frozen, costs, gammas, texts_of(scores, question.law))
+    sizes, then = tuned.sizes, tuned.then_gamma
     return Way(
         TOGETHER, "prompt lookup, then the draft", lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then),
-        tuned.gamma, _calls(tuned.blocks), _fitted(question, tuned.tried_NC, tuned.blocks), sizes, then, behind,
+        tuned.gamma, tuned.blocks.calls_NK[:, 0], _fitted(question, tuned.tried_NC, tuned.blocks), sizes, then, behind,
         _found(tuned.blocks),
     )  # fmt: skip
 
@@ -92,12 +90,12 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
         return None
     datastore = Datastore.build(said, vocab_rows(target))
     kept = [kept_by_retrieval(text, max(gammas), datastore) for text in question.frozen]
-    blocks = certain_blocks(kept, gammas)
-    steps_NK = lookup_steps(blocks, gammas, costs)
+    blocks = found_blocks(kept, gammas)
+    steps_NK = found_steps(blocks, gammas, costs)
     best = int(steps_NK.sum(0).argmin())
-    own = RivalBlocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
+    own = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
     return Way(
-        PAST, "past responses", lambda: Retrieval(datastore), gammas[best], _calls(own), _fitted(question, steps_NK, own),
+        PAST, "past responses", lambda: Retrieval(datastore), gammas[best], own.calls_NK[:, 0], _fitted(question, steps_NK, own),
         found=_found(own),
     )  # fmt: skip
 
@@ -124,20 +122,14 @@ def timed_gammas(costs: StepCosts) -> range:
     return range(1, max(costs.verify_seconds) + 1)
 
 
-def _fitted(question: Question, tried_NC: np.ndarray, blocks: RivalBlocks) -> np.ndarray | None:
+def _fitted(question: Question, tried_NC: np.ndarray, blocks: Blocks) -> np.ndarray | None:
     """`Way.fitted_N`; None where there are prompts enough. The price of a block is that of the candidate of the fewest steps."""
     if not question.cross_fits:
         return None
-    price = float(tried_NC.sum(0).min()) / float(_calls(blocks).sum())
+    price = float(tried_NC.sum(0).min()) / float(blocks.calls_NK.sum())
     return cross_fitted(tried_NC, question.keys) / price
 
 
-def _calls(blocks: RivalBlocks) -> np.ndarray:
-    """(N,) of the only candidate."""
-    return np.asarray(blocks.found_NK + blocks.others_NK, dtype=np.float64)[:, 0]
-
-
-def _found(blocks: RivalBlocks) -> float:
+def _found(blocks: Blocks) -> float:
     """The share of all blocks for which something was found."""
-    found = float(blocks.found_NK.sum())
-    return found / max(found + float(blocks.others_NK.sum()), 1.0)
+    return float(blocks.found_NK.sum()) / max(float(blocks.calls_NK.sum()), 1.0)

@@ -6,6 +6,7 @@ logits at s predict token s + 1 (offset 1), those at the mask of position s + k 
 Shapes: B texts, T positions of a text (padded on the right), L columns of the pass, N masks.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class MaskedPass(NamedTuple):
     columns_N: torch.Tensor
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> Mapping[str, Any]:
         """Arguments of the model's forward."""
         return {
             "input_ids": self.input_ids_BL,

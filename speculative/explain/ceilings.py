@@ -16,18 +16,8 @@ from speculative.measure.curves import rule_curve
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 from speculative.measure.measured import LOOKUP, How, Measured
 from speculative.measure.metrics import alpha_with_interval
-from speculative.measure.replay import replay
-from speculative.measure.rival_replay import (
-    Tuned,
-    cascade_blocks,
-    cascade_steps,
-    certain_blocks,
-    kept_by_lookup,
-    lookup_steps,
-    tuned_cascade,
-    tuned_cascade_at,
-    tuned_lookup,
-)
+from speculative.measure.replay import replay, texts_kept, texts_of
+from speculative.measure.rival_replay import Tuned, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 from speculative.rules.sampling import SamplingSettings
 
@@ -251,10 +241,8 @@ def lookup_outlook(
     Sizes and gamma are chosen on the very texts: a few choices, and for a baseline. row: the text and the load.
     """
     tuned = tuned_lookup(texts, costs, gammas)
-    kept = [kept_by_lookup(text, tuned.gamma, tuned.max_ngram, tuned.min_ngram) for text in texts]
-    steps_N = lookup_steps(certain_blocks(kept, (tuned.gamma,)), (tuned.gamma,), costs)[:, 0]
-    kept_T = np.concatenate(kept)
-    found = replace(_tuned_row(row, tuned), way=LOOKUP, speed_up_ci=_pace(texts, prompt_keys, steps_N))
+    kept_T = np.concatenate([kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in texts])
+    found = replace(_tuned_row(row, tuned), way=LOOKUP, speed_up_ci=_pace(texts, prompt_keys, tuned.steps_N))
     return found, float((kept_T >= 0).mean()), float((kept_T > 0).mean())
 
 
@@ -276,7 +264,7 @@ def draft_outlook(
     rule = row.rule
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
     curve = rule_curve(scores, prompt_keys, rule, gammas, survival_gamma=gammas[-1])
-    taus = dict(zip(gammas, curve["tau"], strict=True))
+    taus = dict(zip(gammas, curve.tau, strict=True))
     own = [(text.by_start or text).accept_probs(rule) for text in scores]
     ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
     best = [np.ones_like(probs) for probs in own]
@@ -284,14 +272,14 @@ def draft_outlook(
         best = [_by_start(text.matches.astype(np.float64), probs) for text, probs in zip(peaks, own, strict=True)]
         ceiling_alpha = alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0]
         ceiling_taus = replay(best, gammas)
-    share = closed_share(curve["alpha"], ceiling_alpha)
+    share = closed_share(curve.alpha, ceiling_alpha)
     closed = partly_closed(own, best, share)
     closed_taus = replay(closed, gammas)
     both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
     if rule == "block":
         by_token = replay(own, gammas)
         closed_taus = {g: partly_closed_tau(taus[g], g, by_token[g], closed_taus[g]) for g in gammas}
-    alpha = curve["alpha"]
+    alpha = curve.alpha
     now, distilled, ceiling = (
         _at_best_gamma(replace(row, way=f"{row.way}{which}"), of_alpha, of_taus, costs)
         for which, of_alpha, of_taus in (
@@ -300,16 +288,14 @@ def draft_outlook(
             (CEILING, ceiling_alpha, ceiling_taus),
         )
     )
-    now = replace(
-        now, alpha_ci=tuple(curve["alpha_ci"]), how={"alpha": "replay", "tau": "replay", "speed_up": "predicted"}
-    )
+    now = replace(now, alpha_ci=curve.alpha_ci, how={"alpha": "replay", "tau": "replay", "speed_up": "predicted"})
     if now.gamma:
-        tau_ci = tuple(curve["tau_ci"][gammas.index(now.gamma)])
+        tau_ci = curve.tau_ci[gammas.index(now.gamma)]
         spent = now.gamma * costs.cost_ratio_at(now.gamma) + costs.verify_ratio(now.gamma)
         now = replace(now, tau_ci=tau_ci, speed_up_ci=(tau_ci[0] / spent, tau_ci[1] / spent))
     together = tuple(one.speed_up or 1.0 for one in both) or (1.0, 1.0)
     decision = decide(costs, now.speed_up or 1.0, distilled.speed_up or 1.0, baseline, (together[0], together[1]))
-    return Outlook(now, distilled, ceiling, both, curve["survival"], taus, decision)
+    return Outlook(now, distilled, ceiling, both, curve.survival, taus, decision)
 
 
 def at_load(now: Measured, taus: Mapping[int, float], costs: StepCosts) -> Measured:
@@ -336,13 +322,10 @@ def _both(
 ) -> tuple[Measured, Measured]:
     """Prompt lookup before a draft as it is, and before one whose tokens are kept with probability `closed`."""
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
-    tuned = tuned_cascade(texts, scores, row.rule, costs, gammas)
-    kept = [kept_by_lookup(text, tuned.gamma, tuned.max_ngram, tuned.min_ngram) for text in texts]
-    pair = (tuned.gamma,), (tuned.then_gamma or tuned.gamma,)
-    steps_N = cascade_steps(cascade_blocks(kept, scores, row.rule, *pair), pair[0], costs, pair[1])[:, 0]
+    tuned = tuned_lookup(texts, costs, gammas, texts_of(scores, row.rule))
     row = replace(row, way=f"{BEFORE}{row.way}")
-    now = replace(_tuned_row(row, tuned), speed_up_ci=_pace(texts, prompt_keys, steps_N))
-    distilled = _tuned_row(row, tuned_cascade_at(texts, closed, costs, gammas))
+    now = replace(_tuned_row(row, tuned), speed_up_ci=_pace(texts, prompt_keys, tuned.steps_N))
+    distilled = _tuned_row(row, tuned_lookup(texts, costs, gammas, texts_kept(closed)))
     predicted: dict[str, How] = {"tau": "predicted", "speed_up": "predicted"}
     return now, replace(distilled, way=f"{row.way}{DISTILLED}", how=predicted)
 
@@ -356,7 +339,7 @@ def _pace(texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], steps_N:
 def _tuned_row(row: Measured, tuned: Tuned) -> Measured:
     pays = tuned.speed_up > 1.0
     return replace(
-        row, gamma=tuned.gamma if pays else 0, then_gamma=tuned.then_gamma, ngrams=(tuned.max_ngram, tuned.min_ngram),
+        row, gamma=tuned.gamma if pays else 0, then_gamma=tuned.then_gamma, ngrams=tuned.sizes,
         tau=tuned.tau if pays else 1.0, speed_up=max(tuned.speed_up, 1.0), how={"tau": "replay", "speed_up": "predicted"},
     )  # fmt: skip
 

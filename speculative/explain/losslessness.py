@@ -32,7 +32,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import Drafter
 from speculative.errors import UserError
-from speculative.measure.self_checks import SelfCheckError, near_tie
+from speculative.measure.self_checks import NearTie, SelfCheckError, near_tie
 from speculative.measure.token_scores import values_by_text
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -59,7 +59,7 @@ class GreedyTexts:
     prompts: int
     tokens: int
     equal: int
-    near_ties: list[dict[str, Any]]
+    near_ties: list[NearTie]
     differences: list[str]
 
 

@@ -4,7 +4,7 @@ Shapes: N responses, P prompts (the resampling unit: tokens of one prompt are no
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -29,8 +29,8 @@ def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequenc
     return [float((accepted >= j).sum() / max(1, (drafted >= j).sum())) for j in range(1, gamma + 1)]
 
 
-def live_metrics(responses: Sequence[Response], gamma: int) -> dict[str, Any]:
-    """Numbers of a live run at one gamma >= 1.
+class LiveNumbers(TypedDict):
+    """Of a live run at one gamma.
 
     tau: emitted tokens per target call, bonus or corrected token included, with its interval. The last block of a
     response counts as one call even where the end token or the budget cut it, as replay counts it.
@@ -40,6 +40,19 @@ def live_metrics(responses: Sequence[Response], gamma: int) -> dict[str, Any]:
     overlap: mean sum_v min(target, draft) at the tested positions, the low-variance twin of accepted_per_tested. Both
     see only positions that blocks reach, which are harder than the average one: neither is alpha.
     """
+
+    tau: float
+    tau_ci: list[float]
+    accepted_per_drafted: float
+    accepted_per_tested: float
+    overlap: float
+    survival: list[float]
+    live_tokens: int
+    blocks: int
+
+
+def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
+    """Of these responses, gamma >= 1."""
     keys = [response.key for response in responses]
     tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
     blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))

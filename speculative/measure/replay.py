@@ -25,7 +25,7 @@ Shapes: N responses, T positions (padded), K gammas, J offsets of a block, J1 = 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -55,32 +55,45 @@ class TextCosts(NamedTuple):
     sure_T: np.ndarray | None = None
 
 
-def costs_of(scores: TokenScores, rule: str, stop_below: float = 0.0, sure_T: np.ndarray | None = None) -> TextCosts:
-    """What the law of blocks needs of a scored response. Rule `greedy` and `greedy-draft` are one: argmax or nothing.
+class Blocks(NamedTuple):
+    """Expected blocks (N, K): those that somebody without a model proposed, and the others, the draft's or plain ones."""
 
-    stop_below: the drafter ends a block behind a token whose draft probability is below it; `GammaPolicy.stop_below`.
-    sure_T: see `TextCosts`.
-    """
-    takes_argmax = not draft_draws(rule)
-    scores = scores if scores.by_start is None else scores.by_start
-    if takes_argmax:
-        costs_T = np.where(scores.matches, 0.0, np.inf)
-    else:
-        costs_T = np.asarray(scores.log_target_probs - scores.log_draft_probs)
-        if rule == "sample":
-            costs_T = np.maximum(costs_T, 0.0)
-    if stop_below <= 0.0:
-        return TextCosts(costs_T, None, sure_T)
-    confidence_T = scores.choice_probs if takes_argmax else np.exp(scores.log_draft_probs)
-    return TextCosts(costs_T, confidence_T < stop_below, sure_T)
+    found_NK: np.ndarray
+    others_NK: np.ndarray
+
+    @property
+    def calls_NK(self) -> np.ndarray:
+        """Target calls: all blocks."""
+        return self.found_NK + self.others_NK
 
 
 def texts_of(
     scores: Sequence[TokenScores], rule: str, stop_below: float = 0.0, sure: Sequence[np.ndarray] | None = None
 ) -> list[TextCosts]:
-    """`costs_of` every response; sure: `TextCosts.sure_T` of each, where somebody proposes before the draft."""
-    sures = [None] * len(scores) if sure is None else sure
-    return [costs_of(text, rule, stop_below, sure_T) for text, sure_T in zip(scores, sures, strict=True)]
+    """What the law of blocks needs of scored responses. Rule `greedy` and `greedy-draft` are one: argmax or nothing.
+
+    stop_below: the drafter ends a block behind a token whose draft probability is below it; `GammaPolicy.stop_below`.
+    sure: `TextCosts.sure_T` of each, where somebody proposes before the draft.
+    """
+    takes_argmax, texts = not draft_draws(rule), []
+    for place, own in enumerate(scores):
+        own = own if own.by_start is None else own.by_start
+        if takes_argmax:
+            costs_T = np.where(own.matches, 0.0, np.inf)
+        else:
+            costs_T = np.asarray(own.log_target_probs - own.log_draft_probs)
+            costs_T = np.maximum(costs_T, 0.0) if rule == "sample" else costs_T
+        stops_T = None
+        if stop_below > 0.0:
+            stops_T = (own.choice_probs if takes_argmax else np.exp(own.log_draft_probs)) < stop_below
+        texts.append(TextCosts(costs_T, stops_T, None if sure is None else sure[place]))
+    return texts
+
+
+def texts_kept(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
+    """Of tokens that are kept with these probabilities, each by itself: (T,), of a parallel draft (T, J) by start and offset."""
+    with np.errstate(divide="ignore"):
+        return [TextCosts(-np.log(probs)) for probs in accept_probs]
 
 
 def law_of(rule: str, sampling: SamplingSettings) -> str:
@@ -89,7 +102,7 @@ def law_of(rule: str, sampling: SamplingSettings) -> str:
 
 
 class _Group(NamedTuple):
-    """Responses padded to one length, with room for the largest gamma behind the last.
+    """Responses padded to one length, with room for a block of `width` tokens behind the last; and what is asked of them.
 
     costs, stops: (T, N), or of a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
     """
@@ -99,9 +112,17 @@ class _Group(NamedTuple):
     stops: np.ndarray | None
     sure_TN: np.ndarray | None
     lengths_N: np.ndarray
+    gammas_K: np.ndarray
+    sure_gammas_K: np.ndarray
+    width: int
+
+    @property
+    def starts(self) -> range:
+        """Where a block may start."""
+        return range(int(self.lengths_N.max(initial=0)))
 
 
-def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequence[int] = ()) -> Iterator[_Group]:
+def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequence[int]) -> Iterator[_Group]:
     """Responses of similar length together, few enough that a table (T, N, K) stays small.
 
     Raises ValueError for a gamma beyond the offsets at which a parallel draft was scored.
@@ -131,7 +152,8 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
                 stops[: len(own), column][..., : own.shape[-1]] = own
             if sure_TN is not None and text.sure_T is not None:
                 sure_TN[: len(text.sure_T), column] = text.sure_T
-        yield _Group(rows, costs, stops, sure_TN, np.array([len(texts[row].costs_T) for row in rows]))
+        lengths_N = np.array([len(texts[row].costs_T) for row in rows])
+        yield _Group(rows, costs, stops, sure_TN, lengths_N, np.array(gammas), np.array(sure_gammas), width)
 
 
 def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
@@ -139,78 +161,65 @@ def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
     return table[start : start + width] if table.ndim == 2 else table[start, :, :width].T
 
 
-def _kept_NJ1(group: _Group, start: int, width: int) -> np.ndarray:
+def _kept_NJ1(group: _Group, start: int) -> np.ndarray:
     """P(k >= j | text), j = 0..width, of a block that starts at token `start`; the law at the top of this file."""
-    steps_JN = _steps_JN(group.costs, start, width)
-    if group.stops is not None and width > 1:
+    steps_JN = _steps_JN(group.costs, start, group.width)
+    if group.stops is not None and group.width > 1:
         steps_JN = steps_JN.copy()
-        steps_JN[1:] += _steps_JN(group.stops, start, width - 1)
+        steps_JN[1:] += _steps_JN(group.stops, start, group.width - 1)
     highest_JN = np.maximum.accumulate(steps_JN.cumsum(0), axis=0)
-    kept_J1N = np.ones((width + 1, steps_JN.shape[1]))
+    kept_J1N = np.ones((group.width + 1, steps_JN.shape[1]))
     np.exp(-np.maximum(highest_JN, 0.0), out=kept_J1N[1:])
     return kept_J1N.T
 
 
-def _exactly_NKJ1(group: _Group, start: int, gammas: np.ndarray, sure_gammas: np.ndarray) -> np.ndarray:
+def _exactly_NKJ1(group: _Group, start: int) -> np.ndarray:
     """P(k = j | text) at each gamma: the drop of `kept` below gamma, all that is left of it at gamma, 0 beyond.
 
-    Certain where the block is somebody's who needs no model; of at most `sure_gammas` (K,) tokens.
+    Certain where the block is somebody's who needs no model; of at most `sure_gammas_K` tokens.
     """
-    kept_NJ1 = _kept_NJ1(group, start, _width(gammas, sure_gammas))
+    kept_NJ1, gammas_K = _kept_NJ1(group, start), group.gammas_K
     counts_J1 = np.arange(kept_NJ1.shape[1])
     drops_NJ1 = kept_NJ1.copy()
     drops_NJ1[:, :-1] -= kept_NJ1[:, 1:]
-    exactly_NKJ1 = drops_NJ1[:, None] * (counts_J1 < gammas[:, None])
-    exactly_NKJ1[:, np.arange(len(gammas)), gammas] = kept_NJ1[:, gammas]
+    exactly_NKJ1 = drops_NJ1[:, None] * (counts_J1 < gammas_K[:, None])
+    exactly_NKJ1[:, np.arange(len(gammas_K)), gammas_K] = kept_NJ1[:, gammas_K]
     if group.sure_TN is not None:
         sure_N = group.sure_TN[start]
         taken_S = np.flatnonzero(sure_N >= 0)
-        exactly_NKJ1[taken_S] = np.minimum(sure_N[taken_S, None], sure_gammas)[..., None] == counts_J1
+        exactly_NKJ1[taken_S] = np.minimum(sure_N[taken_S, None], group.sure_gammas_K)[..., None] == counts_J1
     return exactly_NKJ1
 
 
-def _width(gammas: Sequence[int] | np.ndarray, sure_gammas: Sequence[int] | np.ndarray) -> int:
-    return int(max(*gammas, *sure_gammas))
-
-
-def _starts_TNK(group: _Group, gammas: Sequence[int], sure_gammas: Sequence[int]) -> np.ndarray:
+def _starts_TNK(group: _Group) -> np.ndarray:
     """P(a block starts at token t) for each gamma; 0 behind the end of a response."""
-    width, gammas_K, sure_gammas_K = _width(gammas, sure_gammas), np.array(gammas), np.array(sure_gammas)
-    starts_TNK = np.zeros((*group.costs.shape[:2], len(gammas)))
+    starts_TNK = np.zeros((*group.costs.shape[:2], len(group.gammas_K)))
     starts_TNK[0] = 1.0
-    for start in range(int(group.lengths_N.max(initial=0))):
+    for start in group.starts:
         starts_TNK[start] *= (start < group.lengths_N)[:, None]
-        exactly_NKJ1 = _exactly_NKJ1(group, start, gammas_K, sure_gammas_K)
+        exactly_NKJ1 = _exactly_NKJ1(group, start)
         exactly_NKJ1 *= starts_TNK[start][..., None]
-        starts_TNK[start + 1 : start + width + 2] += exactly_NKJ1.transpose(2, 0, 1)
-    starts_TNK[int(group.lengths_N.max(initial=0)) :] = 0.0
+        starts_TNK[start + 1 : start + group.width + 2] += exactly_NKJ1.transpose(2, 0, 1)
+    starts_TNK[group.starts.stop :] = 0.0
     return starts_TNK
 
 
-def _expected_blocks(texts: Sequence[TextCosts], gammas: Iterable[int]) -> np.ndarray:
-    gammas = tuple(gammas)
-    blocks_NK = np.zeros((len(texts), len(gammas)))
-    for group in _groups(texts, gammas):
-        blocks_NK[group.rows] = _starts_TNK(group, gammas, gammas).sum(0)
-    return blocks_NK
-
-
-def blocks_by_proposer(
+def expected_blocks(
     texts: Sequence[TextCosts], gammas: Iterable[int], sure_gammas: Iterable[int] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Expected blocks (N, K) that start where `sure_T` says somebody proposes, and those that are the draft's.
+) -> Blocks:
+    """Expected blocks at each gamma, those that start where `sure_T` says somebody proposes apart from the draft's.
 
     sure_gammas: (K,) how many tokens that somebody proposes beside each of the draft's gammas; None = as many.
     """
     gammas = tuple(gammas)
     sure_gammas = gammas if sure_gammas is None else tuple(sure_gammas)
-    sure_NK, drafted_NK = (np.zeros((len(texts), len(gammas))) for _ in range(2))
+    found_NK, others_NK = (np.zeros((len(texts), len(gammas))) for _ in range(2))
     for group in _groups(texts, gammas, sure_gammas):
-        starts_TNK = _starts_TNK(group, gammas, sure_gammas)
+        starts_TNK = _starts_TNK(group)
         if group.sure_TN is not None:
-            sure_NK[group.rows] = np.where((group.sure_TN >= 0)[..., None], starts_TNK, 0.0).sum(0)
-        drafted_NK[group.rows] = starts_TNK.sum(0) - sure_NK[group.rows]
-    return sure_NK, drafted_NK
+            found_NK[group.rows] = np.where((group.sure_TN >= 0)[..., None], starts_TNK, 0.0).sum(0)
+        others_NK[group.rows] = starts_TNK.sum(0) - found_NK[group.rows]
+    return Blocks(found_NK, others_NK)
 
 
 def expected_blocks_of(
@@ -222,22 +231,19 @@ def expected_blocks_of(
     in full even though the text ends inside it. gamma 0 is plain decoding: a call per token.
     stop_below: of a drafter that ends its block behind a token of lower draft probability than this.
     """
-    return _expected_blocks(texts_of(scores, rule, stop_below), gammas)
+    return expected_blocks(texts_of(scores, rule, stop_below), gammas).others_NK
 
 
-def block_variance_of(scores: Sequence[TokenScores], rule: str, gamma: int, *, stop_below: float = 0.0) -> np.ndarray:
-    """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not."""
-    return _block_variance(texts_of(scores, rule, stop_below), gamma)
+def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
+    """Variance (N,) of the blocks of each response given its text; 0 where every token is surely kept or surely not.
 
-
-def _block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
-    """From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t."""
+    From the end backwards: mean and mean square of the blocks that are still to come behind a start at token t.
+    """
     variance_N = np.zeros(len(texts))
-    gammas_K = np.array([gamma])
-    for group in _groups(texts, (gamma,)):
+    for group in _groups(texts, (gamma,), (gamma,)):
         mean_TN, square_TN = (np.zeros(group.costs.shape[:2]) for _ in range(2))
-        for start in reversed(range(int(group.lengths_N.max(initial=0)))):
-            exactly_J1N = _exactly_NKJ1(group, start, gammas_K, gammas_K)[:, 0].T
+        for start in reversed(group.starts):
+            exactly_J1N = _exactly_NKJ1(group, start)[:, 0].T
             behind_J1 = slice(start + 1, start + gamma + 2)
             inside_N = start < group.lengths_N
             mean_N = (exactly_J1N * mean_TN[behind_J1]).sum(0)
@@ -265,26 +271,34 @@ def survival_sums(
     spared: tokens at the end of a text that are never drafted: 1 where an engine leaves room for the target's own token.
     """
     blocks_J, kept_J = np.zeros(gamma), np.zeros(gamma)
-    for group in _groups(texts_of(scores, rule), (gamma,)):
-        starts_TN = _starts_TNK(group, (gamma,), (gamma,))[..., 0]
-        for start in range(int(group.lengths_N.max(initial=0))):
+    for group in _groups(texts_of(scores, rule), (gamma,), (gamma,)):
+        starts_TN = _starts_TNK(group)[..., 0]
+        for start in group.starts:
             inside_NJ = start + np.arange(1, gamma + 1) + spared <= group.lengths_N[:, None]
             weights_NJ = starts_TN[start][:, None] * inside_NJ
             blocks_J += weights_NJ.sum(0)
-            kept_J += (weights_NJ * _kept_NJ1(group, start, gamma)[:, 1:]).sum(0)
+            kept_J += (weights_NJ * _kept_NJ1(group, start)[:, 1:]).sum(0)
     return blocks_J, kept_J
 
 
 def replay(accept_probs: Sequence[np.ndarray], gammas: Iterable[int] = GAMMAS) -> dict[int, float]:
-    """{gamma: tau}: tokens of all responses over expected target calls, by rules that judge each token alone.
+    """{gamma: tau}: tokens of all responses over expected target calls; accept_probs: see `texts_kept`."""
+    gammas, tokens = tuple(gammas), sum(len(probs) for probs in accept_probs)
+    taus_K = tokens / expected_blocks(texts_kept(accept_probs), gammas).others_NK.sum(0)
+    return dict(zip(gammas, taus_K.tolist(), strict=True))
 
-    accept_probs: a_t (T,) of each response; of a parallel draft tables (T, J) by start and offset.
+
+class Agreement(TypedDict):
+    """A live run's blocks beside replay of the very text it produced.
+
+    z: in standard deviations of the coins; where nothing is random (greedy) 0 when both are equal within rounding and None
+    otherwise.
     """
-    gammas = tuple(gammas)
-    tokens = sum(len(probs) for probs in accept_probs)
-    with np.errstate(divide="ignore"):
-        texts = [TextCosts(-np.log(probs)) for probs in accept_probs]
-    return dict(zip(gammas, (tokens / _expected_blocks(texts, gammas).sum(0)).tolist(), strict=True))
+
+    predicted_blocks: float
+    live_blocks: int
+    z: float | None
+    agrees: bool
 
 
 def agreement_of(
@@ -295,24 +309,22 @@ def agreement_of(
     *,
     stop_below: float = 0.0,
     sure: Sequence[np.ndarray] | None = None,
-) -> dict[str, Any]:
-    """Replay of the very text a live run produced against the blocks it counted; sure: `TextCosts.sure_T` of a cascade.
+) -> Agreement:
+    """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade.
 
-    {"predicted_blocks", "live_blocks", "z", "agrees"}: z is in standard deviations of the coins; where nothing is random (greedy)
-    it is 0 when both are equal within rounding and None otherwise. It sees faults that leave the text right and
-    only lower acceptance, such as draft positions off by one.
+    It sees faults that leave the text right and only lower acceptance, such as draft positions off by one.
     """
     texts = texts_of(scores, rule, stop_below, sure)
-    predicted = float(_expected_blocks(texts, (gamma,)).sum())
+    predicted = float(expected_blocks(texts, (gamma,)).calls_NK.sum())
     counted = int(sum(counted_blocks_N))
-    deviation = float(np.sqrt(_block_variance(texts, gamma).sum()))
+    deviation = float(np.sqrt(block_variance(texts, gamma).sum()))
     gap = counted - predicted
     z = 0.0 if abs(gap) < 1e-6 else gap / deviation if deviation > 1e-6 else None
     agrees = abs(gap) <= GREEDY_BLOCK_TOLERANCE * predicted if z is None else abs(z) <= WORRYING_Z
     return {"predicted_blocks": predicted, "live_blocks": counted, "z": z, "agrees": bool(agrees)}
 
 
-def agreement_words(check: dict[str, Any] | None, tokens: int) -> str:
+def agreement_words(check: Agreement | dict[str, Any] | None, tokens: int) -> str:
     """`replay 2.31, z +0.4`: tau that replay predicts for a live run of so many tokens, to stand beside live tau."""
     if check is None:
         return "no replay for this rule"
@@ -322,7 +334,7 @@ def agreement_words(check: dict[str, Any] | None, tokens: int) -> str:
     return f"replay {tokens / check['predicted_blocks']:.2f}, {how}"
 
 
-def agreement_warning(check: dict[str, Any] | None) -> str | None:
+def agreement_warning(check: Agreement | None) -> str | None:
     """A line when live decoding and replay part by more than coins (|z| > 4) or, at temperature 0, near-ties explain."""
     if check is None or check["agrees"]:
         return None

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -127,10 +127,36 @@ class SpoiledDrafter(ModelDrafter):
         return proposal._replace(ids_RG=torch.where(positions_RG % 3 == 0, wrong_RG, ids_RG))
 
 
+class NearTie(TypedDict):
+    """Where two greedy texts part; gap: between the logits of the two tokens, relative to the largest."""
+
+    prompt: str
+    position: int
+    gap: float
+
+
+class Checked(TypedDict):
+    """What was found: alpha of the target as its own draft by replay and live, and how many greedy texts are equal."""
+
+    prompts: int
+    tokens: int
+    dtype: str
+    gamma: int
+    batch_size: int
+    alpha_replay: float
+    alpha_live: float
+    alpha_noise: float
+    alpha_tolerance: float
+    greedy_equal: int
+    near_ties: list[NearTie]
+    near_tie_tolerance: float
+    warnings: list[str]
+
+
 def self_checks(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, *, batch_size: int = 8
-) -> dict[str, Any]:
-    """Check the judge on this target and these prompts; returns what was found.
+) -> Checked:
+    """Check the judge on this target and these prompts.
 
     1. The target as its own draft scores alpha 1.000, by replay of its text and by live decoding.
     2. Speculative greedy tokens equal plain greedy tokens, with proposals that are often wrong.
@@ -222,9 +248,7 @@ def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coin
     ]
 
 
-def near_tie(
-    target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None
-) -> dict[str, Any]:
+def near_tie(target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None) -> NearTie:
     """Where two greedy texts part and by how little; raises SelfCheckError when it is more than rounding.
 
     noise: of the target on such text; by default the least that its dtype has.

@@ -6,7 +6,7 @@ Shapes: N responses, B blocks of one response, J = 1..gamma places in a block.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,16 +92,19 @@ def _shares(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], floa
     return survival_J.tolist(), float(kept_J.sum() / max(blocks_J.sum(), 1e-9))
 
 
-def served_agreement(scores: Sequence[TokenScores], rule: str, blocks_N: Sequence[int], gamma: int) -> dict[str, Any]:
-    """`agreement_of` the very text that was served; blocks_N may be one number, their sum.
+def served_agreement(
+    scores: Sequence[TokenScores], rule: str, blocks_N: Sequence[int], gamma: int
+) -> tuple[float, float, bool]:
+    """(predicted blocks, z, whether they agree): `agreement_of` the very text that was served; blocks_N may be one number, their sum.
 
     z is a number where nothing is random too: in units of which `WORRYING_Z` are the tolerated share of blocks.
     """
     found = agreement_of(scores, rule, blocks_N, gamma)
-    if found["z"] is None:
-        unit = GREEDY_BLOCK_TOLERANCE * found["predicted_blocks"] / WORRYING_Z
-        found["z"] = (found["live_blocks"] - found["predicted_blocks"]) / max(unit, 1e-9)
-    return found
+    predicted, z = found["predicted_blocks"], found["z"]
+    if z is None:
+        unit = GREEDY_BLOCK_TOLERANCE * predicted / WORRYING_Z
+        z = (found["live_blocks"] - predicted) / max(unit, 1e-9)
+    return predicted, z, found["agrees"]
 
 
 def foreign_tokens(

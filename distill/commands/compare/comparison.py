@@ -137,7 +137,7 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int, text: str) ->
     """A way on a text at one gamma: alpha and tau by replay, the speed-up predicted where steps were timed."""
     curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
     row = Measured(
-        entry.way, rule, 1, text, curve["prompts"], curve["tokens"], gamma, tau=curve["tau"][0], tau_ci=tuple(curve["tau_ci"][0]),
+        entry.way, rule, 1, text, curve.prompts, curve.tokens, gamma, tau=curve.tau[0], tau_ci=curve.tau_ci[0],
         how=how, ngrams=entry.sizes, tuned_on=None if entry.sizes is None else Way.tuned_on,
     )  # fmt: skip
     if entry.judged is not None:
@@ -145,7 +145,7 @@ def _row(entry: Entry, keys: Sequence[Any], rule: str, gamma: int, text: str) ->
         row, how["alpha"] = replace(row, alpha=alpha, alpha_ci=alpha_ci), "replay"
     if (steps_N1 := entry.steps(rule, (gamma,))) is not None:
         pace = calls_curve(entry.tokens_N, steps_N1, keys)
-        row = replace(row, speed_up=pace["tau"][0], speed_up_ci=tuple(pace["tau_ci"][0]))
+        row = replace(row, speed_up=pace.tau[0], speed_up_ci=pace.tau_ci[0])
         how["speed_up"] = "predicted"
     return row
 
@@ -154,7 +154,7 @@ def _way(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWa
     gammas, scores, costs = scored_gammas(entry.scores or [], CURVE_GAMMAS), entry.scores, entry.costs
     curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
     way = ComparedWay(
-        way=entry.way, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve["tau"], taus_ci=curve["tau_ci"],
+        way=entry.way, path=entry.path, parameters=entry.parameters, gammas=gammas, taus=curve.tau, taus_ci=curve.tau_ci,
         survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
     )  # fmt: skip
     if costs is None:
@@ -163,7 +163,7 @@ def _way(entry: Entry, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWa
     gammas = scored_gammas(scores or [], range(1, max(costs.verify_seconds) + 1))
     steps_NK = entry.steps(rule, gammas)
     assert steps_NK is not None
-    speeds = dict(zip(gammas, (curve["tokens"] / steps_NK.sum(0)).tolist(), strict=True))
+    speeds = dict(zip(gammas, (curve.tokens / steps_NK.sum(0)).tolist(), strict=True))
     best = max(speeds, key=speeds.__getitem__)
     pays: dict[str, float] = {"best_gamma": best if speeds[best] > 1.0 else 0, "best_speed_up": max(speeds[best], 1.0)}
     if scores is not None:

@@ -12,17 +12,8 @@ from speculative.drafters.parallel import Drafting
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts, given_costs
 from speculative.measure.curves import CURVE_GAMMAS
-from speculative.measure.replay import expected_blocks_of
-from speculative.measure.rival_replay import (
-    RivalBlocks,
-    cascade_blocks,
-    cascade_steps,
-    certain_blocks,
-    kept_by_lookup,
-    lookup_steps,
-    tuned_cascade,
-    tuned_lookup,
-)
+from speculative.measure.replay import Blocks, expected_blocks, texts_of
+from speculative.measure.rival_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import TokenScores
 
 LOOKUP = "lookup"
@@ -65,26 +56,22 @@ class Entry:
         """Of each response."""
         return np.array([len(one) for one in (self.scores if self.kept is None else self.kept) or []])
 
-    def _blocks(self, rule: str, gammas: Sequence[int]) -> RivalBlocks:
+    def _blocks(self, rule: str, gammas: Sequence[int]) -> Blocks:
         """Expected blocks (N, K); `found_NK` those that lookup proposed."""
-        if self.scores is None:
-            return certain_blocks(self.kept or [], gammas)
-        if self.kept is not None:
-            return cascade_blocks(self.kept, self.scores, rule, gammas)
-        blocks_NK = expected_blocks_of(self.scores, rule, gammas)
-        return RivalBlocks(np.zeros_like(blocks_NK), blocks_NK)
+        drafted = None if self.scores is None else texts_of(self.scores, rule)
+        if self.kept is None:
+            return expected_blocks(drafted or [], gammas)
+        return found_blocks(self.kept, gammas, drafted)
 
     def calls(self, rule: str, gammas: Sequence[int]) -> np.ndarray:
         """Expected target calls (N, K)."""
-        blocks = self._blocks(rule, gammas)
-        return np.asarray(blocks.found_NK + blocks.others_NK)
+        return self._blocks(rule, gammas).calls_NK
 
     def steps(self, rule: str, gammas: Sequence[int]) -> np.ndarray | None:
         """Target steps (N, K) that the responses take; None where nothing was timed."""
         if self.costs is None:
             return None
-        steps_of = lookup_steps if self.scores is None else cascade_steps
-        return steps_of(self._blocks(rule, gammas), gammas, self.costs)
+        return found_steps(self._blocks(rule, gammas), gammas, self.costs, None if self.scores is None else gammas)
 
 
 def draft_of(way: str) -> str | None:
@@ -109,11 +96,9 @@ def with_lookup(
 
     costs: measured ones of the draft, or of any draft for lookup alone; None: untimed.
     """
-    own, prices = draft or Entry(LOOKUP, LOOKUP, 0, None, costs), costs or UNTIMED
-    tuned = (
-        tuned_lookup(texts, prices, (gamma,)) if own.scores is None else tuned_cascade(texts, own.scores, rule, prices, (gamma,))
-    )  # fmt: skip
-    sizes = (tuned.max_ngram, tuned.min_ngram)
+    own = draft or Entry(LOOKUP, LOOKUP, 0, None, costs)
+    drafted = None if own.scores is None else texts_of(own.scores, rule)
+    sizes = tuned_lookup(texts, costs or UNTIMED, (gamma,), drafted).sizes
     return replace(
         own, costs=costs, kept=[kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts], sizes=sizes
     )

@@ -22,7 +22,7 @@ from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.rate_change import FEWEST_REQUESTS
-from speculative.measure.replay import costs_of
+from speculative.measure.replay import texts_of
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule, draft_draws
 
@@ -98,8 +98,7 @@ def drawn_prompts(
     rng = np.random.default_rng(seed)
     beyond_G = _beyond(scores, rule, gamma)
     rows = []
-    for response, score in zip(texts, scores, strict=True):
-        costs_T = costs_of(score, rule).costs_T
+    for response, score, (costs_T, _, _) in zip(texts, scores, texts_of(scores, rule), strict=True):
         start = blocks = kept = 0
         while start < len(score):
             own_G = (costs_T[start] if costs_T.ndim == 2 else costs_T[start:])[: min(gamma, len(score) - start)]

@@ -154,7 +154,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
     evidence = gather(replace(question, settings=pair.settings.under(rule, chosen)), target, field, log=log)
     by_gamma[chosen] = evidence.judged[DRAFT]
-    verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=checks)
+    verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=dict(checks))
     result = findings_of(
         evidence, verdict, target.tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
         config=dump_config(config), files={"proposals": log.name if log is not None else None},

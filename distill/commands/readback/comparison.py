@@ -109,14 +109,9 @@ class Replayer:
             assert self.scores is not None
             tau, ci = _tau(self.scores, rule, gamma)
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
-            found = served_agreement(self.scores, rule, blocks, gamma)
-            spread = (
-                abs((counted.blocks - found["predicted_blocks"]) / found["z"])
-                if found["z"] and draft_draws(rule)
-                else 0.0
-            )
-            unseen = WORRYING_Z * spread / found["predicted_blocks"]
-            return Predicted(rule, gamma, tau, ci, found["z"], found["agrees"], unseen)
+            predicted, z, agrees = served_agreement(self.scores, rule, blocks, gamma)
+            spread = abs((counted.blocks - predicted) / z) if z and draft_draws(rule) else 0.0
+            return Predicted(rule, gamma, tau, ci, z, agrees, WORRYING_Z * spread / predicted)
         if len(self.own_scores) < 2:
             raise UserError(
                 "--prompts: replay of the run's own text, without the server's token ids, needs at least 2 prompts"

@@ -30,8 +30,8 @@ from distill.run.verdict_record import Gain
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts, predicted_speed_up
 from speculative.measure.measured import HELD_OUT
-from speculative.measure.replay import expected_blocks_of
-from speculative.measure.rival_replay import certain_blocks, kept_by_lookup, tuned_cascade
+from speculative.measure.replay import expected_blocks_of, texts_of
+from speculative.measure.rival_replay import found_blocks, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import score_tokens
 
 
@@ -396,12 +396,12 @@ def test_lookup_and_lookup_before_a_draft_are_contestants(tiny_run, monkeypatch)
     tokens = sum(len(one.response_ids) for one in responses)
     # Of lookup: block by block at the sizes that were chosen.
     kept = [kept_by_lookup(one, 3, *lookup.ngrams) for one in responses]
-    blocks = certain_blocks(kept, (3,))
+    blocks = found_blocks(kept, (3,))
     assert lookup.tau == pytest.approx(tokens / (blocks.found_NK.sum() + blocks.others_NK.sum()))
     assert lookup.speed_up == pytest.approx(tokens / (2.0 * blocks.found_NK.sum() + blocks.others_NK.sum()))
     assert lookup.speed_up_ci[0] <= lookup.speed_up <= lookup.speed_up_ci[1]
     scores = score_tokens(text.draft(str(tiny_run)), responses, text.sampling)
-    assert both.speed_up == pytest.approx(tuned_cascade(responses, scores, text.rule, costs, (3,)).speed_up)
+    assert both.speed_up == pytest.approx(tuned_lookup(responses, costs, (3,), texts_of(scores, text.rule)).speed_up)
     assert ways[2].taus[0] == pytest.approx(1.0)
     for row, own in zip((lookup, both), result.differences, strict=True):
         assert (own.alpha, own.certain) == (None, None)
@@ -430,7 +430,7 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
     assert (block.alpha, ways[1].taus[1]) == (pytest.approx(token.alpha), pytest.approx(ways[0].taus[1]))
     assert (ways[1].cost_ratio, block.speed_up) == (pytest.approx(0.225), pytest.approx(block.tau / 2.25))
     assert token.speed_up == pytest.approx(token.tau / 2.3)
-    tuned = tuned_cascade(text.responses, scores, text.rule, by_block, (3,))
+    tuned = tuned_lookup(text.responses, by_block, (3,), texts_of(scores, text.rule))
     assert (cascade.tau, cascade.speed_up) == (pytest.approx(tuned.tau), pytest.approx(tuned.speed_up))
     assert [one.gammas[-1] for one in ways] == [32, 8, 8]
     for row, own in zip((block, cascade), result.differences, strict=True):

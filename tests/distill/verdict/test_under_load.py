@@ -27,9 +27,9 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.full_batch import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
 from speculative.measure.measured import DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
+from speculative.measure.replay import texts_of
 from speculative.measure.rival_replay import (
-    cascade_blocks,
-    certain_blocks,
+    found_blocks,
     kept_by_lookup,
     kept_by_retrieval,
     tuned_lookup,
@@ -92,9 +92,10 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
         }
         return FullBatch(np.ones((4, 3)), np.array([[1.0, 2.0, 4.0]] * 4), np.array([kinds[type(timed[-1][2])]] * 4))
 
-    def tuned(texts, costs, gammas):
-        asked.append((texts, costs.batch_size))
-        return tuned_lookup(texts, costs, gammas)
+    def tuned(texts, costs, gammas, drafted=None):
+        if drafted is None:
+            asked.append((texts, costs.batch_size))
+        return tuned_lookup(texts, costs, gammas, drafted)
 
     monkeypatch.setattr(contest, "full_batch_seconds", scripted)
     monkeypatch.setattr(ways, "tuned_lookup", tuned)
@@ -124,7 +125,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     share = kind_shares(with_proposal / calls, 3, drafts=False)
     assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
     kept = [kept_by_retrieval(text, past.gamma, retrieval.datastore) for text in frozen]
-    blocks = certain_blocks(kept, (past.gamma,))
+    blocks = found_blocks(kept, (past.gamma,))
     looked, plain = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
     assert looked > 0
     share = kind_shares(looked / (looked + plain), 3, drafts=False)
@@ -132,7 +133,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     assert past.speed_up == pytest.approx(tokens / (looked + plain) / time)
     laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in frozen]
     scores = evidence.own_scores(DRAFT)
-    blocks = cascade_blocks(laws, scores, "sample", (both.gamma,), (both.then_gamma,))
+    blocks = found_blocks(laws, (both.gamma,), texts_of(scores, "sample"), (both.then_gamma,))
     looked, drafted = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
     share = kind_shares(looked / (looked + drafted), 3, drafts=True)
     time = share[FOUND] * 1.0 + share[DRAFTED] * 2.0 + share[FOUND | DRAFTED] * 4.0

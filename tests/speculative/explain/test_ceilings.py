@@ -16,9 +16,10 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import evaluating
 from speculative.evaluate import HeldoutResponse
 from speculative.explain import ceilings
+from speculative.measure import replay
 from speculative.measure.cost import StepCosts, best_gamma, given_costs
 from speculative.measure.measured import Measured
-from speculative.measure.rival_replay import NGRAM_SIZES, tuned_cascade
+from speculative.measure.rival_replay import NGRAM_SIZES, tuned_lookup
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -228,9 +229,9 @@ def test_lookup_before_a_draft_is_the_cascade_and_distilling_adds_to_it():
     scores = score_tokens(perturbed(TARGET, 0.2), texts, WARM)
     peaks, keys = ceilings.target_peaks(TARGET, texts, WARM), [text.key for text in texts]
     now, distilled = ceilings.draft_outlook(scores, peaks, keys, CHEAP, ROW, 1.0, texts).both
-    tuned = tuned_cascade(texts, scores, "sample", CHEAP, range(1, 17))
+    tuned = tuned_lookup(texts, CHEAP, range(1, 17), replay.texts_of(scores, "sample"))
     assert (now.ngrams, now.gamma, now.then_gamma) == (
-        (tuned.max_ngram, tuned.min_ngram),
+        tuned.sizes,
         tuned.gamma,
         tuned.then_gamma,
     )

@@ -125,22 +125,20 @@ def test_intervals_cover_the_truth_as_often_as_they_say(number):
 @pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
 def test_a_curve_is_its_parts(rule):
     curve = rule_curve(SCORES, KEYS, rule, survival_gamma=4)
-    assert (curve["rule"], curve["tokens"], curve["prompts"]) == (rule, 30 * 24, 15)
-    assert curve["gammas"] == list(range(33))
-    np.testing.assert_allclose(curve["tau"], 720 / expected_blocks_of(SCORES, rule, range(33)).sum(0), rtol=1e-12)
-    assert curve["tau"][0] == 1.0
-    assert curve["tau_ci"][0] == [1.0, 1.0]
-    assert curve["alpha"] == pytest.approx(np.concatenate([text.accept_probs(rule) for text in SCORES]).mean())
-    for value, (low, high) in zip(
-        [curve["alpha"], *curve["tau"][1:]], [curve["alpha_ci"], *curve["tau_ci"][1:]], strict=True
-    ):
+    assert (curve.rule, curve.tokens, curve.prompts) == (rule, 30 * 24, 15)
+    assert curve.gammas == list(range(33))
+    np.testing.assert_allclose(curve.tau, 720 / expected_blocks_of(SCORES, rule, range(33)).sum(0), rtol=1e-12)
+    assert curve.tau[0] == 1.0
+    assert curve.tau_ci[0] == (1.0, 1.0)
+    assert curve.alpha == pytest.approx(np.concatenate([text.accept_probs(rule) for text in SCORES]).mean())
+    for value, (low, high) in zip([curve.alpha, *curve.tau[1:]], [curve.alpha_ci, *curve.tau_ci[1:]], strict=True):
         assert low < value < high
-    assert len(curve["survival"]) == 4
-    assert curve["survival"] == sorted(curve["survival"], reverse=True)
-    json.dumps(curve, allow_nan=False)
+    assert len(curve.survival) == 4
+    assert curve.survival == sorted(curve.survival, reverse=True)
+    json.dumps(vars(curve), allow_nan=False)
     # One gamma alone has the interval it has beside the others: one draw of prompts serves all.
     alone = rule_curve(SCORES, KEYS, rule, (5,), survival_gamma=1)
-    np.testing.assert_allclose(alone["tau_ci"][0], curve["tau_ci"][5], rtol=1e-12)
+    np.testing.assert_allclose(alone.tau_ci[0], curve.tau_ci[5], rtol=1e-12)
 
 
 def test_survival_of_the_curve_agrees_with_live_decoding():
@@ -149,7 +147,7 @@ def test_survival_of_the_curve_agrees_with_live_decoding():
     curve = rule_curve(score_tokens(DRAFT, live, settings.sampling), range(80), "block", (4,), survival_gamma=4)
     counted = survival([count for response in live for count in response.accepted_counts], 4)
     # About 2,000 blocks: a share has a standard error of at most 0.011.
-    np.testing.assert_allclose(curve["survival"], counted, atol=0.04)
+    np.testing.assert_allclose(curve.survival, counted, atol=0.04)
 
 
 def test_nothing_to_replay_is_said():
@@ -171,8 +169,8 @@ def test_another_draft_temperature_is_a_draft_of_its_own():
         np.minimum(1, np.exp(text.log_draft_probs - stored.log_target_probs))
         for text, stored in zip(drafted_hot, TEXTS, strict=True)
     ]
-    assert hot["alpha"] == pytest.approx(np.concatenate(accept).mean())
-    assert hot["alpha"] != rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)["alpha"]
+    assert hot.alpha == pytest.approx(np.concatenate(accept).mean())
+    assert hot.alpha != rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3).alpha
 
 
 def test_greedy_text_has_one_law_whatever_the_rule_is_called():

@@ -26,8 +26,8 @@ from speculative.measure.replay import (
     agreement_of,
     agreement_warning,
     agreement_words,
-    block_variance_of,
-    blocks_by_proposer,
+    block_variance,
+    expected_blocks,
     expected_blocks_of,
     replay,
     survival_of,
@@ -76,7 +76,9 @@ def test_expected_blocks_and_variance_equal_brute_force(gamma):
             square[index] += weight * blocks**2
     scores = scores_of_probs(responses)
     np.testing.assert_allclose(expected_blocks_of(scores, "sample", (gamma,))[:, 0], mean, rtol=1e-12)
-    np.testing.assert_allclose(block_variance_of(scores, "sample", gamma), square - mean**2, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        block_variance(texts_of(scores, "sample"), gamma), square - mean**2, rtol=1e-9, atol=1e-12
+    )
     assert replay(responses, (gamma,)) == {gamma: pytest.approx(17 / mean.sum(), rel=1e-12)}
 
 
@@ -326,10 +328,10 @@ def test_a_parallel_draft_is_not_asked_beyond_the_offsets_it_was_scored_at():
     with pytest.raises(ValueError, match="scored at 3 offsets"):
         expected_blocks_of(scores, "sample", (1, 4))
     assert scored_gammas(scores, range(33)) == [0, 1, 2, 3]
-    assert rule_curve(scores, ["one"], "sample", survival_gamma=3)["gammas"] == [0, 1, 2, 3]
+    assert rule_curve(scores, ["one"], "sample", survival_gamma=3).gammas == [0, 1, 2, 3]
     # Somebody who needs no model may propose more.
     sure = [np.array([5, -1, -1, -1, -1, 2, -1, -1, -1])]
-    found, drafted = blocks_by_proposer(texts_of(scores, "greedy-draft", sure=sure), (3,), (6,))
+    found, drafted = expected_blocks(texts_of(scores, "greedy-draft", sure=sure), (3,), (6,))
     kept = [kept_at_least(scores[0], "greedy-draft", 6, count) for count in (1, 2, 3)]
     assert found[0, 0] == 1.0
     assert drafted[0, 0] == expected_blocks_of([rest_of(scores[0], 6)], "greedy-draft", (3,))[0, 0], kept
@@ -548,7 +550,7 @@ def test_a_draft_that_saw_something_else_is_warned_about_and_an_honest_one_is_no
     assert "nothing is random here" in str(agreement_warning(worse))
     assert agreement_words(worse, 200) == "replay 4.00, not exact"
     predicted = expected_blocks_of(coins, "sample", (3,)).sum()
-    spread = np.sqrt(block_variance_of(coins, "sample", 3).sum())
+    spread = np.sqrt(block_variance(texts_of(coins, "sample"), 3).sum())
     for deviations, warns in ((3.5, False), (-3.5, False), (4.5, True), (-4.5, True)):
         check = agreement_of(coins, "sample", [predicted + deviations * spread], 3)
         text = agreement_warning(check)

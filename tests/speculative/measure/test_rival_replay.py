@@ -16,17 +16,13 @@ from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.evaluate import HeldoutResponse
 from speculative.measure import replay as replay_module
 from speculative.measure.cost import StepCosts, given_costs
-from speculative.measure.replay import agreement_of, expected_blocks_of
+from speculative.measure.replay import Blocks, agreement_of, expected_blocks_of, texts_of
 from speculative.measure.rival_replay import (
     NGRAM_SIZES,
-    RivalBlocks,
-    cascade_blocks,
-    cascade_steps,
-    certain_blocks,
+    found_blocks,
+    found_steps,
     kept_by_lookup,
     kept_by_retrieval,
-    lookup_steps,
-    tuned_cascade,
     tuned_lookup,
 )
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -62,10 +58,10 @@ def blocks_of(lists):
 @pytest.mark.parametrize("sizes", [(3, 1), (4, 2)])
 def test_lookup_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, sizes):
     live = live_texts(PromptLookup(*sizes), sampling, gamma)
-    found = certain_blocks([kept_by_lookup(text, 8, *sizes) for text in live], (gamma,))
+    found = found_blocks([kept_by_lookup(text, 8, *sizes) for text in live], (gamma,))
     drafted, blocks = blocks_of(live)
     assert found.found_NK[:, 0].tolist() == drafted
-    assert (found.found_NK + found.others_NK)[:, 0].tolist() == blocks
+    assert found.calls_NK[:, 0].tolist() == blocks
     assert sum(drafted) > 10  # or nothing was tested
 
 
@@ -74,19 +70,19 @@ def test_lookup_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, 
 def test_retrieval_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma):
     store = datastore()
     live = live_texts(Retrieval(store), sampling, gamma)
-    found = certain_blocks([kept_by_retrieval(text, 8, store) for text in live], (gamma,))
+    found = found_blocks([kept_by_retrieval(text, 8, store) for text in live], (gamma,))
     drafted, blocks = blocks_of(live)
     assert found.found_NK[:, 0].tolist() == drafted
-    assert (found.found_NK + found.others_NK)[:, 0].tolist() == blocks
+    assert found.calls_NK[:, 0].tolist() == blocks
     assert sum(drafted) > 10
 
 
 def test_all_gammas_at_once_are_each_alone_and_empty_texts_have_no_block():
     texts = live_texts(None, SAMPLED, 0)
     kept = [*(kept_by_lookup(text, 9) for text in texts), np.zeros(0, dtype=int)]
-    together = certain_blocks(kept, (1, 2, 5, 9))
+    together = found_blocks(kept, (1, 2, 5, 9))
     for column, gamma in enumerate((1, 2, 5, 9)):
-        alone = certain_blocks([*(kept_by_lookup(text, gamma) for text in texts), np.zeros(0, dtype=int)], (gamma,))
+        alone = found_blocks([*(kept_by_lookup(text, gamma) for text in texts), np.zeros(0, dtype=int)], (gamma,))
         np.testing.assert_array_equal(alone.found_NK[:, 0], together.found_NK[:, column])
         np.testing.assert_array_equal(alone.others_NK[:, 0], together.others_NK[:, column])
     assert together.found_NK[-1].sum() + together.others_NK[-1].sum() == 0
@@ -103,14 +99,14 @@ def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, then_ga
         for text in live
     ]
     scores = score_tokens(DRAFT, live, GREEDY)
-    found = cascade_blocks(kept, scores, "greedy", (gamma,), (then_gamma,))
-    assert (found.found_NK + found.others_NK)[:, 0].tolist() == [one.blocks for one in live]
+    found = found_blocks(kept, (gamma,), texts_of(scores, "greedy"), (then_gamma,))
+    assert found.calls_NK[:, 0].tolist() == [one.blocks for one in live]
     assert found.found_NK.sum() > 0 < found.others_NK.sum()
     if then_gamma == gamma:
         assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept)["z"] == 0.0
     else:
-        longer = cascade_blocks(kept, scores, "greedy", (gamma,))
-        assert longer.found_NK.sum() + longer.others_NK.sum() < found.found_NK.sum() + found.others_NK.sum()
+        longer = found_blocks(kept, (gamma,), texts_of(scores, "greedy"))
+        assert longer.calls_NK.sum() < found.calls_NK.sum()
 
 
 class Counted(Cascade):
@@ -137,7 +133,7 @@ def test_a_sampled_cascade_agrees_with_live_decoding_within_coins(rule, gamma):
     assert abs(agreement_of(scores, rule, counted, gamma, sure=kept)["z"]) < 4
     # Without the lookup in front the blocks would be others: the check sees who proposed.
     assert agreement_of(scores, rule, counted, gamma)["agrees"] is False
-    blocks = cascade_blocks(kept, scores, rule, (gamma,))
+    blocks = found_blocks(kept, (gamma,), texts_of(scores, rule))
     assert blocks.found_NK.sum() > 50
     # Some blocks stand in for others, so their number varies less than if each were a coin.
     assert blocks.others_NK.sum() == pytest.approx(cascade.drafted, abs=4 * math.sqrt(cascade.drafted))
@@ -185,39 +181,39 @@ def test_the_cascade_equals_its_recursion(rule, monkeypatch):
     rng = np.random.default_rng(5)
     kept = [rng.integers(-3, 8, len(text)).clip(-1) for text in scores]
     gammas, then_gammas = (1, 2, 5, 7, 7), (1, 2, 5, 7, 2)
-    blocks = cascade_blocks(kept, scores, rule, gammas, then_gammas)
+    blocks = found_blocks(kept, gammas, texts_of(scores, rule), then_gammas)
     for row, (text, kept_T) in enumerate(zip(scores, kept, strict=True)):
         for column, (gamma, then_gamma) in enumerate(zip(gammas, then_gammas, strict=True)):
             expected = cascade_by_recursion(text, kept_T, rule, gamma, then_gamma)
             # Sums in another order.
             np.testing.assert_allclose([one[row, column] for one in blocks], expected, rtol=1e-10, atol=1e-12)
     monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
-    for one, other in zip(cascade_blocks(kept, scores, rule, gammas, then_gammas), blocks, strict=True):
+    for one, other in zip(found_blocks(kept, gammas, texts_of(scores, rule), then_gammas), blocks, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_a_cascade_whose_first_finds_nothing_is_the_draft_and_one_that_always_finds_is_certain():
     scores = [random_scores(30, seed) for seed in range(3)]
-    nothing = cascade_blocks([np.full(30, -1)] * 3, scores, "sample", (1, 4))
+    nothing = found_blocks([np.full(30, -1)] * 3, (1, 4), texts_of(scores, "sample"))
     np.testing.assert_allclose(nothing.others_NK, expected_blocks_of(scores, "sample", (1, 4)), rtol=1e-12)
     assert not nothing.found_NK.any()
     kept = [np.random.default_rng(seed).integers(0, 4, 30) for seed in range(3)]
-    always = cascade_blocks(kept, scores, "sample", (1, 4))
-    np.testing.assert_array_equal(always.found_NK, certain_blocks(kept, (1, 4)).found_NK)
+    always = found_blocks(kept, (1, 4), texts_of(scores, "sample"))
+    np.testing.assert_array_equal(always.found_NK, found_blocks(kept, (1, 4)).found_NK)
     np.testing.assert_allclose(always.others_NK, 0, atol=1e-12)
 
 
 def test_blocks_are_paid_by_who_proposes_and_in_a_batch_by_the_widest():
-    blocks = RivalBlocks(np.array([[3]]), np.array([[2]]))
+    blocks = Blocks(np.array([[3]]), np.array([[2]]))
     one = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=1, context=0)  # v(4) = 1.5, 4 c = .5
-    assert lookup_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2)
-    assert cascade_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2 * 2.0)
+    assert found_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2)
+    assert found_steps(blocks, (4,), one, (4,))[0, 0] == pytest.approx(3 * 1.5 + 2 * 2.0)
     # A draft of 2 behind it: v(2) = 1.25, 2 c = .25 (c is interpolated, the same at each gamma here).
-    assert cascade_steps(blocks, (4,), one, (2,))[0, 0] == pytest.approx(3 * 1.5 + 2 * 1.5)
+    assert found_steps(blocks, (4,), one, (2,))[0, 0] == pytest.approx(3 * 1.5 + 2 * 1.5)
     many = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=8, context=0)
-    assert lookup_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 1.5)
-    assert cascade_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 2.0)
-    assert cascade_steps(blocks, (4,), many, (2,))[0, 0] == pytest.approx(5 * (1.5 + 0.25))
+    assert found_steps(blocks, (4,), many)[0, 0] == pytest.approx(5 * 1.5)
+    assert found_steps(blocks, (4,), many, (4,))[0, 0] == pytest.approx(5 * 2.0)
+    assert found_steps(blocks, (4,), many, (2,))[0, 0] == pytest.approx(5 * (1.5 + 0.25))
 
 
 def test_lookup_is_tuned_to_its_text():
@@ -237,20 +233,20 @@ def test_lookup_is_tuned_to_its_text():
                     place += max(kept_T[place], 0) + 1
                 speeds[(*sizes, gamma)] = len(says) / steps
         assert tuned.speed_up == pytest.approx(max(speeds.values()))
-        assert speeds[tuned.max_ngram, tuned.min_ngram, tuned.gamma] == pytest.approx(tuned.speed_up)
-    assert tuned.min_ngram > 1, "a wrong proposal costs 1.5 steps there: only surer matches pay"
+        assert speeds[(*tuned.sizes, tuned.gamma)] == pytest.approx(tuned.speed_up)
+    assert tuned.sizes[1] > 1, "a wrong proposal costs 1.5 steps there: only surer matches pay"
 
 
 def test_before_a_good_draft_only_sure_matches_take_its_place():
     texts = live_texts(None, SAMPLED, 0, prompts=[6] * 12)
     costs = given_costs(1.0, 0.02)
     scores = score_tokens(TARGET, texts, SAMPLED)  # the target as its own draft: always accepted
-    alone, together = tuned_lookup(texts, costs), tuned_cascade(texts, scores, "sample", costs)
-    assert together.min_ngram > alone.min_ngram
+    alone, together = tuned_lookup(texts, costs), tuned_lookup(texts, costs, drafted=texts_of(scores, "sample"))
+    assert together.sizes[1] > alone.sizes[1]
     assert together.speed_up > alone.speed_up
-    kept = [kept_by_lookup(text, 16, together.max_ngram, together.min_ngram) for text in texts]
+    kept = [kept_by_lookup(text, 16, *together.sizes) for text in texts]
     gammas, then_gammas = (together.gamma,), (together.then_gamma,)
-    blocks = cascade_blocks(kept, scores, "sample", gammas, then_gammas)
+    blocks = found_blocks(kept, gammas, texts_of(scores, "sample"), then_gammas)
     tokens = sum(len(text.response_ids) for text in texts)
-    assert together.tau == pytest.approx(tokens / float(sum(one.sum() for one in blocks)))
-    assert together.speed_up == pytest.approx(tokens / cascade_steps(blocks, gammas, costs, then_gammas).sum())
+    assert together.tau == pytest.approx(tokens / blocks.calls_NK.sum())
+    assert together.speed_up == pytest.approx(tokens / found_steps(blocks, gammas, costs, then_gammas).sum())
