@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from distill.commands.serve import BUILT
@@ -11,6 +12,7 @@ from distill.run.folder import load_verdict
 from distill.run.verdict_record import drafting_to_serve
 from speculative.errors import UserError
 
+HOUSE = Path(__file__).resolve().parents[1] / "house_engine.py"
 # What vLLM is started with besides SERVING.md's command, as its CPU build wants it.
 _VLLM, _COUNTS = ("--enforce-eager", "--dtype", "float32"), ("--per-request-spec-decode-metrics", "detailed")
 # Several engines share the cores: each of them would bind itself to the first one.
@@ -49,8 +51,8 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
     drafting = drafting_to_serve(verdict, verdict.drafting == "parallel")
     rule = "sample" if config.judge_rule == "sample" else "greedy-draft"
     if engine == "house":
-        words = ["distill.live.house_engine", config.target.path, draft, "--gamma", gamma, "--rule", rule]
-        return [sys.executable, "-m", *words, "--drafting", drafting, "--port", port]
+        words = [str(HOUSE), config.target.path, draft, "--gamma", gamma, "--rule", rule]
+        return [sys.executable, *words, "--drafting", drafting, "--port", port]
     serve = [sys.executable, "-m", "distill.cli", "serve", "--port", port, "--log", log]
     if draft == "none":
         return [*serve, exported, "--alone", "--", *_VLLM]

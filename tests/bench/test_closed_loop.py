@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from house_engine import HouseEngine
 from house_server import running_house
 from loop.account import LoopResult, account, alarm_behind
 from loop.clients import CONSTRAINED_EVERY, Clients
@@ -29,7 +30,6 @@ from traffic_log import record_of, write_log
 from distill.config.target import TargetConfig
 from distill.live.alarm.alarm import Alarm, SliceAlarm
 from distill.live.alarm.cusum import Crossing
-from distill.live.house_decoding import HouseEngine
 from distill.live.versions import read_version
 from distill.models.draft import load_draft
 from distill.models.target import Target

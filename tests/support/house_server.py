@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from house_engine import HouseEngine, Pages
 from running_app import running_app
-
-from distill.live.house_decoding import HouseEngine
-from distill.live.house_engine import Pages
 
 
 def running_house(engine: HouseEngine) -> AbstractContextManager[str]:

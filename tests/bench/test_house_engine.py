@@ -10,12 +10,12 @@ import httpx
 import pytest
 import torch
 from gateway_server import running_gateway
+from house_engine import HouseEngine
 from house_server import running_house
 
 from data.responses.engine_client import counters_of
 from data.responses.engine_counts import read_counts
 from distill.config.target import TargetConfig
-from distill.live.house_decoding import HouseEngine
 from distill.live.traffic.reader import read_traffic
 from distill.models.draft import load_draft
 from distill.models.target import Target
