@@ -102,11 +102,13 @@ def small_slices(sizes: Mapping[str, int], looks: int) -> set[str]:
 
 
 def _slices(found: Comparison | None, side: str, margin: float) -> list[GateSlice]:
+    """The new text as a whole and its slices; of the old text the slices, or the whole where there is but one."""
     if found is None:
         return []
-    whole = [] if side == "old" and found.domains else [("all traffic" if side == "new" else "the old text", found)]
-    parts = [(name, part.differences_on()[0], True) for name, part in whole]
-    parts += [(domain, found.differences_on(domain)[0], False) for domain in found.domains]
+    parts = [(domain, found.differences_on(domain)[0], False) for domain in found.domains]
+    if side == "new" or not parts:
+        name = "all traffic" if side == "new" else "the old text"
+        parts = [(name, found.differences_on()[0], True), *parts]
     return [_slice(name, gain, side, margin, is_whole) for name, gain, is_whole in parts]
 
 

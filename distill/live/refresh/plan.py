@@ -1,4 +1,4 @@
-"""What a refresh trains: the config of its probe and of its training, made from the run's own, and the stores that both begin with."""
+"""What a refresh trains: the configs of its probe and of its training, as overrides of the run's own, and the stores that both begin with."""
 
 import json
 import shutil
@@ -26,8 +26,34 @@ from distill.live.versions import Version
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
 from speculative.errors import UserError
 
-PROBE = "probe"
 JUDGED = 2  # checkpoints of the training, its end among them: each one more widens the gate's intervals
+# A warm start. Target, template, serving and seed stay, and so do the run's responses.
+_WARM = {
+    "resume": "auto", "student.init": "pretrained", "student.revision": None, "student.architecture": None, "student.layers": [0, -1],
+    "student.intermediate_size": None, "student.embeddings": "random", "student.vocabulary": "same", "data.synthetic": None,
+    "data.heldout_count": None, "data.too_long": "drop", "serving.samples_per_prompt": 1, "judge.served": None,
+}  # fmt: skip
+# A probe is replayed; nothing is timed.
+_PROBE = {
+    "judge.live": "never", "judge.load": [], "judge.temperatures": [], "judge.dial_every": 0, "tracking.trackers": [],
+    "export.quantize": None,
+}  # fmt: skip
+
+
+def run_config(run: Path) -> RunConfig:
+    """The config of a run.
+
+    Raises:
+        UserError: no run there, or one that trains on the dataset's own answers, of which traffic has none.
+    """
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
+    config = load_config(run / CONFIG)
+    if config.data.responses == "reference":
+        raise UserError(
+            f"{run}: data.responses: reference; a refresh learns from the target's answers, train such a run first"
+        )
+    return config
 
 
 def student_of(version: Version | None, run: Path) -> Path:
@@ -48,75 +74,56 @@ def mixed(old: int, new: int, share: float) -> tuple[int, int]:
     return min(old, round(taken * (1 - share) / share)), taken
 
 
-def refresh_config(
-    config: RunConfig, run: Path, student: Path, export: Path, folder: Path, share: float
-) -> dict[str, Any]:
-    """The training's config, as plain values: RUN's, with a warm start, and old prompts beside new ones at this share.
-
-    As many epochs as RUN had, over fewer prompts in fewer steps.
+def write_training(home: Path, student: Path, export: Path, folder: Path, share: float, asked: Sequence[str]) -> Path:
+    """Writes the training's config, old prompts beside new ones at this share; returns where. As many epochs as `home` had, over
+    fewer prompts in fewer steps. ``asked``: the user's overrides.
 
     Raises:
-        UserError: RUN no longer has the prompts that it was trained on.
+        UserError: an override that is refused, or `home` no longer has the prompts that it was trained on.
     """
-    old_train, old_heldout = run / PROMPTS / TRAIN_FILE, run / PROMPTS / HELDOUT_FILE
+    config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
-        raise UserError(f"{run / PROMPTS}: not there, so nothing is known of what {run} was trained and judged on")
-    new_train, new_heldout = export / PROMPTS / TRAIN_FILE, export / PROMPTS / HELDOUT_FILE
-    had = len(StoredPrompts(old_train))
+        raise UserError(f"{home / PROMPTS}: not there, so nothing is known of what {home} was trained and judged on")
+    had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))
     old, new = mixed(had, len(StoredPrompts(new_train)), share)
-    tree = _warm(config, student, folder)
     judged = min(config.judge.prompts, len(StoredPrompts(old_heldout)))
-    tree["data"] |= {
-        "train": _sources((old_train, old), (new_train, new)),
-        "heldout": _sources((old_heldout, judged), (new_heldout, len(StoredPrompts(new_heldout)))),
-    }
     steps = max(1, round(config.train.steps * min(1.0, (old + new) / had)))
-    tree["train"]["steps"] = steps
-    tree["judge"] |= {"prompts": judged + len(StoredPrompts(new_heldout)), "every": -(-steps // JUDGED)}
-    return tree
-
-
-def probe_config(config: RunConfig, student: Path, export: Path, folder: Path, steps: int) -> dict[str, Any]:
-    """The probe's: some steps on the traffic alone, replayed on its later part; nothing is timed."""
-    tree = _warm(config, student, folder / PROBE)
-    train, heldout = export / PROMPTS / TRAIN_FILE, export / PROMPTS / HELDOUT_FILE
-    tree["data"] |= {"train": _sources((train, None)), "heldout": _sources((heldout, None))}
-    tree["train"]["steps"] = steps
-    tree["judge"] |= {
-        "prompts": max(2, len(StoredPrompts(heldout))), "every": steps, "live": "never", "load": [], "temperatures": [], "dial_every": 0,
+    keys = {
+        "data.train": _sources((old_train, old), (new_train, new)),
+        "data.heldout": _sources((old_heldout, judged), (new_heldout, fresh)),
+        "train.steps": steps, "judge.prompts": judged + fresh, "judge.every": -(-steps // JUDGED),
     }  # fmt: skip
-    tree["tracking"]["trackers"], tree["export"]["quantize"] = [], None
-    return tree
+    return _write(folder / "refresh.yaml", home, student, folder, keys, asked)
 
 
-def _warm(config: RunConfig, student: Path, folder: Path) -> dict[str, Any]:
-    """RUN's config in another folder, beginning with this student. Its target, template, serving and seed stay, and so do its responses."""
-    tree: dict[str, Any] = json.loads(config.model_dump_json())
-    tree |= {"name": folder.name, "output": str(folder.parent), "resume": "auto"}
-    tree["student"] |= {
-        "init": "pretrained", "path": str(student), "revision": None, "architecture": None, "layers": [0, -1], "intermediate_size": None,
-        "embeddings": "random", "vocabulary": "same",
-    }  # fmt: skip
-    tree["data"] |= {"synthetic": None, "heldout_count": None, "too_long": "drop"}
-    tree["serving"]["samples_per_prompt"] = 1
-    tree["judge"]["served"] = None
-    return tree
-
-
-def _sources(*files: tuple[Path, int | None]) -> list[dict[str, Any]]:
-    return [{"path": str(path), "limit": limit} for path, limit in files if limit != 0]
-
-
-def write_config(path: Path, tree: dict[str, Any], overrides: Sequence[str], fixed: Sequence[str] = ()) -> RunConfig:
-    """Writes a config with the user's overrides, and ``fixed`` ones behind them; returns it as it was read back.
+def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: int, asked: Sequence[str]) -> Path:
+    """Writes the probe's config, some steps on the traffic alone, judged on its later part, whatever was asked; returns where.
 
     Raises:
         UserError: an override that is refused.
     """
-    write_bytes(path, json.dumps(tree).encode())
-    config = load_config(path, [*overrides, *fixed])
-    write_bytes(path, dump_config(config).encode())
-    return config
+    train, heldout = _prompts(export)
+    keys = _PROBE | {
+        "data.train": _sources((train, None)), "data.heldout": _sources((heldout, None)),
+        "judge.prompts": max(2, len(StoredPrompts(heldout))),
+    }  # fmt: skip
+    length = [f"train.steps={steps}", f"judge.every={steps}"]
+    return _write(folder.with_name(f"{folder.name}.yaml"), home, student, folder, keys, [*asked, *length])
+
+
+def _prompts(folder: Path) -> tuple[Path, Path]:
+    return folder / PROMPTS / TRAIN_FILE, folder / PROMPTS / HELDOUT_FILE
+
+
+def _sources(*files: tuple[Path, int | None]) -> list[dict[str, str | int | None]]:
+    return [{"path": str(path), "limit": limit} for path, limit in files if limit != 0]
+
+
+def _write(path: Path, home: Path, student: Path, folder: Path, keys: dict[str, Any], asked: Sequence[str]) -> Path:
+    own = {"name": folder.name, "output": str(folder.parent), "student.path": str(student)} | _WARM | keys
+    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in own.items()]
+    write_bytes(path, dump_config(load_config(home / CONFIG, [*words, *asked])).encode())
+    return path
 
 
 def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
@@ -132,19 +139,3 @@ def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:
         for name in (DAY, SERVED):
             if (home / RESPONSES / name).exists() and not (folder / RESPONSES / name).exists():
                 shutil.copyfile(home / RESPONSES / name, folder / RESPONSES / name)
-
-
-def run_config(run: Path) -> RunConfig:
-    """The config of a run.
-
-    Raises:
-        UserError: no run there, or one that trains on the dataset's own answers, of which traffic has none.
-    """
-    if not (run / CONFIG).is_file():
-        raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_config(run / CONFIG)
-    if config.data.responses == "reference":
-        raise UserError(
-            f"{run}: data.responses: reference; a refresh learns from the target's answers, train such a run first"
-        )
-    return config

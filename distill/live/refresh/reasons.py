@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from data.responses.store import Store
-from distill.config.layout import RESPONSES, TRAINING
-from distill.config.run import RunConfig
+from distill.config.layout import CONFIG, RESPONSES, TRAINING
+from distill.config.load import load_config
 from distill.live.alarm.alarm import Reason
 from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
@@ -63,12 +63,12 @@ class Payback(Reason):
     days: float | None = None
 
 
-def own_words(config: RunConfig, home: Path, export: Path) -> OwnText:
+def own_words(home: Path, export: Path) -> OwnText:
     """Are the responses that would be trained on what the target says behind these prompts? Some of them, by one forward of the target.
 
     An engine rounds otherwise, so what is told is a text that is far from the law and not one that can be told apart from it.
     """
-    store = Store(export / RESPONSES / TRAINING)
+    config, store = load_config(home / CONFIG), Store(export / RESPONSES / TRAINING)
     rows = store.rows()
     some = frozen_responses_of(rows[:: -(-len(rows) // ASKED_RESPONSES)])
     if config.target.endpoint is not None:

@@ -20,11 +20,11 @@ from distill.live.arms import Arm, Arms
 from distill.live.refresh import refresh
 from distill.live.refresh.gate import _slice, small_slices
 from distill.live.refresh.options import RefreshOptions
-from distill.live.refresh.plan import mixed, run_config
+from distill.live.refresh.plan import mixed
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
 from distill.live.rollout.state import Engine, State, write_state
-from distill.live.versions import list_versions, make_current, read_version
+from distill.live.versions import list_versions, make_current
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError
 
@@ -77,7 +77,7 @@ def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_pat
         written = Store(tmp_path / name / "responses" / "train")
         written.open(store.manifest())
         written.write_shard(0, some)
-        found = own_words(run_config(tiny_run), tiny_run, tmp_path / name)
+        found = own_words(tiny_run, tmp_path / name)
         assert (found.holds, found.responses) == (name == "own", len(rows)), found
 
 
@@ -186,12 +186,13 @@ def test_a_training_that_a_kill_has_left_is_waited_for(tmp_path: Path, monkeypat
     started: list[bool] = []
     monkeypatch.setattr(refresh, "train_apart", lambda *_: started.append(left.poll() is None))
     own = SimpleNamespace(folder=folder, console=Console(file=io.StringIO()), options=RefreshOptions(tmp_path))
-    refresh._Refresh._apart(own, SimpleNamespace(folder=folder), tmp_path / "refresh.yaml")  # type: ignore[arg-type]
+    monkeypatch.setattr(refresh, "load_config", lambda _: own)
+    refresh._Refresh._apart(own, folder / "refresh.yaml")  # type: ignore[arg-type]
     assert started == [False]
     left.wait()
 
 
-def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None:
     for number, name in enumerate(("v0001", "v0002", "v0003", "v0004", "v0005")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "provenance.json").write_text(json.dumps({"version": name, "parent": f"v000{number}"}))
@@ -200,12 +201,5 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path, monkeyp
     arms = Arms("flags", (Arm("v0002", "http://127.0.0.1:8", 1.0, "v0002"),))
     state = State(version="v0003", log=str(tmp_path), stage="starting", share=0.1, engine=engine, before=arms)
     write_state(tmp_path, state)
-    monkeypatch.setattr(refresh, "publish", lambda *_, **__: read_version(tmp_path / "v0005"))
-    gate = {"gamma": 3, "new": [{"name": "all traffic", "alpha": 0.1, "tau_ci": [0.1, 0.2]}], "old": []}
-    window = {"since": 0.0, "until": 1.0, "train": 1}
-    own = SimpleNamespace(
-        folder=tmp_path, drafts=tmp_path, console=Console(file=io.StringIO()), options=RefreshOptions(tmp_path, keep=1),
-        state={"version": "v0005", "parent": "v0002", "gate": gate, "window": window},
-    )  # fmt: skip
-    refresh._Refresh._publish(own)  # type: ignore[arg-type]
+    refresh.prune_unused(tmp_path, 1, None, "v0005", Console(file=io.StringIO()))
     assert [version.name for version in list_versions(tmp_path)] == ["v0001", "v0002", "v0003", "v0005"]

@@ -1,0 +1,133 @@
+"""Where a refresh stands, and its folder: numbered, locked, found again after a kill."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.console import Console
+
+from data.files import locked, write_json, writing
+from distill.live.alarm.alarm import Alarm, Reason
+from distill.live.refresh.gate import Gate
+from distill.live.refresh.options import RefreshOptions
+from distill.live.refresh.reasons import Headroom, OwnText, Payback
+from distill.live.traffic.export import Exported
+from distill.live.versions import next_name, waiting_version
+from distill.run.verdict_record import Record
+from speculative.errors import UserError
+
+STATE, LOCK = "refresh.json", ".refresh.lock"
+Outcome = Literal["not needed", "refused the text", "kept the old one", "published"]
+UNTRAINED: tuple[Outcome, ...] = ("not needed", "refused the text")  # nothing is left of it that would be looked at
+
+
+class Decision(Record):
+    """Whether to train: the reasons say so, or it is forced."""
+
+    refresh: bool
+    forced: bool
+    sentence: str
+
+
+class Reasons(Record):
+    """What was looked for so far, in this order."""
+
+    alarm: Alarm | None = None
+    text: OwnText | None = None
+    headroom: Headroom | None = None
+    payback: Payback | None = None
+
+    def missing(self) -> list[str]:
+        """Those that were found and do not hold."""
+        return [name for name, found in self if isinstance(found, Reason) and not found.holds]
+
+
+class State(Record, frozen=False):
+    """A refresh. home: the run of the served version. parent: that version; version: the one that is to be. asked: the options that decide
+    what it is. window: the traffic that it took. What has not been reached is null.
+    """
+
+    format: int = 1
+    kind: str = "refresh"
+    run: str
+    home: str
+    traffic: str
+    drafts: str
+    parent: str
+    version: str
+    asked: dict[str, Any]
+    started: str
+    reasons: Reasons = Field(default_factory=Reasons)
+    window: Exported | None = None
+    decision: Decision | None = None
+    gate: Gate | None = None
+    published: str | None = None
+    outcome: Outcome | None = None
+
+    def write(self, folder: Path) -> None:
+        """Writes refresh.json whole.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / STATE, self.record())
+
+
+def read_state(folder: Path) -> State | None:
+    """What refresh.json holds; None where there is none yet.
+
+    Raises:
+        UserError: damaged.
+    """
+    path = folder / STATE
+    return State.read(path, f"delete {folder} to start again") if path.exists() else None
+
+
+@contextlib.contextmanager
+def refresh_folder(
+    options: RefreshOptions, stem: Path, drafts: Path, version: str, console: Console
+) -> Iterator[Path | None]:
+    """The folder of this refresh, locked: the one that a kill has left, or a new one; of a dry run one that vanishes.
+
+    ``stem``: its path but for the new version's name. None: a version waits for its rollout.
+
+    Raises:
+        UserError: another refresh is at work there, or what was left is of another version than is served.
+    """
+    if options.dry_run:
+        with tempfile.TemporaryDirectory(prefix="understudy-refresh-") as passing:
+            yield Path(passing) / f"{stem.name}{next_name(drafts)}"
+        return
+    found = {path: read_state(path) for path in sorted(stem.parent.glob(f"{stem.name}v*")) if path.is_dir()}
+    left = [path for path, state in found.items() if state is None or state.outcome is None]
+    waiting = waiting_version(drafts)
+    if not left and waiting is not None and not options.force:
+        words = "waits for its rollout; --approve makes it current, --force makes another version"
+        console.print(f"{waiting.folder} {words}", highlight=False, markup=False, soft_wrap=True)
+        yield None
+        return
+    folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
+    state = found[folder] if left else None
+    if state is not None and version not in (state.parent, state.version):
+        raise UserError(
+            f"{folder}: a refresh of {state.parent} that did not end, and {version} is served now; delete it"
+        )
+    with locked(folder / LOCK, f"{folder}: another refresh is at work there; wait for it"):
+        yield folder
+
+
+def _new_folder(stem: Path, name: str, found: dict[Path, State | None]) -> Path:
+    """That of the next number; behind one that trained in vain, which stays to be looked at."""
+    number = int(name[1:])
+    taken = {path for path, state in found.items() if state is not None and state.outcome not in UNTRAINED}
+    while (folder := stem.with_name(f"{stem.name}v{number:04d}")) in taken:
+        number += 1
+    if folder in found:
+        shutil.rmtree(folder)
+    return folder
