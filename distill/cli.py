@@ -9,10 +9,14 @@ from distill.commands import options as of
 from distill.commands.generate.options import GenerateOptions
 from distill.config.command_line import RespondOptions, TrainOptions, lazy_command
 from distill.faults import check_imports, exit_status
-from distill.live.gateway.options import GatewayOptions
-from distill.live.refresh.options import RefreshOptions
-from distill.live.rollout.options import RolloutOptions
-from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
+from distill.live.options import (
+    ExportTrafficOptions,
+    ForgetOptions,
+    GatewayOptions,
+    RefreshOptions,
+    RolloutOptions,
+    ShowOptions,
+)
 
 READER_LEFT = 141  # As the shell reports a program ended by SIGPIPE.
 # name, what it is asked (its docstring is the help), the function that does it: imported when it runs, never for --help.
@@ -40,7 +44,7 @@ COMMANDS = (
 TRAFFIC_COMMANDS = (
     ("show", ShowOptions, "distill.live.traffic.show:show_traffic"),
     ("export", ExportTrafficOptions, "distill.live.traffic.export:export_command"),
-    ("forget", ForgetOptions, "distill.live.traffic.forget:forget_command"),
+    ("forget", ForgetOptions, "distill.live.traffic.exported:forget_command"),
 )
 
 app = typer.Typer(

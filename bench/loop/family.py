@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from distill.live.processes import last_line, marked, marked_environment
+from distill.live.rollout.engine import last_line, marked, marked_environment
 from speculative.errors import UserError
 
 MARK = "UNDERSTUDY_LOOP"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from loop.family import MARK
 
-from distill.live.processes import marked
+from distill.live.rollout.engine import marked
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = pytest.param(

@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import gc
 import hmac
-import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpcore
@@ -17,13 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
-from distill.live.arms import Arms, read_arms
+from distill.live.arms import ARMS, Arms, read_arms
 from distill.live.gateway.exchange import Exchange
 from distill.live.gateway.limits import Bodies, Refused
 from distill.live.gateway.metrics import Metrics
 from distill.live.gateway.request import PATHS, read_request
 from distill.live.gateway.tap import Tap
 from distill.live.gateway.upstream import Upstream
+from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
@@ -41,30 +39,15 @@ _HINT = (
     "a stream said nothing of drafts, so its acceptance is unknown: vLLM says it when it is started with "
     "--per-request-spec-decode-metrics detailed, in streams that ask for usage (--usage, or vLLM's --enable-force-include-usage)"
 )
-Send = Callable[[dict[str, Any]], Any]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How requests are read and limited. api_key None: none is needed. sampling: the engines' defaults."""
-
-    arms_file: Path
-    api_key: str | None = None
-    text: bool = False
-    usage: bool = False
-    tenants: frozenset[str] = frozenset()
-    sampling: Mapping[str, float] | None = None
-    shed_above: int = 64
-    max_body: int = 16 << 20
-    idle_seconds: float = 300.0
 
 
 class Gateway:
     """An ASGI application; `app` adds its own pages."""
 
-    def __init__(self, settings: Settings, arms: Arms, writer: LogWriter) -> None:
-        self.settings, self.arms, self.writer = settings, arms, writer
-        self.metrics, self.upstream, self.bodies = Metrics(), Upstream(), Bodies(settings.max_body)
+    def __init__(self, options: GatewayOptions, key: str | None, arms: Arms, writer: LogWriter) -> None:
+        """``key``: that clients must send; None: none is needed."""
+        self.options, self.key, self.arms, self.writer = options, key, arms, writer
+        self.metrics, self.upstream, self.bodies = Metrics(), Upstream(), Bodies(options.max_body)
         self.exchanges: set[Exchange] = set()
         self._slices: set[str] = set()
         self._unreachable: set[str] = set()
@@ -95,12 +78,12 @@ class Gateway:
 
     async def _page(self, request: Request) -> Response:
         if not self._may(dict(request.scope["headers"])):
-            return JSONResponse(_error(401, "the key is another"), 401)
+            return _error(401, "the key is another")
         self.metrics.in_flight.set(len(self.exchanges))
         self.metrics.logging.set(self.writer.writing)
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers one request; lifespan messages never come here."""
         headers = dict(scope["headers"])
         try:
@@ -109,7 +92,7 @@ class Gateway:
             body = await self.bodies.read(headers, receive)
         except Refused as refused:
             self.metrics.requests.labels("", refused.status).inc()
-            await _send_error(send, refused.status, str(refused))
+            await _error(refused.status, str(refused))(scope, receive, send)
             return
         except ConnectionError:
             return
@@ -119,59 +102,52 @@ class Gateway:
             self.bodies.release(body)
 
     def _may(self, headers: Mapping[bytes, bytes]) -> bool:
-        key = self.settings.api_key
-        return key is None or hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {key}".encode())
+        sent = headers.get(b"authorization", b"")
+        return self.key is None or hmac.compare_digest(sent, f"Bearer {self.key}".encode())
 
-    async def _exchange(self, scope: Any, headers: dict[bytes, bytes], body: bytes, receive: Any, send: Send) -> None:
-        settings = self.settings
+    async def _exchange(self, scope: Any, headers: dict[bytes, bytes], body: bytes, receive: Any, send: Any) -> None:
         # Not the loop's clock: uvloop's stands still within a turn and ticks in milliseconds.
         arrived, began = time.time(), time.perf_counter()
-        asked = read_request(
-            scope["path"] if scope["method"] == "POST" else "",
-            headers,
-            body,
-            defaults=settings.sampling or {},
-            tenants=settings.tenants,
-            text=settings.text,
-            usage=settings.usage,
-            salt=self.writer.salt,
-        )
-        shed = len(self.exchanges) >= settings.shed_above and scope["path"] in PATHS
+        path = scope["path"] if scope["method"] == "POST" else ""
+        asked = read_request(path, headers, body, self.options, self.writer.salt)
+        shed = len(self.exchanges) >= self.options.shed_above and scope["path"] in PATHS
         arm = self.arms.choose(asked.conversation, shed)
         self.metrics.shed.inc(shed and not arm.drafts)
         task = asyncio.current_task()
         assert task is not None
-        exchange = Exchange(asked, arm, self._slice(asked.slice), arrived, began, task, moved=began)
+        exchange = Exchange(
+            asked, arm, self._slice(asked.slice), scope, receive, send, arrived, began, task, moved=began
+        )
         if asked.why_not:
             exchange.recorded = True
             if scope["method"] == "POST":
                 self.metrics.not_logged.labels(asked.why_not).inc()
         self.exchanges.add(exchange)
-        watch = asyncio.create_task(_watch_client(receive, exchange))
+        watch = asyncio.create_task(_watch_client(exchange))
         try:
-            await self._relay(exchange, scope, send)
+            await self._relay(exchange)
         except asyncio.CancelledError:
             shutting_down = not exchange.why_ended
             exchange.why_ended = exchange.why_ended or "cancelled"
-            await self._fail(exchange, scope, send, 504, f"the engine was silent for {settings.idle_seconds:g} s")
+            await self._fail(exchange, 504, f"the engine was silent for {self.options.idle_seconds:g} s")
             if shutting_down:
                 raise
             task.uncancel()
         except httpcore.LocalProtocolError as error:  # The client's doing: no error of the arm's.
             exchange.recorded = True
-            await self._fail(exchange, scope, send, 400, str(error))
+            await self._fail(exchange, 400, str(error))
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
             self._unreachable.add(arm.name)
-            await self._fail(exchange, scope, send, 502, f"the engine cannot be reached ({type(error).__name__})")
+            await self._fail(exchange, 502, f"the engine cannot be reached ({type(error).__name__})")
         finally:
             watch.cancel()
             self.exchanges.discard(exchange)
             self.metrics.requests.labels(arm.name, exchange.status or 0).inc()
             self.metrics.total.labels(arm.name).observe(time.perf_counter() - began)
 
-    async def _relay(self, exchange: Exchange, scope: Any, send: Send) -> None:
+    async def _relay(self, exchange: Exchange) -> None:
         """The engine's answer, piece by piece: the next one is asked for when the client took the last."""
-        asked, arm = exchange.asked, exchange.arm
+        asked, arm, scope, send = exchange.asked, exchange.arm, exchange.scope, exchange.send
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         async with self.upstream.ask(
             scope["method"], arm.url, target, _passed_on(scope["headers"]), asked.body
@@ -186,14 +162,9 @@ class Gateway:
                 self._tap(exchange, response.status, told)
             tap = exchange.tap
             kept = _passed_on(received) + ([(b"content-length", b"%d" % left)] if left is not None else [])
+            kept.append((b"x-understudy-id", asked.id.encode()))
             exchange.status = response.status
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": response.status,
-                    "headers": [*kept, (b"x-understudy-id", asked.id.encode())],
-                }
-            )
+            await send({"type": "http.response.start", "status": response.status, "headers": kept})
             async for piece in response.aiter_stream():
                 if exchange.first_token_s is None:
                     exchange.first_token_s = round(time.perf_counter() - exchange.began, 6)
@@ -216,7 +187,7 @@ class Gateway:
             exchange.recorded = True
             self.metrics.not_logged.labels("refused" if status >= 400 else "encoded").inc()
         elif status < 400:
-            exchange.tap = Tap(kind == b"text/event-stream", self.settings.text)
+            exchange.tap = Tap(kind == b"text/event-stream", self.options.text)
 
     async def _record(self, exchange: Exchange, finish: str = "", wait: bool = True) -> None:
         """Writes the record, once; with ``wait`` returns when it is on disk, or after a short time."""
@@ -224,28 +195,21 @@ class Gateway:
             return
         exchange.recorded = True
         tap = exchange.tap
-        if tap is not None:
-            tap.end()
-            if not tap.readable and not finish:
-                self.metrics.not_logged.labels("answer").inc()
-                return
-        now = time.perf_counter()
         try:
-            record = exchange.record(now, finish or (tap.finish if tap is not None else "error"), self.writer.salt)
+            if tap is not None:
+                tap.end()
+                if not tap.readable and not finish:
+                    raise ValueError("no answer of an engine")
+            record = exchange.record(finish or (tap.finish if tap is not None else "error"), self.writer.salt)
         except (ValueError, RecursionError):
             self.metrics.not_logged.labels("answer").inc()
             return
-        if tap is not None and tap.odd_counts:
-            self.metrics.odd_counts.labels(exchange.arm.name).inc()
-        if (
-            tap is not None
-            and tap.counts is None
-            and exchange.arm.drafts
-            and tap.stream
-            and not (finish or self._hinted)
-        ):
-            self._hinted = True
-            print(_HINT, file=sys.stderr, flush=True)
+        if tap is not None:
+            self.metrics.odd_counts.labels(exchange.arm.name).inc(tap.odd_counts)
+            untold = tap.counts is None and exchange.arm.drafts and tap.stream and not finish
+            if untold and not self._hinted:
+                self._hinted = True
+                print(_HINT, file=sys.stderr, flush=True)
         self.metrics.count(record)
         await self._append(record, wait)
 
@@ -273,7 +237,7 @@ class Gateway:
             # Only one response waits for a disk that hangs; the next ones go on at once until it answers.
             self._log_is_late = True
 
-    async def _fail(self, exchange: Exchange, scope: Any, send: Send, status: int, why: str) -> None:
+    async def _fail(self, exchange: Exchange, status: int, why: str) -> None:
         """An answer that is not whole: one JSON error if none has begun, else a connection cut off, so that nobody takes it for whole."""
         if exchange.why_ended and not exchange.recorded:
             self.metrics.cancelled.labels(exchange.arm.name).inc()
@@ -282,9 +246,9 @@ class Gateway:
             return
         if exchange.status is None:
             exchange.status = status
-            await _send_error(send, status, why)
+            await _error(status, why)(exchange.scope, exchange.receive, exchange.send)
         else:
-            scope["state"]["abort"]()
+            exchange.scope["state"]["abort"]()
 
     def _slice(self, name: str) -> str:
         """A bounded number of names: a client may say what it likes."""
@@ -296,7 +260,7 @@ class Gateway:
 
     async def _watch(self) -> None:
         """Follows arms.json; ends what stands still."""
-        path, seen = self.settings.arms_file, None
+        path, seen = self.options.log / ARMS, None
         while True:
             with contextlib.suppress(OSError):
                 changed = path.stat().st_mtime_ns
@@ -306,15 +270,15 @@ class Gateway:
                         self.arms = read_arms(path)
                     except UserError as error:
                         print(f"{error}; the arms stay as they were", file=sys.stderr, flush=True)
-            late = time.perf_counter() - self.settings.idle_seconds
+            late = time.perf_counter() - self.options.idle_seconds
             for exchange in [one for one in self.exchanges if one.moved < late]:
                 exchange.end("idle")
             await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _watch_client(receive: Any, exchange: Exchange) -> None:
+async def _watch_client(exchange: Exchange) -> None:
     """Ends an exchange whose client left: closing its connection is how an engine is told."""
-    while (await receive())["type"] != "http.disconnect":
+    while (await exchange.receive())["type"] != "http.disconnect":
         pass
     exchange.end("cancelled")
 
@@ -325,16 +289,6 @@ def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
     return [(n, v) for n, v in headers if n not in _OWN_HEADERS and n not in named and not n.startswith(_PREFIX)]
 
 
-def _error(status: int, why: str) -> dict[str, Any]:
-    return {"error": {"message": f"understudy gateway: {why}", "type": "gateway_error", "param": None, "code": status}}
-
-
-async def _send_error(send: Send, status: int, why: str) -> None:
-    body = json.dumps(_error(status, why)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+def _error(status: int, why: str) -> Response:
+    error = {"message": f"understudy gateway: {why}", "type": "gateway_error", "param": None, "code": status}
+    return JSONResponse({"error": error}, status, {"connection": "close"})

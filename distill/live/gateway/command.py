@@ -10,10 +10,10 @@ import uvicorn
 from data.responses.endpoint_keys import root_of
 from distill.commands.serve import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
-from distill.live.gateway.app import Gateway, Settings
+from distill.live.gateway.app import Gateway
 from distill.live.gateway.limits import BoundedProtocol
-from distill.live.gateway.options import GatewayOptions
-from distill.live.gateway.request import LAW
+from distill.live.gateway.request import parse_sampling
+from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
@@ -29,24 +29,14 @@ def gateway(options: GatewayOptions) -> None:
         UserError: options that cannot be, a log directory in use, a port in use.
     """
     os.umask(0o077)
-    flags = arms_of(options)
-    settings = Settings(
-        options.log / ARMS,
-        _key(options),
-        options.text,
-        options.usage,
-        frozenset(options.exclude_tenant or ()),
-        parse_sampling(options.sampling),
-        options.shed_above,
-        options.max_body,
-        options.idle_seconds,
-    )
+    flags, key = arms_of(options), _key(options.api_key_env)
+    parse_sampling(options.sampling)  # refused here, before anything is there
     with listening(options.host, options.port) as listener:
         writer = LogWriter(
             options.log, text=options.text, sample_size=options.reservoir, retention_days=options.retention_days
         )
-        arms = _begin_with(settings.arms_file, flags)
-        app = Gateway(settings, arms, writer).app()
+        arms = _begin_with(options.log / ARMS, flags)
+        app = Gateway(options, key, arms, writer).app()
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
@@ -96,30 +86,10 @@ def arms_of(options: GatewayOptions) -> Arms:
     return Arms(BY_FLAGS, tuple(arms))
 
 
-def parse_sampling(text: str) -> dict[str, float]:
-    """`temperature=0.7,top_p=0.8` as numbers.
-
-    Raises:
-        UserError: another key, or no number.
-    """
-    found = {}
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        try:
-            found[key.strip()] = int(value) if key.strip() == "top_k" else float(value)
-        except ValueError as error:
-            raise UserError(f"--sampling {part}: give a number") from error
-        if key.strip() not in LAW:
-            raise UserError(f"--sampling {part}: known are {', '.join(LAW)}")
-    return found
-
-
-def _key(options: GatewayOptions) -> str | None:
-    if not options.api_key_env:
-        return None
-    if not (key := os.environ.get(options.api_key_env, "")):
-        raise UserError(f"--api-key-env {options.api_key_env}: the variable is empty; export it with the key")
-    return key
+def _key(variable: str) -> str | None:
+    if variable and not os.environ.get(variable):
+        raise UserError(f"--api-key-env {variable}: the variable is empty; export it with the key")
+    return os.environ[variable] if variable else None
 
 
 def _clients_for(wanted: int) -> int:

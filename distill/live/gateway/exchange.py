@@ -1,6 +1,8 @@
 """One request and its answer while they pass, and the record that stays of them."""
 
 import asyncio
+import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +14,18 @@ from distill.live.traffic.record import FINISHES, TrafficRecord, keyed_hash
 
 @dataclass(eq=False)
 class Exchange:
-    """Times are of the event loop, in seconds; arrived is of the clock on the wall.
+    """Times are of one clock, in seconds; arrived is of the clock on the wall.
 
-    task: answers it. moved: when a byte last went on. why_ended: it was cancelled by us, `cancelled` (the client left) or `idle`. status: that
+    scope, receive, send: its client's, as ASGI has them. task: answers it. moved: when a byte last went on. why_ended: it was cancelled by us, `cancelled` (the client left) or `idle`. status: that
     the client got. recorded: its record is made, or it leaves none.
     """
 
     asked: Asked
     arm: Arm
     slice: str
+    scope: Any
+    receive: Any
+    send: Any
     arrived: float
     began: float
     task: asyncio.Task[None]
@@ -37,7 +42,7 @@ class Exchange:
             self.why_ended = why
             self.task.cancel()
 
-    def record(self, now: float, finish: str, salt: bytes) -> TrafficRecord:
+    def record(self, finish: str, salt: bytes) -> TrafficRecord:
         """What is kept. Counts that break a law are left out; ``tap.odd_counts`` says so then. Call after ``tap.end``.
 
         Raises:
@@ -45,29 +50,21 @@ class Exchange:
         """
         asked, arm, tap = self.asked, self.arm, self.tap
         known: dict[str, Any] = {
-            "id": asked.id,
-            "time": self.arrived,
-            "slice": self.slice,
-            "arm": arm.name,
-            "draft_version": arm.draft_version,
-            "target_version": arm.target_version,
-            "sampling": asked.sampling,
+            "id": asked.id, "time": self.arrived, "slice": self.slice, "arm": arm.name, "draft_version": arm.draft_version,
+            "target_version": arm.target_version, "sampling": asked.sampling, "constrained": asked.constrained,
             "prompt_hash": keyed_hash(salt, "prompt", asked.content),
             "conversation": keyed_hash(salt, "conversation", asked.conversation.decode("latin-1")),
-            "first_token_s": self.first_token_s,
-            "total_s": round(now - self.began, 6),
-            "constrained": asked.constrained,
+            "first_token_s": self.first_token_s, "total_s": round(time.perf_counter() - self.began, 6),
             "finish": finish if finish in FINISHES else "unknown",
-        }
-        if tap is None:
-            return TrafficRecord(**known)
-        for key in ("prompt_tokens", "response_tokens", "prompt_ids", "response_ids"):
-            known[key] = getattr(tap, key)
-        counts = tap.counts
-        if counts is not None:
-            told = {key: getattr(counts, key) for key in ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")}
-            try:
-                return TrafficRecord(**known, **told)
-            except ValueError:
-                tap.odd_counts = True
+        }  # fmt: skip
+        if tap is not None:
+            known |= {
+                key: getattr(tap, key) for key in ("prompt_tokens", "response_tokens", "prompt_ids", "response_ids")
+            }
+            counts = ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")
+            with contextlib.suppress(ValueError):
+                return TrafficRecord(
+                    **known, **{key: getattr(tap.counts, key) for key in counts if tap.counts is not None}
+                )
+            tap.odd_counts = True
         return TrafficRecord(**known)

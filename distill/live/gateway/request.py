@@ -1,12 +1,15 @@
 """What a request asks for: whether its response can be logged faithfully, under which sampling settings, in which conversation."""
 
+import functools
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distill.live.options import GatewayOptions
 from distill.live.traffic.record import SANE, is_setting, keyed_hash
+from speculative.errors import UserError
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 LOGGED_BODY_BYTES = 1 << 20  # Reading a body takes the time of all others: a larger one passes through unread.
@@ -46,18 +49,10 @@ class Asked:
 
 
 def read_request(
-    path: str,
-    headers: Mapping[bytes, bytes],
-    body: bytes,
-    *,
-    defaults: Mapping[str, float],
-    tenants: frozenset[str],
-    text: bool,
-    usage: bool,
-    salt: bytes = b"",
+    path: str, headers: Mapping[bytes, bytes], body: bytes, options: GatewayOptions, salt: bytes = b""
 ) -> Asked:
-    """Reads a POST. ``salt``: the log's secret. ``defaults``: sampling settings of the engine where a request says nothing. ``text``, ``usage``: what the engine is asked
-    for besides, in the body that goes to it; else that is the client's, byte for byte.
+    """Reads a POST. ``salt``: the log's secret. With --text and --usage the engine is asked for more in the body that goes to it; else that
+    is the client's, byte for byte.
     """
     record_id, slice_name = _word(headers, b"x-request-id", _ID_CHARACTERS), _word(headers, SLICE)
     caller = [headers.get(name, b"").decode("latin-1") for name in (b"authorization", TENANT)]
@@ -65,15 +60,36 @@ def read_request(
         record_id += f"-{keyed_hash(salt, 'caller', caller)[:16]}"
     parsed = _parse(body) if path in PATHS else None
     content = None if parsed is None else parsed.get("messages" if path == PATHS[0] else "prompt")
-    why_not = _why_not(path, headers, parsed, content, tenants) or ("large" if len(body) > LOGGED_BODY_BYTES else "")
+    why_not = _why_not(path, headers, parsed, content, options.exclude_tenant or ()) or (
+        "large" if len(body) > LOGGED_BODY_BYTES else ""
+    )
     sampling, constrained = None, False
     if parsed is not None and not why_not:
-        sampling, constrained = _sampling(parsed, defaults), _constrained(parsed)
-        body = _asking(parsed, body, text, usage)
+        sampling, constrained = _sampling(parsed, parse_sampling(options.sampling)), _constrained(parsed)
+        body = _asking(parsed, body, options.text, options.usage)
     conversation = headers.get(CONVERSATION) or _conversation(content, body)
     return Asked(
         record_id or uuid.uuid4().hex, slice_name or ALL, why_not, content, conversation, sampling, constrained, body
     )
+
+
+@functools.cache
+def parse_sampling(text: str) -> dict[str, float]:
+    """`temperature=0.7,top_p=0.8` as numbers.
+
+    Raises:
+        UserError: another key, or no number.
+    """
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            found[key.strip()] = int(value) if key.strip() == "top_k" else float(value)
+        except ValueError as error:
+            raise UserError(f"--sampling {part}: give a number") from error
+        if key.strip() not in LAW:
+            raise UserError(f"--sampling {part}: known are {', '.join(LAW)}")
+    return found
 
 
 def _word(headers: Mapping[bytes, bytes], name: bytes, most: int = 64) -> str:
@@ -93,7 +109,7 @@ def _parse(body: bytes) -> dict[str, Any] | None:
 
 
 def _why_not(
-    path: str, headers: Mapping[bytes, bytes], parsed: dict[str, Any] | None, content: Any, tenants: frozenset[str]
+    path: str, headers: Mapping[bytes, bytes], parsed: dict[str, Any] | None, content: Any, tenants: Collection[str]
 ) -> str:
     if path not in PATHS:
         return "path"

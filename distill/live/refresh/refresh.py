@@ -27,15 +27,14 @@ from distill.config.layout import CHECKPOINTS, PROMPTS, RESPONSES, TRAINING, VER
 from distill.config.load import load_config
 from distill.live.alarm.alarm import Reason, alarm
 from distill.live.arms import ARMS, read_arms
+from distill.live.options import ExportTrafficOptions, RefreshOptions
 from distill.live.refresh.gate import judge_gate
-from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.plan import adopt_stores, run_config, student_of, write_probe, write_training
 from distill.live.refresh.reasons import Headroom, Payback, headroom, own_words, payback
 from distill.live.refresh.state import STATE, UNTRAINED, Decision, Outcome, Reasons, State, read_state, refresh_folder
 from distill.live.rollout.state import read_state as read_rollout
 from distill.live.traffic.export import export_traffic
 from distill.live.traffic.exported import drop_export, note_use
-from distill.live.traffic.options import ExportTrafficOptions
 from distill.live.traffic.reader import TrafficLog, acceptance_of, read_traffic
 from distill.live.versions import Version, current_version, make_current, prune, publish, waiting_version
 from distill.run.checkpoint import judged_scores

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from data.files import locked, write_json, writing
 from distill.live.alarm.alarm import Alarm, Reason
+from distill.live.options import RefreshOptions
 from distill.live.refresh.gate import Gate
-from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.reasons import Headroom, OwnText, Payback
 from distill.live.traffic.export import Exported
 from distill.live.versions import next_name, waiting_version

@@ -1,4 +1,7 @@
-"""The engine that a rollout starts: it outlives the rollout, since it is to serve, and is found again behind a kill."""
+"""The engine that a rollout starts: it outlives the rollout, since it is to serve, and is found again behind a kill.
+
+Processes are found again by a mark in their environment, which all that they start has too.
+"""
 
 import contextlib
 import json
@@ -9,12 +12,12 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
-from distill.live.processes import alive, marked, marked_environment
+from distill.run.verdict_record import Record
 from speculative.errors import UserError
 
 # In the engine's environment: a rollout that was killed before it wrote down a process number finds the engine by it.
@@ -22,6 +25,47 @@ MARK = "UNDERSTUDY_ROLLOUT"
 GRACE_SECONDS = 15.0  # for an engine to end by itself
 POLL_SECONDS = 0.5
 _TIMEOUT = 5.0
+_TOLD = 200  # characters of a last line
+
+
+class Engine(Record, frozen=False):
+    """An engine. mark, pid, created: of the process that was started; no mark: it runs by itself."""
+
+    url: str
+    port: int
+    mark: str = ""
+    pid: int | None = None
+    created: float | None = None
+
+
+def marked_environment(variable: str, mark: str) -> dict[str, str]:
+    """The environment that marks a process."""
+    # SPT_NOENV: setproctitle, by which vLLM names its workers, else writes over the environment that they are found by.
+    return os.environ | {variable: mark, "SPT_NOENV": "1"}
+
+
+def marked(variable: str, mark: str) -> Iterator[psutil.Process]:
+    """The living processes with a mark; none for an empty one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if mark and process.environ().get(variable) == mark and alive(process):
+                yield process
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs: one that has ended and is not yet waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def last_line(log: Path) -> str:
+    """What a program printed last; empty where it printed nothing."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip()[-_TOLD:] for line in reversed(lines) if line.strip()), "")
+    return ""
 
 
 def engine_words(command: str, draft: Path, port: int) -> list[str]:
@@ -53,50 +97,46 @@ def free_port(port: int) -> int:
         raise UserError(f"--port {port}: cannot be listened on ({error.strerror}); choose another") from error
 
 
-def start_engine(words: list[str], mark: str, log: Path) -> psutil.Process:
-    """Starts an engine in a session of its own.
+def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:
+    """Starts the process of an engine in a session of its own.
 
     Raises:
         UserError: no such program.
     """
     try:
         with log.open("ab") as out:
-            child = psutil.Popen(
+            return psutil.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                env=marked_environment(MARK, mark),
+                env=marked_environment(MARK, engine.mark),
             )  # fmt: skip
     except OSError as error:
         raise UserError(f"--engine-command {words[0]}: cannot be started ({error.strerror})") from error
-    return child
 
 
-def find_engine(mark: str, number: int | None, created: float | None) -> psutil.Process | None:
-    """The living engine that was started with a mark; None where it has ended or was never started.
-
-    number, created: of its process and the start of that, None where nobody lived to write them down.
-    """
-    if number is not None:
+def find_engine(engine: Engine) -> psutil.Process | None:
+    """The living process of an engine; None where it has ended or was never started."""
+    if engine.pid is not None:
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(number)
+            process = psutil.Process(engine.pid)
             # A clock that was set moves the start; a number that was given again has another mark.
-            same = process.create_time() == created or process.environ().get(MARK) == mark
+            same = process.create_time() == engine.created or process.environ().get(MARK) == engine.mark
             return process if same and alive(process) else None
         return None
-    # Whatever it starts has its mark too; it alone leads the session.
-    return next((process for process in marked(MARK, mark) if os.getsid(process.pid) == process.pid), None)
+    # Nobody lived to write its number down. Whatever it starts has its mark too; it alone leads the session.
+    return next((process for process in marked(MARK, engine.mark) if os.getsid(process.pid) == process.pid), None)
 
 
-def stop_engine(process: psutil.Process | None, mark: str, port: int, drain: float) -> None:
-    """Ends an engine, when its last connection is closed or ``drain`` seconds are over, and all that it started.
+def stop_engine(engine: Engine, drain: float) -> None:
+    """Ends an engine that was started, when its last connection is closed or ``drain`` seconds are over, and all that it started.
 
-    ``process``: None where it has ended by itself, and may have left something behind.
+    One that has ended by itself may have left something behind.
     """
-    if process is not None:
-        _until(lambda: not alive(process) or not _connected(process, port), drain)
+    if (process := find_engine(engine)) is not None:
+        _until(lambda: not alive(process) or not _connected(process, engine.port), drain)
         with contextlib.suppress(psutil.Error):
             process.terminate()
         _until(lambda: not alive(process), GRACE_SECONDS)
-    left = list(marked(MARK, mark))
+    left = list(marked(MARK, engine.mark))
     for one in left:
         with contextlib.suppress(psutil.Error):
             one.kill()

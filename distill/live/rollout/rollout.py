@@ -11,38 +11,42 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 from data.files import locked
 from distill.faults import Interrupted
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
-from distill.live.processes import last_line
+from distill.live.options import RolloutOptions
 from distill.live.rollout import engine as engines
-from distill.live.rollout.beginning import (
+from distill.live.rollout.engine import (
+    answers,
+    engine_words,
+    find_engine,
+    free_port,
+    last_line,
+    models,
+    start_engine,
+    stop_engine,
+)
+from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, Served, compare, served_of, watch
+from distill.live.rollout.state import (
+    ENDS,
     ROLLOUT_LOCK,
+    Event,
+    Stage,
+    State,
     arms_before,
     asked_version,
     begin,
     check_options,
     check_same,
     gateway_runs,
+    read_state,
+    write_state,
 )
-from distill.live.rollout.engine import (
-    answers,
-    engine_words,
-    find_engine,
-    free_port,
-    models,
-    start_engine,
-    stop_engine,
-)
-from distill.live.rollout.judgement import SEEN, Decision, GateGain, Law, compare, served_of, watch
-from distill.live.rollout.log_tail import LogTail
-from distill.live.rollout.options import RolloutOptions
-from distill.live.rollout.state import ENDS, Event, Stage, State, read_state, write_state
+from distill.live.traffic.reader import LogTail
+from distill.live.traffic.record import TrafficRecord
 from distill.live.versions import Version, current_version, make_current, reject
 from speculative.errors import UserError
 
@@ -122,27 +126,26 @@ class Rollout:
     def _start(self) -> None:
         state = self.state
         if state.engine.mark:
-            process = self._engine() or self._started()
+            if (process := find_engine(state.engine)) is None:
+                port = free_port(state.engine.port)
+                words = engine_words(self.options.engine_command, self.version.folder, port)
+                process = start_engine(state.engine, words, self._engine_log())
             state.engine.pid, state.engine.created = process.pid, process.create_time()
             write_state(self.options.drafts, state)
         seconds = self._wait()
         # A gateway may have been restarted meanwhile, with other flags.
-        self.state.before = arms_before(self.arms_file.parent)
+        state.before = arms_before(self.arms_file.parent)
         self._check_models()
         self._enter(
             "comparing",
             f"{state.engine.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations",
         )
 
-    def _started(self) -> psutil.Process:
-        words = engine_words(self.options.engine_command, self.version.folder, free_port(self.state.engine.port))
-        return start_engine(words, self.state.engine.mark, self._engine_log())
-
     def _wait(self) -> float:
         """Seconds until the engine answered."""
         start = time.monotonic()
         while not answers(self.state.engine.url):
-            if self.state.engine.mark and self._engine() is None:
+            if self._has_died():
                 said = last_line(self._engine_log())
                 raise UserError(
                     f"--engine-command: the engine ended before it answered: {said} (all in {self._engine_log()})"
@@ -171,20 +174,16 @@ class Rollout:
             # Whoever was killed before this wrote down a beginning that was none.
             self.state.since = time.time()
             write_state(self.options.drafts, self.state)
-        law, tail, begun = self._law(), LogTail(Path(self.state.log), self.state.since), time.time()
-        for records in self._polls(tail):
-            new = served_of(record for record in records if record.arm == self.state.version)
-            old_records = [record for record in records if record.arm in self._old_arms()]
-            old = served_of(old_records)
+        law, begun = self._law(), time.time()
+
+        def judge(new: Served, records: list[TrafficRecord]) -> Decision:
+            others = [record for record in records if record.arm in self._old_arms()]
+            self.state.old = served_of(others)
             if not new.requests:
-                self._check_heeded(
-                    served_of(one for one in old_records if one.time > begun + HEED_SECONDS).conversations
-                )
-            decision = compare(new, old, law)
-            if decision.action == "on":
-                self.state.old = old
-            if self._decided(decision, "watching"):
-                return
+                self._check_heeded(served_of(one for one in others if one.time > begun + HEED_SECONDS).conversations)
+            return compare(new, self.state.old, law)
+
+        self._look(judge, "watching")
 
     def _check_heeded(self, missed: int) -> None:
         """Raises UserError when so many conversations can hardly all have missed the new engine."""
@@ -196,35 +195,24 @@ class Rollout:
 
     def _watch(self) -> None:
         self._direct(1.0)
-        law, tail = self._law(), LogTail(Path(self.state.log), self.state.since)
-        for records in self._polls(tail):
-            new = served_of(record for record in records if record.arm == self.state.version)
-            if self._decided(watch(new, self.state.old, law), "finishing"):
-                return
+        law = self._law()
+        self._look(lambda new, _: watch(new, self.state.old, law), "finishing")
 
-    def _decided(self, decision: Decision, following: Stage) -> bool:
-        if decision.action == "wait":
-            self._tell(decision)
-            return False
-        self._enter(following if decision.action == "on" else "returning", decision.reason)
-        return True
-
-    def _polls(self, tail: LogTail) -> Iterator[list]:
-        """Records so far, again and again; ends when the engine has died, with the way back entered."""
-        silent = 0
+    def _look(self, judge: Callable[[Served, list[TrafficRecord]], Decision], following: Stage) -> None:
+        """Judges what the new engine has served since the stage began, again and again, until there is a decision or it has died."""
+        tail, silent = LogTail(Path(self.state.log), self.state.since), 0
         while True:
-            died = bool(self.state.engine.mark) and self._engine() is None
             silent = 0 if answers(self.state.engine.url) else silent + 1
-            if died or silent >= SILENT_POLLS:
-                said = last_line(self._engine_log())
-                what = (
-                    f"the engine died; it said last: {said or 'nothing'}"
-                    if died
-                    else f"{self.state.engine.url} does not answer"
-                )
-                self._enter("returning", what)
-                return
-            yield tail.read()
+            if self._has_died():
+                said = last_line(self._engine_log()) or "nothing"
+                return self._enter("returning", f"the engine died; it said last: {said}")
+            if silent >= SILENT_POLLS:
+                return self._enter("returning", f"{self.state.engine.url} does not answer")
+            records = tail.read()
+            decision = judge(served_of(record for record in records if record.arm == self.state.version), records)
+            if decision.action != "wait":
+                return self._enter(following if decision.action == "on" else "returning", decision.reason)
+            self._tell(decision)
             time.sleep(engines.POLL_SECONDS)
 
     def _finish(self) -> None:
@@ -233,7 +221,7 @@ class Rollout:
         make_current(self.options.drafts, self.state.version, "rollout")
         old, urls = self.state.before_engine, [arm.url for arm in self.state.before.arms if arm.drafts]
         if old is not None and old.url in urls:
-            stop_engine(find_engine(old.mark, old.pid, old.created), old.mark, old.port, self.options.drain)
+            stop_engine(old, self.options.drain)
             urls.remove(old.url)
         for url in urls:
             print(f"{url} has no traffic any more and was not started here: end it as you started it", flush=True)
@@ -247,8 +235,7 @@ class Rollout:
         for arm in self.state.before.arms:
             if arm.share and not answers(arm.url):
                 print(f"arms.{arm.name}: {arm.url} does not answer, and gets its traffic back", flush=True)
-        if self.state.engine.mark:
-            stop_engine(self._engine(), self.state.engine.mark, self.state.engine.port, self.options.drain)
+        stop_engine(self.state.engine, self.options.drain)
         if self.state.blames:
             reject(self.options.drafts, self.state.version, f"rollout: {reason}")
             self._point_back()
@@ -288,8 +275,8 @@ class Rollout:
     def _old_arms(self) -> set[str]:
         return {arm.name for arm in self.state.before.arms if arm.drafts}
 
-    def _engine(self) -> psutil.Process | None:
-        return find_engine(self.state.engine.mark, self.state.engine.pid, self.state.engine.created)
+    def _has_died(self) -> bool:
+        return bool(self.state.engine.mark) and find_engine(self.state.engine) is None
 
     def _engine_log(self) -> Path:
         return self.options.drafts / f"engine-{self.state.version}.log"

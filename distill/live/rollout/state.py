@@ -1,28 +1,31 @@
-"""Where a rollout stands, so that one that was killed goes on: drafts/NAME/rollout.json."""
+"""Where a rollout stands, so that one that was killed goes on (drafts/NAME/rollout.json), and how it begins: what is refused before
+anything is done, and its first state.
+"""
 
+import contextlib
+import fcntl
+import math
+import time
+import uuid
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from data.files import write_json, writing
-from distill.live.arms import Arms
+from data.responses.endpoint_keys import is_address, root_of
+from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
+from distill.live.options import RolloutOptions
+from distill.live.rollout.engine import Engine, engine_words, free_port
 from distill.live.rollout.judgement import Served
+from distill.live.traffic.record import LOCK
+from distill.live.versions import Version, list_versions, read_version
 from distill.run.verdict_record import Record
+from speculative.errors import UserError
 
-STATE = "rollout.json"
+STATE, ROLLOUT_LOCK = "rollout.json", ".rollout.lock"
 Stage = Literal["starting", "comparing", "watching", "finishing", "returning", "done", "back"]
 ENDS = ("done", "back")
-
-
-class Engine(Record, frozen=False):
-    """An engine. mark, pid, created: of the process that was started; no mark: it runs by itself."""
-
-    url: str
-    port: int
-    mark: str = ""
-    pid: int | None = None
-    created: float | None = None
 
 
 class Event(Record):
@@ -71,3 +74,90 @@ def write_state(drafts: Path, state: State) -> None:
     """
     with writing(drafts / STATE):
         write_json(drafts / STATE, state.model_dump())
+
+
+def check_options(options: RolloutOptions) -> None:
+    """Raises UserError for an option out of its range."""
+    for name, value, right, example in (
+        ("share", options.share, 0 < options.share < 1, "0.1"),
+        ("margin", options.margin, 0 <= options.margin < 1, "0.01"),
+        ("slower", options.slower, 0 <= options.slower < math.inf, "0.05"),
+        ("false-alarms", options.false_alarms, 0 < options.false_alarms <= 0.5, "0.05"),
+        ("start-timeout", options.start_timeout, 0 < options.start_timeout < math.inf, "900"),
+        ("drain", options.drain, 0 <= options.drain < math.inf, "30"),
+    ):
+        if not right:
+            raise UserError(f"--{name} {value:g}: out of its range; give e.g. {example}")
+    if bool(options.engine_command) == bool(options.engine_url) and not options.back:
+        raise UserError(
+            "give --engine-command (what starts the new engine) or --engine-url (where it runs already), one of them"
+        )
+    if options.engine_url and not is_address(options.engine_url):
+        raise UserError(f"--engine-url {options.engine_url}: give an address such as http://127.0.0.1:8002")
+    if options.engine_command:
+        engine_words(options.engine_command, Path(), 0)
+
+
+def asked_version(options: RolloutOptions) -> Version:
+    """The version that is to serve. Raises UserError where there is none."""
+    if not (options.drafts / options.version).is_dir():
+        known = ", ".join(version.name for version in list_versions(options.drafts)) or "none"
+        raise UserError(f"{options.drafts / options.version}: no such version; there are: {known}")
+    return read_version(options.drafts / options.version)
+
+
+def check_same(state: State, options: RolloutOptions) -> None:
+    """Raises UserError where an unfinished rollout is another one, which comes first, or there is no gateway to go on with."""
+    if state.version != options.version:
+        raise UserError(
+            f"{options.drafts / STATE}: the rollout of {state.version} is not finished ({state.stage}); give it again, or with --back"
+        )
+    if Path(state.log) != options.log.resolve():
+        raise UserError(f"--log {options.log}: {state.version} is being rolled out at {state.log}; give that")
+    if not options.back:
+        check_gateway(options.log)
+
+
+def check_gateway(log: Path) -> None:
+    """Raises UserError where no gateway runs."""
+    if not gateway_runs(log):
+        raise UserError(f"--log {log}: no gateway runs on it; start `understudy gateway --log {log} ...` first")
+
+
+def gateway_runs(log: Path) -> bool:
+    """Whether somebody holds the log directory's lock."""
+    with contextlib.suppress(FileNotFoundError), (log / LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def arms_before(log: Path) -> Arms:
+    """The arms that a rollout finds. Raises UserError where those are of another rollout that has not ended."""
+    before = read_arms(log / ARMS)
+    if before.by != BY_FLAGS and sum(arm.drafts for arm in before.arms) > 1:
+        raise UserError(f"{log / ARMS}: {before.by} has not ended; give it again, or with --back, first")
+    return before
+
+
+def begin(options: RolloutOptions, version: Version, last: State | None) -> State:
+    """The first state of a rollout, written down. Raises UserError: no gateway, the version is served, a port in use."""
+    check_gateway(options.log)
+    before = arms_before(options.log)
+    if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
+        raise UserError(f"{options.log / ARMS}: {version.name} is served there already")
+    port = 0 if options.engine_url else free_port(options.port)
+    mark = "" if options.engine_url else uuid.uuid4().hex
+    engine = Engine(url=root_of(options.engine_url) or f"http://127.0.0.1:{port}", port=port, mark=mark)
+    earlier = None
+    if last is not None:
+        started = last.engine if last.engine.mark else None
+        earlier = started if last.stage == "done" else last.before_engine
+    state = State(
+        version=version.name, log=str(options.log.resolve()), stage="starting", share=options.share, engine=engine, before=before,
+        before_engine=earlier, since=time.time(),
+    )  # fmt: skip
+    write_state(options.drafts, state)
+    return state

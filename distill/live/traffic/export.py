@@ -1,14 +1,12 @@
 """`understudy traffic export`: requests of a log as the prompts and the token store of a run's folder, to train from."""
 
-import contextlib
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -21,16 +19,16 @@ from distill.config.layout import CONFIG, PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.live.options import ExportTrafficOptions
 from distill.live.traffic.exported import (
-    EXPORT_SHARD,
     PROMPT_FILES,
     RESPONSES,
     forget_exported,
     note_export,
     partial_of,
     row_id,
+    write_rows,
 )
-from distill.live.traffic.options import ExportTrafficOptions
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import FORGOTTEN, TrafficRecord, forgotten_hashes, keyed_hash, priority, read_salt
 from distill.live.traffic.selection import Wanted, capped, fault_of, groups_of, near_hash, split_by_time
@@ -58,6 +56,15 @@ class _Run:
         """Hashes of what its prompts of a file say, as tokens say it."""
         stored = StoredPrompts(self.folder / PROMPTS / name)
         return {near_hash(self.tokenizer.decode(prompt.prompt_ids)) for prompt in stored}
+
+
+class _Found(NamedTuple):
+    """A request that may be exported: what its prompt says, the same as a hash, and its group (`groups_of`)."""
+
+    record: TrafficRecord
+    text: str
+    near: str
+    group: int
 
 
 class Exported(Record):
@@ -123,35 +130,32 @@ def export_traffic(options: ExportTrafficOptions) -> Exported:
     left_out = Counter(fault for fault in faults if fault)
     usable = [record for record, fault in zip(traffic.records, faults, strict=True) if not fault]
     texts = [known.tokenizer.decode(record.prompt_ids) for record in usable]
-    groups, near = groups_of(usable, texts), list(map(near_hash, texts))
+    found = [_Found(*one) for one in zip(usable, texts, map(near_hash, texts), groups_of(usable, texts), strict=True)]
     held, learnt = known.texts(HELDOUT_FILE), known.texts(TRAIN_FILE)
-    judged = {group for group, one in zip(groups, near, strict=True) if one in held}
-    left_out["held out by the run"] += sum(group in judged for group in groups)
-    mine = [number for number, group in enumerate(groups) if group not in judged]
-    usable, groups, texts = ([values[number] for number in mine] for values in (usable, groups, texts))  # type: ignore[assignment]
-    trained = {group for group, number in zip(groups, mine, strict=True) if near[number] in learnt}
-    past, latest = split_by_time(groups, options.heldout, trained)
-    left_out["as new as what is held out, or of its prompts"] += len(usable) - len(past) - len(latest)
-    order = [priority(salt, record.id) for record in usable]
-    train, more = capped(past, groups, [record.slice for record in usable], order, options.alike, quotas)
+    judged = {one.group for one in found if one.near in held}
+    mine = [one for one in found if one.group not in judged]
+    left_out["held out by the run"] += len(found) - len(mine)
+    groups, slices = [one.group for one in mine], [one.record.slice for one in mine]
+    past, latest = split_by_time(groups, options.heldout, {one.group for one in mine if one.near in learnt})
+    left_out["as new as what is held out, or of its prompts"] += len(mine) - len(past) - len(latest)
+    order = [priority(salt, one.record.id) for one in mine]
+    kept, more = capped(past, groups, slices, order, options.alike, quotas)
     left_out = +(left_out + more)
-    if not train or len(latest) < 2:
-        raise UserError(_too_few(log, len(traffic.records), len(train), len(latest), left_out))
+    if not kept or len(latest) < 2:
+        raise UserError(_too_few(log, len(traffic.records), len(kept), len(latest), left_out))
+    train, heldout = ([mine[number] for number in numbers] for numbers in (kept, latest))
     made = Exported(
-        log=str(log.resolve()), run=str(options.run), folder=str(to), requests=len(traffic.records), train=len(train), heldout=len(latest),
-        train_tokens=sum(min(len(usable[number].response_ids or ()), serving.max_tokens) for number in train),
+        log=str(log.resolve()), run=str(options.run), folder=str(to), requests=len(traffic.records), train=len(train),
+        heldout=len(heldout), train_tokens=sum(min(len(one.record.response_ids or ()), serving.max_tokens) for one in train),
         slices={
-            name: [sum(usable[number].slice == name for number in numbers) for numbers in (train, latest)]
-            for name in sorted({usable[number].slice for number in (*train, *latest)})
+            name: [sum(one.record.slice == name for one in side) for side in (train, heldout)]
+            for name in sorted({one.record.slice for one in (*train, *heldout)})
         },
-        since=usable[train[0]].time, border=usable[latest[0]].time, until=usable[latest[-1]].time,
+        since=train[0].record.time, border=heldout[0].record.time, until=heldout[-1].record.time,
         left_out=dict(left_out.most_common()), warnings=traffic.warnings,
     )  # fmt: skip
-    sides = [
-        [(usable[number], texts[number], f"traffic{groups[number]}") for number in side] for side in (train, latest)
-    ]
-    note_export(log, to, time.time(), len(train) + len(latest))  # first: what a killed export leaves is known of
-    _write(to, known, salt, sides, made)
+    note_export(log, to, time.time(), len(train) + len(heldout))  # first: what a killed export leaves is known of
+    _write(to, known, salt, (train, heldout), made)
     return made
 
 
@@ -181,49 +185,31 @@ def _too_few(log: Path, requests: int, train: int, latest: int, left_out: Counte
     )
 
 
-def _write(
-    to: Path,
-    known: _Run,
-    salt: bytes,
-    sides: Sequence[Sequence[tuple[TrafficRecord, str, str]]],
-    made: Exported,
-) -> None:
+def _write(to: Path, known: _Run, salt: bytes, sides: tuple[list[_Found], list[_Found]], made: Exported) -> None:
     """The folder, whole or not at all; nobody but its owner reads it."""
     partial = partial_of(to)
     shutil.rmtree(partial, ignore_errors=True)
-    with writing(to), _private():
-        partial.mkdir(parents=True)
-        for name, side in zip(PROMPT_FILES, sides, strict=True):
-            write_prompts(partial / name, (_prompt(salt, *one) for one in side))
-        store = Store(partial / RESPONSES)
-        store.open(known.manifest)
-        rows = [_row(salt, record, known) for record, _, _ in sides[0]]
-        for number, start in enumerate(range(0, len(rows), EXPORT_SHARD)):
-            store.write_shard(number, rows[start : start + EXPORT_SHARD])
-        write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
-        forgotten = forgotten_hashes(Path(made.log))
-        late = {
-            row_id(salt, one.id)
-            for side in sides
-            for one, _, _ in side
-            if keyed_hash(salt, FORGOTTEN, one.id) in forgotten
-        }
-        if late:  # while this was written
-            forget_exported(partial, late)
-        partial.rename(to)
-
-
-@contextlib.contextmanager
-def _private() -> Iterator[None]:
     before = os.umask(0o077)
     try:
-        yield
+        with writing(to):
+            partial.mkdir(parents=True)
+            for name, side in zip(PROMPT_FILES, sides, strict=True):
+                write_prompts(partial / name, (_prompt(salt, one) for one in side))
+            write_rows(Store(partial / RESPONSES), known.manifest, [_row(salt, one.record, known) for one in sides[0]])
+            write_manifest(partial / PROMPTS, {"made_with": known.made_with, "traffic": made.record()})
+            forgotten, ids = forgotten_hashes(Path(made.log)), [one.record.id for side in sides for one in side]
+            late = {row_id(salt, one) for one in ids if keyed_hash(salt, FORGOTTEN, one) in forgotten}
+            if late:  # while this was written
+                forget_exported(partial, late)
+            partial.rename(to)
     finally:
         os.umask(before)
 
 
-def _prompt(salt: bytes, record: TrafficRecord, text: str, group: str) -> RenderedPrompt:
-    return RenderedPrompt(row_id(salt, record.id), record.slice, record.prompt_ids or (), text, group=group)
+def _prompt(salt: bytes, one: _Found) -> RenderedPrompt:
+    record = one.record
+    name = row_id(salt, record.id)
+    return RenderedPrompt(name, record.slice, record.prompt_ids or (), one.text, group=f"traffic{one.group}")
 
 
 def _row(salt: bytes, record: TrafficRecord, known: _Run) -> Row:

@@ -1,4 +1,4 @@
-"""Where a log's text was exported to: what must be looked at when a request is to be forgotten.
+"""Where a log's text was exported to, and `understudy traffic forget`: requests removed from a log and from what was exported of it.
 
 exports.json of a log directory: [{folder, made, rows, uses: [runs that have rows of it]}]. Rows carry a keyed hash of their request's
 id, so that they are found without any list of ids.
@@ -7,17 +7,20 @@ id, so that they are found without any list of ids.
 import contextlib
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from data.files import MANIFEST, read_manifest, write_bytes, writing
 from data.responses.rendered import StoredPrompts
-from data.responses.store import Store
-from distill.live.traffic.record import keyed_hash
-from distill.live.traffic.retention import write_lock
+from data.responses.store import Row, Store
+from distill.live.options import ForgetOptions
+from distill.live.traffic.record import keyed_hash, read_salt
+from distill.live.traffic.retention import forget, write_lock
 from speculative.errors import UserError
 
 EXPORTS, EXPORT_SHARD = "exports.json", 512
@@ -103,6 +106,13 @@ def _write(directory: Path, entries: list[Export], gone: Collection[str] = ()) -
         write_bytes(directory / EXPORTS, content.encode(), 0o600)
 
 
+def write_rows(store: Store, manifest: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes rows into a store that is empty."""
+    store.open(manifest)
+    for number, start in enumerate(range(0, len(rows), EXPORT_SHARD)):
+        store.write_shard(number, rows[start : start + EXPORT_SHARD])
+
+
 def forget_exported(folder: Path, row_ids: set[str]) -> int:
     """Removes rows from an export that is still there, prompts and responses; returns how many prompts there were.
 
@@ -127,9 +137,36 @@ def forget_exported(folder: Path, row_ids: set[str]) -> int:
         if len(kept) < len(rows):
             with writing(store.folder):
                 shutil.rmtree(anew.folder, ignore_errors=True)
-                anew.open(store.manifest())
-                for number, start in enumerate(range(0, len(kept), EXPORT_SHARD)):
-                    anew.write_shard(number, kept[start : start + EXPORT_SHARD])
+                write_rows(anew, store.manifest(), kept)
                 shutil.rmtree(store.folder)
                 anew.folder.rename(store.folder)
     return found
+
+
+def forget_command(options: ForgetOptions, console: Console) -> None:
+    """Forgets in the log and in its exports that are still there, and says where else rows may lie.
+
+    Raises:
+        UserError: no log there; a file that is damaged or cannot be written.
+    """
+    salt = read_salt(options.log)
+    lines = [
+        f"{options.log}: {forget(options.log, options.ids):,} lines removed; a keyed hash of each id is kept, and nothing else"
+    ]
+    rows = {row_id(salt, one) for one in options.ids}
+    for export in list_exports(options.log):
+        folder = Path(export.folder)
+        shutil.rmtree(partial_of(folder), ignore_errors=True)  # of an export that was killed
+        lines += [f"{folder}: an export that is no longer there: if it was moved or copied, delete it there"]
+        if folder.is_dir():
+            found = forget_exported(folder, rows)
+            lines[-1] = (
+                f"{folder}: {found} rows removed, prompts and responses" if found else f"{folder}: held nothing of it"
+            )
+        for run in filter(Path.exists, map(Path, export.uses)):
+            lines.append(
+                f"{run}: was trained from it and may hold copies: delete its prompts/, responses/ and rollouts/, and with held-out "
+                "prompts also report.*, result.json and proposals.parquet; its drafts work without"
+            )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,8 +1,8 @@
 """The log of live traffic, read back: every line checked, repeats and forgotten requests left out."""
 
 import datetime
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,60 @@ class TrafficLog:
     warnings: list[str]
 
 
+class LogTail:
+    """A log as it grows: reads on from where it stood; a file that was rewritten meanwhile (retention, forget) from its beginning."""
+
+    def __init__(self, directory: Path, since: float = 0.0) -> None:
+        """``since``: Unix seconds; requests that arrived earlier are left out."""
+        self.directory, self.since = directory, since
+        self.lines, self.torn = 0, ""  # that were read; where the last one has no end yet
+        self._records: dict[str, TrafficRecord] = {}
+        self._stood: dict[Path, tuple[int, int, int]] = {}  # file: (inode, bytes, lines) that were read
+
+    def read(self) -> list[TrafficRecord]:
+        """All records since then; of several with one id the last.
+
+        Raises:
+            UserError: a line that is damaged or forged (file, line and field are named).
+        """
+        files, self.torn = log_files(self.directory), ""
+        for path in files:
+            try:
+                self._read_on(path, path == files[-1])
+            except FileNotFoundError:  # retention was quicker
+                continue
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+        return list(self._records.values())
+
+    def _read_on(self, path: Path, is_last: bool) -> None:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            inode, place, lines = self._stood.get(path, (status.st_ino, 0, 0))
+            if inode != status.st_ino or status.st_size < place:
+                place = lines = 0
+            if not place and status.st_mtime < self.since:
+                return
+            file.seek(place)
+            content = file.read()
+        for number, line in enumerate(content.splitlines(keepends=True), start=lines + 1):
+            try:
+                record = from_line(line)
+            except RecordError as error:
+                if is_last and not line.endswith(b"\n"):
+                    self.torn = f"{path}:{number}"
+                    break
+                raise UserError(
+                    f"{path}:{number}: {error}; nobody but the gateway writes here: if the line is damaged, take it out "
+                    f"(sed -i {number}d {path})"
+                ) from error
+            self.lines += 1
+            if record.time >= self.since:
+                self._records[record.id] = record
+        whole = content.rfind(b"\n") + 1
+        self._stood[path] = status.st_ino, place + whole, lines + content.count(b"\n")
+
+
 def read_traffic(directory: Path) -> TrafficLog:
     """The records of a log directory; of several lines with one id the last counts.
 
@@ -37,38 +91,18 @@ def read_traffic(directory: Path) -> TrafficLog:
     Raises:
         UserError: no log there; a line that is damaged or forged (file, line and field are named).
     """
-    files = log_files(directory)
-    if not files:
+    if not log_files(directory):
         raise UserError(f"{directory}: no log of traffic (log-00001.jsonl) there; give the gateway's --log directory")
-    forgotten, warnings, found, lines = forgotten_hashes(directory), list[str](), dict[str, TrafficRecord](), 0
-    salt = read_salt(directory) if forgotten else b""
-    for number, line, path in _lines(files):
-        try:
-            record = from_line(line)
-        except RecordError as error:
-            if path == files[-1] and not line.endswith(b"\n"):
-                warnings.append(f"{path}:{number}: the last line is torn and left out")
-                continue
-            raise UserError(
-                f"{path}:{number}: {error}; nobody but the gateway writes here: if the line is damaged, take it out "
-                f"(sed -i {number}d {path})"
-            ) from error
-        if not forgotten or keyed_hash(salt, FORGOTTEN, record.id) not in forgotten:
-            lines += 1
-            found[record.id] = record
-    if lines > len(found):
-        warnings.append(f"{lines - len(found):,} lines repeat an id: the last of each counts")
-    return TrafficLog(directory, sorted(found.values(), key=lambda record: (record.time, record.id)), warnings)
-
-
-def _lines(files: Sequence[Path]) -> Iterator[tuple[int, bytes, Path]]:
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    yield number, line, path
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    tail = LogTail(directory)
+    records, warnings = tail.read(), list[str]()
+    if tail.torn:
+        warnings.append(f"{tail.torn}: the last line is torn and left out")
+    if tail.lines > len(records):
+        warnings.append(f"{tail.lines - len(records):,} lines repeat an id: the last of each counts")
+    if forgotten := forgotten_hashes(directory):
+        salt = read_salt(directory)
+        records = [one for one in records if keyed_hash(salt, FORGOTTEN, one.id) not in forgotten]
+    return TrafficLog(directory, sorted(records, key=lambda record: (record.time, record.id)), warnings)
 
 
 def accepts(record: TrafficRecord) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 from data.files import writing
 from distill.commands.output import check_plot
 from distill.live.alarm.alarm import Alarm, alarm
-from distill.live.traffic.options import ShowOptions
+from distill.live.options import ShowOptions
 from distill.live.traffic.reader import TrafficLog, accepts, read_traffic
 from distill.live.traffic.record import TrafficRecord
 from distill.report.plot import write_figure

@@ -18,8 +18,9 @@ from data.responses.engine_metrics import parse_page
 from distill.live.arms import ARMS, Arm, Arms, write_arms
 from distill.live.gateway import app as gateway_app
 from distill.live.gateway import limits
-from distill.live.gateway.command import _begin_with, arms_of, parse_sampling
-from distill.live.gateway.options import GatewayOptions
+from distill.live.gateway.command import _begin_with, arms_of
+from distill.live.gateway.request import parse_sampling
+from distill.live.options import GatewayOptions
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, keyed_hash, read_salt
 from speculative.errors import UserError
@@ -148,7 +149,7 @@ def test_what_cannot_be_logged_faithfully_passes_and_is_counted(
 
 
 def test_who_does_not_want_to_be_logged_is_not(direct: str, tmp_path: Path) -> None:
-    with running_gateway(tmp_path, direct, tenants=frozenset({"bank"})) as url:
+    with running_gateway(tmp_path, direct, exclude_tenant=["bank"]) as url:
         post(url, PROMPT, **{"x-understudy-no-log": "1"})
         post(url, PROMPT, **{"x-understudy-tenant": "bank"})
         post(url, PROMPT, **{"x-understudy-tenant": "shop", "x-understudy-slice": "sql"})
@@ -238,7 +239,7 @@ def test_counts_that_contradict_themselves_are_left_out(direct: str, tmp_path: P
 
 
 def test_metrics_tell_served_acceptance_by_draft_and_slice(direct: str, tmp_path: Path) -> None:
-    with running_gateway(tmp_path, direct, api_key="k") as url:
+    with running_gateway(tmp_path, direct, key="k") as url:
         for slice_name in ("sql", "sql", "chat"):
             post(url, PROMPT, **{"x-understudy-slice": slice_name, "authorization": "Bearer k"})
         post(url, {**PROMPT, "response_format": {"type": "json_object"}}, authorization="Bearer k")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from distill.live.gateway.request import Asked, read_request
 from distill.live.gateway.tap import Tap
+from distill.live.options import GatewayOptions
 
 COUNTS = {"num_spec_steps": 2, "num_accepted_draft_tokens": 3, "num_draft_tokens": 6}
 EVENTS = [
@@ -56,15 +58,18 @@ def test_other_engines_counts_and_what_is_no_answer() -> None:
 
 def read(more: dict[str, Any], path: str = "/v1/completions", **settings: Any) -> Asked:
     body = json.dumps({"prompt": "p", **more}).encode()
-    options = {"defaults": {}, "tenants": frozenset(), "text": False, "usage": False, **settings}
-    return read_request(path, {}, body, **options)
+    return read_request(path, {}, body, GatewayOptions([], Path(), **settings))
 
 
 def test_sampling_is_known_only_where_nothing_is_the_engines_own_default() -> None:
     said = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0}
     assert read({**said, "max_tokens": 5}).sampling == {**said, "max_tokens": 5}
     assert read({"temperature": 0.7, "top_p": 0.9}).sampling is None
-    assert read({"temperature": 1.0}, defaults=said).sampling == {**said, "temperature": 1.0, "max_tokens": None}
+    assert read({"temperature": 1.0}, sampling=",".join(f"{key}={value}" for key, value in said.items())).sampling == {
+        **said,
+        "temperature": 1.0,
+        "max_tokens": None,
+    }
     assert (read({"temperature": 0}).sampling or {}).get("temperature") == 0
     assert read({**said, "top_p": "0.9"}).sampling is None
 

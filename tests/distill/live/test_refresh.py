@@ -17,8 +17,8 @@ from traffic_log import SAMPLING, record_of, write_log
 
 from distill.commands.training_process import TrainingFailed
 from distill.config.run import RunConfig
+from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
-from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.refresh import refresh_command
 from distill.live.rollout.rollout import gate_of
 from distill.live.traffic.record import TrafficRecord

@@ -17,13 +17,14 @@ from traffic_log import record_of, write_log
 from data.responses.store import Store
 from distill.commands.compare.comparison import Difference
 from distill.live.arms import Arm, Arms
+from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
 from distill.live.refresh.gate import _slice, small_slices
-from distill.live.refresh.options import RefreshOptions
 from distill.live.refresh.plan import mixed
 from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
-from distill.live.rollout.state import Engine, State, write_state
+from distill.live.rollout.engine import Engine
+from distill.live.rollout.state import State, write_state
 from distill.live.versions import list_versions, make_current
 from distill.run.verdict_record import Costs
 from speculative.errors import UserError

@@ -26,13 +26,12 @@ from data.files import locked
 from distill.faults import exit_status
 from distill.live.arms import ARMS, Arm, Arms, read_arms, write_arms
 from distill.live.gateway import app as gateway_app
+from distill.live.options import RolloutOptions
 from distill.live.rollout import engine as engines
 from distill.live.rollout import rollout as module
-from distill.live.rollout.beginning import ROLLOUT_LOCK
-from distill.live.rollout.engine import MARK
-from distill.live.rollout.options import RolloutOptions
+from distill.live.rollout.engine import MARK, Engine
 from distill.live.rollout.rollout import TAKEN_BACK, rollout
-from distill.live.rollout.state import State, read_state
+from distill.live.rollout.state import ROLLOUT_LOCK, State, read_state
 from distill.live.traffic.record import LOCK
 from distill.live.versions import current_version, history, make_current
 from speculative.errors import UserError
@@ -348,11 +347,14 @@ def test_an_engine_with_another_model_gets_no_request(options: RolloutOptions, m
 
 
 def test_an_engine_is_known_by_its_mark_when_the_clock_was_set(options: RolloutOptions, tmp_path: Path) -> None:
-    engine = engines.start_engine(["sleep", "60"], "own", tmp_path / "log")
+    known = Engine(url="http://127.0.0.1:9", port=9, mark="own")
+    engine = engines.start_engine(known, ["sleep", "60"], tmp_path / "log")
     try:
         until(lambda: engine.environ().get(MARK) == "own")
-        assert engines.find_engine("own", engine.pid, engine.create_time() - 1) == engine
-        assert engines.find_engine("other", engine.pid, engine.create_time() - 1) is None
+        known.pid, known.created = engine.pid, engine.create_time() - 1
+        assert engines.find_engine(known) == engine
+        known.mark = "other"
+        assert engines.find_engine(known) is None
     finally:
         engine.kill()
         engine.wait(5)
@@ -361,14 +363,15 @@ def test_an_engine_is_known_by_its_mark_when_the_clock_was_set(options: RolloutO
 def test_an_engine_that_runs_already_is_left_alone(options: RolloutOptions, tmp_path: Path) -> None:
     port = free_port()
     words = engines.engine_words(options.engine_command, tmp_path, port)
-    engine = engines.start_engine(words, "own", tmp_path / "log")
+    known = Engine(url=f"http://127.0.0.1:{port}", port=port, mark="own")
+    engine = engines.start_engine(known, words, tmp_path / "log")
     try:
         given = replace(options, engine_command="", engine_url=f"http://127.0.0.1:{port}/v1")
         with running_traffic(traffic_of(options, steady(0.5))):
             assert rollout(given) == TAKEN_BACK
         assert engine.is_running()
     finally:
-        engines.stop_engine(engine, "own", port, 0.0)
+        engines.stop_engine(known, 0.0)
 
 
 class Newer(ScriptedEngine):

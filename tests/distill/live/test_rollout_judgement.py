@@ -14,7 +14,7 @@ from simulation import trials
 from distill.live.arms import ARMS, read_arms
 from distill.live.rollout.anytime import Sums, sums_of
 from distill.live.rollout.judgement import GateGain, Law, Served, compare, served_of, watch
-from distill.live.rollout.log_tail import LogTail
+from distill.live.traffic.reader import LogTail
 from distill.live.traffic.record import TrafficRecord, to_line
 from speculative.errors import UserError
 

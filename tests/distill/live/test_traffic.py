@@ -18,10 +18,17 @@ from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.cli import app
 from distill.config.load import load_config
+from distill.live.options import ExportTrafficOptions, ForgetOptions, ShowOptions
 from distill.live.traffic.export import export_traffic
-from distill.live.traffic.exported import PROMPT_FILES, RESPONSES, list_exports, note_use, partial_of, row_id
-from distill.live.traffic.forget import forget_command
-from distill.live.traffic.options import ExportTrafficOptions, ForgetOptions, ShowOptions
+from distill.live.traffic.exported import (
+    PROMPT_FILES,
+    RESPONSES,
+    forget_command,
+    list_exports,
+    note_use,
+    partial_of,
+    row_id,
+)
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord, read_salt
 from distill.live.traffic.show import show_traffic
