@@ -119,10 +119,10 @@ def slice_alarm(part: Slice, baseline: Baseline, level: float, drop: float, seed
     ).T
     pool = pool_of(judged_2P[0], judged_2P[1], baseline.gamma)
     found = monitor(pool, served_2N[0], served_2N[1], chart_for(pool, served_2N[1], level, drop, seed))
-    since = next((alarm.since for alarm in found.alarms if alarm.until is None), 1)
+    since = next((alarm.since for alarm in found if alarm.until is None), 1)
     behind_2N = served_2N[:, since - 1 :]
     change = rate_change(behind_2N, [0] * behind_2N.shape[1], judged_2P, np.ones((1, len(part.prompts)), dtype=bool))
     return SliceAlarm(
         name=part.name, compared_with=part.of, requests=len(part.records), rate=change.rate, baseline=change.baseline,
-        change=change.change, ci=change.ci, alarms=list(found.alarms), time=part.records[since - 1].time if since > 1 else None,
+        change=change.change, ci=change.ci, alarms=found, time=part.records[since - 1].time if since > 1 else None,
     )  # fmt: skip

@@ -75,15 +75,6 @@ class Crossing:
     until: int | None
 
 
-@dataclass(frozen=True)
-class Monitored:
-    """A stream under the test. path_N: the sum behind each request."""
-
-    path_N: np.ndarray
-    chart: Chart
-    alarms: tuple[Crossing, ...]
-
-
 def block_variance_per_token(rate: float, gamma: int) -> float:
     """Variance of a block's accepted tokens over gamma, when each is accepted with the same chance until the first is not.
 
@@ -147,21 +138,11 @@ def increments(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, drop: 
     return drop * information_N * (z_N - allowance * information_N)
 
 
-@dataclass(frozen=True)
-class _Worlds:
-    """Simulated baselines: what they take the pool's rate and spread for, and streams under the pool's truth.
+def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Simulated baselines (B of `streams` at a time), and a stream of the pool's residuals for each: (noise_BN, errors_B, scales_B).
 
     noise_BN: cumulated information x residual of the streams. errors_B: estimated less true rate. scales_B: estimated over
-    true variance.
-    """
-
-    noise_BN: np.ndarray
-    errors_B: np.ndarray
-    scales_B: np.ndarray
-
-
-def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Iterator[_Worlds]:
-    """Streams of the pool's residuals, each with a baseline of its own, as the pool is one draw of the baseline.
+    true variance. Each stream has a baseline of its own, as the pool is one draw of the baseline.
 
     P - 1 of the P requests are drawn for a baseline: so the variance of its rate is the pool's unbiased one. Dividing by
     its own variance makes the tail that of few requests (bootstrap-t).
@@ -180,23 +161,19 @@ def _worlds(pool: Pool, drafted_N: np.ndarray, streams: int, seed: int) -> Itera
         errors_B = (told_BP * own_BP).sum(1) / (told_BP**2).sum(1)
         scales_B = ((own_BP - errors_B[:, None] * told_BP) ** 2).sum(1) / (count - 2) if varied else np.ones(size)
         noise_BN = centred_P[rng.integers(count, size=(size, len(information_N)), dtype=np.uint32)] * information_N
-        yield _Worlds(np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6))
-
-
-def _paths(worlds: _Worlds, squares_N: np.ndarray, chart: Chart) -> np.ndarray:
-    """CUSUM paths (B, N) of streams in which nothing has changed. squares_N: cumulated squared information."""
-    sums_BN = worlds.errors_B[:, None] * squares_N - worlds.noise_BN - chart.allowance * squares_N
-    low_BN = np.minimum(np.minimum.accumulate(sums_BN, axis=1), 0.0)
-    return (sums_BN - low_BN) * (chart.drop / worlds.scales_B)[:, None]
+        yield np.cumsum(noise_BN, axis=1, dtype=np.float64), errors_B, np.maximum(scales_B, 1e-6)
 
 
 def _thresholds(pool: Pool, drafted_N: np.ndarray, charts: Sequence[Chart], streams: int, seed: int) -> list[float]:
     """For each chart the height that `level` of the simulated streams cross, nothing having changed."""
     squares_N = np.cumsum((np.asarray(drafted_N) / pool.spread(drafted_N)) ** 2)
     highest: list[list[np.ndarray]] = [[] for _ in charts]
-    for worlds in _worlds(pool, drafted_N, streams, seed):
+    for noise_BN, errors_B, scales_B in _worlds(pool, drafted_N, streams, seed):
         for chart, found in zip(charts, highest, strict=True):
-            found.append(_paths(worlds, squares_N, chart).max(1))
+            # The sums in which nothing has changed, from their lowest value so far.
+            sums_BN = errors_B[:, None] * squares_N - noise_BN - chart.allowance * squares_N
+            sums_BN -= np.minimum(np.minimum.accumulate(sums_BN, axis=1), 0.0)
+            found.append(sums_BN.max(1) * (chart.drop / scales_B))
     # With B exchangeable values beside the real one, P(it exceeds the k-th of them) <= level.
     return [
         float(np.sort(np.concatenate(found))[min(streams, math.ceil((streams + 1) * (1 - chart.level))) - 1])
@@ -229,13 +206,12 @@ def chart_for(pool: Pool, drafted_N: np.ndarray, level: float, drop: float, seed
     return replace(chart, threshold=_thresholds(pool, drafted_N, [chart], streams, seed)[0])
 
 
-def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Chart) -> Monitored:
-    """The stream under the chart that `chart_for` made for its `drafted_N`."""
-    path_N = cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance))
-    return Monitored(path_N, chart, tuple(_alarms(path_N, chart.threshold)))
+def monitor(pool: Pool, accepted_N: np.ndarray, drafted_N: np.ndarray, chart: Chart) -> list[Crossing]:
+    """The alarms of a stream under the chart that `chart_for` made for its `drafted_N`."""
+    return alarms_of(cusum_path(increments(pool, accepted_N, drafted_N, chart.drop, chart.allowance)), chart.threshold)
 
 
-def _alarms(path_N: np.ndarray, threshold: float) -> list[Crossing]:
+def alarms_of(path_N: np.ndarray, threshold: float) -> list[Crossing]:
     """One alarm for each stretch between zeros in which the threshold is crossed."""
     zeros = np.flatnonzero(path_N == 0)
     alarms: list[Crossing] = []

@@ -16,7 +16,6 @@ from scipy import stats
 
 from distill.live.rollout.anytime import (
     FEWEST_REQUESTS,
-    Estimate,
     Sums,
     anytime_interval,
     difference_of,
@@ -53,23 +52,15 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Accepted / drafted of both engines; None: too little is known. to_see: requests of both that show a difference of `SEEN`."""
-
-    new_rate: float | None
-    old_rate: float | None
-    difference: float | None
-    interval: Interval
-    to_see: int | None
-
-
-@dataclass(frozen=True)
 class Decision:
-    """What to do, in one line why, and the numbers behind it."""
+    """What to do, and in one line why. interval: of the difference in accepted / drafted, new - old. to_see: requests of both engines
+    that show a difference of `SEEN`; None while too little is known.
+    """
 
     action: Literal["wait", "on", "back"]
     reason: str
-    numbers: "Numbers"
+    interval: Interval
+    to_see: int | None
 
 
 @dataclass(frozen=True)
@@ -135,63 +126,57 @@ def _failed(turn: TrafficRecord) -> bool:
 
 def compare(new: Served, old: Served, law: Law) -> Decision:
     """While both serve."""
-    numbers = _numbers(new, old, law)
-    told = _told(numbers, new, old)
-    total = new.requests + old.requests
+    interval, to_see, told = _seen(new, old, law)
+    (low, high), total = interval, new.requests + old.requests
     back = (
         _more_errors(evidence_of_more(new.errors, new.errors + old.errors, law.share), new, old, law)
         or _untold(new, old)
-        or _below_gate(numbers, new, law, told)
+        or _below_gate(high, new, law, told)
         or _slower(new, old, law, law.slower)
     )
     if back:
-        return Decision("back", back, numbers)
-    low, high = numbers.interval
+        return Decision("back", back, interval, to_see)
     if low > -law.margin:
         what = "more is accepted" if law.margin == 0 else f"no less than {-law.margin:+g} is accepted"
-        return Decision("on", f"certainly {what}: {told}", numbers)
+        return Decision("on", f"certainly {what}: {told}", interval, to_see)
     if high < 0:
-        return Decision("back", f"certainly less is accepted: {told}", numbers)
+        return Decision("back", f"certainly less is accepted: {told}", interval, to_see)
     if total >= law.requests:
-        return Decision("back", f"undecided behind {total:,} requests: {told}", numbers)
-    return Decision("wait", told, numbers)
+        return Decision("back", f"undecided behind {total:,} requests: {told}", interval, to_see)
+    return Decision("wait", told, interval, to_see)
 
 
 def watch(new: Served, old: Served, law: Law) -> Decision:
     """When all traffic is the new one's. old: what the old engine did while they were compared."""
-    numbers = _numbers(new, old, law)
-    told = _told(numbers, new, old)
+    interval, to_see, told = _seen(new, old, law)
     # Clopper-Pearson: the errors that the old engine may well have had.
     doubt = law.false_alarms / WAYS_BACK / 2  # half of this way's share is the bound's, half the evidence's
     usual = float(stats.beta.ppf(1 - doubt, old.errors + 1, max(1, old.conversations - old.errors)))
     back = (
         _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old, law)
         or _untold(new, old)
-        or _below_gate(numbers, new, law, told)
+        or _below_gate(interval[1], new, law, told)
         or _slower(new, old, law, WATCHED_SLOWER)
+        or (f"certainly less is accepted than before: {told}" if interval[1] < -law.margin else "")
     )
-    if not back and numbers.interval[1] < -law.margin:
-        back = f"certainly less is accepted than before: {told}"
     if back:
-        return Decision("back", back, numbers)
-    return Decision("on" if new.requests >= law.watch else "wait", told, numbers)
+        return Decision("back", back, interval, to_see)
+    return Decision("on" if new.requests >= law.watch else "wait", told, interval, to_see)
 
 
-def _numbers(new: Served, old: Served, law: Law) -> Numbers:
-    difference, to_see = difference_of(estimate_of(new.acceptance), estimate_of(old.acceptance)), None
+def _seen(new: Served, old: Served, law: Law) -> tuple[Interval, int | None, str]:
+    """(interval of the difference in accepted / drafted, requests that show one of `SEEN`, both rates and the difference in words)."""
+    usual = estimate_of(old.acceptance)
+    difference, to_see = difference_of(estimate_of(new.acceptance), usual), None
     if (count := old.acceptance.requests) >= FEWEST_REQUESTS:
-        spread = math.sqrt(float(estimate_of(old.acceptance).variance) * count)
-        to_see = requests_to_see(SEEN, spread, law.share, law.level)
-    value = float(difference.value) if math.isfinite(difference.variance) else None
-    return Numbers(_rate(new.acceptance), _rate(old.acceptance), value, _interval(difference, law.level), to_see)
-
-
-def _told(numbers: Numbers, new: Served, old: Served) -> str:
-    low, high = numbers.interval
-    told = f"accepted / drafted {_shown(numbers.new_rate)} of {new.requests:,} requests, {_shown(numbers.old_rate)} of the old draft's {old.requests:,}"
-    if numbers.difference is not None:
-        told += f"; difference {numbers.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return told
+        to_see = requests_to_see(SEEN, math.sqrt(float(usual.variance) * count), law.share, law.level)
+    low, high = anytime_interval(difference, law.level)
+    low, high = max(-1.0, float(low)), min(1.0, float(high))
+    told = f"accepted / drafted {_rate(new.acceptance)} of {new.requests:,} requests, "
+    told += f"{_rate(old.acceptance)} of the old draft's {old.requests:,}"
+    if math.isfinite(difference.variance):
+        told += f"; difference {float(difference.value):+.3f} [{low:+.3f}, {high:+.3f}]"
+    return (low, high), to_see, told
 
 
 def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
@@ -203,14 +188,14 @@ def _more_errors(evidence: float, new: Served, old: Served, law: Law) -> str:
     )
 
 
-def _below_gate(numbers: Numbers, new: Served, law: Law, told: str) -> str:
+def _below_gate(most_gained: float, new: Served, law: Law, told: str) -> str:
     """The gate judged the gain over the old draft, which traffic and an engine's way to count change less than acceptance itself."""
     gate = law.gate
     # tau = 1 + gamma x accepted / drafted; at another gamma the gain is another.
     if gate is None or new.gamma is None or round(new.gamma) != gate.gamma:
         return ""
     low, high = gate.tau_low / gate.gamma, gate.tau_high / gate.gamma
-    if numbers.interval[1] >= low:
+    if most_gained >= low:
         return ""
     return f"below the gate's interval of the gain in accepted / drafted, [{low:+.3f}, {high:+.3f}]: {told}"
 
@@ -233,14 +218,5 @@ def _untold(new: Served, old: Served) -> str:
     return ""
 
 
-def _rate(sums: Sums) -> float | None:
-    return float(sums.numerator / sums.denominator) if sums.denominator else None
-
-
-def _interval(difference: Estimate, level: float) -> Interval:
-    low, high = anytime_interval(difference, level)
-    return max(-1.0, float(low)), min(1.0, float(high))
-
-
-def _shown(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3f}"
+def _rate(sums: Sums) -> str:
+    return f"{sums.numerator / sums.denominator:.3f}" if sums.denominator else "-"

@@ -293,11 +293,10 @@ class Rollout:
         if time.monotonic() - self._told < TOLD_SECONDS:
             return
         self._told = time.monotonic()
-        to_see = decision.numbers.to_see
         more = (
             ""
-            if to_see is None or self.state.stage != "comparing"
-            else f"; {SEEN:g} shows in about {to_see:,} requests"
+            if decision.to_see is None or self.state.stage != "comparing"
+            else f"; {SEEN:g} shows in about {decision.to_see:,} requests"
         )
         more += "" if gateway_runs(Path(self.state.log)) else "; no gateway runs"
         print(f"{time.strftime('%H:%M:%S')} {self.state.stage}: {decision.reason}{more}", flush=True)

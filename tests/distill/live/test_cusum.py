@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from distill.live.alarm import cusum
 from distill.live.alarm.cusum import (
     Chart,
+    Crossing,
+    alarms_of,
     block_variance_per_token,
     chart_for,
     cusum_path,
@@ -59,20 +61,9 @@ def test_zeros_of_the_path_are_exact() -> None:
 
 
 def test_alarms_are_the_stretches_between_zeros_that_cross() -> None:
-    pool = pool_of(*requests(np.random.default_rng(1), 50), GAMMA)
-    drafted, chart = np.full(9, 80.0), Chart(0.05, 0.03, 2.0, 0.01)
-    information = drafted / pool.spread(drafted)
-    added = np.array([-1.0, 1.0, 2.0, 1.0, -9.0, 1.0, -9.0, 2.5, 0.5])
-    behind = added / (chart.drop * information) + chart.allowance * information  # in standard deviations
-    fallen = pool.rate * drafted - behind * pool.spread(drafted)
-    found = monitor(pool, fallen, drafted, chart)
-    np.testing.assert_allclose(found.path_N, [0.0, 1.0, 3.0, 4.0, 0.0, 1.0, 0.0, 2.5, 3.0], atol=1e-9)
-    assert [(alarm.since, alarm.at, alarm.until) for alarm in found.alarms] == [
-        (2, 3, 5),
-        (8, 8, None),
-    ]
-    met = replace(chart, threshold=float(found.path_N.max()))
-    assert monitor(pool, fallen, drafted, met).alarms == (), "met is not crossed"
+    path = np.array([0.0, 1.0, 3.0, 4.0, 0.0, 1.0, 0.0, 2.5, 3.0])
+    assert alarms_of(path, 2.0) == [Crossing(2, 3, 5), Crossing(8, 8, None)]
+    assert alarms_of(path, 4.0) == [], "met is not crossed"
 
 
 def test_half_the_drop_as_allowance_makes_a_log_likelihood_ratio() -> None:
@@ -159,8 +150,8 @@ def test_a_pool_without_any_spread_still_has_a_threshold() -> None:
     pool = pool_of(np.full(20, 40), np.full(20, 40), GAMMA)  # a draft equal to its target
     chart = chart_for(pool, np.full(100, 40), 0.01, 0.05)
     assert chart.threshold == pytest.approx(math.log(100 / 0.01))
-    assert monitor(pool, np.full(100, 40), np.full(100, 40), chart).alarms == ()
-    assert monitor(pool, np.full(100, 30), np.full(100, 40), chart).alarms
+    assert monitor(pool, np.full(100, 40), np.full(100, 40), chart) == []
+    assert monitor(pool, np.full(100, 30), np.full(100, 40), chart)
 
 
 # The stated probabilities.
@@ -182,7 +173,7 @@ def test_false_alarms_come_as_often_as_stated(case: str) -> None:
         pool = pool_of(*requests(rng, prompts, **of_pool), GAMMA)
         accepted, drafted = requests(rng, count, **of_stream)
         chart = chart_for(pool, drafted, level, 0.05, seed=trial)
-        alarms += bool(monitor(pool, accepted, drafted, chart).alarms)
+        alarms += bool(monitor(pool, accepted, drafted, chart))
     error = math.sqrt(level * (1 - level) / trials)
     assert level - 3 * error <= alarms / trials <= level + 3 * error
 
@@ -201,8 +192,7 @@ def test_the_change_point_is_near_where_acceptance_fell() -> None:
     pool = pool_of(*requests(rng, 300), GAMMA)
     before, after = requests(rng, 400), requests(rng, 200, ease=0.7)
     accepted, drafted = np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]])
-    found = monitor(pool, accepted, drafted, chart_for(pool, drafted, 0.01, 0.05))
-    (alarm,) = found.alarms
+    (alarm,) = monitor(pool, accepted, drafted, chart_for(pool, drafted, 0.01, 0.05))
     assert 380 <= alarm.since <= 420 < alarm.at < 480
     assert alarm.until is None
 

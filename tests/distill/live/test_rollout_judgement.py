@@ -109,7 +109,7 @@ def test_an_engine_that_tells_of_no_drafts_any_more_is_not_watched_to_its_end() 
 def test_of_nothing_nothing_is_said(judge: Any) -> None:
     decision = judge(Served(), Served(), LAW)
     assert decision.action == "wait"
-    assert decision.numbers.interval == (-1.0, 1.0)
+    assert decision.interval == (-1.0, 1.0)
 
 
 def test_what_is_counted() -> None:
