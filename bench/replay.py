@@ -252,7 +252,7 @@ def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, ga
 
     def gains(rows: np.ndarray) -> dict[str, Any]:
         drawn = [(accepted_N[rows], blocks_N[rows]) for accepted_N, blocks_N in sides]
-        return effects_of_sums(range(len(rows)), tokens_N[rows], *drawn, gamma=gamma)
+        return effects_of_sums(range(len(rows)), tokens_N[rows], *drawn)
 
     everything = gains(np.arange(len(texts)))
     truth = dict(zip(("alpha", "tau"), numbers_of(pool_N3.sum(0)).tolist(), strict=True))

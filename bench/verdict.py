@@ -23,18 +23,18 @@ from distill.config.layout import CONFIG
 from distill.config.load import load_config
 from distill.run.provenance import describe_run
 from distill.run.verdict_record import Verdict
+from speculative.measure.measured import DRAFT, TARGET
 
 
 def row_of(verdict: Verdict) -> dict[str, Any]:
     """What one judgement says."""
-    speed_up, costs = verdict.speed_up or {}, verdict.costs
+    costs, rows = verdict.costs, {row.way: row for row in verdict.measured if row.speed_up is not None}
     return {
-        "outcome": verdict.outcome, "run": verdict.run, "speed_up": speed_up.get("best"),
-        "speed_up_ci": (verdict.speed_up_ci or {}).get("best"),
-        "gamma": verdict.best.speed_gamma, "best_gamma": verdict.best_gamma, "best_gamma_range": verdict.best_gamma_range,
+        "outcome": verdict.outcome, "run": verdict.to_run(), "speed_up": rows[DRAFT].speed_up, "speed_up_ci": rows[DRAFT].speed_up_ci,
+        "gamma": rows[DRAFT].gamma, "best_gamma_range": verdict.best_gamma_range,
         "target_step_seconds": costs.target_step_seconds if costs else None, "c": costs.cost_ratio if costs else None,
-        "v": costs.verify_ratio if costs else None, "target_tokens_per_second": verdict.target_tokens_per_second,
-        "rivals": {rival.name: [rival.speed_up, rival.speed_up_ci] for rival in verdict.rivals},
+        "v": costs.verify_ratio if costs else None, "target_tokens_per_second": rows[TARGET].tokens_per_second,
+        "ways": {name: [row.speed_up, row.speed_up_ci] for name, row in rows.items() if name not in (DRAFT, TARGET)},
     }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "runs": dict(Counter(row["run"] for row in rows)), "mean": mean,
         "least": min(speeds), "most": max(speeds), "spread": spread, "inside": sum(low <= mean <= high for low, high in ends),
         "half_width": statistics.fmean((high - low) / 2 / mean for low, high in ends) if ends else None,
-        "gammas": dict(Counter(row["gamma"] for row in rows)), "best_gammas": dict(Counter(row["best_gamma"] for row in rows)),
+        "gammas": dict(Counter(row["gamma"] for row in rows)),
     }  # fmt: skip
 
 
@@ -70,14 +70,14 @@ def main(
     config, console = load_config(run / CONFIG), Console()
     config = config.model_copy(update={"judge": config.judge.model_copy(update={"load": (), "temperatures": ()})})
     rows: list[dict[str, Any]] = []
-    table = Table("outcome", "speed-up", "interval", "gamma", "best gamma", "c", "target step, ms")
+    table = Table("outcome", "speed-up", "interval", "gamma", "best gammas", "c", "target step, ms")
     for _ in range(times):
         verdict = evaluate(config, str(run), [config.judge.gamma], config.judge_rule).verdict
         rows.append(row_of(verdict))
         row = rows[-1]
         ends = "" if row["speed_up_ci"] is None else "[{:.2f}, {:.2f}]".format(*row["speed_up_ci"])
         table.add_row(
-            row["outcome"], f"{row['speed_up']:.3f}", ends, str(row["gamma"]), f"{row['best_gamma']} {row['best_gamma_range'] or ''}",
+            row["outcome"], f"{row['speed_up']:.3f}", ends, str(row["gamma"]), str(row["best_gamma_range"] or "none"),
             f"{row['c']:.3f}", f"{1e3 * row['target_step_seconds']:.2f}",
         )  # fmt: skip
         console.print(f"{len(rows)}/{times}: {row['outcome']}, {row['speed_up']:.3f}x {ends}", highlight=False)

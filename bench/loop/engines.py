@@ -48,7 +48,7 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, log: str
         exported: any version's folder: it says how the target is served.
     """
     verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
-    drafting = drafting_to_serve(verdict, verdict.drafting == "parallel")
+    drafting = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel")
     rule = "sample" if config.judge_rule == "sample" else "greedy-draft"
     if engine == "house":
         words = [str(HOUSE), config.target.path, draft, "--gamma", gamma, "--rule", rule]

@@ -37,7 +37,7 @@ def show_run(run: Path) -> None:
         made = json.loads(synthetic.read_text(encoding="utf-8"))
         Console().print(synthetic_line(made["method"], made["counts"]))
     # A target that is only served elsewhere cannot show what it accepts.
-    shown = held_out_completions(run, 3, verdict.drafts[-1].drafting) if verdict.run_at else []
+    shown = held_out_completions(run, 3, verdict.drafts[-1].drafting) if verdict.run else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)
 
 

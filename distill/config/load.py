@@ -87,6 +87,8 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
         return f"{origin}: `{key}` is missing"
     message = re.sub(r"valid dictionary or instance of \w+", "section of `key: value` lines", first["msg"])
     message = message.removeprefix("Value error, ").replace("valid tuple", "list")
+    if first["type"] == "literal_error":
+        message = did_you_mean(str(first["input"]), re.findall("'([^']+)'", first["ctx"]["expected"]))
     if not key:
         return f"{origin}: {message}"
     return f"{origin}: `{key}` = {json.dumps(first['input'], default=str)[:80]}: {message[0].lower()}{message[1:]}"

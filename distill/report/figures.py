@@ -45,7 +45,7 @@ def figures_of(view: View) -> dict[str, str]:
         drawn["survival"] = _draw("survival", _survival, view)
     if view.curves is not None:
         drawn["tau"] = _draw("tau", _taus, view, view.curves)
-        if any(view.timed_speed_ups(curve) for curve in view.curves.contestants.values()):
+        if any(view.timed_speed_ups(curve) for curve in view.curves.ways.values()):
             drawn["speed"] = _draw("speed", _speeds, view, view.curves)
         drawn["given"] = _draw("given", _given_speeds, view, view.curves)
     if result.calibration:
@@ -54,10 +54,10 @@ def figures_of(view: View) -> dict[str, str]:
 
 
 def _style(view: View, name: str) -> dict[str, Any]:
-    others = [known for known in view.labels if known not in COLOURS]
+    others = [known for known in view.ways if known not in COLOURS]
     marker, line = SHAPES.get(name, ("D", ":"))
     # SVG is XML, which has no signs for control characters.
-    label = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in view.labels.get(name, name))
+    label = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in name)
     shown = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
     return {
         "color": COLOURS.get(name) or OTHERS[others.index(name) % len(OTHERS) if name in others else 0],

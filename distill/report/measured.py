@@ -1,17 +1,13 @@
 """What was measured of every way to decode, as tables: the same figures on the screen, in the report and in an exported directory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from distill.report.table import Cell, Column, Table
 from distill.run.verdict_record import Verdict
-from speculative.measure.measured import DRAFT, HELD_OUT, SERVED, TARGET, UNDISTILLED, Measured
+from speculative.measure.measured import HELD_OUT, TARGET, Measured
 
 HOW = "tau is counted live and speed is timed, unless a note says otherwise; [95 % interval]"
 TOO_FEW_TIMED = "too few prompts for an interval"
-
-
-# What a reader is told; every other way has its own name.
-NAMES = {TARGET: "target alone", UNDISTILLED: "undistilled draft", SERVED: "served draft", DRAFT: "draft"}
 
 
 def timed_rows(verdict: Verdict, concurrency: int = 1) -> list[Measured]:
@@ -23,15 +19,15 @@ def timed_rows(verdict: Verdict, concurrency: int = 1) -> list[Measured]:
 def ways_tables(verdict: Verdict) -> list[Table]:
     """What could be run, each way at its own best gamma, and the drafts at the judged gamma."""
     text = f"{verdict.prompts:,} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}"
-    labels, timed = NAMES, timed_rows(verdict)
+    timed = timed_rows(verdict)
     judged = [row for one in verdict.drafts if (row := verdict.judged(one.way)) is not None]
-    tables = [timed_table(timed, labels, verdict.to_run(), text)] if timed else []
+    tables = [timed_table(timed, verdict.to_run(), text)] if timed else []
     if judged:
-        tables.append(judged_table(judged, labels, f"The drafts at gamma {verdict.gamma}" if timed else text))
+        tables.append(judged_table(judged, f"The drafts at gamma {verdict.gamma}" if timed else text))
     return tables
 
 
-def timed_table(rows: Sequence[Measured], labels: Mapping[str, str], run: str | None, title: str = "") -> Table:
+def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> Table:
     """A row a way, the one to run in bold."""
     table = Table(
         [
@@ -44,32 +40,30 @@ def timed_table(rows: Sequence[Measured], labels: Mapping[str, str], run: str | 
     for row in rows:
         few = TOO_FEW_TIMED if row.speed_up_ci is None and row.way != TARGET else ""
         table.add(
-            Cell(labels.get(row.way, row.way), note=_sizes(row), mark="run this" if row.way == run else ""),
+            Cell(row.way, note=_sizes(row), mark="run this" if row.way == run else ""),
             row.gamma or None, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.tokens_per_second,
             _figure(row, "speed_up", few), strong=row.way == run,
         )  # fmt: skip
     return table
 
 
-def judged_table(rows: Sequence[Measured], labels: Mapping[str, str], title: str = "") -> Table:
+def judged_table(rows: Sequence[Measured], title: str = "") -> Table:
     """A row a draft: every kind of acceptance at one gamma."""
     columns = (Column("alpha", ".3f"), Column("tau", ".2f"), Column("accepted / drafted", ".3f"))
     table = Table(["draft", *columns], title=title)
     for row in rows:
-        label = labels.get(row.way, row.way)
-        table.add(label, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.accepted_per_drafted)
+        table.add(row.way, Cell(row.alpha, row.alpha_ci), _figure(row, "tau"), row.accepted_per_drafted)
     return table
 
 
 def load_table(verdict: Verdict) -> Table:
     """A row a load: the target's own rate, the speed-up of every way that was timed there, and what to run."""
-    labels, loads = NAMES, verdict.concurrencies
-    timed = {load: {row.way: row for row in timed_rows(verdict, load)} for load in loads}
+    timed = {load: {row.way: row for row in timed_rows(verdict, load)} for load in verdict.concurrencies}
     ways = list(dict.fromkeys(way for rows in timed.values() for way in rows if way != TARGET))
     table = Table(
         [
             Column("concurrent requests", ","), Column("target alone, tokens/s", ",.0f"),
-            *(Column(labels.get(way, way), ".2f", "x") for way in ways), "run",
+            *(Column(way, ".2f", "x") for way in ways), "run",
         ]
     )  # fmt: skip
     for load, rows in timed.items():
@@ -81,7 +75,7 @@ def load_table(verdict: Verdict) -> Table:
             for way in ways
         ]
         alone = rows[TARGET].tokens_per_second if TARGET in rows else None
-        table.add(load, Cell(alone, strong=run == TARGET), *cells, labels.get(run or "", run))
+        table.add(load, Cell(alone, strong=run == TARGET), *cells, run)
     return table
 
 

@@ -32,7 +32,7 @@ from speculative.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
 FACTS = (
-    "outcome", "pays", "headline", "facts", "rule", "gamma", "prompts", "tokens", "measured", "gain", "against_served", "warnings",
+    "run", "outcome", "pays", "headline", "facts", "rule", "gamma", "prompts", "tokens", "measured", "gain", "against_served", "warnings",
 )  # fmt: skip
 
 
@@ -97,7 +97,6 @@ def summary_of(result: Result, files: ReportFiles | None = None, prices: Prices 
         "name": result.name,
         "made": result.made,
         **{key: verdict[key] for key in FACTS},
-        "run": {str(load): result.verdict.to_run(load) for load in result.verdict.concurrencies},
         "checks": result.checks,
         "commit": result.provenance.get("commit"),
         "files": {"html": files.html.name} if files else {},
@@ -151,7 +150,7 @@ def _curve_data(view: View) -> dict[str, Any]:
                 "series": [
                     {
                         "name": name,
-                        "label": view.labels[name],
+                        "label": name,
                         "gammas": curve.gammas,
                         "tau": curve.tau,
                         "parallel": view.in_one_pass(name),

@@ -1,10 +1,9 @@
-"""A result as the report looks at it: the judged draft, labels, curves, step times. Pure: what a result holds is read, not computed again."""
+"""A result as the report looks at it: the judged draft, ways, curves, step times. Pure: what a result holds is read, not computed again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from distill.report.measured import NAMES
 from distill.report.money import Prices
 from distill.run.result import Curve, Result, RuleCurves
 from distill.run.verdict_record import WAYS, DraftOf, Outcome, Verdict
@@ -79,10 +78,11 @@ class View:
         return self.verdict.drafts[-1]
 
     @cached_property
-    def labels(self) -> dict[str, str]:
-        """{way: what a reader is told} of everything that has a curve or a slice, the drafts first."""
-        ways = [*(one.way for one in self.verdict.drafts), *(self.curves.contestants if self.curves else {})]
-        return {way: NAMES.get(way, way) for way in ways}
+    def ways(self) -> list[str]:
+        """Everything that has a curve or a slice, the drafts first."""
+        return list(
+            dict.fromkeys([*(one.way for one in self.verdict.drafts), *(self.curves.ways if self.curves else {})])
+        )
 
     @cached_property
     def curves(self) -> RuleCurves | None:
@@ -100,8 +100,8 @@ class View:
         return found | ({self.draft.way: live} if live else {})
 
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
-        """(way, curve) of those that have one, in the order of the labels."""
-        return [(name, curves.contestants[name]) for name in self.labels if name in curves.contestants]
+        """(way, curve) of those that have one, in the order of `ways`."""
+        return [(name, curves.ways[name]) for name in self.ways if name in curves.ways]
 
     def in_one_pass(self, name: str) -> bool:
         """Whether a way drafts a block in one pass."""
@@ -112,6 +112,6 @@ class View:
         last = max(self.result.costs.verify_ratio, default=None) if self.result.costs else None
         return {
             gamma: value
-            for gamma, value in zip(curve.gammas, curve.speed_up or [], strict=False)
+            for gamma, value in zip(curve.gammas, curve.predicted_speed_up or [], strict=False)
             if value is not None and (last is None or gamma <= last)
         }

@@ -121,7 +121,7 @@ def read_run(path: Path) -> RunFacts:
         raise UserError(f"{path}: no checkpoint there yet; finish the run first (the same command goes on)")
     config = load_config(run / CONFIG)
     verdict = load_verdict(run) if (run / VERDICT).exists() else None
-    if verdict is not None and folder.resolve() != step_folder(run, verdict.best.step or 0).resolve():
+    if verdict is not None and folder.resolve() != step_folder(run, verdict.drafts[-1].step or 0).resolve():
         verdict = None  # the verdict is of another checkpoint
     curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))

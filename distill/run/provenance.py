@@ -22,7 +22,8 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +44,7 @@ def describe_run(seed: int) -> dict[str, Any]:
         "uncommitted_changes": f"sha256 {hashlib.sha256(difference.encode()).hexdigest()}" if difference else None,
         "argv": sys.argv,
         "seed": seed,
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {package: version_of(package) for package in PACKAGES},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",

@@ -12,8 +12,6 @@ from distill.run.verdict_record import (
     Gain,
     Interval,
     Judgement,
-    Numbers,
-    PairedGain,
     Record,
     Text,
     Verdict,
@@ -21,20 +19,6 @@ from distill.run.verdict_record import (
 
 RESULT_FORMAT: Literal[2] = 2
 Writer = Literal["draft", "target", "bonus"]
-
-
-class Contestant(Numbers):
-    """A draft beside the others."""
-
-    name: str = Field(description="baseline, served or best")
-    label: Text | None = Field(None, description="what a reader is told")
-    path: Text | None = Field(None, description="where its weights are")
-    step: int | None = Field(None, description="checkpoint; null: none of this run")
-    tau: float = Field(description="tokens per target call at the judged gamma")
-    tau_by: Literal["live", "replay"] | None = Field(None, description="counted live, or by replay")
-    speed_up: float | None = Field(None, description="pooled: tokens/s of all held-out prompts over the target's")
-    speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null too where prompts are too few")
-    tokens_per_second: float | None = Field(None, description="with this draft, at batch 1")
 
 
 class Step(Record):
@@ -45,7 +29,7 @@ class Step(Record):
     alpha_ci: Interval | None = Field(None, description="its 95 % interval")
     tau: float = Field(description="tokens per target call")
     tau_ci: Interval | None = Field(None, description="its 95 % interval; only live")
-    gain: PairedGain | None = Field(None, description="over the first, paired by prompt; the interval stands alone")
+    gain: Gain | None = Field(None, description="in alpha over the first, paired by prompt; the interval stands alone")
 
 
 class Curve(Record):
@@ -60,14 +44,16 @@ class Curve(Record):
     tau: list[float] = Field(description="at each gamma")
     tau_ci: list[Interval | None] | None = Field(None, description="at each gamma")
     survival: list[float] | None = Field(None, description="at the verdict's gamma")
-    speed_up: list[float | None] | None = Field(None, description="predicted at each gamma; null beyond the timed ones")
+    predicted_speed_up: list[float | None] | None = Field(
+        None, description="at each gamma, by the timed steps; null beyond the timed gammas"
+    )
 
 
 class RuleCurves(Record):
     """Every draft under one rule."""
 
     rule: str = Field(description="engine rule")
-    contestants: dict[str, Curve] = Field(description="by draft")
+    ways: dict[str, Curve] = Field(description="by draft")
     note: Text | None = Field(None, description="how the text was answered, and whose step times hold")
 
 
@@ -85,9 +71,9 @@ class Curves(Record):
     rules: list[RuleCurves] = Field(description="under every rule that the text has a law for, the run's own first")
     refused: list[RefusedRule] = Field([], description="the others")
 
-    def taus_at(self, gamma: int, name: str = "best") -> dict[str, float]:
+    def taus_at(self, gamma: int, way: str) -> dict[str, float]:
         """tau of a draft by rule at a gamma; what was not replayed is left out."""
-        of_draft = {entry.rule: entry.contestants[name] for entry in self.rules if name in entry.contestants}
+        of_draft = {entry.rule: entry.ways[way] for entry in self.rules if way in entry.ways}
         return {rule: curve.tau[curve.gammas.index(gamma)] for rule, curve in of_draft.items() if gamma in curve.gammas}
 
 
@@ -105,7 +91,7 @@ class SliceRow(Record):
     prompts: int = Field(description="in it")
     alpha: dict[str, float] = Field(description="by draft")
     alpha_ci: dict[str, Interval | None] = Field({}, description="by draft; each stands alone")
-    gain: float | None = Field(None, description="best minus baseline")
+    gain: float | None = Field(None, description="draft minus undistilled draft")
     gain_ci: Interval | None = Field(None, description="at `corrected_confidence`")
     certain: Certain | None = Field(None, description="whether that excludes 0, on enough prompts")
     lost_share: float | None = Field(None, description="of all rejected probability")
@@ -129,9 +115,9 @@ class WhereRow(Record):
     prompts: int = Field(description="in it")
     repeated: float | None = Field(None, description="share of its tokens inside 8 in a row that stood earlier")
     looping: float | None = Field(None, description="share of its tokens in a loop")
-    speed_up: dict[str, float] = Field(description="by contestant")
-    speed_up_ci: dict[str, Interval | None] = Field({}, description="by contestant; each stands alone")
-    best: str | None = Field(None, description="the fastest there; target: nobody beats it alone")
+    speed_up: dict[str, float] = Field(description="by way")
+    speed_up_ci: dict[str, Interval | None] = Field({}, description="by way; each stands alone")
+    best: str | None = Field(None, description="the fastest there; `target alone`: nobody beats it")
     certain: bool | None = Field(
         None, description="whether it beats every other one there, in all rows of the dimension together"
     )
@@ -149,8 +135,8 @@ class TemperatureRow(Record):
     gamma: int = Field(description="drafted tokens per block: the verdict's")
     tau: float = Field(description="tokens per target call there")
     tau_ci: Interval | None = Field(None, description="its 95 % interval")
-    best_gamma: int | None = Field(None, description="by the verdict's step times; 0: none pays; null: not timed")
-    predicted_speed_up: float | None = Field(None, description="there")
+    best_gamma: int | None = Field(None, description="of the highest predicted speed-up; 0: none pays; null: not timed")
+    predicted_speed_up: float | None = Field(None, description="there, by the verdict's step times")
     repeated: float | None = Field(
         None, description="share of the answers' tokens inside 8 in a row that stood earlier"
     )
@@ -255,19 +241,7 @@ class ForgettingRow(Record):
     tokens: int = Field(description="of its text")
     alpha: dict[str, float] = Field(description="by draft")
     alpha_ci: dict[str, Interval | None] = Field({}, description="by draft")
-    change: DomainChange | None = Field(None, description="best minus baseline")
-
-
-class LivePrompt(Record):
-    """Counts of one prompt of the live run; drafted and accepted are uncut, as in the proposal log."""
-
-    key: Text = Field(description="of the prompt")
-    domain: Text = Field(description="of the prompt")
-    prompt_tokens: int | None = Field(None, description="its length")
-    tokens: int | None = Field(None, description="of the response")
-    blocks: int = Field(ge=0, description="target calls")
-    drafted: int = Field(ge=0, description="drafted tokens, uncut as in the proposal log")
-    accepted: int = Field(ge=0, description="accepted ones of them")
+    change: DomainChange | None = Field(None, description="draft minus undistilled draft")
 
 
 class TimedPrompt(Record):
@@ -275,7 +249,7 @@ class TimedPrompt(Record):
 
     key: Text = Field(description="of the prompt")
     tokens_per_second: dict[str, float] = Field(
-        description="by draft, rival, and of `target` alone; who lost early has fewer"
+        description="by way, `target alone` among them; who lost early has fewer"
     )
 
 
@@ -308,7 +282,7 @@ class ResponseSeen(Record):
 class TokenView(Record):
     """Some responses of the logged live run."""
 
-    contestant: str = Field(description="the draft that was decoded with")
+    way: str = Field(description="the draft that was decoded with")
     rule: str = Field(description="engine rule")
     gamma: int = Field(description="drafted tokens per block")
     responses: list[ResponseSeen] = Field(description="domains in turn")
@@ -329,16 +303,16 @@ class Result(Record):
 
     FORMAT: ClassVar[int | None] = RESULT_FORMAT
     format: Literal[2] = Field(description="of this file")
+    version: str = Field(description="of understudy that wrote it")
     kind: str = Field(description="run or evaluation")
     name: Text = Field(description="of the run, or the draft's path")
     made: str | None = Field(None, description="when, UTC")
     verdict: Verdict = Field(description="verdict.json")
-    contestants: list[Contestant] = Field(min_length=1, description="every draft side by side, the judged one last")
     steps: list[Step] = Field([], description="every judged checkpoint")
     curves: Curves | None = Field(None, description="over gamma, by replay of the frozen text")
     costs: TimedCosts | None = Field(None, description="measured seconds; null: not timed")
     slices: list[SliceTable] = Field([], description="the frozen text by dimension")
-    where: list[WhereRow] = Field([], description="which contestant helps where; empty: not timed, or one alone")
+    where: list[WhereRow] = Field([], description="which way helps where; empty: not timed")
     temperatures: list[TemperatureRow] = Field(
         [], description="acceptance at each of judge.temperatures, coldest first"
     )
@@ -349,7 +323,6 @@ class Result(Record):
     disagreements: list[Disagreement] = Field([], description="where the draft loses most, worst first")
     calibration: Calibration | None = Field(None, description="what its confidence is worth")
     forgetting: list[ForgettingRow] = Field([], description="held-out domains, when not all were trained on")
-    live_prompts: list[LivePrompt] | None = Field(None, description="counts of the live run; null: nothing was decoded")
     timed_prompts: list[TimedPrompt] | None = Field(None, description="speeds by prompt; null: not timed")
     token_view: TokenView | None = Field(None, description="some responses token by token")
     checks: dict[str, Any] = Field({}, description="`verdict.self_checks`")

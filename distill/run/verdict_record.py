@@ -6,8 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainSerializer, ValidationError
 
+from distill.run.provenance import version_of
 from speculative.errors import UserError
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, row_of
+
+VERSION = version_of("understudy") or "unknown"
 
 # Text of models may hold what no UTF-8 has, so it is only asked to be text.
 Text = InstanceOf[str]
@@ -16,7 +19,7 @@ Interval = tuple[float, float]
 Row = Annotated[Measured, PlainSerializer(Measured.record)]
 Certain = Literal["gain", "loss", "none"]
 Drafting = Literal["autoregressive", "parallel"]
-# What a draft that can draft both ways is called among the rivals, drafting the way that is not the best's.
+# The name of a draft that can draft both ways where it drafts the other way than the one in question does.
 WAYS: dict[Drafting, str] = {"autoregressive": BY_TOKEN, "parallel": BY_BLOCK}
 Outcome = Literal["pays_off", "best_together", "rival_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
 
@@ -42,8 +45,8 @@ class Record(BaseModel):
             tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
             if cls.FORMAT is not None and isinstance(tree, dict) and tree.get("format") != cls.FORMAT:
                 raise UserError(
-                    f"{path}: written by version 0.1 of understudy (format {tree.get('format', 1)}); this version reads format "
-                    f"{cls.FORMAT}: make it again, in a new folder or with that version"
+                    f"{path}: written by version {tree.get('version', '0.1')} of understudy (format {tree.get('format', 1)}); "
+                    f"version {VERSION} reads format {cls.FORMAT}: make it again in a new folder, or read it with that version"
                 )
             return cls.model_validate(tree)
         except UserError:
@@ -141,57 +144,11 @@ def _without_sums(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class JudgedDraft(Numbers):
-    """A draft in the verdict."""
-
-    step: int | None = Field(None, description="checkpoint; null: none of this run")
-    tau: float = Field(description="tokens per target call at the judged gamma")
-    tokens_per_second: float | None = Field(None, description="with this draft, at batch 1; only where timed")
-    speed_gamma: int | None = Field(None, description="the gamma that its speed is of: the best for it by replay")
-    speed_tau: float | None = Field(None, description="tokens per target call there, by replay")
-
-
-class BestDraft(JudgedDraft):
-    """The draft in question, with what belongs to the very run that its tau is of."""
-
-    replay_check: ReplayCheck | None = Field(None, description="that run's blocks beside replay of its very text")
-    live_tokens: int | None = Field(None, description="tokens of that run")
-    live: bool | None = Field(None, description="false: by replay, nothing was decoded")
-
-
 class Gain(Record):
     """A difference and its interval."""
 
     gain: float = Field(description="the difference")
     ci: Interval = Field(description="its interval")
-
-
-class Rival(Record):
-    """What else could be run, on the same prompts at batch 1: lookup, past responses, lookup before the draft; the draft drafting the other way,
-    or in fewer bytes.
-    """
-
-    name: str = Field(
-        description="prompt lookup, past responses, lookup + draft; `token by token` or `one pass a block`, how the best does not draft; "
-        "`best in int8` (export.quantize)"
-    )
-    gamma: int = Field(description="looked-up or drafted tokens per block, the best for it")
-    tau: float | None = Field(None, description="tokens per target call, by replay")
-    tokens_per_second: float = Field(description="of all held-out prompts together")
-    speed_up: float = Field(description="pooled: over the target alone")
-    speed_up_ci: Interval | None = Field(None, description="its interval; null: too few prompts were timed")
-    draft_over_it: float | None = Field(None, description="tokens/s of the draft in question over its own")
-    draft_over_it_ci: Interval | None = Field(None, description="the interval of that, paired by prompt")
-    ngrams: tuple[int, int] | None = Field(None, description="longest and shortest n-gram that is looked up")
-    then_gamma: int | None = Field(None, description="gamma of the draft behind the lookup")
-    behind: str | None = Field(
-        None, description="the draft there: best, or another row's name where that needs fewer target steps"
-    )
-    tuned_on: str = Field(description="text that its gamma and sizes were chosen on")
-    timed_prompts: int | None = Field(None, description="prompts that its blocks were timed on")
-    alpha_change: Gain | None = Field(
-        None, description="of the draft in fewer bytes: its alpha minus that of the draft as it is, paired by prompt"
-    )
 
 
 class Detectable(Record):
@@ -223,13 +180,6 @@ class Effects(CallEffects):
 
     alpha: Gain = Field(description="in alpha")
     certain: Certain = Field(description="whether the interval of alpha excludes 0, on enough prompts")
-
-
-class PairedGain(Record):
-    """The gain in alpha alone."""
-
-    alpha_gain: float = Field(description="best minus baseline")
-    ci: Interval = Field(description="its interval, widened for the looks")
 
 
 class Costs(Record):
@@ -283,37 +233,6 @@ class Latency(Record):
     per_response: Percentiles | None = Field(None, description="from the request to the response's last token")
 
 
-class LoadRival(Record):
-    """What else could be run at one load, measured as the draft is. Sizes and gammas are those of the fewest target steps there."""
-
-    name: str = Field(description="`prompt lookup`, `past responses` or `lookup + draft`")
-    gamma: int = Field(description="tokens it proposes at most")
-    ngrams: tuple[int, int] | None = Field(None, description="(longest, shortest) n-gram that is looked up")
-    then_gamma: int | None = Field(None, description="drafted tokens where nothing was found; null: no draft behind it")
-    tuned_on: str = Field(description="the text that sizes and gamma were chosen on")
-    speed_up: float = Field(description="measured, over plain decoding at the same load")
-    speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null: too few prompts")
-
-
-class LoadRow(Record):
-    """Decoding with the best draft and without at one load, every row taken, prefill aside."""
-
-    concurrency: int = Field(description="requests decoded at once")
-    gamma: int = Field(description="drafted tokens per block, the best by prediction at this load")
-    speed_up: float = Field(description="measured, over plain decoding at the same load")
-    speed_up_ci: Interval | None = Field(None, description="its 95 % interval; null: too few prompts")
-    predicted: float = Field(description="by `roofline` and tau of `replay`")
-    plain_tokens_per_second: float = Field(description="of all requests together, without a draft")
-    tokens_per_second: float = Field(description="with the draft: `speed_up` times that")
-    rivals: list[LoadRival] = Field(
-        [], description="prompt lookup, past responses, lookup before the draft, at this load"
-    )
-    run: str | None = Field(
-        None,
-        description="the fastest here of `best` and `rivals` that is certainly faster than plain, else `target`; null: too few prompts",
-    )
-
-
 class Roofline(Record):
     """Seconds of one call: fixed + per_token * tokens fed to it, fitted to the steps at all measured loads."""
 
@@ -331,40 +250,33 @@ class DraftOf(Record):
     """A draft of the verdict: whose weights a way's name stands for."""
 
     way: str = Field(description="`undistilled draft`, `served draft` or `draft`")
-    label: Text = Field("", description="what a reader is told")
     path: Text | None = Field(None, description="where its weights are")
     step: int | None = Field(None, description="checkpoint; null: none of this run")
     drafting: Drafting = Field("autoregressive", description="how it drafts")
 
 
 class OnTarget(Record):
-    """How the best draft does on the held-out responses of another target (target.others), by replay, beside the undistilled one."""
+    """Another target that the draft learned from (target.others): `measured` has the drafts on its held-out text, by replay."""
 
-    target: str = Field(description="its path")
+    target: str = Field(description="its path: the text of its rows")
     weight: float = Field(description="its share, relative to the run's own target")
-    prompts: int | None = Field(None, description="held-out prompts")
-    tokens: int | None = Field(None, description="tokens of their frozen responses")
-    alpha: float = Field(description="acceptance rate")
-    tau: float = Field(description="tokens per target call at the judged gamma")
-    baseline_tau: float = Field(description="of the undistilled draft")
-    alpha_gain: Gain = Field(description="over the undistilled draft, paired by prompt, widened for the looks")
+    gain: Gain = Field(description="in alpha over the undistilled draft, paired by prompt, widened for the looks")
 
 
 class Verdict(Record):
-    """verdict.json: baseline against best, paired, timed, with the best gamma. Null: not measured, or nothing to compare."""
+    """verdict.json: the draft beside the undistilled one, paired, and every way to decode, timed. Null: not measured, or nothing to compare."""
 
     FORMAT: ClassVar[int | None] = 2
     format: Literal[2] = Field(2, description="of this file; what has none was written by version 0.1")
+    version: str = Field(description="of understudy that wrote it")
     measured: list[Row] = Field(
         [], description="every way at every concurrency, on the held-out text and on its domains"
     )
-    drafts: list[DraftOf] = Field([], description="every draft, the one in question last")
+    drafts: list[DraftOf] = Field(min_length=1, description="every draft, the one in question last")
     gain: Effects | None = Field(
         None, description="draft minus undistilled draft, paired by prompt, widened for the looks"
     )
-    run_at: dict[str, str] = Field(
-        {}, description="what to run, by number of concurrent requests; empty: nothing was timed"
-    )
+    run: dict[str, str] = Field({}, description="the way to run, by number of concurrent requests; empty: not timed")
     pays: bool | None = Field(
         None, description="whether the target with the draft alone is certainly faster than without; null: not timed"
     )
@@ -375,44 +287,22 @@ class Verdict(Record):
     gamma: int = Field(description="drafted tokens per block")
     prompts: int = Field(description="held-out prompts")
     tokens: int = Field(description="tokens of their frozen responses")
-    baseline: JudgedDraft | None = Field(None, description="the undistilled draft")
-    served: JudgedDraft | None = Field(None, description="the draft that is served today (judge.served)")
-    best: BestDraft = Field(description="the draft in question")
-    target_tokens_per_second: float | None = Field(None, description="the target alone, on the same prompts in turn")
-    speed_up: dict[str, float] | None = Field(
-        None, description="by draft, pooled: tokens/s of all held-out prompts over those of the target alone"
-    )
-    speed_up_ci: dict[str, Interval | None] | None = Field(
-        None, description="its interval, of the best widened for the looks; null by draft: too few prompts"
-    )
-    rivals: list[Rival] = Field([], description="what else could be run, on the same prompts; empty: nothing was timed")
-    run: str | None = Field(
-        None, description="what to run: baseline, served, best, a rival's name, or `target`; null: not timed"
-    )
-    effects: Effects | None = Field(None, description="best minus baseline")
-    against_served: Effects | None = Field(None, description="best minus served, the same keys")
-    replay: dict[int, float] = Field({}, description="tau of the best by gamma, 0 to 32, from the frozen text")
-    best_gamma: int | None = Field(None, description="argmax of tau / (gamma c + v); 0: no gamma pays")
+    against_served: Effects | None = Field(None, description="draft minus served draft, the same keys")
+    replay: dict[int, float] = Field({}, description="tau of the draft by gamma, 0 to 32, from the frozen text")
     best_gamma_range: tuple[int, int] | None = Field(
         None,
-        description="gammas whose predicted speed-up is within 3 % of it, or within what costs are known to; null: none pays",
+        description="gammas whose predicted speed-up is within 3 % of the highest, or within what costs are known to; null: none pays",
     )
-    predicted_speed_up: float | None = Field(None, description="there; 1 where none pays")
-    costs: Costs | None = Field(None, description="of the best and the target")
-    drafting: Drafting = Field(
-        "autoregressive",
-        description="how the best drafts: token by token, or a block in one pass; the other way, where it can, is one of `rivals`",
-    )
-    load: list[LoadRow] = Field([], description="by number of concurrent requests (judge.load)")
+    costs: Costs | None = Field(None, description="of the draft and the target")
     plain_wins_from: int | None = Field(
-        None, description="concurrent requests from which plain decoding is faster; null: not up to 4096, or no `load`"
+        None,
+        description="concurrent requests from which plain decoding is faster; null: not up to 4096, or no judge.load",
     )
-    roofline: Roofline | None = Field(None, description="what predicts between and beyond the loads of `load`")
-    latency: dict[str, Latency] = Field({}, description="by contestant, `target` among them; empty: not timed")
+    roofline: Roofline | None = Field(None, description="what predicts between and beyond the measured loads")
+    latency: dict[str, Latency] = Field({}, description="by way, `target alone` among them; empty: not timed")
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
-    domains: dict[str, OnText] = Field({}, description="the best's judgement by domain")
-    targets: list[OnTarget] = Field([], description="the best draft on each other target (target.others), by replay")
+    targets: list[OnTarget] = Field([], description="the draft on each other target (target.others), by replay")
     repetition: Repetition | None = Field(None, description="of the frozen text")
     outcome: Outcome = Field(description="what distilling brought, as in the table above")
     warnings: list[Text] = Field([], description="where live decoding and replay part, or the target loops")
@@ -429,7 +319,7 @@ class Verdict(Record):
 
     def to_run(self, concurrency: int = 1) -> str | None:
         """The way to run at a measured concurrency; None: not timed."""
-        return self.run_at.get(str(concurrency))
+        return self.run.get(str(concurrency))
 
     @property
     def concurrencies(self) -> list[int]:
@@ -446,5 +336,4 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
         return "autoregressive"
     if verdict is None:
         return "parallel"
-    own = verdict.drafts[-1].drafting if verdict.drafts else verdict.drafting
-    return next((way for way in WAYS if WAYS[way] == verdict.to_run()), own)
+    return next((way for way in WAYS if WAYS[way] == verdict.to_run()), verdict.drafts[-1].drafting)

@@ -22,7 +22,7 @@ from distill.run.result import Result
 from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
 from distill.verdict.field import Candidate, line_up
-from distill.verdict.findings import findings_of, serve_commands
+from distill.verdict.findings import SeenByBoth, findings_of, serve_commands
 from distill.verdict.question import Question
 from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
@@ -80,13 +80,14 @@ def conclude_run(
         evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=others)
     result = findings_of(
-        evidence, verdict, target.tokenizer, kind="run", name=config.name, checkpoints=records, trained_on=trained_on,
-        provenance=_provenance(step_folder(run, best.step or 0)), config=dump_config(config),
-        files={"proposals": PROPOSALS if live else None}, **(seen_by_both(evidence, target) if live else {}),
+        evidence, verdict, target.tokenizer, records, kind="run", name=config.name,
+        seen=seen_by_both(evidence, target) if live else None, trained_on=trained_on,
     )  # fmt: skip
+    about = {"provenance": _provenance(step_folder(run, best.step or 0)), "config": dump_config(config)}
     serve = serve_commands(run, target, verdict, serving.sampling, result.curves)
     spent = {stage: round(value, 2) for stage, value in seconds().items()}
-    return result.model_copy(update={"serve": serve, "verdict": verdict.model_copy(update={"seconds": spent})})
+    told = {"serve": serve, "verdict": verdict.model_copy(update={"seconds": spent})}
+    return result.model_copy(update=about | told | {"files": {"proposals": PROPOSALS if live else None}})
 
 
 def write_conclusion(run: Path, result: Result) -> None:
@@ -96,8 +97,8 @@ def write_conclusion(run: Path, result: Result) -> None:
     write_json(run / VERDICT, result.verdict.record())
 
 
-def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
-    """{entropies, token_view, temperatures}: what only the target's weights can tell beside the live run."""
+def seen_by_both(evidence: Evidence, target: Target) -> SeenByBoth:
+    """What only the target's weights can tell beside the live run."""
     of_prompt = {response.prompt: response.domain for response in evidence.question.frozen}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
@@ -106,11 +107,8 @@ def seen_by_both(evidence: Evidence, target: Target) -> dict[str, Any]:
         target.model, evidence.best.draft.model, [responses[index] for index in chosen], [domains[index] for index in chosen],
         target.tokenizer, evidence.question.settings, name=evidence.best.name,
     )  # fmt: skip
-    return {
-        "entropies": target_entropies(target.model, evidence.question.frozen),
-        "token_view": view,
-        "temperatures": temperature_rows(evidence, target),
-    }
+    entropies = target_entropies(target.model, evidence.question.frozen)
+    return SeenByBoth(entropies, view, temperature_rows(evidence, target))
 
 
 def require_served(path: str | None, target: Target, longest: int) -> None:
@@ -132,12 +130,12 @@ def require_served(path: str | None, target: Target, longest: int) -> None:
 def _candidates(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
     """Undistilled, served today (when the config names it), distilled."""
     found = []
-    for name, label, record in ((UNDISTILLED, "undistilled", first), (DRAFT, "distilled", best)):
+    for name, record in ((UNDISTILLED, first), (DRAFT, best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
-        found.append(Candidate(name, label, path, record.step, Draft(as_exported(load_model(name, path), target))))
+        found.append(Candidate(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
     if served is not None:
         draft = Draft(as_exported(load_draft(served, target), target))
-        found.insert(1, Candidate(SERVED, "served today", served, None, draft))
+        found.insert(1, Candidate(SERVED, served, None, draft))
     return found
 
 
@@ -147,7 +145,7 @@ def _lighter(config: RunConfig, target: Target, best: Candidate) -> Candidate | 
     if how is None:
         return None
     draft = Draft(lighter_draft(load_model(DRAFT, best.path), how, target))
-    return Candidate(f"{DRAFT} in {how}", f"distilled, {how}", best.path, best.step, draft)
+    return Candidate(f"{DRAFT} in {how}", best.path, best.step, draft)
 
 
 def _provenance(folder: Path) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Contest:
                 said_P, blocks_P, how["tau"] = tokens_P, sum_by_prompt(keys, way.blocks_N), "replay"
             alpha, alpha_ci = None, None
             if way.name in scores:
-                alpha, alpha_ci = _alpha(scores[way.name], keys, self.question.law, confidence)
+                alpha, alpha_ci = alpha_of(scores[way.name], keys, self.question.law, confidence)
                 how["alpha"] = "replay"
             found.append(
                 replace(
@@ -206,9 +206,10 @@ def _calls_P(question: Question, way: Way, tokens_P: np.ndarray, first: Contest)
     return tokens_P * np.array([per_token.get(keys[prompt], np.nan) for prompt in prompts])
 
 
-def _alpha(
+def alpha_of(
     scores: Sequence[TokenScores], keys: Sequence[Hashable], law: str, confidence: float
 ) -> tuple[float, Interval]:
+    """Acceptance rate by replay, and its interval over prompts."""
     accepted_P = sum_by_prompt(keys, np.array([own.accept_probs(law).sum() for own in scores]))
     tokens_P = sum_by_prompt(keys, np.array([len(own) for own in scores]))
     return float(accepted_P.sum() / tokens_P.sum()), ratio_interval(accepted_P, tokens_P, confidence)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from distill.config.sections import JudgeConfig
 from distill.run.verdict_record import WAYS
 from distill.verdict.question import Question
-from distill.verdict.ways import block_price, draft_way, live_ways, lookup_way, past_way, timed_gammas, together_way
+from distill.verdict.ways import draft_way, live_ways, lookup_way, past_way, timed_gammas, together_way
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.engine.models import max_positions
@@ -32,7 +32,6 @@ class Candidate:
     """A draft as it would be served, under the name of its way."""
 
     name: str
-    label: str
     path: str
     step: int | None
     draft: Draft
@@ -104,14 +103,14 @@ def ways_of(question: Question, target: PreTrainedModel, field: Field) -> list[W
     """
     own, best = field.scores[question.rule], field.candidates[-1]
     found = {
-        one.name: draft_way(question, one.name, one.label, one.draft.drafter, own[one.name], field.costs[one.name])
+        one.name: draft_way(question, one.name, one.draft.drafter, own[one.name], field.costs[one.name])
         for one in (*field.candidates, *field.others)
     }
 
     def steps(one: Candidate) -> float:
         way = found[one.name]
         assert way.blocks_N is not None
-        return float(way.blocks_N.sum()) * block_price(field.costs[one.name], way.gamma)
+        return float(way.blocks_N.sum()) * field.costs[one.name].block_price(way.gamma)
 
     behind = min((best, *field.others), key=steps)
     free = free_ways(question, target, own[behind.name], behind, field.costs[behind.name])

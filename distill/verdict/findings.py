@@ -1,10 +1,10 @@
 """What a result holds beside its verdict, made from the same evidence. Its shape: distill/run/result.py. No models are loaded here."""
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from distill.models.target import Target, load_target_side
 from distill.run.result import (
     RESULT_FORMAT,
     Calibration,
-    Contestant,
     Curve,
     Curves,
     Disagreement,
     DomainChange,
     ForgettingRow,
-    LivePrompt,
     RefusedRule,
     Result,
     RuleCurves,
@@ -35,15 +33,15 @@ from distill.run.result import (
     TokenView,
     WhereRow,
 )
-from distill.run.verdict_record import Judgement, Numbers, PairedGain, Verdict
+from distill.run.verdict_record import VERSION, Gain, Judgement, Verdict
 from distill.verdict.evidence import Evidence
-from distill.verdict.verdict import describe_costs
+from distill.verdict.verdict import best_timed_gamma, describe_costs
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import where_each_helps
-from speculative.measure.cost import StepCosts, predicted_speed_up
+from speculative.measure.cost import StepCosts
 from speculative.measure.curves import CURVE_GAMMAS, RuleCurve, rule_curve
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.measured import TARGET, UNDISTILLED
@@ -52,49 +50,50 @@ from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings
 
 
+class SeenByBoth(NamedTuple):
+    """What only the target's weights can tell beside the live run. entropies: the target's at every frozen token."""
+
+    entropies: list[np.ndarray]
+    token_view: TokenView
+    temperatures: list[TemperatureRow]
+
+
 def findings_of(
     evidence: Evidence,
     verdict: Verdict,
     tokenizer: Any,
+    checkpoints: Sequence[Judgement],
     *,
     kind: str,
     name: str,
-    checkpoints: Sequence[Judgement],
-    entropies: list[np.ndarray] | None = None,
-    token_view: TokenView | None = None,
-    temperatures: list[TemperatureRow] | None = None,
+    seen: SeenByBoth | None,
     trained_on: Sequence[str] | None = None,
-    provenance: dict[str, Any] | None = None,
-    config: str = "",
-    files: Mapping[str, str | None] | None = None,
 ) -> Result:
-    """The whole result. checkpoints: the judged ones with their sums by response, which the verdict lacks.
-
-    entropies: the target's at every frozen token; temperatures: of judge.temperatures; where its weights were here.
+    """The result, less where it comes from. checkpoints: the judged ones with their sums by response, which the verdict lacks.
 
     trained_on: domains of the training prompts; None when nobody trained.
     """
-    pieces = [token_pieces(tokenizer, response.response_ids) for response in evidence.question.frozen]
-    contestants = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
-    baseline = UNDISTILLED if UNDISTILLED in contestants else None
+    question, best = evidence.question, evidence.best.name
+    scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
+    pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
     slices = slice_tables(
-        evidence.question.frozen, contestants, rule=evidence.question.rule, pieces=pieces, entropies=entropies, baseline=baseline,
-        best=evidence.best.name,
+        question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None,
+        baseline=UNDISTILLED if UNDISTILLED in scores else None, best=best,
     )  # fmt: skip
     tables = [SliceTable.model_validate(table, from_attributes=True) for table in slices]
-    costs = evidence.costs[evidence.best.name] if evidence.costs else None
+    costs = evidence.costs[best] if evidence.costs else None
     worst = disagreements(
-        evidence.question.frozen, evidence.own_scores(evidence.best.name), rule=evidence.question.rule, gamma=evidence.question.gamma,
-        tokenizer=tokenizer, seconds_per_block=_seconds_per_block(costs, evidence.question.gamma),
+        question.frozen, scores[best], rule=question.rule, gamma=question.gamma, tokenizer=tokenizer,
+        seconds_per_block=costs.target_seconds * costs.block_price(question.gamma) if costs else None,
     )  # fmt: skip
     return Result(
         format=RESULT_FORMAT,
+        version=VERSION,
         kind=kind,
         name=name,
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         verdict=verdict,
-        contestants=[_contestant(evidence, verdict, one.name) for one in evidence.candidates],
-        steps=steps_of(checkpoints, [response.prompt for response in evidence.question.frozen]),
+        steps=steps_of(checkpoints, question.keys),
         curves=curves_of(evidence),
         costs=_costs(evidence, costs),
         slices=tables,
@@ -102,31 +101,10 @@ def findings_of(
         disagreements=[Disagreement.model_validate(row, from_attributes=True) for row in worst],
         calibration=_calibration(evidence, verdict, costs),
         forgetting=_forgetting(tables, trained_on),
-        live_prompts=live_prompts(evidence),
         timed_prompts=_timed(evidence),
-        token_view=token_view,
-        temperatures=temperatures or [],
+        token_view=seen.token_view if seen else None,
+        temperatures=seen.temperatures if seen else [],
         checks=verdict.self_checks,
-        config=config,
-        provenance=provenance or {},
-        files=dict(files or {}),
-    )
-
-
-def _contestant(evidence: Evidence, verdict: Verdict, name: str) -> Contestant:
-    one = next(one for one in evidence.candidates if one.name == name)
-    own = verdict.best if name == evidence.best.name else evidence.judged[name]
-    speed, interval = verdict.speed_up, verdict.speed_up_ci
-    return Contestant(
-        **{key: getattr(own, key) for key in Numbers.model_fields},
-        name=name,
-        label=one.label,
-        path=one.path,
-        step=one.step,
-        tau_by="live" if evidence.judged[name].live else "replay",
-        speed_up=speed[name] if speed else None,
-        speed_up_ci=interval[name] if interval else None,
-        tokens_per_second=evidence.contest.speed(name).tokens_per_second if evidence.contest else None,
     )
 
 
@@ -139,7 +117,7 @@ def steps_of(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Step]:
         if first is not None and own is not None and record is not records[0] and own.tokens == first.tokens:
             gains_P = sum_by_prompt(keys, np.subtract(own.accept_sums, first.accept_sums))
             tokens_P = sum_by_prompt(keys, np.array(own.tokens))
-            gain = PairedGain(alpha_gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
+            gain = Gain(gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
         known = {key: getattr(record, key) for key in ("step", "alpha", "alpha_ci", "tau", "tau_ci")}
         rows.append(Step(**known, gain=gain))
     return rows
@@ -163,7 +141,7 @@ def curves_of(evidence: Evidence) -> Curves:
                 for name, scores in evidence.scores[text_rule].items()
             }
             note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
-            rules.append(RuleCurves(rule=rule, contestants=of, note=note))
+            rules.append(RuleCurves(rule=rule, ways=of, note=note))
     rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
     refused = [
         RefusedRule(
@@ -181,15 +159,13 @@ def curves_of(evidence: Evidence) -> Curves:
 
 
 def _with_speed(evidence: Evidence, name: str, curve: RuleCurve) -> Curve:
-    """The curve with the predicted speed-up at every gamma; None beyond the measured ones."""
+    """The curve with the predicted speed-up at every gamma; None beyond the timed ones."""
     costs = evidence.costs[name] if evidence.costs else None
     speeds = costs and [
-        predicted_speed_up(tau, gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma))
-        if gamma <= max(costs.verify_seconds)
-        else None
+        tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
         for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
     ]
-    return Curve.model_validate(vars(curve) | {"speed_up": speeds})
+    return Curve.model_validate(vars(curve) | {"predicted_speed_up": speeds})
 
 
 def _costs_note(evidence: Evidence, rule: str) -> str:
@@ -199,12 +175,6 @@ def _costs_note(evidence: Evidence, rule: str) -> str:
         if evidence.costs and rule != evidence.question.rule
         else ""
     )
-
-
-def _seconds_per_block(costs: StepCosts | None, gamma: int) -> float | None:
-    if costs is None:
-        return None
-    return costs.target_seconds * (gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma))
 
 
 def _costs(evidence: Evidence, costs: StepCosts | None) -> TimedCosts | None:
@@ -222,9 +192,9 @@ def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) 
         return Calibration.model_validate(replace(found, words=words), from_attributes=True)
     gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
-    speed_up = verdict.predicted_speed_up  # at the best gamma, 1 where none pays
+    _, speed_up = best_timed_gamma(verdict.replay, costs)  # 1 where none pays
     threshold, words = stop_below(
-        scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up or 1.0, parallel=costs.parallel,
+        scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up, parallel=costs.parallel,
     )  # fmt: skip
     advised = replace(found, stop_below=threshold, words=f"{found.words}. {words}")
     return Calibration.model_validate(advised, from_attributes=True)
@@ -247,25 +217,6 @@ def _forgetting(slices: Sequence[SliceTable], trained_on: Sequence[str] | None) 
             else DomainChange(gain=row.gain, ci=row.gain_ci, certain=row.certain),
         )
         for row in domains
-    ]
-
-
-def live_prompts(evidence: Evidence) -> list[LivePrompt] | None:
-    """Counts of every prompt of the live run; drafted and accepted are the uncut ones, as in the proposal log."""
-    if evidence.responses is None:
-        return None
-    domains = {response.prompt: response.domain for response in evidence.question.frozen}
-    return [
-        LivePrompt(
-            key=response.key,
-            domain=domains[tuple(response.prompt_ids)],
-            prompt_tokens=len(response.prompt_ids),
-            tokens=len(response.response_ids),
-            blocks=response.blocks,
-            drafted=sum(response.drafted_counts),
-            accepted=sum(response.accepted_counts),
-        )
-        for response in evidence.responses
     ]
 
 

@@ -61,7 +61,7 @@ def held_at_loads(question: Question, target: PreTrainedModel, field: Field, fir
     contests = []
     for at_load in costs[1:]:
         ways = [
-            draft_way(question, best.name, best.label, best.draft.drafter, own[best.name], at_load, gammas),
+            draft_way(question, best.name, best.draft.drafter, own[best.name], at_load, gammas),
             *free_ways(question, target, own[behind.name], behind, at_load, gammas),
             *live_ways(question.judge.ways, target, best.draft.drafter),
         ]

@@ -1,6 +1,5 @@
 """What the numbers of a verdict come to: an outcome, a headline, and facts of one short line each."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distill.run.verdict_record import Effects, Outcome
@@ -9,8 +8,6 @@ from distill.verdict.evidence import Evidence
 from speculative.explain.ceilings import advice
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import (
-    BY_BLOCK,
-    BY_TOKEN,
     DRAFT,
     LOOKUP,
     PAST,
@@ -21,10 +18,6 @@ from speculative.measure.measured import (
 )
 
 FREE = (LOOKUP, PAST)
-SHOWN: Mapping[str, str] = {
-    TARGET: "the target alone", DRAFT: "the draft", UNDISTILLED: "the undistilled draft", SERVED: "the served draft",
-    BY_TOKEN: "the draft, token by token", BY_BLOCK: "the draft, one pass a block",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Conclusion:
 
 def shown(way: str) -> str:
     """A way's name inside a sentence."""
-    return SHOWN.get(way, way)
+    return f"the {way}" if way.startswith((TARGET, DRAFT, UNDISTILLED, SERVED)) else way
 
 
 def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects | None = None) -> Conclusion:

@@ -1,32 +1,37 @@
 """The verdict of a run, a view on its contests: draft against undistilled draft, paired, timed. Its shape: distill/run/verdict_record.py."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from distill.run.others import OtherTarget
 from distill.run.verdict_record import (
+    VERSION,
+    WAYS,
     Costs,
     DraftOf,
     Effects,
     Judgement,
     Latency,
     OnTarget,
+    OnText,
     Repetition,
     Roofline,
     Verdict,
 )
+from distill.verdict.contest import alpha_of
 from distill.verdict.evidence import Evidence
 from distill.verdict.judge import judge_by_replay
-from distill.verdict.old import old_fields
+from distill.verdict.question import Question
 from distill.verdict.sentence import conclude
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, near_best_gammas
 from speculative.measure.effects import paired_effects
-from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.intervals import ratio_interval
 from speculative.measure.load import LoadCurve
-from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, How, Measured
+from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, Measured
 from speculative.measure.metrics import latency
 from speculative.measure.token_scores import TokenScores, score_tokens
 
@@ -74,18 +79,19 @@ def verdict_of(
     elsewhere = [on_other(evidence, other) for other in others]
     measured = [
         *judged_rows(evidence), *(row for contest in evidence.contests for row in contest.rows(evidence.scores[question.rule])),
-        *(row for rows, _ in elsewhere for row in rows),
+        *(row for rows, _, _ in elsewhere for row in rows),
     ]  # fmt: skip
-    facts = [*said.facts, *(_told(rows, target) for rows, target in elsewhere)]
+    facts = [*said.facts, *_lighter(evidence), *(told for _, _, told in elsewhere)]
     curve = evidence.loads.curve
     return Verdict(
         format=2,
+        version=VERSION,
         measured=measured,
         drafts=[
-            DraftOf(way=one.name, label=one.label, path=one.path, step=one.step, drafting=one.draft.drafting)
+            DraftOf(way=one.name, path=one.path, step=one.step, drafting=one.draft.drafting)
             for one in evidence.candidates
         ],
-        run_at={str(one.concurrency): one.to_run() for one in evidence.contests},
+        run={str(one.concurrency): one.to_run() for one in evidence.contests},
         pays=said.pays,
         outcome=said.outcome,
         headline=said.headline,
@@ -105,11 +111,10 @@ def verdict_of(
         roofline=_roofline(curve) if curve else None,
         checkpoints=[record.without_sums() for record in checkpoints],
         self_checks=self_checks,
-        targets=[target for _, target in elsewhere],
+        targets=[target for _, target, _ in elsewhere],
         repetition=repeated,
         warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
         seconds={},
-        **old_fields(evidence, measured, said, gain, taus),
     )
 
 
@@ -123,61 +128,58 @@ def judged_rows(evidence: Evidence) -> list[Measured]:
     rows = []
     for one in evidence.candidates:
         judged = evidence.judged[one.name]
-        changed = _widened(evidence) if one is evidence.best and evidence.question.looks > 1 else {}
-        rows.append(_row(evidence, one.name, judged, HELD_OUT, judged.live) if not changed else _row(
-            evidence, one.name, judged.model_copy(update=changed), HELD_OUT, judged.live
-        ))  # fmt: skip
+        own = _row(evidence, one.name, judged, HELD_OUT, judged.live)
+        rows.append(_widened(evidence, own) if one is evidence.best and evidence.question.looks > 1 else own)
         rows += [
-            _row(evidence, one.name, own, domain, judged.live and own.tau is not None)
-            for domain, own in judged.domains.items()
+            _row(evidence, one.name, part, domain, judged.live and part.tau is not None)
+            for domain, part in judged.domains.items()
         ]
     return rows
 
 
-def _row(evidence: Evidence, way: str, own: Any, text: str, live: bool) -> Measured:
+def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Measured:
     gamma = evidence.question.gamma
-    how: dict[str, How] = {"alpha": "replay", "tau": "live" if live else "replay"}
     return Measured(
         way, evidence.question.rule, text=text, prompts=own.prompts, tokens=own.tokens, gamma=gamma, alpha=own.alpha,
         alpha_ci=own.alpha_ci, tau=own.tau if own.tau is not None else own.replay.get(gamma), tau_ci=own.tau_ci,
-        accepted_per_drafted=own.accepted_per_drafted, how=how,
+        accepted_per_drafted=own.accepted_per_drafted, how={"alpha": "replay", "tau": "live" if live else "replay"},
     )  # fmt: skip
 
 
-def _widened(evidence: Evidence) -> dict[str, Any]:
-    """The picked draft's own alpha and tau, their intervals as wide as its gain's: it is there because it looked good."""
-    question, own = evidence.question, evidence.own_scores(evidence.best.name)
+def _widened(evidence: Evidence, row: Measured) -> Measured:
+    """The picked draft's own row, its intervals as wide as its gain's: it is there because it looked good."""
+    question = evidence.question
     confidence = question.confidence(True)
-    accepted_P = sum_by_prompt(question.keys, np.array([one.accept_probs(question.law).sum() for one in own]))
-    tokens_P = sum_by_prompt(question.keys, np.array([len(one) for one in own]))
-    changed: dict[str, Any] = {"alpha_ci": ratio_interval(accepted_P, tokens_P, confidence)}
-    if evidence.responses:
-        said_P, blocks_P = (
-            np.array([float(value) for value in values])
-            for values in zip(*((len(one.response_ids), one.blocks) for one in evidence.responses), strict=True)
-        )
-        changed["tau_ci"] = ratio_interval(said_P, blocks_P, confidence)
-    return changed
+    row = replace(row, alpha_ci=alpha_of(evidence.own_scores(row.way), question.keys, question.law, confidence)[1])
+    if not evidence.responses:
+        return row
+    said_N = np.array([float(len(one.response_ids)) for one in evidence.responses])
+    blocks_N = np.array([float(one.blocks) for one in evidence.responses])
+    return replace(row, tau_ci=ratio_interval(said_N, blocks_N, confidence))
 
 
 def _effects(evidence: Evidence, against: str) -> Effects:
-    return effects_of(
-        evidence, evidence.own_scores(evidence.best.name), evidence.own_scores(against), evidence.question.keys
-    )
+    question, ours = evidence.question, evidence.own_scores(evidence.best.name)
+    return effects_of(question, ours, evidence.own_scores(against), question.keys, question.looks)
+
+
+def _lighter(evidence: Evidence) -> list[str]:
+    """What fewer bytes cost the draft in alpha, where export.quantize asks for them."""
+    question, ours = evidence.question, evidence.own_scores(evidence.best.name)
+    told = []
+    for one in evidence.others:
+        if one.name not in WAYS.values():
+            change = effects_of(question, evidence.own_scores(one.name), ours, question.keys, 1).alpha
+            ends = f"[{change.ci[0]:+.4f}, {change.ci[1]:+.4f}]"
+            told.append(f"The {one.name} accepts {change.gain:+.4f} {ends} alpha over the draft as it is.")
+    return told
 
 
 def effects_of(
-    evidence: Evidence,
-    ours: Sequence[TokenScores],
-    other: Sequence[TokenScores],
-    keys: Sequence[Any],
-    looks: int | None = None,
+    question: Question, ours: Sequence[TokenScores], other: Sequence[TokenScores], keys: Sequence[Any], looks: int
 ) -> Effects:
     """What one gains over the other on the same text, widened for the looks."""
-    question = evidence.question
-    found = paired_effects(
-        ours, other, keys, rule=question.rule, gamma=question.gamma, looks=question.looks if looks is None else looks
-    )
+    found = paired_effects(ours, other, keys, rule=question.rule, gamma=question.gamma, looks=looks)
     return Effects.model_validate(found)
 
 
@@ -188,28 +190,23 @@ def _latency(evidence: Evidence) -> dict[str, Latency]:
     return {name: Latency.model_validate(latency(responses)) for name, responses in said.items()}
 
 
-def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget]:
-    """The drafts on the held-out text of another target, by replay: one draft pass each, none of its weights."""
-    settings, rows, scores = evidence.question.settings, [], []
-    both = [next(one for one in evidence.candidates if one.name == UNDISTILLED), evidence.best]
-    for one in both:
-        own = score_tokens(one.draft.model, other.heldout, settings.sampling, offsets=one.draft.offsets(settings.gamma))
-        judged = Judgement.model_validate(judge_by_replay(one.draft, other.heldout, settings, own))
-        rows.append(_row(evidence, one.name, judged, other.name, False))
-        scores.append(own)
-    gain = effects_of(evidence, scores[1], scores[0], [text.prompt for text in other.heldout])
-    return rows, OnTarget(
-        target=other.name, weight=other.weight, alpha_gain=gain.alpha, prompts=rows[1].prompts, tokens=rows[1].tokens,
-        alpha=rows[1].alpha, tau=rows[1].tau, baseline_tau=rows[0].tau,
-    )  # fmt: skip
-
-
-def _told(rows: Sequence[Measured], target: OnTarget) -> str:
-    before, after, gain = rows[0], rows[1], target.alpha_gain
-    return (
-        f"On {target.target} the draft has tau {after.tau:.2f} (undistilled {before.tau:.2f}), alpha {gain.gain:+.3f} "
+def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], OnTarget, str]:
+    """(Rows of the drafts on the held-out text of another target, by replay, the gain, what is said of it): one draft pass each,
+    none of its weights.
+    """
+    question, rows, scores = evidence.question, [], []
+    for one in (next(one for one in evidence.candidates if one.name == UNDISTILLED), evidence.best):
+        offsets = one.draft.offsets(question.gamma)
+        scores.append(score_tokens(one.draft.model, other.heldout, question.settings.sampling, offsets=offsets))
+        judged = judge_by_replay(one.draft, other.heldout, question.settings, scores[-1])
+        rows.append(_row(evidence, one.name, Judgement.model_validate(judged), other.name, False))
+    keys, (before, after) = [text.prompt for text in other.heldout], rows
+    gain = effects_of(question, scores[1], scores[0], keys, question.looks).alpha
+    told = (
+        f"On {other.name} the draft has tau {after.tau:.2f} (undistilled {before.tau:.2f}), alpha {gain.gain:+.3f} "
         f"[{gain.ci[0]:+.3f}, {gain.ci[1]:+.3f}]."
     )
+    return rows, OnTarget(target=other.name, weight=other.weight, gain=gain), told
 
 
 def _roofline(curve: LoadCurve) -> Roofline:

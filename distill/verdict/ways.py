@@ -38,16 +38,16 @@ FEW = 4
 
 
 def draft_way(
-    question: Question, name: str, label: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], costs: StepCosts,
+    question: Question, name: str, drafter: Callable[[], Drafter], scores: Sequence[TokenScores], costs: StepCosts,
     gammas: Sequence[int] | None = None,
 ) -> Way:  # fmt: skip
     """A draft at the gamma of the highest predicted speed-up, 1 or more."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
     blocks_NK = expected_blocks_of(scores, question.law, gammas)
-    prices_K = np.array([block_price(costs, gamma) for gamma in gammas])
+    prices_K = np.array([costs.block_price(gamma) for gamma in gammas])
     best = int((blocks_NK.sum(0) * prices_K).argmin())
     fitted = cross_fitted(blocks_NK * prices_K, question.keys) / prices_K[best] if question.cross_fits else None
-    return Way(name, label, drafter, gammas[best], blocks_NK[:, best], fitted)
+    return Way(name, drafter, gammas[best], blocks_NK[:, best], fitted)
 
 
 def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> Way:
@@ -60,7 +60,7 @@ def lookup_way(question: Question, costs: StepCosts, gammas: Sequence[int]) -> W
     else:
         fitted = _fitted(question, tuned.tried_NC, blocks)
     return Way(
-        LOOKUP, "prompt lookup", lambda: PromptLookup(*sizes), tuned.gamma, blocks.calls_NK[:, 0], fitted, sizes, found=_found(blocks),
+        LOOKUP, lambda: PromptLookup(*sizes), tuned.gamma, blocks.calls_NK[:, 0], fitted, sizes, found=_found(blocks),
         tuned_on="training prompts" if question.history else Way.tuned_on,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def together_way(
     tuned = tuned_lookup(question.frozen, costs, gammas, texts_of(scores, question.law))
     sizes, then = tuned.sizes, tuned.then_gamma
     return Way(
-        TOGETHER, "prompt lookup, then the draft", lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then),
+        TOGETHER, lambda: Cascade(PromptLookup(*sizes), drafter(), then_gamma=then),
         tuned.gamma, tuned.blocks.calls_NK[:, 0], _fitted(question, tuned.tried_NC, tuned.blocks), sizes, then, behind,
         _found(tuned.blocks),
     )  # fmt: skip
@@ -95,7 +95,7 @@ def past_way(question: Question, target: PreTrainedModel, costs: StepCosts, gamm
     best = int(steps_NK.sum(0).argmin())
     own = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
     return Way(
-        PAST, "past responses", lambda: Retrieval(datastore), gammas[best], own.calls_NK[:, 0], _fitted(question, steps_NK, own),
+        PAST, lambda: Retrieval(datastore), gammas[best], own.calls_NK[:, 0], _fitted(question, steps_NK, own),
         found=_found(own),
     )  # fmt: skip
 
@@ -105,16 +105,11 @@ def live_ways(asked: Sequence[str], target: PreTrainedModel, drafter: Callable[[
     parts, known = Parts(target, drafter), registered()
     return [
         Way(
-            name, name, functools.partial(make_drafter, name, parts), tree.depth if (tree := known[name].tree) else FEW,
+            name, functools.partial(make_drafter, name, parts), tree.depth if (tree := known[name].tree) else FEW,
             tree=tree, tuned_on="nothing",
         )
         for name in dict.fromkeys(asked)
     ]  # fmt: skip
-
-
-def block_price(costs: StepCosts, gamma: int) -> float:
-    """Of a drafted block, in target steps."""
-    return gamma * costs.cost_ratio_at(gamma) + costs.verify_ratio(gamma)
 
 
 def timed_gammas(costs: StepCosts) -> range:

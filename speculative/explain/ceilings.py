@@ -290,8 +290,7 @@ def draft_outlook(
     )
     now = replace(now, alpha_ci=curve.alpha_ci, how={"alpha": "replay", "tau": "replay", "speed_up": "predicted"})
     if now.gamma:
-        tau_ci = curve.tau_ci[gammas.index(now.gamma)]
-        spent = now.gamma * costs.cost_ratio_at(now.gamma) + costs.verify_ratio(now.gamma)
+        tau_ci, spent = curve.tau_ci[gammas.index(now.gamma)], costs.block_price(now.gamma)
         now = replace(now, tau_ci=tau_ci, speed_up_ci=(tau_ci[0] / spent, tau_ci[1] / spent))
     together = tuple(one.speed_up or 1.0 for one in both) or (1.0, 1.0)
     decision = decide(costs, now.speed_up or 1.0, distilled.speed_up or 1.0, baseline, (together[0], together[1]))

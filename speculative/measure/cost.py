@@ -84,6 +84,10 @@ class StepCosts:
             return (seconds[-1] + slope * (gamma - gammas[-1])) / self.target_seconds
         return float(np.interp(gamma, gammas, seconds)) / self.target_seconds
 
+    def block_price(self, gamma: int) -> float:
+        """Of a drafted block, in target steps: gamma c + v."""
+        return gamma * self.cost_ratio_at(gamma) + self.verify_ratio(gamma)
+
 
 def given_costs(
     target_seconds: float,
@@ -114,7 +118,7 @@ def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
 
 def predicted_speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[int, float]:
     """`predicted_speed_up` at every gamma of `taus`."""
-    return {g: predicted_speed_up(tau, g, costs.cost_ratio_at(g), costs.verify_ratio(g)) for g, tau in taus.items()}
+    return {gamma: tau / costs.block_price(gamma) for gamma, tau in taus.items()}
 
 
 def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:

@@ -13,6 +13,7 @@ from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 
+CONFIDENCE = 0.95  # of all looks together
 POWER = 0.8
 NO_SPREAD = 1e-12  # Rounding, not a spread.
 
@@ -24,17 +25,12 @@ def paired_effects(
     *,
     rule: str,
     gamma: int,
-    costs: tuple[float, float] | None = None,
-    baseline_costs: tuple[float, float] | None = None,
     looks: int = 1,
-    confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """What `ours` gains over `baseline` on the same text: in alpha, in tau at `gamma`, and in predicted speed-up.
+    """What `ours` gains over `baseline` on the same text: in alpha, and in tau at `gamma`.
 
-    costs: (c, v(gamma)), from which the speed-up tau / (gamma * c + v) follows. baseline_costs: those of the baseline,
-    where it is a draft of another shape; by default `costs`. looks: judged checkpoints of which
-    `ours` is the best; the intervals are then wider, at 1 - (1 - confidence) / looks each (Bonferroni), so that all
-    of them hold together with `confidence`. See `effects_of_sums` for what is returned.
+    looks: judged checkpoints of which `ours` is the best; the intervals are then wider, at 1 - 0.05 / looks each (Bonferroni),
+    so that all of them hold together with 95 %. See `effects_of_sums` for what is returned.
 
     Raises ValueError for drafts that were not scored on the same text.
     """
@@ -45,10 +41,7 @@ def paired_effects(
         for side in (ours, baseline)
     ]
     tokens_N = np.array([len(text) for text in ours])
-    return effects_of_sums(
-        prompt_keys, tokens_N, *sides, gamma=gamma, costs=costs, baseline_costs=baseline_costs, looks=looks,
-        confidence=confidence,
-    )  # fmt: skip
+    return effects_of_sums(prompt_keys, tokens_N, *sides, looks=looks)
 
 
 def effects_of_sums(
@@ -57,25 +50,20 @@ def effects_of_sums(
     ours: tuple[np.ndarray, np.ndarray],
     baseline: tuple[np.ndarray, np.ndarray],
     *,
-    gamma: int,
-    costs: tuple[float, float] | None = None,
-    baseline_costs: tuple[float, float] | None = None,
     looks: int = 1,
-    confidence: float = 0.95,
 ) -> dict[str, Any]:
     """`paired_effects` from what is left of the scores: per response its tokens, and by draft (sum of acceptance
-    probabilities, expected blocks at `gamma`), each (N,).
+    probabilities, expected blocks), each (N,).
 
-    {"alpha": {"gain", "ci"}, "tau": {"gain", "ci"}, "speed_up": {"gain", "ci"} | None, "confidence", "looks",
-    "corrected_confidence", "method", "prompts", "tokens", "fewest_prompts", "minimal_detectable": {"alpha", "tau"},
+    {"alpha": {"gain", "ci"}, "tau": {"gain", "ci"}, "speed_up": None, "confidence", "looks", "corrected_confidence",
+    "method", "prompts", "tokens", "fewest_prompts", "minimal_detectable": {"alpha", "tau"},
     "prompts_for_half", "certain": "gain" | "loss" | "none", "certain_tau": the same}.
     certain, certain_tau: whether the interval of alpha, or tau, excludes 0, and there are at least `fewest_prompts`.
     minimal_detectable: the smallest true difference that such an interval tells from 0 with 80 % power, None where
     prompts show no spread or are too few to be certain of anything; half of it needs `prompts_for_half`.
     """
-    prices = None if costs is None else tuple(gamma * c + v for c, v in (costs, baseline_costs or costs))
     columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
-    return _effects(prompt_keys, columns, lambda sums_C: _gains(sums_C, prices), ("alpha", "tau"), looks, confidence)
+    return _effects(prompt_keys, columns, _gains, ("alpha", "tau"), looks)
 
 
 def effects_of_calls(
@@ -85,7 +73,6 @@ def effects_of_calls(
     baseline: tuple[np.ndarray, np.ndarray | None],
     *,
     looks: int = 1,
-    confidence: float = 0.95,
 ) -> dict[str, Any]:
     """`effects_of_sums` where one of the two has no acceptance per token (prompt lookup, a cascade): of tau and speed-up.
 
@@ -94,7 +81,7 @@ def effects_of_calls(
     """
     timed = ours[1] is not None and baseline[1] is not None
     columns = (tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ()))
-    found = _effects(prompt_keys, columns, _call_gains, ("tau",), looks, confidence)
+    found = _effects(prompt_keys, columns, _call_gains, ("tau",), looks)
     found["minimal_detectable"]["alpha"] = None
     return found | {"alpha": None, "certain": None}
 
@@ -111,7 +98,6 @@ def _effects(
     gains_of: Callable[[np.ndarray], np.ndarray],
     names: tuple[str, ...],
     looks: int,
-    confidence: float,
 ) -> dict[str, Any]:
     """The gains by name, in speed-up behind them where it is made, each with its interval, and what they rest on.
 
@@ -123,7 +109,7 @@ def _effects(
     sums_PC = sums_PC[sums_PC[:, 0] > 0]
     if not len(sums_PC):
         raise ValueError("no response has a token to compare on")
-    corrected = 1.0 - (1.0 - confidence) / looks
+    corrected = 1.0 - (1.0 - CONFIDENCE) / looks
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
     found = [{"gain": gain, "ci": ci} for gain, ci in zip(gains, intervals, strict=True)]
     fewest = fewest_prompts(corrected)
@@ -133,7 +119,7 @@ def _effects(
     return {
         **dict(zip(names, found, strict=False)),
         "speed_up": found[len(names)] if len(found) > len(names) else None,
-        "confidence": confidence,
+        "confidence": CONFIDENCE,
         "looks": looks,
         "corrected_confidence": corrected,
         "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
@@ -176,17 +162,10 @@ def _detectable(error: float, confidence: float) -> float | None:
     return factor * error if error > NO_SPREAD else None
 
 
-def _gains(sums_C: np.ndarray, prices: tuple[float, ...] | None) -> np.ndarray:
-    """(alpha gain, tau gain) of sums (tokens, accepted by ours, by the baseline, blocks of ours, of the baseline).
-
-    prices: target steps that a block takes with ours and with the baseline; with them the gain in speed-up comes third.
-    """
+def _gains(sums_C: np.ndarray) -> np.ndarray:
+    """(alpha gain, tau gain) of sums (tokens, accepted by ours, by the baseline, blocks of ours, of the baseline)."""
     tokens, accepted, accepted_base, blocks, blocks_base = np.moveaxis(sums_C, -1, 0)
-    tau, tau_base = tokens / blocks, tokens / blocks_base
-    gains = [(accepted - accepted_base) / tokens, tau - tau_base]
-    if prices is not None:
-        gains.append(tau / prices[0] - tau_base / prices[1])
-    return np.stack(gains, -1)
+    return np.stack(((accepted - accepted_base) / tokens, tokens / blocks - tokens / blocks_base), -1)
 
 
 def _standard_error(residuals_P: np.ndarray, denominators_P: np.ndarray) -> float:

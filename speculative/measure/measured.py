@@ -17,9 +17,9 @@ from speculative.rules.tree import TokenTree
 How = Literal["live", "replay", "timed", "predicted", "served"]
 
 # Names of ways, on screen and in files.
-TARGET = "target"
-UNDISTILLED, SERVED, DRAFT = "baseline", "served", "best"
-BY_TOKEN, BY_BLOCK = "token by token", "one pass a block"
+TARGET = "target alone"
+UNDISTILLED, SERVED, DRAFT = "undistilled draft", "served draft", "draft"
+BY_TOKEN, BY_BLOCK = "draft, token by token", "draft, one pass a block"
 LOOKUP, PAST, TOGETHER = "prompt lookup", "past responses", "lookup + draft"
 TREE, EARLY_EXIT, LOOKAHEAD = "token tree", "early exit", "lookahead"
 # The held-out text as a whole; else a row is of a domain or of another target.
@@ -33,13 +33,12 @@ class Way:
     drafter: makes a fresh one; None: the target alone. gamma: tokens it proposes a block, 0: none. blocks_N: target calls that
     replay expects for each held-out response; None where replay has no law (token trees, early exit, lookahead): those are
     counted live. fitted_N: the same cross-fitted, where gamma and sizes were chosen on few of these very prompts: what each
-    response takes at the setting that is best on the other half, in blocks at this gamma; speeds are made of it. ngrams: (longest, shortest) that it looks up. then_gamma, behind: of the draft behind a lookup, and which way
-    that is. found: share of the blocks whose proposal took no model; None where a model always proposes. tuned_on: the text
-    that gamma and sizes were chosen on.
+    response takes at the setting that is best on the other half, in blocks at this gamma; speeds are made of it. ngrams: (longest,
+    shortest) that it looks up. then_gamma, behind: of the draft behind a lookup, and which way that is. found: share of the blocks
+    whose proposal took no model; None where a model always proposes. tuned_on: the text that gamma and sizes were chosen on.
     """
 
     name: str
-    label: str = ""
     drafter: Callable[[], Drafter] | None = None
     gamma: int = 0
     blocks_N: np.ndarray | None = None
@@ -67,7 +66,7 @@ class Measured:
     checkpoints widened for that.
     """
 
-    way: Annotated[str, "its name: `target`, `draft`, `prompt lookup`, `lookup + draft`, ..."]
+    way: Annotated[str, "its name: `target alone`, `draft`, `prompt lookup`, `lookup + draft`, ..."]
     rule: Annotated[str, "engine rule"]
     concurrency: Annotated[int, "requests decoded at once"] = 1
     text: Annotated[str, "`held-out`, a domain of it, or another target whose text it is"] = HELD_OUT

@@ -282,4 +282,6 @@ def test_a_block_in_one_pass_is_accepted_as_replay_says(one_pass: Server, masked
     other = read_back(
         one_pass, masked, rule="greedy", prompts=12, gamma=GAMMA_WITHOUT_VERDICT, drafting="autoregressive", resume=True
     )
-    assert other.causes[0].startswith("drafting: the counts are those of `one pass a block` (rule greedy, tau 1.")
+    assert other.causes[0].startswith(
+        "drafting: the counts are those of `draft, one pass a block` (rule greedy, tau 1."
+    )

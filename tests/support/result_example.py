@@ -1,6 +1,6 @@
 """A result.json as a finished run writes it: two drafts whose tokens are accepted independently, so that its numbers agree with each other.
 
-`live_prompts` sum to the draft's live tau and accepted / drafted; curves are tau = (1 - alpha^(gamma+1)) / (1 - alpha); speeds are
+Curves are tau = (1 - alpha^(gamma+1)) / (1 - alpha); speeds are
 tau / (gamma c + v); the token view shows the blocks of the first prompts.
 """
 
@@ -16,7 +16,6 @@ GAMMA, GAMMAS, LAST_TIMED = 4, list(range(33)), 16
 C, V_EXTRA, TARGET_SECONDS = 0.255, 0.055, 0.0078
 DOMAINS = ("python", "gsm8k", "chat")
 ALPHA = {UNDISTILLED: 0.345, SERVED: 0.6, DRAFT: 0.675}
-LABELS = {UNDISTILLED: "undistilled", SERVED: "last served", DRAFT: "distilled"}
 BLOCKS = [[4, 0, 2, 4, 1, 0, 3], [1, 2, 0, 4, 4, 1], [0, 3, 1, 2, 4, 4, 0, 2]]  # accepted tokens of each, a prompt
 PROMPTS = 24
 WORDS = ["    ", "total", " =", " 0", "\n", "\t", " naïve", " <b>", "€"]
@@ -34,7 +33,7 @@ def _ends(value: float, width: float) -> list[float]:
     return [value - width, value + 1.1 * width]
 
 
-def _live_prompts() -> list[dict[str, Any]]:
+def _responses() -> list[dict[str, Any]]:
     rows = [(row, DOMAINS[row % 3], BLOCKS[row % 3]) for row in range(PROMPTS)]
     return [
         {
@@ -67,7 +66,7 @@ def _token_view(live: list[dict[str, Any]], count: int) -> dict[str, Any]:
         responses.append(
             counted | {"prompt": "def total(items):\n", "tokens": tokens, "tokens_count": live[row]["tokens"]}
         )
-    return {"contestant": DRAFT, "rule": "sample", "gamma": GAMMA, "responses": responses}
+    return {"way": DRAFT, "rule": "sample", "gamma": GAMMA, "responses": responses}
 
 
 def _curve(name: str, rule: str, tilt: float) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def _curve(name: str, rule: str, tilt: float) -> dict[str, Any]:
     return {
         "rule": rule, "alpha": alpha, "alpha_ci": _ends(alpha, 0.011), "gammas": GAMMAS, "tau": taus,
         "tau_ci": [_ends(tau, 0.015 * (tau - 1)) for tau in taus], "survival": [alpha**j for j in range(1, GAMMA + 1)],
-        "speed_up": [speed(tau, gamma) if gamma <= LAST_TIMED else None for gamma, tau in zip(GAMMAS, taus, strict=True)],
+        "predicted_speed_up": [speed(tau, gamma) if gamma <= LAST_TIMED else None for gamma, tau in zip(GAMMAS, taus, strict=True)],
     }  # fmt: skip
 
 
@@ -191,14 +190,13 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
     waits = {"p50": 0.02, "p90": 0.0255, "p99": 0.03}
     share = {"repeated": 0.3, "looping": 0.02, "tokens": 600}
     return {
-        "rule": "sample", "gamma": GAMMA, "prompts": PROMPTS, "tokens": tokens, "outcome": "pays_off", "pays": True,
-        "best": {"alpha": ALPHA[DRAFT], "tau": tokens / blocks},
+        "version": "0.2.0", "rule": "sample", "gamma": GAMMA, "prompts": PROMPTS, "tokens": tokens, "outcome": "pays_off", "pays": True,
         "drafts": [
-            {"way": name, "label": LABELS[name], "path": f"runs/tiny/{name}", **({} if name == SERVED else {"step": 0 if name == UNDISTILLED else 120})}
+            {"way": name, "path": f"runs/tiny/{name}", **({} if name == SERVED else {"step": 0 if name == UNDISTILLED else 120})}
             for name in ALPHA
         ],
         "measured": _measured(tokens / blocks, sum(row["accepted"] for row in live) / sum(row["drafted"] for row in live)),
-        "run_at": {"1": DRAFT, "4": TOGETHER, "16": TARGET}, "headline": "Run draft: 1.36x [1.31, 1.42] as fast as the target alone.",
+        "run": {"1": DRAFT, "4": TOGETHER, "16": TARGET}, "headline": "Run the draft: 1.36x [1.31, 1.42] as fast as the target alone.",
         "facts": ["prompt lookup, which needs no training, gives 1.20x."], "gain": effects,
         "against_served": copy.deepcopy(effects) | {"alpha": {"gain": 0.04, "ci": [0.01, 0.07]}, "speed_up": None},
         "judgement": judged | {"replay_check": check, "survival": survival},
@@ -221,13 +219,13 @@ def _steps() -> list[dict[str, Any]]:
         alpha = ALPHA[UNDISTILLED] + gain
         tau = tau_of(alpha, GAMMA)
         row = {"step": step, "alpha": alpha, "alpha_ci": _ends(alpha, 0.011), "tau": tau, "tau_ci": _ends(tau, 0.06)}
-        steps.append(row | ({"gain": {"alpha_gain": gain, "ci": _ends(gain, 0.014)}} if step else {}))
+        steps.append(row | ({"gain": {"gain": gain, "ci": _ends(gain, 0.014)}} if step else {}))
     return steps
 
 
 def example_result(responses: int = 8) -> dict[str, Any]:
     """Everything a timed run with an undistilled and a served draft has to show."""
-    live = _live_prompts()
+    live = _responses()
     said = [
         ("if count", " <", " >", 31),
         ("total =", " 0", " 1", 22),
@@ -241,12 +239,11 @@ def example_result(responses: int = 8) -> dict[str, Any]:
     rules = (("sample", 1.0, ""), ("greedy-draft", 0.93, "vLLM's default"), ("block", 1.02, ""))
     config = '{"method":"draft_model","model":"/d","num_speculative_tokens":3}'
     return {
-        "format": 2, "kind": "run", "name": "tiny", "made": "2026-11-20T19:00:00+00:00", "verdict": _verdict(live), "steps": _steps(),
-        "contestants": [{"name": DRAFT, "alpha": ALPHA[DRAFT], "tau": 1.0}],
+        "format": 2, "version": "0.2.0", "kind": "run", "name": "tiny", "made": "2026-11-20T19:00:00+00:00", "verdict": _verdict(live), "steps": _steps(),
         "curves": {
             "gammas": GAMMAS,
             "rules": [
-                {"rule": rule, "contestants": {name: _curve(name, rule, tilt) for name in ALPHA}, "note": note} for rule, tilt, note in rules
+                {"rule": rule, "ways": {name: _curve(name, rule, tilt) for name in ALPHA}, "note": note} for rule, tilt, note in rules
             ],
             "refused": [{"rule": "greedy", "why": "needs text that was answered at temperature 0"}],
         },
@@ -268,7 +265,6 @@ def example_result(responses: int = 8) -> dict[str, Any]:
              "alpha_ci": {DRAFT: _ends(alpha + change, 0.01)}, "change": {"gain": change, "ci": _ends(change, 0.02)}}
             for name, trained, alpha, change in (("python", True, 0.345, 0.33), ("old mail", False, 0.5, -0.06))
         ],
-        "live_prompts": live,
         "timed_prompts": [{"key": row["key"], "tokens_per_second": {TARGET: 128.0, DRAFT: 150.0}} for row in live[:7]],
         "token_view": _token_view(live, responses),
         "checks": {
@@ -302,7 +298,7 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         row["how"]["tau"] = "replay"
         row.pop("tau_ci", None)
         row.pop("accepted_per_drafted", None)
-    for key in ("run_at", "plain_wins_from", "best_gamma_range", "roofline", "latency", "pays"):
+    for key in ("run", "plain_wins_from", "best_gamma_range", "roofline", "latency", "pays"):
         del verdict[key]
     verdict |= {
         "measured": judged,
@@ -315,9 +311,9 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
     for step in made["steps"]:
         del step["tau_ci"]
     for curves in made["curves"]["rules"]:
-        for curve in curves["contestants"].values():
-            del curve["speed_up"]
-    for key in ("costs", "token_view", "live_prompts", "timed_prompts", "where", "checks"):
+        for curve in curves["ways"].values():
+            del curve["predicted_speed_up"]
+    for key in ("costs", "token_view", "timed_prompts", "where", "checks"):
         del made[key]
     return made
 
@@ -327,12 +323,12 @@ def no_baseline(result: dict[str, Any]) -> dict[str, Any]:
     made = copy.deepcopy(result)
     verdict = made["verdict"]
     gone = (UNDISTILLED, SERVED)
-    verdict["drafts"] = [{"way": DRAFT, "label": "d"}]
+    verdict["drafts"] = [{"way": DRAFT}]
     verdict["measured"] = [row for row in verdict["measured"] if row["way"] not in gone]
     for key in ("gain", "against_served"):
         del verdict[key]
     for curves in made["curves"]["rules"]:
-        curves["contestants"] = {DRAFT: curves["contestants"][DRAFT]}
+        curves["ways"] = {DRAFT: curves["ways"][DRAFT]}
     for row in (row for table in made["slices"] for row in table["rows"]):
         row["alpha"] = {DRAFT: row["alpha"][DRAFT]}
         for key in ("gain", "gain_ci", "certain"):
@@ -355,7 +351,7 @@ def greedy(result: dict[str, Any]) -> dict[str, Any]:
 
 def bare(result: dict[str, Any]) -> dict[str, Any]:
     """Only what every result has; each optional section is gone."""
-    made = {key: copy.deepcopy(result[key]) for key in ("format", "kind", "name", "made", "verdict", "contestants")}
+    made = {key: copy.deepcopy(result[key]) for key in ("format", "version", "kind", "name", "made", "verdict")}
     verdict = made["verdict"]
     verdict["measured"] = [row for row in verdict["measured"] if "speed_up" not in row]
     kept = (
@@ -369,6 +365,6 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
         "headline",
         "judgement",
         "checkpoints",
-        "best",
+        "version",
     )
     return made | {"verdict": {key: verdict[key] for key in kept}}

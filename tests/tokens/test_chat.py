@@ -28,6 +28,7 @@ from distill.run.frozen_text import load_frozen_text
 from distill.run.result import load_result
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT, UNDISTILLED
 from speculative.rules.sampling import SamplingSettings
 
 PLAIN = DecodeSettings(SamplingSettings(), max_tokens=10, rule="sample", eos_ids=(2,), seed=5)
@@ -166,8 +167,7 @@ def test_a_whole_run_on_a_hosted_chat_model(server: Any, tmp_path: Path) -> None
     assert [path.parent.name for path in run.rglob(SHARDS)] == ["train"] * 1
     assert train.main([str(config)]) == 0
     verdict = load_verdict(run)
-    assert verdict.baseline is not None
-    assert verdict.best.alpha >= verdict.baseline.alpha
+    assert verdict.judged(DRAFT).alpha >= verdict.judged(UNDISTILLED).alpha
     curves = load_result(run / "result.json").curves
     assert {one.rule for one in curves.rules} == {"greedy-draft", "greedy"}
     assert {one.rule: "its server tells the model's own" in one.why for one in curves.refused} == {

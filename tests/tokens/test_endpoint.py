@@ -27,6 +27,7 @@ from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT, UNDISTILLED
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 GREEDY = DecodeSettings(SamplingSettings(temperature=0.0), max_tokens=10, rule="greedy", eos_ids=(2,))
@@ -412,9 +413,8 @@ judge: {{every: 10, prompts: 8, gamma: 2, live: never}}
     assert facts["tokens"] > 0
     assert train.main([str(config)]) == 0
     verdict = load_verdict(tmp_path / "served")
-    assert verdict.target_tokens_per_second is None
-    assert verdict.baseline is not None
-    assert verdict.best.alpha > verdict.baseline.alpha
+    assert all(row.speed_up is None for row in verdict.measured)
+    assert verdict.judged(DRAFT).alpha > verdict.judged(UNDISTILLED).alpha
     assert verdict.headline.startswith("Not timed: ")
     capsys.readouterr()
     # What needs the weights says so in one line.

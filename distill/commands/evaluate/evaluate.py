@@ -140,7 +140,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     frozen = RunStores(Run(config), target).heldout(pair.prompts, rule)
     history = past_responses(config, target, rule)
     question = Question(config.judge, pair.settings.under(rule, max(gammas)), {rule: frozen}, pair.context, history)
-    field = line_up(question, target.model, [Candidate(DRAFT, path, path, None, Draft(pair.draft))])
+    field = line_up(question, target.model, [Candidate(DRAFT, path, None, Draft(pair.draft))])
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]
     if len(gammas) > 1:
@@ -156,8 +156,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     by_gamma[chosen] = evidence.judged[DRAFT]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=dict(checks))
     result = findings_of(
-        evidence, verdict, target.tokenizer, kind="evaluation", name=path, checkpoints=[by_gamma[chosen]], provenance=describe_run(config.seed),
-        config=dump_config(config), files={"proposals": log.name if log is not None else None},
-        **seen_by_both(evidence, target),
+        evidence, verdict, target.tokenizer, verdict.checkpoints, kind="evaluation", name=path, seen=seen_by_both(evidence, target)
     )  # fmt: skip
-    return result.model_copy(update={"gammas": by_gamma})
+    about = {"provenance": describe_run(config.seed), "config": dump_config(config), "gammas": by_gamma}
+    return result.model_copy(update=about | {"files": {"proposals": log.name if log is not None else None}})

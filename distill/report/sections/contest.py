@@ -1,6 +1,6 @@
 """The numbers: every way to decode side by side, one request at a time and under load, and how long a reader waits."""
 
-from distill.report.measured import NAMES, load_table, ways_tables
+from distill.report.measured import load_table, ways_tables
 from distill.report.section import Made, Part, Piece, fine, section
 from distill.report.table import Column, Table
 from distill.report.view import View
@@ -82,8 +82,7 @@ def latency(view: View) -> Made:
     known = view.verdict.latency
     if not known:
         return None
-    named = {NAMES.get(way, way): one for way, one in known.items()}
-    tables: list[Part] = [table for what in WAITED_FOR if (table := _waits(what, named)).cells]
+    tables: list[Part] = [table for what in WAITED_FOR if (table := _waits(what, known)).cells]
     line = (
         "One request at a time; p50 is the median, 99 of 100 are at most p99. The first token waits for the prefill of both "
         "models. A block's tokens come together, so a reader sees pieces, not tokens."

@@ -103,7 +103,7 @@ def rules_table(view: View) -> Table:
         ]
     )
     for curves in rules:
-        curve = curves.contestants.get(view.draft.way)
+        curve = curves.ways.get(view.draft.way)
         if curve is None:
             continue
         fast = view.timed_speed_ups(curve)
@@ -117,13 +117,13 @@ def rules_table(view: View) -> Table:
 
 
 def given_table(view: View) -> Table:
-    """Predicted speed-up over gamma at other step times, one column a contestant, the best of each in bold."""
+    """Predicted speed-up over gamma at other step times, one column a way, the best of each in bold."""
     assert view.curves is not None
     curves = view.in_order(view.curves)
     columns = [view.given.speed_ups(curve, view.in_one_pass(name)) for name, curve in curves]
     gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns)]
     best = [max(gammas, key=column.__getitem__, default=0) for column in columns]
-    table = Table([Column("gamma", "d"), *(Column(view.labels[name], ".2f", "x") for name, _ in curves)])
+    table = Table([Column("gamma", "d"), *(Column(name, ".2f", "x") for name, _ in curves)])
     for gamma in gammas:
         table.add(gamma, *(Cell(column[gamma], strong=top == gamma) for column, top in zip(columns, best, strict=True)))
     return table

@@ -55,13 +55,13 @@ def slice_table(view: View, group: SliceTable) -> Table:
     rows, main = list(group.rows), view.draft.way
     if group.dimension not in ORDERED_DIMENSIONS:
         rows.sort(key=lambda row: -(row.lost_share or 0.0))
-    others = [name for name in view.labels if name != main and any(name in row.alpha for row in rows)]
+    others = [name for name in view.ways if name != main and any(name in row.alpha for row in rows)]
     worst = max(rows, key=lambda row: row.lost_share or 0.0) if len(rows) > 1 else None
     gains = [Column("gain", "+.3f")] if any(row.gain is not None for row in rows) else []
     table = Table(
         [
-            group.dimension, Column(f"alpha {view.labels[main]}", ".3f"), *gains, Column("share of losses", ".0%"),
-            *(Column(f"alpha {view.labels[name]}", ".3f") for name in others), Column("tokens", ","),
+            group.dimension, Column(f"alpha {main}", ".3f"), *gains, Column("share of losses", ".0%"),
+            *(Column(f"alpha {name}", ".3f") for name in others), Column("tokens", ","),
         ],
         title=f"By {group.dimension}" + (f" ({group.unit})" if group.unit else ""),
     )  # fmt: skip
@@ -99,25 +99,26 @@ def targets(view: View) -> Made:
         title="The same draft on the other targets",
     )  # fmt: skip
     for one in rows:
+        own, before = (view.verdict.row(way, text=one.target) for way in (view.draft.way, UNDISTILLED))
         table.add(
-            one.target, one.weight, one.alpha, one.tau, one.baseline_tau, Cell(one.alpha_gain.gain, one.alpha_gain.ci)
-        )
+            one.target, one.weight, own and own.alpha, own and own.tau, before and before.tau, Cell(one.gain.gain, one.gain.ci)
+        )  # fmt: skip
     return ["The same draft on held-out text of the other targets that it learned from, by replay.", table]
 
 
 @section("forgetting", "Forgetting", order=85)
 def forgetting(view: View) -> Made:
-    """Every domain, trained on or not: alpha of each contestant and the change from baseline to best."""
+    """Every domain, trained on or not: alpha of each draft and what distilling changed."""
     rows = view.result.forgetting
     if not rows:
         return None
-    names = [name for name in view.labels if any(name in row.alpha for row in rows)]
+    names = [name for name in view.ways if any(name in row.alpha for row in rows)]
     domains = {row.name: row for group in view.result.slices if group.dimension == "domain" for row in group.rows}
     table = Table(
         [
             "domain",
             Column("tokens", ","),
-            *(Column(f"alpha {view.labels[name]}", ".3f") for name in names),
+            *(Column(f"alpha {name}", ".3f") for name in names),
             Column("change", "+.3f"),
         ]
     )

@@ -19,16 +19,16 @@ def where(view: View) -> Made:
         "others for certain, over the rows of its table together."
     )
     dimensions = dict.fromkeys(row.dimension for row in rows)
-    return [line, *(_where_table([row for row in rows if row.dimension == one], view.labels) for one in dimensions)]
+    return [line, *(_where_table([row for row in rows if row.dimension == one]) for one in dimensions)]
 
 
-def _where_table(rows: list[WhereRow], labels: dict[str, str]) -> Table:
+def _where_table(rows: list[WhereRow]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.speed_up))
     dimension = rows[0].dimension
     table = Table(
         [
             dimension,
-            *(Column(labels.get(name, name), ".2f", "x") for name in names),
+            *(Column(name, ".2f", "x") for name in names),
             Column("repeated", ".0%"),
             Column("tokens", ","),
         ],

@@ -23,7 +23,7 @@ def tokens(view: View) -> Made:
         return "There is no token view: nothing was decoded live."
     written = [Counter(token.by for token in response.tokens) for response in found.responses]
     intro = (
-        f"Held-out responses, decoded with the {view.labels.get(found.contestant, found.contestant)} draft under rule {found.rule} at "
+        f"Held-out responses, decoded with the {found.way} under rule {found.rule} at "
         f"gamma {found.gamma}. Point at a token, tap it, or move with Tab and the arrow keys to see what both models held most probable "
         "there (↵ is a new line, ∅ a token that ends no character)."
     )

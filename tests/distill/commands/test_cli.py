@@ -104,13 +104,13 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     found = result["verdict"]
     assert set(found) == set(Verdict.model_fields)
     assert list(result["gammas"]) == ["1", "2", "3"]
-    assert found["baseline"] is None
+    assert [one["way"] for one in found["drafts"]] == ["draft"]
     assert (tmp_path / result["files"]["proposals"]).exists()
     verdict = json.loads((tiny_run / "verdict.json").read_text())
     # The same frozen text and the same weights as the run's own judgement.
-    assert found["best"]["alpha"] == pytest.approx(verdict["best"]["alpha"], abs=1e-5)
-    assert result["gammas"]["3"]["tau"] == pytest.approx(verdict["best"]["tau"], abs=1e-6)
-    assert f"{found['best']['alpha']:.3f}" in text
+    assert found["judgement"]["alpha"] == pytest.approx(verdict["judgement"]["alpha"], abs=1e-5)
+    assert result["gammas"]["3"]["tau"] == pytest.approx(verdict["judgement"]["tau"], abs=1e-6)
+    assert f"{found['judgement']['alpha']:.3f}" in text
     assert "report.html" in run("report", str(out))
     refused = CliRunner().invoke(
         cli.app, ["evaluate", str(tiny_run), "--config", str(tiny_config), "--out", str(tiny_run / "result.json")]
@@ -158,7 +158,7 @@ def test_evaluate_json_is_json_alone(
     arguments = ["--config", str(tiny_config), "--rule", "greedy", "--json", "--out", str(tmp_path / "r.json")]
     result = json.loads(run("evaluate", str(tiny_run), *arguments))
     assert result["rule"] == "greedy"
-    assert result["best"]["alpha"] > 0
+    assert result["judgement"]["alpha"] > 0
 
 
 def test_export_show_and_the_outside_check(tiny_run: Path, tiny_config: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, m
     for prompt in 4 * prompts:
         engine.complete(asked | {"prompt": prompt})
         pages.append(engine.page())
-    chosen = load_verdict(tiny_run).model_copy(update={"run_at": {"1": WAYS["parallel"]}})
+    chosen = load_verdict(tiny_run).model_copy(update={"run": {"1": WAYS["parallel"]}})
     monkeypatch.setattr(baseline, "load_verdict", lambda run: chosen)
     for options, drafting, refresh in (
         ({}, "parallel", False),

@@ -155,7 +155,7 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
     timed = [(DRAFT, 1, 7), (DRAFT, 8, 2), (BY_BLOCK, 1, 8), (LOOKUP, 1, 9)]
     rows = [Measured(way, "sample", load, gamma=gamma, speed_up=1.5) for way, load, gamma in timed]
     verdict = Verdict.model_construct(
-        rule="sample", gamma=3, measured=rows, drafts=[DraftOf(way=DRAFT)], run_at={"1": DRAFT, "8": DRAFT},
+        rule="sample", gamma=3, measured=rows, drafts=[DraftOf(way=DRAFT)], run={"1": DRAFT, "8": DRAFT},
     )  # fmt: skip
     assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "autoregressive") == (7, 3, 2)
     assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 7, 3)

@@ -82,8 +82,7 @@ row = {"way": "DRAFT", "rule": "sample", "gamma": 3, "how": {}}
 judged = row | {"alpha": alpha, "alpha_ci": ci(alpha, 0.02), "tau": 4 * alpha, "tau_ci": ci(4 * alpha, 0.1)}
 timed = row | {"gamma": 2, "speed_up": 2 * alpha, "speed_up_ci": ci(2 * alpha, 0.3)}
 told = {"format": 2, "version": "0.2.0", "rule": "sample", "gamma": 3, "prompts": 8, "tokens": 99, "outcome": "no_speed", "headline": "No."}
-best = {"alpha": alpha, "tau": 4 * alpha}
-(folder / "verdict.json").write_text(json.dumps(told | {"best": best, "measured": [judged, timed]}))
+(folder / "verdict.json").write_text(json.dumps(told | {"drafts": [{"way": "DRAFT"}], "measured": [judged, timed]}))
 """
 
 
@@ -306,7 +305,7 @@ def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
         ({"grid": {"loss.name": ["tv", "tv"]}}, "stands there twice"),
         ({"grid": {"name": ["a"]}}, "names its runs itself"),
         ({"overrides": {"seed": 3}}, "both in grid and in overrides"),
-        ({"metric": "tua"}, "`metric` = \"tua\": input should be 'alpha', 'tau' or 'speed_up'"),
+        ({"metric": "tua"}, '`metric` = "tua": did you mean `tau`?'),
         ({"name": "a/b"}, '`name` = "a/b": string should match'),
         ({"base": "nowhere.yaml"}, "cannot read the config"),
         ({"grid": {"target": [None]}}, "`target` = null"),

@@ -140,7 +140,9 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"optim": {"betas": [0.9]}}, "optim.betas.1"),
         ({"student": {"layers": 3}}, "list"),
         ({"student": {"layers": [0, "last"]}}, "`student.layers.1`"),
-        ({"student": {"init": "carvd"}}, "'carved'"),
+        ({"student": {"init": "carvd"}}, '`student.init` = "carvd": did you mean `carved`?'),
+        ({"judge": {"ways": ["token trees"]}}, '`judge.ways.0` = "token trees": did you mean `token tree`?'),
+        ({"judge": {"ways": ["draft"]}}, "known here: early exit, lookahead, token tree"),
         ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
         ({"student": {"parallel": {"mask_token": -1}}}, "`student.parallel.mask_token` = -1"),
         (

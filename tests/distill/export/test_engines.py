@@ -192,10 +192,10 @@ def test_what_a_verdict_says_of_lookup(run, drafting, behind, both):
     """llama.cpp drafts token by token: a block drafted in one pass behind the lookup is nothing for it."""
     together = replace(BOTH, behind=behind)
     drafts = [DraftOf(way=JUDGED, drafting=drafting)]
-    verdict = Verdict.model_construct(measured=[LOOKUP_ALONE, together], drafts=drafts, run_at={"1": run})
+    verdict = Verdict.model_construct(measured=[LOOKUP_ALONE, together], drafts=drafts, run={"1": run})
     assert lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "together": together if both else None}
     assert lookups_of(None) == {}
-    nothing = Verdict.model_construct(measured=[], drafts=[], run_at={})
+    nothing = Verdict.model_construct(measured=[], drafts=[], run={})
     assert lookups_of(nothing) == {"lookup": None, "together": None}
 
 

@@ -92,7 +92,7 @@ def student_dir(tmp_path_factory, tokenizer):
 
 
 def curve(rule, taus):
-    return {"rule": rule, "contestants": {DRAFT: {"rule": rule, "alpha": 0.7, "gammas": [0, 3], "tau": taus}}}
+    return {"rule": rule, "ways": {DRAFT: {"rule": rule, "alpha": 0.7, "gammas": [0, 3], "tau": taus}}}
 
 
 CURVES = Curves.model_validate(
@@ -114,8 +114,8 @@ def make_verdict(rows=None, run=DRAFT, drafting="autoregressive", **changes):
     ]
     known = {
         "rule": "sample", "gamma": 5, "prompts": 20, "tokens": 1234, "drafts": [DraftOf(way=way, drafting=drafting) for way in drafts],
-        "measured": [*judged, *([timed(DRAFT, 3)] if rows is None else rows)], "run_at": {"1": run}, "pays": True, "best": {"alpha": 0.75, "tau": 3.25},
-        "outcome": "pays_off", "headline": "Run it.",
+        "measured": [*judged, *([timed(DRAFT, 3)] if rows is None else rows)], "run": {"1": run}, "pays": True,
+        "outcome": "pays_off", "headline": "Run it.", "version": "1",
     }  # fmt: skip
     return Verdict.model_validate(known | changes)
 

@@ -10,7 +10,7 @@ from test_engines import GOOD, options, tensorrt_file
 
 from distill.export.engine import check, check_all
 from distill.export.load_table import gamma_by_load, load_words
-from distill.run.verdict_record import BestDraft, DraftOf, Verdict
+from distill.run.verdict_record import DraftOf, Verdict
 from speculative.measure.measured import DRAFT, TARGET, Measured
 
 Row = tuple[int, int, float]
@@ -23,8 +23,8 @@ def verdict_of(rows: list[Row], plain_wins_from: int | None) -> Verdict:
     ]  # fmt: skip
     run = {str(load): DRAFT if faster > 1.0 else TARGET for load, _, faster in rows}
     return Verdict(
-        rule="sample", gamma=3, prompts=8, tokens=80, best=BestDraft(alpha=0.5, tau=2.0), outcome="no_speed", headline="",
-        drafts=[DraftOf(way=DRAFT)], measured=measured, run_at=run, plain_wins_from=plain_wins_from,
+        version="1", rule="sample", gamma=3, prompts=8, tokens=80, outcome="no_speed", headline="",
+        drafts=[DraftOf(way=DRAFT)], measured=measured, run=run, plain_wins_from=plain_wins_from,
     )  # fmt: skip
 
 

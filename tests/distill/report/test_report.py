@@ -207,8 +207,8 @@ def test_figures_are_pictures_of_their_own(result: dict[str, Any]) -> None:
     ],
 )
 def test_any_label_can_be_drawn(label: str, shown: str, result: dict[str, Any]) -> None:
-    curve = result["curves"]["rules"][0]["contestants"][DRAFT]
-    made = bare(result) | {"curves": {"gammas": [], "rules": [{"rule": "sample", "contestants": {label: curve}}]}}
+    curve = result["curves"]["rules"][0]["ways"][DRAFT]
+    made = bare(result) | {"curves": {"gammas": [], "rules": [{"rule": "sample", "ways": {label: curve}}]}}
     svg = drawn(made, GivenTimes(1.0, 0.1))["survival"]
     assert shown in re.findall(r"<text[^>]*>([^<]*)", svg)
 
@@ -254,13 +254,12 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
         (lambda r: r["calibration"].pop("words"), r"key calibration\.words is missing"),
         (lambda r: r["slices"][0]["rows"][0].pop("alpha"), r"key slices\[0\]\.rows\[0\]\.alpha is missing"),
         (
-            lambda r: r["curves"]["rules"][0]["contestants"][DRAFT].pop("tau"),
-            rf"key curves\.rules\[0\]\.contestants\.{DRAFT}\.tau is missing",
+            lambda r: r["curves"]["rules"][0]["ways"][DRAFT].pop("tau"),
+            rf"key curves\.rules\[0\]\.ways\.{DRAFT}\.tau is missing",
         ),
         (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
-        (lambda r: r["live_prompts"][3].update(drafted=-1), r"key live_prompts\[3\]\.drafted holds something else"),
-        (lambda r: r.update(format=3), r"\(format 3\); this version reads format 2: make it again"),
-        (lambda r: r.pop("format"), r"written by version 0\.1 of understudy \(format 1\)"),
+        (lambda r: r.update(format=3), r"by version 0\.2\.0 of understudy \(format 3\); version 0\.2\.0 reads format 2: make it again"),
+        (lambda r: [r.pop(key) for key in ("format", "version")], r"written by version 0\.1 of understudy \(format 1\)"),
     ],
 )  # fmt: skip
 def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[str, Any], tmp_path: Path) -> None:

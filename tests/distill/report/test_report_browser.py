@@ -233,7 +233,7 @@ def test_given_times_recompute_the_table(browser: Chrome, result: dict[str, Any]
     assert drawn.is_displayed()
     give(browser, target="25", draft="3", verify="4")
     assert not drawn.is_displayed(), "the figure is of other times"
-    curves = result["curves"]["rules"][0]["contestants"]
+    curves = result["curves"]["rules"][0]["ways"]
     for (name, gamma), value in cells(browser).items():
         # Both are double precision; the sums may round differently in the last place.
         assert value == pytest.approx(curves[name]["tau"][gamma] / (gamma * 3 / 25 + 1 + gamma * 0.04), rel=1e-12)
@@ -250,7 +250,7 @@ def test_another_rule_and_a_wrong_time(browser: Chrome, result: dict[str, Any]) 
         "const s = document.getElementById('t-rule'); s.value = 'greedy-draft'; s.dispatchEvent(new Event('input', {bubbles: true}))"
     )
     give(browser, target="10", draft="1", verify="0")
-    tau = result["curves"]["rules"][1]["contestants"][DRAFT]["tau"][4]
+    tau = result["curves"]["rules"][1]["ways"][DRAFT]["tau"][4]
     right = cells(browser)
     assert right[DRAFT, 4] == pytest.approx(tau / (4 * 0.1 + 1), rel=1e-12)
     give(browser, draft="0")

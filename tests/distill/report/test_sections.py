@@ -120,13 +120,13 @@ def test_slices_are_sorted_and_a_certain_loss_alone_is_marked(result: dict[str, 
 
 def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     beyond = copy.deepcopy(result)
-    curve = beyond["curves"]["rules"][0]["contestants"][DRAFT]
-    best = max((value, gamma) for gamma, value in enumerate(curve["speed_up"][:17]))
+    curve = beyond["curves"]["rules"][0]["ways"][DRAFT]
+    best = max((value, gamma) for gamma, value in enumerate(curve["predicted_speed_up"][:17]))
     expected = [str(best[1]), f"{best[0]:.2f}x"]
     assert rules_table(view_of(result)).texts()[0][3:] == expected
-    curve["speed_up"][17:] = [9.0] * 16
+    curve["predicted_speed_up"][17:] = [9.0] * 16
     assert rules_table(view_of(beyond)).texts()[0][3:] == expected, "no extrapolated one"
-    curve["speed_up"] = [None] * 33
+    curve["predicted_speed_up"] = [None] * 33
     assert rules_table(view_of(beyond)).texts()[0][3:] == [NOTHING] * 2
     said = speed_line(view_of(result))
     assert said.startswith("Timed: 1.36x at gamma 3. The curve is predicted from c = 0.26 at batch 1: gamma 2 to 4 are")
@@ -171,7 +171,7 @@ def test_what_was_run_is_told(result: dict[str, Any]) -> None:
 
 
 def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
-    curve, tree = result["curves"]["rules"][0]["contestants"][DRAFT], copy.deepcopy(result)
+    curve, tree = result["curves"]["rules"][0]["ways"][DRAFT], copy.deepcopy(result)
     for calls in ("each token", "one a block"):
         table = given_table(view_of(tree, GivenTimes(0.025, 0.003, 0.02)))
         for row in table.cells:
@@ -184,7 +184,7 @@ def test_given_times_are_the_formula(result: dict[str, Any]) -> None:
     measured = measured_times(typed(result))
     assert (measured.source, measured.cost_ratio) == ("measured", pytest.approx(result["costs"]["cost_ratio"]))
     tau = curve["tau"][4]
-    assert measured.speed_up(4, tau) == pytest.approx(curve["speed_up"][4])
+    assert measured.speed_up(4, tau) == pytest.approx(curve["predicted_speed_up"][4])
     assert measured.speed_up(4, tau) == pytest.approx(
         predicted_speed_up(tau, 4, measured.cost_ratio, 1 + 4 * measured.verify_extra)
     )
@@ -292,7 +292,7 @@ def test_where_marks_the_certain_leader(result: dict[str, Any]) -> None:
     assert [row[0] for row in tables["By how repetitive the response is"].texts()] == [
         "up to 4 % repeated 8 prompts", "more than 4 % repeated 8 prompts",
     ]  # fmt: skip
-    alone = [dict(row, best="target") for row in result["where"]]
+    alone = [dict(row, best=TARGET) for row in result["where"]]
     assert tables_of({**result, "where": alone}, "where")["By domain"].cells[0][0].mark == "nothing helps"
 
 

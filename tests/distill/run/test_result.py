@@ -17,9 +17,9 @@ def test_what_is_written_is_what_was_read(variant) -> None:
 
 def test_a_key_of_another_version_is_kept() -> None:
     tree = example_result() | {"later": {"x": 1}}
-    tree["verdict"]["best"]["later"] = 2
+    tree["verdict"]["judgement"]["later"] = 2
     written = typed(tree).record()
-    assert (written["later"], written["verdict"]["best"]["later"]) == ({"x": 1}, 2)
+    assert (written["later"], written["verdict"]["judgement"]["later"]) == ({"x": 1}, 2)
 
 
 def test_text_that_no_utf8_has_is_text_all_the_same() -> None:

@@ -30,6 +30,7 @@ from distill.run.run import Run
 from distill.training.batches import BatchSource
 from distill.training.capture import JoinedTeacher
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT, UNDISTILLED
 
 ASKED = ["signal.source=store", "signal.k=64", "judge.live=never", "judge.gamma=3"]
 
@@ -70,15 +71,17 @@ def test_a_draft_of_two_targets_has_a_row_for_each_and_is_picked_by_both(
     verdict, alone = (load_verdict(tmp_path / name / "both") for name in ("two", "one"))
     assert alone.targets == []
     (row,) = verdict.targets
-    assert (row.target, row.weight, row.prompts) == (str(second.parent / "target"), 3.0, 10)
-    assert row.alpha_gain.gain > 0.02
-    assert row.tau > row.baseline_tau
+    assert (row.target, row.weight) == (str(second.parent / "target"), 3.0)
+    assert row.gain.gain > 0.02
+    there, before = (verdict.row(way, text=row.target) for way in (DRAFT, UNDISTILLED))
+    assert there.prompts == before.prompts == 10
+    assert there.tau > before.tau
     assert any(line.startswith(f"On {row.target} the draft has tau") for line in verdict.facts)
-    best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
-    assert best.score == pytest.approx((best.tau + 3 * row.tau) / 4)
+    best = next(record for record in verdict.checkpoints if record.step == verdict.drafts[-1].step)
+    assert best.score == pytest.approx((best.tau + 3 * there.tau) / 4)
     assert f"score {best.score:.3f} on 2 targets" in shown
     # Half of what the first target taught went to the second.
-    assert verdict.best.alpha < alone.best.alpha
+    assert verdict.judged(DRAFT).alpha < alone.judged(DRAFT).alpha
     report_command(tmp_path / "two" / "both")
     assert "Other targets" in (tmp_path / "two" / "both" / "report.html").read_text(encoding="utf-8")
 

@@ -19,10 +19,11 @@ from distill.models.carving import carve
 from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.target import Target
-from distill.run.verdict_record import BestDraft, JudgedDraft, Verdict
+from distill.run.verdict_record import Verdict
 from distill.training.optim import make_optimizers
 from distill.training.trainer import STAGES
 from speculative.errors import UserError
+from speculative.measure.measured import DRAFT, HELD_OUT, UNDISTILLED
 from speculative.measure.replay import replay
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
@@ -49,13 +50,14 @@ def test_a_run_leaves_what_the_documentation_says(tiny_run: Path) -> None:
 def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
     assert set(verdict) == set(Verdict.model_fields)
     Verdict.model_validate(verdict)
-    for name, kind in (("baseline", JudgedDraft), ("best", BestDraft)):
-        row = verdict[name]
-        assert set(row) == set(kind.model_fields)
+    for name in (UNDISTILLED, DRAFT):
+        row = next(row for row in verdict["measured"] if (row["way"], row["text"]) == (name, HELD_OUT))
+        assert row["how"] == {"alpha": "replay", "tau": "live"}
         assert row["alpha_ci"][0] <= row["alpha"] <= row["alpha_ci"][1]
         assert row["tau_ci"][0] <= row["tau"] <= row["tau_ci"][1]
-        assert len(row["survival"]) == verdict["gamma"]
-        assert row["survival"] == sorted(row["survival"], reverse=True)
+    survival = verdict["judgement"]["survival"]
+    assert len(survival) == verdict["gamma"]
+    assert survival == sorted(survival, reverse=True)
     assert set(verdict["replay"]) == {str(gamma) for gamma in range(33)}
     assert set(verdict["gain"]["alpha"]) == {"gain", "ci"}
     assert [record["step"] for record in verdict["checkpoints"]] == [0, 4, 8, 12]
@@ -70,18 +72,18 @@ def test_the_verdict_has_the_documented_shape(verdict: dict) -> None:
 
 def test_best_is_the_highest_tau_and_the_link_points_there(verdict: dict, tiny_run: Path) -> None:
     taus = {record["step"]: record["tau"] for record in verdict["checkpoints"]}
-    assert verdict["best"]["step"] == max(taus, key=taus.__getitem__)
-    assert (tiny_run / "best").resolve() == step_folder(tiny_run, verdict["best"]["step"]).resolve()
+    assert verdict["drafts"][-1]["step"] == max(taus, key=taus.__getitem__)
+    assert (tiny_run / "best").resolve() == step_folder(tiny_run, verdict["drafts"][-1]["step"]).resolve()
 
 
 def test_distilling_raises_alpha_on_heldout_prompts(verdict: dict) -> None:
     assert verdict["gain"]["alpha"]["ci"][0] > 0
-    gain = verdict["checkpoints"][-1]["alpha"] - verdict["baseline"]["alpha"]
+    gain = verdict["checkpoints"][-1]["alpha"] - verdict["checkpoints"][0]["alpha"]
     assert gain > 0
 
 
 def test_the_paired_gain_is_the_difference_of_the_alphas(verdict: dict) -> None:
-    difference = verdict["best"]["alpha"] - verdict["baseline"]["alpha"]
+    difference = verdict["judgement"]["alpha"] - verdict["checkpoints"][0]["alpha"]
     # Replay scores in float32 logits: the last digits depend on how prompts were batched.
     assert verdict["gain"]["alpha"]["gain"] == pytest.approx(difference, abs=1e-6)
 
@@ -106,7 +108,7 @@ def test_alpha_and_replay_can_be_recomputed_from_the_files_alone(verdict: dict, 
     tokens = sum(len(values) for values in probs)
     assert tokens == verdict["tokens"]
     # The tiny target is saved in float32, so nothing is rounded; batching changes the last digits only.
-    assert sum(values.sum() for values in probs) / tokens == pytest.approx(verdict["best"]["alpha"], abs=1e-5)
+    assert sum(values.sum() for values in probs) / tokens == pytest.approx(verdict["judgement"]["alpha"], abs=1e-5)
     for gamma, tau in replay(probs).items():
         assert tau == pytest.approx(verdict["replay"][str(gamma)], rel=1e-5)
 

@@ -20,6 +20,7 @@ from distill.run import checkpoint
 from distill.run.folder import load_verdict
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
+from speculative.measure.measured import DRAFT
 
 
 class Stop(Exception):
@@ -71,8 +72,10 @@ class TestStoredSignals:
     def test_the_verdict_is_live_though_checkpoints_were_judged_by_replay(self, stored: Path) -> None:
         verdict = load_verdict(stored)
         assert [record.live for record in verdict.checkpoints] == [False] * 3
-        assert verdict.best.tau_ci[0] <= verdict.best.tau <= verdict.best.tau_ci[1]
-        best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
+        row = verdict.judged(DRAFT)
+        assert row.how["tau"] == "live"
+        assert row.tau_ci[0] <= row.tau <= row.tau_ci[1]
+        best = next(record for record in verdict.checkpoints if record.step == verdict.drafts[-1].step)
         assert best.tau == best.replay[verdict.gamma]
 
     def test_metrics_say_how_low_the_estimate_of_alpha_may_be(self, stored: Path) -> None:
@@ -123,8 +126,8 @@ def test_averaged_weights_are_judged_beside_the_raw_ones(tiny_config: Path) -> N
         other = RAW if record.weights == "ema" else AVERAGED
         assert {path.name for path in step_folder(run, record.step).glob("student*")} == {"student", other}
     # What is measured at the end are the weights that won: their score is an alpha by replay of the same text.
-    best = next(record for record in verdict.checkpoints if record.step == verdict.best.step)
-    assert verdict.best.alpha == pytest.approx(best.alpha, abs=1e-5)
+    best = next(record for record in verdict.checkpoints if record.step == verdict.drafts[-1].step)
+    assert verdict.judged(DRAFT).alpha == pytest.approx(best.alpha, abs=1e-5)
 
 
 @pytest.mark.parametrize("weights", ["raw", "ema"])

@@ -45,7 +45,7 @@ def asked(pair, history=True):
     question = Question(
         JudgeConfig(speed_seconds=1e-6, speed_prompts=8), SETTINGS, {"greedy": frozen}, history=past if history else []
     )
-    best = Candidate(BEST, "distilled", "", 0, Draft(DRAFT))
+    best = Candidate(BEST, "", 0, Draft(DRAFT))
     return question, Field((best,), (), {"greedy": {BEST: scores}}, {BEST: COSTS})
 
 

@@ -60,7 +60,7 @@ def pair(tiny_config: Path):
     target = Target(config.target, torch.device("cpu"))
     drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
     candidates = [
-        Candidate(name, name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)
+        Candidate(name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)
     ]
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
     responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
@@ -113,7 +113,7 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
     result = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
     assert result.gammas is not None
     assert set(result.gammas) == {1, 2, 3}
-    assert {record.alpha for record in result.gammas.values()} == {result.verdict.best.alpha}
+    assert {record.alpha for record in result.gammas.values()} == {result.verdict.judged(DRAFT).alpha}
     (frozen,) = read
     assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"
 

@@ -1,6 +1,7 @@
 """result.json of a real run: every number in it can be traced to the log of proposals, the judgements or the frozen text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from distill.verdict import conclusion
 from distill.verdict.findings import serve_commands, steps_of
 from distill.verdict.token_view import spread_over, writers
 from speculative.decoder.responses import Response
-from speculative.measure.measured import TOGETHER
+from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
 from speculative.measure.token_scores import score_responses
 from speculative.rules.sampling import SamplingSettings
 
@@ -31,48 +32,36 @@ def result(tiny_run: Path) -> dict:
     return json.loads((tiny_run / "result.json").read_text(encoding="utf-8"))
 
 
-def test_the_contestants_are_those_of_the_verdict(result: dict) -> None:
-    assert result["kind"] == "run"
-    assert [row["name"] for row in result["contestants"]] == ["baseline", "best"]
-    best = result["contestants"][-1]
-    assert {key: best[key] for key in ("alpha", "tau", "survival")} == {
-        key: result["verdict"]["best"][key] for key in ("alpha", "tau", "survival")
+def test_tau_is_that_of_the_proposal_log(result: dict, tiny_run: Path) -> None:
+    judged = result["verdict"]["judgement"]
+    (row,) = (
+        row
+        for row in result["verdict"]["measured"]
+        if (row["way"], row["how"].get("tau"), row["text"]) == (DRAFT, "live", HELD_OUT)
+    )
+    assert {key: row[key] for key in ("alpha", "tau", "accepted_per_drafted")} == {
+        key: judged[key] for key in ("alpha", "tau", "accepted_per_drafted")
     }
-
-
-def test_tau_is_the_sum_of_the_live_prompts_and_of_the_proposal_log(result: dict, tiny_run: Path) -> None:
-    prompts, verdict = result["live_prompts"], result["verdict"]
-    tokens, blocks = (sum(row[key] for row in prompts) for key in ("tokens", "blocks"))
-    assert tokens / blocks == pytest.approx(verdict["best"]["tau"], rel=1e-12)
-    drafted, accepted = (sum(row[key] for row in prompts) for key in ("drafted", "accepted"))
-    assert accepted / drafted == pytest.approx(verdict["best"]["accepted_per_drafted"], rel=1e-12)
-
+    blocks = judged["replay_check"]["live_blocks"]
+    assert judged["live_tokens"] / blocks == pytest.approx(judged["tau"], rel=1e-12)
     log = pq.read_table(tiny_run / result["files"]["proposals"]).to_pandas()
-    for row in prompts:
-        own = log[log["prompt"] == row["key"]]
-        assert (len(own), int(own["accepted"].sum())) == (row["drafted"], row["accepted"])
-        # A block that drafted nothing (no room left) leaves no row.
-        assert own["block"].nunique() <= row["blocks"]
-    kept = log[log["accepted"]].groupby(["prompt", "block"]).size()
-    blocks_logged = log.groupby(["prompt", "block"]).ngroups
-    for j, share in enumerate(verdict["best"]["survival"], start=1):
-        reached = (log.groupby(["prompt", "block"]).size() >= j).sum()
-        assert (kept >= j).sum() / reached == pytest.approx(share, rel=1e-12)
-    assert blocks_logged <= blocks
+    assert log["accepted"].mean() == pytest.approx(judged["accepted_per_drafted"], rel=1e-12)
+    drafted, kept = (rows.groupby(["prompt", "block"]).size() for rows in (log, log[log["accepted"]]))
+    for j, share in enumerate(judged["survival"], start=1):
+        assert (kept >= j).sum() / (drafted >= j).sum() == pytest.approx(share, rel=1e-12)
+    assert len(drafted) <= blocks  # a block that drafted nothing (no room left) leaves no row
 
 
 def test_the_token_view_tells_who_wrote_every_token_of_the_logged_run(result: dict, tiny_run: Path) -> None:
-    view, prompts = result["token_view"], {row["key"]: row for row in result["live_prompts"]}
     log = pq.read_table(tiny_run / "proposals.parquet").to_pandas()
-    assert len(view["responses"]) == min(8, len(prompts))
-    for response in view["responses"]:
-        row, tokens = prompts[response["key"]], response["tokens"]
-        assert response["tokens_count"] == len(tokens) == row["tokens"]
-        assert (response["blocks"], response["drafted"], response["accepted"]) == (
-            row["blocks"], row["drafted"], row["accepted"]
-        )  # fmt: skip
-        assert len({token["block"] for token in tokens}) == row["blocks"]
-        kept = log[(log["prompt"] == response["key"]) & log["accepted"]]
+    responses = result["token_view"]["responses"]
+    assert len(responses) == min(8, result["verdict"]["prompts"])
+    for response in responses:
+        tokens, own = response["tokens"], log[log["prompt"] == response["key"]]
+        kept = own[own["accepted"]]
+        assert (response["drafted"], response["accepted"]) == (len(own), len(kept))
+        assert response["tokens_count"] == len(tokens)
+        assert own["block"].nunique() <= response["blocks"] == len({token["block"] for token in tokens})
         for entry in kept.itertuples():
             if entry.position < len(tokens):  # else the end token cut the block
                 token = tokens[entry.position]
@@ -92,35 +81,34 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
     assert first["rule"] == verdict["rule"] == "sample"
     assert [entry["rule"] for entry in result["curves"]["rules"]] == ["sample", "greedy-draft", "block", "greedy"]
     assert result["curves"]["refused"] == []
-    of = first["contestants"]["best"]
+    of = first["ways"][DRAFT]
     assert of["gammas"] == list(range(33))
     np.testing.assert_allclose(of["tau"], [verdict["replay"][str(gamma)] for gamma in range(33)], rtol=1e-9)
     costs = verdict["costs"]
     # gamma 3 was measured itself.
     predicted = of["tau"][3] / (3 * costs["cost_ratio_at"]["3"] + costs["verify_ratio"]["3"])
-    assert of["speed_up"][3] == pytest.approx(predicted, rel=1e-9)
-    assert of["speed_up"][0] == of["tau"][0] == 1.0
+    assert of["predicted_speed_up"][3] == pytest.approx(predicted, rel=1e-9)
+    assert of["predicted_speed_up"][0] == of["tau"][0] == 1.0
     measured = max(map(int, costs["verify_ratio"]))
-    assert [value is None for value in of["speed_up"]] == [gamma > measured for gamma in range(33)]
+    assert [value is None for value in of["predicted_speed_up"]] == [gamma > measured for gamma in range(33)]
 
 
 def test_the_speed_up_is_pooled(result: dict) -> None:
-    verdict, rates = result["verdict"], [row["tokens_per_second"] for row in result["timed_prompts"]]
+    rates = [row["tokens_per_second"] for row in result["timed_prompts"]]
     assert len(rates) == 2  # judge.speed_prompts
-    for name in ("baseline", "best"):
-        assert all(own[name] > 0 for own in rates)
-        pooled = verdict[name]["tokens_per_second"] / verdict["target_tokens_per_second"]
-        assert verdict["speed_up"][name] == pytest.approx(pooled)
-        assert verdict["speed_up_ci"][name] is None  # of two prompts
-    assert set(verdict["latency"]) == {"target", "baseline", "best", *(rival["name"] for rival in verdict["rivals"])}
-    rivals = {rival["name"]: rival for rival in verdict["rivals"]}
-    assert set(rivals) == {"prompt lookup", "past responses", "lookup + draft"}
-    assert rivals["prompt lookup"]["tuned_on"] == "training prompts"
-    assert all(rival["speed_up_ci"] is None for rival in rivals.values())
+    rows = {row["way"]: row for row in result["verdict"]["measured"] if "speed_up" in row}
+    ways = {UNDISTILLED, DRAFT, LOOKUP, PAST, TOGETHER}
+    assert set(rows) == set(result["verdict"]["latency"]) == {TARGET, *ways}
+    alone = rows.pop(TARGET)["tokens_per_second"]
+    for row in rows.values():
+        assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / alone)
+        assert "speed_up_ci" not in row  # of two prompts
+    assert all(own[name] > 0 for own in rates for name in (UNDISTILLED, DRAFT))
+    assert rows[LOOKUP]["tuned_on"] == "training prompts"
 
 
 def test_block_verification_never_accepts_less_than_token_verification(result: dict) -> None:
-    curves = {entry["rule"]: entry["contestants"]["best"]["tau"] for entry in result["curves"]["rules"]}
+    curves = {entry["rule"]: entry["ways"][DRAFT]["tau"] for entry in result["curves"]["rules"]}
     assert all(block >= token - 1e-9 for block, token in zip(curves["block"], curves["sample"], strict=True))
 
 
@@ -133,14 +121,14 @@ def test_slices_partition_the_frozen_text(result: dict) -> None:
         rows = table["rows"]
         assert sum(row["tokens"] for row in rows) == verdict["tokens"], table["dimension"]
         assert sum(row["lost_share"] for row in rows) == pytest.approx(1.0)
-        mean = sum(row["tokens"] * row["alpha"]["best"] for row in rows) / verdict["tokens"]
-        assert mean == pytest.approx(verdict["best"]["alpha"], abs=1e-9)
+        mean = sum(row["tokens"] * row["alpha"][DRAFT] for row in rows) / verdict["tokens"]
+        assert mean == pytest.approx(verdict["judgement"]["alpha"], abs=1e-9)
 
 
 def test_steps_pair_every_checkpoint_with_the_first(result: dict) -> None:
-    best = next(row for row in result["steps"] if row["step"] == result["verdict"]["best"]["step"])
+    best = next(row for row in result["steps"] if row["step"] == result["verdict"]["drafts"][-1]["step"])
     assert result["steps"][0]["gain"] is None
-    assert best["gain"]["alpha_gain"] == pytest.approx(result["verdict"]["effects"]["alpha"]["gain"], abs=1e-6)
+    assert best["gain"]["gain"] == pytest.approx(result["verdict"]["gain"]["alpha"]["gain"], abs=1e-6)
 
 
 def test_steps_of_text_that_differs_are_not_paired() -> None:
@@ -152,7 +140,7 @@ def test_steps_of_text_that_differs_are_not_paired() -> None:
     rows = steps_of(records, ["a", "b"])
     assert [row.gain is None for row in rows] == [True, True, False]
     assert rows[2].gain is not None
-    assert rows[2].gain.alpha_gain == pytest.approx(1.0 / 6.0)
+    assert rows[2].gain.gain == pytest.approx(1.0 / 6.0)
 
 
 def test_writers_of_a_block_that_was_accepted_whole_cut_and_empty() -> None:
@@ -190,8 +178,13 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
 
 def test_the_served_draft_stands_between_baseline_and_best(other_run: Path, tiny_run: Path) -> None:
     result = json.loads((other_run / "result.json").read_text())
-    assert [row["name"] for row in result["contestants"]] == ["baseline", "served", "best"]
-    alphas = {row["name"]: row["alpha"] for row in result["contestants"]}
+    drafts = [one["way"] for one in result["verdict"]["drafts"]]
+    assert drafts == [UNDISTILLED, SERVED, DRAFT]
+    alphas = {
+        row["way"]: row["alpha"]
+        for row in result["verdict"]["measured"]
+        if row["text"] == HELD_OUT and row["way"] in drafts
+    }
     served = load_model("served", str(tiny_run / "best" / "student"))
     texts = [
         SimpleNamespace(
@@ -201,17 +194,17 @@ def test_the_served_draft_stands_between_baseline_and_best(other_run: Path, tiny
     ]
     probs = np.concatenate(score_responses(served, texts, SamplingSettings(temperature=0.7)))
     # Batching changes the last digits only.
-    assert alphas["served"] == pytest.approx(float(probs.mean()), abs=1e-5)
+    assert alphas[SERVED] == pytest.approx(float(probs.mean()), abs=1e-5)
     against = result["verdict"]["against_served"]["alpha"]
-    assert against["gain"] == pytest.approx(alphas["best"] - alphas["served"], abs=1e-6)
+    assert against["gain"] == pytest.approx(alphas[DRAFT] - alphas[SERVED], abs=1e-6)
 
 
 def test_a_domain_that_was_not_trained_on_is_watched(other_run: Path, result: dict) -> None:
     rows = json.loads((other_run / "result.json").read_text())["forgetting"]
     assert {row["domain"]: row["trained_on"] for row in rows} == {"old": False, "stdlib": True}
     for row in rows:
-        assert set(row["alpha"]) == {"baseline", "served", "best"}
-        assert row["change"]["gain"] == pytest.approx(row["alpha"]["best"] - row["alpha"]["baseline"], abs=1e-9)
+        assert set(row["alpha"]) == {UNDISTILLED, SERVED, DRAFT}
+        assert row["change"]["gain"] == pytest.approx(row["alpha"][DRAFT] - row["alpha"][UNDISTILLED], abs=1e-9)
     assert result["forgetting"] == []  # all of its domains were trained on
 
 
@@ -242,7 +235,7 @@ def test_a_pair_without_headroom_ends_in_no_measurable_gain(tiny_config: Path, t
     assert train.main([str(tmp_path / "same.yaml")]) == 0
     verdict = json.loads((tmp_path / "same" / "verdict.json").read_text())
     assert verdict["outcome"] in ("no_measurable_gain", "loss")
-    assert verdict["baseline"]["alpha"] > 0.999
+    assert verdict["checkpoints"][0]["alpha"] > 0.999
     assert any(line.startswith(("No measurable gain: ", "It got worse: ")) for line in verdict["facts"])
 
 
@@ -257,11 +250,9 @@ def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
 
 def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tiny_config: Path) -> None:
     run, target = load_result(tiny_run / "result.json"), Target(load_config(tiny_config).target, torch.device("cpu"))
-    together = next(one for one in run.verdict.rivals if one.name == TOGETHER)
-    for what, chained in ((TOGETHER, True), ("best", False)):
-        verdict = run.verdict.model_copy(
-            update={"run": what, "run_at": {"1": what}, "rivals": [together.model_copy(update={"behind": "best"})]}
-        )
+    together = replace(run.verdict.row(TOGETHER), behind=DRAFT)
+    for what, chained in ((TOGETHER, True), (DRAFT, False)):
+        verdict = run.verdict.model_copy(update={"run": {"1": what}, "measured": [together]})
         served = serve_commands(tiny_run, target, verdict, SamplingSettings(), run.curves)
         command = next(one.command for one in served if one.engine == "llama.cpp")
         assert ("ngram-simple,draft-simple" in command) == chained

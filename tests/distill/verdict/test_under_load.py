@@ -50,7 +50,7 @@ def judged(tiny_config: Path):
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
     asked = Question(config.judge, settings.under("sample", 2), {"sample": frozen}, 100)
-    field = line_up(asked, target.model, [Candidate(DRAFT, DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
+    field = line_up(asked, target.model, [Candidate(DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
     return target, field, gather(asked, target, field)
 
 
@@ -70,7 +70,7 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
             assert row.how["tau"] == ("live" if row.way in LIVE else "replay")
             assert 1.0 <= row.tau <= row.gamma + 1
             assert (row.alpha is None) == (row.way != DRAFT)
-        assert found.run_at[str(concurrency)] in [one.way for one in rows]
+        assert found.run[str(concurrency)] in [one.way for one in rows]
     assert found.roofline is not None
     assert found.roofline.target_fixed_seconds > 0.0
     assert found.plain_wins_from is None or found.plain_wins_from >= 1

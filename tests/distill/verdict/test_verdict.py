@@ -57,7 +57,7 @@ def contest_of(question, ratios, concurrency=1):
             laps[TARGET][str(index)] = [Lap(0.0, 0.01 * tokens, response)]
             half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
             laps.setdefault(name, {})[str(index)] = [Lap(0.0, 0.01 * tokens / ratio, half)]
-    ways = tuple(Way(name, name, None, GAMMA, blocks_N, behind=DRAFT) for name in laps if name != TARGET)
+    ways = tuple(Way(name, None, GAMMA, blocks_N, behind=DRAFT) for name in laps if name != TARGET)
     standings = Standings(laps, question.keys, question.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
     return Contest(question, concurrency, ways, standings, frozenset({DRAFT, TOGETHER}), laps=laps)
 
@@ -87,7 +87,7 @@ def evidence_of(
         contests += [contest_of(question, load, 8)] if load else []
     return Evidence(
         question=question,
-        candidates=tuple(Candidate(name, {DRAFT: "my-draft"}.get(name, name), name, 0, MODEL) for name in names),
+        candidates=tuple(Candidate(name, name, 0, MODEL) for name in names),
         scores={"sample": {name: scores[name] for name in names}},
         judged=dict.fromkeys(names, Judgement.model_validate(tree)),
         contests=tuple(contests),
@@ -213,7 +213,7 @@ def test_a_best_checkpoint_that_is_the_baseline_itself_is_called_so():
 def test_one_draft_without_a_baseline():
     found = verdict(evidence_of(0.1, FAST, baseline=False))
     assert (found.outcome, found.gain, found.judged(UNDISTILLED)) == ("pays_off", None, None)
-    assert [(one.way, one.label) for one in found.drafts] == [(DRAFT, "my-draft")]
+    assert [one.way for one in found.drafts] == [DRAFT]
     assert verdict(evidence_of(0.1, SLOW, baseline=False)).outcome == "no_speed"
 
 
@@ -268,8 +268,8 @@ def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, f
     ratios = jittered(EVEN, factor)
     free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), TOGETHER: jittered(EVEN, together)}
     found = verdict(evidence_of(0.1, ratios, free=free, looks=looks, load={DRAFT: FAST, LOOKUP: ratios}))
-    assert set(found.run_at) == {"1", "8"}
-    for concurrency, way in found.run_at.items():
+    assert set(found.run) == {"1", "8"}
+    for concurrency, way in found.run.items():
         row = found.row(way, int(concurrency))
         assert way == TARGET or row.speed_up_ci[0] > 1.0
     assert found.pays == (found.row(DRAFT).speed_up_ci[0] > 1.0)
@@ -279,7 +279,7 @@ def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, f
 
 def test_a_load_is_a_line_and_has_rows_of_its_own():
     found = verdict(evidence_of(0.1, FAST, load={DRAFT: SLOW, LOOKUP: FAST}))
-    assert found.run_at["8"] == LOOKUP
+    assert found.run["8"] == LOOKUP
     assert any(line.startswith("At 8 requests: run prompt lookup, 1.44x [") for line in found.facts)
     assert found.row(DRAFT, 8).speed_up < 1 < found.row(DRAFT).speed_up
 

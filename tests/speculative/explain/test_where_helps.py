@@ -40,10 +40,10 @@ def test_rows_by_hand():
 def test_the_target_alone_wins_where_nobody_is_faster():
     texts = [text_of(row, FRESH) for row in range(20)]
     (row, other) = where_each_helps(texts, {"slow": np.full(20, 30.0), "even": np.full(20, 20.0)})
-    assert (row.best, row.certain) == ("target", False), "one is just as fast"
+    assert (row.best, row.certain) == ("target alone", False), "one is just as fast"
     assert row.speed_up_ci["slow"] == pytest.approx([2 / 3, 2 / 3])
     (row, other) = where_each_helps(texts, {"slow": np.full(20, 30.0)})
-    assert (row.best, row.certain) == ("target", True)
+    assert (row.best, row.certain) == ("target alone", True)
     assert other.dimension == "repetition"
     single = where_each_helps(texts[:1], {"slow": np.full(1, 10.0)})[0]
     assert (single.speed_up_ci["slow"], single.certain, single.best) == (None, False, "slow")

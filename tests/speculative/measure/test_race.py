@@ -148,7 +148,7 @@ def test_the_ratio_estimator_is_narrower_than_the_timed_prompts_alone():
 def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
     target = tiny_model()
     draft = perturbed(target, 0.03)
-    ways = [Way("draft", "", lambda: ModelDrafter(draft), 2), Way("lookup", "", PromptLookup, 3)]
+    ways = [Way("draft", lambda: ModelDrafter(draft), 2), Way("lookup", PromptLookup, 3)]
     asked = []
 
     def still(laps):
@@ -165,7 +165,7 @@ def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
 
 def test_the_budget_ends_a_race_but_not_before_the_least():
     prompts = prompts_of([4, 6, 5, 7])
-    laps = race(tiny_model(), [Way("lookup", "", PromptLookup, 3)], prompts, SETTINGS, still=list, seconds=0.0, least=3)
+    laps = race(tiny_model(), [Way("lookup", PromptLookup, 3)], prompts, SETTINGS, still=list, seconds=0.0, least=3)
     assert len(laps["lookup"]) == 3
 
 
