@@ -19,8 +19,6 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit, first_layers
 from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
-from speculative.measure.replay import agreement_of
-from speculative.measure.token_scores import score_tokens
 from speculative.rules.processors import LogitsRules
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 from speculative.rules.tree import TokenTree
@@ -142,17 +140,6 @@ def test_a_target_as_its_own_draft_is_always_accepted_whatever_gamma_does(rule):
         overlap = sum(response.overlap_sum for response in responses) / sum(response.tested for response in responses)
         assert overlap == pytest.approx(1.0, abs=1e-4)  # float32, calls of different shape
         assert {count for response in responses for count in response.drafted_counts} == {0, 1, 2, 3, 4, 5}
-
-
-def test_replay_predicts_the_blocks_of_the_text_that_recycled_rows_produced():
-    prompts = [(str(number), ids) for number, (_, ids) in enumerate(prompts_of([9, 2, 17, 5] * 16))]
-    for way, count in (("sample", 64), ("greedy-draft", 24), ("greedy", 24)):  # but for "sample" replay is exact
-        settings = dataclasses.replace(WAYS[way], max_tokens=30, eos_ids=(3,))
-        responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts[:count], settings, batch_size=12)
-        scores, counted = score_tokens(DRAFT, responses, settings.sampling), [text.blocks for text in responses]
-        check = agreement_of(scores, settings.rule, counted, settings.gamma)
-        assert check["agrees"], (way, check)
-        assert way == "sample" or check["live_blocks"] == pytest.approx(check["predicted_blocks"])
 
 
 RULES = {

@@ -1,7 +1,6 @@
 """Curves against their parts, intervals against scipy's own bootstrap."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure import intervals
 from speculative.measure.curves import rule_curve
 from speculative.measure.intervals import BEYOND_EACH_END, bca_levels, expanded_tail, intervals_of_sums, ratio_interval
-from speculative.measure.metrics import survival
 from speculative.measure.replay import expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.sampling import SamplingSettings
@@ -141,15 +138,6 @@ def test_a_curve_is_its_parts(rule):
     np.testing.assert_allclose(alone.tau_ci[0], curve.tau_ci[5], rtol=1e-12)
 
 
-def test_survival_of_the_curve_agrees_with_live_decoding():
-    settings = replace(STORED, gamma=4, rule="block", max_tokens=60)
-    live, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([5] * 80), settings, batch_size=80)
-    curve = rule_curve(score_tokens(DRAFT, live, settings.sampling), range(80), "block", (4,), survival_gamma=4)
-    counted = survival([count for response in live for count in response.accepted_counts], 4)
-    # About 2,000 blocks: a share has a standard error of at most 0.011.
-    np.testing.assert_allclose(curve.survival, counted, atol=0.04)
-
-
 def test_nothing_to_replay_is_said():
     with pytest.raises(UserError, match="no response token"):
         rule_curve([], [], "sample", survival_gamma=3)
@@ -159,18 +147,6 @@ def test_nothing_to_replay_is_said():
     # A prompt without a token changes nothing.
     with_empty = rule_curve([*SCORES, empty], [*KEYS, "empty"], "sample", (3,), survival_gamma=3)
     assert with_empty == rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)
-
-
-def test_another_draft_temperature_is_a_draft_of_its_own():
-    """The law holds for whatever distribution the draft samples from: only the scores change."""
-    drafted_hot = score_tokens(DRAFT, TEXTS, SamplingSettings(1.5))
-    hot = rule_curve(drafted_hot, KEYS, "sample", (3,), survival_gamma=3)
-    accept = [
-        np.minimum(1, np.exp(text.log_draft_probs - stored.log_target_probs))
-        for text, stored in zip(drafted_hot, TEXTS, strict=True)
-    ]
-    assert hot.alpha == pytest.approx(np.concatenate(accept).mean())
-    assert hot.alpha != rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3).alpha
 
 
 def test_greedy_text_has_one_law_whatever_the_rule_is_called():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scored_texts import kept_at_least, random_scores
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
@@ -35,7 +36,7 @@ from speculative.measure.replay import (
 )
 from speculative.measure.token_scores import TokenScores, score_responses, score_tokens, scored_gammas
 from speculative.rules.block_verify import verify_block
-from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, one_hot
 from speculative.rules.verify import verify
 
 TARGET = tiny_model()
@@ -82,27 +83,8 @@ def test_expected_blocks_and_variance_equal_brute_force(gamma):
     assert replay(responses, (gamma,)) == {gamma: pytest.approx(17 / mean.sum(), rel=1e-12)}
 
 
-def test_all_gammas_at_once_equal_one_at_a_time():
-    scores = scores_of_probs([np.random.default_rng(0).random(length) for length in (30, 7, 1)])
-    together = expected_blocks_of(scores, "sample", range(1, 17))
-    for column, gamma in enumerate(range(1, 17)):
-        alone = expected_blocks_of(scores, "sample", (gamma,))[:, 0]
-        np.testing.assert_allclose(together[:, column], alone, rtol=1e-13)
-
-
 # Sums of numbers near 1 in another order.
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
-
-
-def random_scores(length, seed=0, spread=1.0):
-    """A response scored at random: log ratios of both signs, some tokens that the draft never says."""
-    rng = np.random.default_rng(seed)
-    log_target = np.log(rng.uniform(0.05, 1.0, length))
-    log_draft = np.minimum(log_target + spread * rng.normal(size=length), 0.0)
-    log_draft[rng.random(length) < 0.05] = -np.inf
-    return TokenScores(
-        log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, dtype=int), rng.uniform(0.1, 1.0, length)
-    )
 
 
 def random_blocks(length, offsets, seed=0):
@@ -124,26 +106,6 @@ def random_blocks(length, offsets, seed=0):
         table(lambda one: one.choice_probs, 1.0),
     )
     return replace(by_offset[0], by_start=by_start)
-
-
-def kept_at_least(scores, rule, start, count, stop_below=0.0):
-    """P(a block from `start` keeps `count` tokens | text), token by token."""
-    walk = highest = 0.0
-    if scores.by_start is not None:
-        row = {name: values[start] for name, values in vars(scores.by_start).items() if values is not None}
-        scores, start = TokenScores(**row), 0
-    for place in range(start, start + count):
-        if rule in ("greedy", "greedy-draft"):
-            confidence = scores.choice_probs[place]
-            ratio = 1.0 if scores.matches[place] else math.inf
-        else:
-            confidence = math.exp(scores.log_draft_probs[place])
-            ratio = math.exp(scores.log_target_probs[place]) / confidence if confidence > 0 else math.inf
-        walk += math.log(ratio) if rule == "block" else math.log(max(1.0, ratio))
-        highest = max(highest, walk)
-        if confidence < stop_below and place < start + count - 1:
-            return 0.0
-    return math.exp(-highest)
 
 
 def blocks_by_recursion(scores, rule, gamma, stop_below=0.0):
@@ -189,74 +151,31 @@ def test_expected_blocks_of_every_rule_equal_the_recursion(rule, stop_below, par
     np.testing.assert_allclose(one_at_a_time, blocks_NK, **TIGHT)
 
 
-def distributions(seed, shape, vocab=3):
+def distributions(seed, shape, vocab):
     probs = np.random.default_rng(seed).dirichlet(np.ones(vocab), shape)
     return torch.from_numpy(probs)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_the_block_law_equals_an_enumeration_of_every_draft_and_outcome(gamma):
-    """P(text, kept) summed over all drafts of a block, with `verify_block`'s own acceptance, against the law."""
-    vocab = 3
-    contexts = [c for length in range(gamma + 1) for c in itertools.product(range(vocab), repeat=length)]
-    target = dict(zip(contexts, distributions(1, len(contexts)), strict=True))
-    draft = dict(zip(contexts, distributions(2, len(contexts)), strict=True))
-    joint = collections.defaultdict(float)  # (emitted tokens of the block) -> probability; its length - 1 were kept
-    for drafted in itertools.product(range(vocab), repeat=gamma):
-        target_probs = torch.stack([target[drafted[:place]] for place in range(gamma + 1)])
-        draft_probs = torch.stack([draft[drafted[:place]] for place in range(gamma)])
-        coins, uniforms = torch.zeros(1, gamma), torch.zeros(1, gamma + 1)
-        passes = verify_block(target_probs[None], torch.tensor([drafted]), draft_probs[None], coins, uniforms)
-        weight, draft_weight = 1.0, math.prod(draft[drafted[:place]][drafted[place]].item() for place in range(gamma))
-        kept_weights = [1.0]
-        for place in range(gamma):
-            ratio = target[drafted[:place]][drafted[place]] / draft[drafted[:place]][drafted[place]]
-            kept_weights.append(min(1.0, kept_weights[-1] * ratio.item()))
-        for kept in range(gamma, -1, -1):
-            passing = passes.accept_probs_BG[0, kept - 1].item() if kept else 1.0
-            following = target_probs[kept]
-            if kept < gamma:
-                following = (kept_weights[kept] * target_probs[kept] - draft_probs[kept]).clamp_min(0)
-            for token in range(vocab):
-                if following[token] > 0:
-                    share = (following[token] / following.sum()).item()
-                    joint[(*drafted[:kept], token)] += draft_weight * weight * passing * share
-            weight *= 1.0 - passing
-    assert sum(joint.values()) == pytest.approx(1.0)
-    for emitted, probability in joint.items():
-        kept = len(emitted) - 1
-        logs = [
-            [math.log(side[emitted[:place]][token]) for place, token in enumerate(emitted[:gamma])]
-            for side in (draft, target)
-        ]
-        nothing = np.zeros(len(logs[0]))
-        scores = TokenScores(np.array(logs[0]), np.array(logs[1]), nothing > 0, nothing.astype(int), nothing)
-        law = kept_at_least(scores, "block", 0, kept) - (
-            kept_at_least(scores, "block", 0, kept + 1) if kept < gamma else 0.0
-        )
-        written = math.prod(target[emitted[:place]][token].item() for place, token in enumerate(emitted))
-        assert probability == pytest.approx(written * law, rel=1e-6, abs=1e-9)
-
-
-def block_outcomes(rule, target_G1V, draft_GV):
+def block_outcomes(rule, gamma, target_of, draft_of):
     """{tokens that a block emits: probability} over all drafts and coins, by the rule's own functions. Rows by drafted prefix."""
-    gamma, vocab = len(draft_GV), draft_GV.shape[1]
+    vocab = len(target_of(()))
     outcomes = collections.defaultdict(float)
-    if rule == "greedy-draft":
-        draft_GV = torch.nn.functional.one_hot(draft_GV.argmax(-1), vocab).double()
     for drafted in itertools.product(range(vocab), repeat=gamma):
-        left = math.prod(draft_GV[place, token].item() for place, token in enumerate(drafted))
+        drafts = torch.stack([draft_of(drafted[:place]) for place in range(gamma)])
+        if rule == "greedy-draft":
+            drafts = one_hot(drafts.argmax(-1), vocab, torch.float64)
+        left = math.prod(drafts[place, token].item() for place, token in enumerate(drafted))
         if left == 0:
             continue
-        rows = torch.stack([target_G1V[drafted[:place]] for place in range(gamma + 1)])
-        given = (rows[None], torch.tensor([drafted]), draft_GV[None], torch.zeros(1, gamma), torch.zeros(1, gamma + 1))
+        rows = torch.stack([target_of(drafted[:place]) for place in range(gamma + 1)])
+        given = (rows[None], torch.tensor([drafted]), drafts[None], torch.zeros(1, gamma), torch.zeros(1, gamma + 1))
         if rule == "block":
             passing, order = verify_block(*given).accept_probs_BG[0].tolist(), range(gamma, 0, -1)
         else:
             passing, order = verify(*given).accept_probs_BG[0].tolist(), range(1, gamma + 1)
         weights = [1.0]
         for place, token in enumerate(drafted):
-            weights.append(min(1.0, weights[-1] * (rows[place, token] / draft_GV[place, token]).item()))
+            weights.append(min(1.0, weights[-1] * (rows[place, token] / drafts[place, token]).item()))
         ends = {}  # tokens kept -> probability given the draft
         for count in order:
             if rule == "block":  # From the back: the longest prefix that passes.
@@ -268,7 +187,7 @@ def block_outcomes(rule, target_G1V, draft_GV):
             following = rows[kept]
             if kept < gamma:
                 scale = weights[kept] if rule == "block" else 1.0
-                following = (scale * rows[kept] - draft_GV[kept]).clamp_min(0)
+                following = (scale * rows[kept] - drafts[kept]).clamp_min(0)
             for token in range(vocab):
                 if probability > 0 and following[token] > 0:
                     outcomes[(*drafted[:kept], token)] += probability * (following[token] / following.sum()).item()
@@ -277,18 +196,21 @@ def block_outcomes(rule, target_G1V, draft_GV):
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
-def test_the_laws_of_a_parallel_draft_equal_an_enumeration_of_every_text(rule, gamma):
-    """Each text of four tokens, over all drafts and coins of all its blocks: its probability, blocks and first survivals."""
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_laws_equal_an_enumeration_of_every_text(rule, gamma, parallel):
+    """Each text of four tokens, over all drafts and coins of all its blocks: its probability and its blocks."""
     vocab, length = 2, 4
     contexts = [c for size in range(length + gamma + 1) for c in itertools.product(range(vocab), repeat=size)]
     target = dict(zip(contexts, distributions(1, len(contexts), vocab), strict=True))
     draft = dict(zip(contexts, distributions(2, (len(contexts), gamma), vocab), strict=True))
-    # What a block behind a context emits: what it drafts depends on the context and the offset alone.
+
+    def drafted_from(start, prefix):
+        """A parallel draft knows the text before the block and the offset, another one what it drafted."""
+        return draft[start][len(prefix)] if parallel else draft[start + prefix][0]
+
     emitted = {
         start: block_outcomes(
-            rule,
-            {behind: target[start + behind] for behind in contexts if len(behind) <= gamma},
-            draft[start],
+            rule, gamma, lambda behind, s=start: target[s + behind], lambda prefix, s=start: drafted_from(s, prefix)
         )
         for start in contexts
         if len(start) < length
@@ -313,12 +235,11 @@ def test_the_laws_of_a_parallel_draft_equal_an_enumeration_of_every_text(rule, g
         tables[2], tables[3] = True, 1.0
         for start, offset in itertools.product(range(length), range(gamma)):
             if start + offset < length:
-                row = draft[text[:start]][offset]
-                token = text[start + offset]
+                row, token = drafted_from(text[:start], text[start : start + offset]), text[start + offset]
                 tables[:, start, offset] = math.log(row[token]), log_target[start + offset], row.argmax() == token, 1.0
         by_start = TokenScores(tables[0], tables[1], tables[2] > 0, tables[2].astype(int), tables[3])
         scores = TokenScores(*(part[:, 0] for part in (tables[0], tables[1], tables[2] > 0, tables[2], tables[3])))
-        scores = replace(scores, log_target_probs=log_target, by_start=by_start)
+        scores = replace(scores, log_target_probs=log_target, by_start=by_start if parallel else None)
         expected = expected_blocks_of([scores], rule, (gamma,))[0, 0]
         assert expected == pytest.approx(blocks / written, rel=1e-12)
 
@@ -407,7 +328,7 @@ def test_the_ends_of_the_scale():
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 def test_greedy_replay_equals_live_block_counts_exactly(gamma):
     settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=40, eos_ids=(3, 8))
-    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([9, 1, 23, 4, 15]), settings)
+    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([9, 1, 23, 4, 15]), settings, batch_size=2)
     scores, counted = score_tokens(DRAFT, responses, GREEDY), [response.blocks for response in responses]
     assert expected_blocks_of(scores, "greedy", (gamma,))[:, 0].tolist() == counted
     assert agreement_of(scores, "greedy", counted, gamma)["z"] == 0.0
@@ -520,13 +441,6 @@ def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, m
     monkeypatch.setattr(scores_module, "PROBS_PER_CHUNK", 150)
     for chunked, scores in zip(score_responses(DRAFT, texts, sampling, rule), whole, strict=True):
         np.testing.assert_allclose(chunked, scores, rtol=1e-4, atol=1e-5)  # float32, other shapes
-
-
-def test_the_target_as_its_own_draft_scores_one():
-    for sampling, rule in ((SamplingSettings(1.0), "sample"), (GREEDY, "greedy")):
-        texts, _ = decode(TARGET, None, prompts_of([9, 1, 23]), DecodeSettings(sampling, max_tokens=30))
-        scores = np.concatenate(score_responses(TARGET, texts, sampling, rule))
-        assert abs(scores.mean() - 1) < 1e-5  # float32, calls of different shape
 
 
 def test_an_empty_response_scores_nothing_and_a_broken_draft_is_named():

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from scored_texts import kept_at_least, random_scores
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import decode
@@ -16,7 +17,7 @@ from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.evaluate import HeldoutResponse
 from speculative.measure import replay as replay_module
 from speculative.measure.cost import StepCosts, given_costs
-from speculative.measure.replay import Blocks, agreement_of, expected_blocks_of, texts_of
+from speculative.measure.replay import Blocks, agreement_of, texts_of
 from speculative.measure.rival_replay import (
     NGRAM_SIZES,
     found_blocks,
@@ -25,7 +26,7 @@ from speculative.measure.rival_replay import (
     kept_by_retrieval,
     tuned_lookup,
 )
-from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 VOCAB = 8  # Small, so that texts repeat themselves and lookup has something to find.
@@ -49,43 +50,18 @@ def datastore():
     return Datastore.build([text.response_ids for text in texts], VOCAB, min_ngram=2, max_ngram=5)
 
 
-def blocks_of(lists):
-    return [sum(count > 0 for count in one.drafted_counts) for one in lists], [one.blocks for one in lists]
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("gamma", [1, 3, 6])
-@pytest.mark.parametrize("sizes", [(3, 1), (4, 2)])
-def test_lookup_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, sizes):
-    live = live_texts(PromptLookup(*sizes), sampling, gamma)
-    found = found_blocks([kept_by_lookup(text, 8, *sizes) for text in live], (gamma,))
-    drafted, blocks = blocks_of(live)
-    assert found.found_NK[:, 0].tolist() == drafted
-    assert found.calls_NK[:, 0].tolist() == blocks
-    assert sum(drafted) > 10  # or nothing was tested
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("gamma", [1, 3, 6])
-def test_retrieval_on_stored_text_has_the_blocks_of_live_decoding(sampling, gamma):
+@pytest.mark.parametrize("sizes", [(3, 1), (4, 2), None], ids=["3-1", "4-2", "past responses"])
+def test_stored_text_has_the_blocks_of_live_decoding(sampling, gamma, sizes):
     store = datastore()
-    live = live_texts(Retrieval(store), sampling, gamma)
-    found = found_blocks([kept_by_retrieval(text, 8, store) for text in live], (gamma,))
-    drafted, blocks = blocks_of(live)
-    assert found.found_NK[:, 0].tolist() == drafted
-    assert found.calls_NK[:, 0].tolist() == blocks
-    assert sum(drafted) > 10
-
-
-def test_all_gammas_at_once_are_each_alone_and_empty_texts_have_no_block():
-    texts = live_texts(None, SAMPLED, 0)
-    kept = [*(kept_by_lookup(text, 9) for text in texts), np.zeros(0, dtype=int)]
-    together = found_blocks(kept, (1, 2, 5, 9))
-    for column, gamma in enumerate((1, 2, 5, 9)):
-        alone = found_blocks([*(kept_by_lookup(text, gamma) for text in texts), np.zeros(0, dtype=int)], (gamma,))
-        np.testing.assert_array_equal(alone.found_NK[:, 0], together.found_NK[:, column])
-        np.testing.assert_array_equal(alone.others_NK[:, 0], together.others_NK[:, column])
-    assert together.found_NK[-1].sum() + together.others_NK[-1].sum() == 0
+    live = live_texts(PromptLookup(*sizes) if sizes else Retrieval(store), sampling, gamma)
+    kept = [kept_by_lookup(text, 8, *sizes) if sizes else kept_by_retrieval(text, 8, store) for text in live]
+    found = found_blocks([*kept, np.zeros(0, dtype=int)], (gamma,))
+    drafted = [sum(count > 0 for count in one.drafted_counts) for one in live]
+    assert found.found_NK[:, 0].tolist() == [*drafted, 0]
+    assert found.calls_NK[:, 0].tolist() == [*(one.blocks for one in live), 0]
+    assert sum(drafted) > 10  # or nothing was tested
 
 
 @pytest.mark.parametrize(("gamma", "then_gamma"), [(1, 1), (3, 3), (6, 6), (6, 1)])
@@ -139,25 +115,6 @@ def test_a_sampled_cascade_agrees_with_live_decoding_within_coins(rule, gamma):
     assert blocks.others_NK.sum() == pytest.approx(cascade.drafted, abs=4 * math.sqrt(cascade.drafted))
 
 
-def random_scores(length, seed):
-    rng = np.random.default_rng(seed)
-    log_target = np.log(rng.uniform(0.05, 1.0, length))
-    log_draft = np.minimum(log_target + rng.normal(size=length), 0.0)
-    return TokenScores(log_draft, log_target, rng.random(length) < 0.7, np.zeros(length, dtype=int), np.ones(length))
-
-
-def kept_at_least(scores, rule, start, count):
-    """P(a draft's block from `start` keeps `count` tokens | text), token by token."""
-    walk = highest = 0.0
-    for place in range(start, start + count):
-        cost = scores.log_target_probs[place] - scores.log_draft_probs[place]
-        if rule == "greedy":
-            cost = 0.0 if scores.matches[place] else math.inf
-        walk += cost if rule == "block" else max(cost, 0.0)
-        highest = max(highest, walk)
-    return math.exp(-highest)
-
-
 def cascade_by_recursion(scores, kept_T, rule, gamma, then_gamma):
     """Expected (found, drafted) blocks of one text."""
 
@@ -190,17 +147,6 @@ def test_the_cascade_equals_its_recursion(rule, monkeypatch):
     monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
     for one, other in zip(found_blocks(kept, gammas, texts_of(scores, rule), then_gammas), blocks, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
-
-
-def test_a_cascade_whose_first_finds_nothing_is_the_draft_and_one_that_always_finds_is_certain():
-    scores = [random_scores(30, seed) for seed in range(3)]
-    nothing = found_blocks([np.full(30, -1)] * 3, (1, 4), texts_of(scores, "sample"))
-    np.testing.assert_allclose(nothing.others_NK, expected_blocks_of(scores, "sample", (1, 4)), rtol=1e-12)
-    assert not nothing.found_NK.any()
-    kept = [np.random.default_rng(seed).integers(0, 4, 30) for seed in range(3)]
-    always = found_blocks(kept, (1, 4), texts_of(scores, "sample"))
-    np.testing.assert_array_equal(always.found_NK, found_blocks(kept, (1, 4)).found_NK)
-    np.testing.assert_allclose(always.others_NK, 0, atol=1e-12)
 
 
 def test_blocks_are_paid_by_who_proposes_and_in_a_batch_by_the_widest():
