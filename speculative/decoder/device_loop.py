@@ -175,48 +175,34 @@ class DeviceLoop(BlockLoop):
             fewest = self.drafter.fewest(gamma)
             stop = max(stop, fewest + gamma)  # A text shorter than a block reads is read from its first token on.
         shortest = fewest if int(self.lengths_R[self.active_R].min()) >= fewest else 1
-        host, clock, seconds = self._in_stages(stop, shortest) if self._exact_stages else self._at_once(stop, shortest)
-        return _Flight(self._seatings_R.copy(), host, clock, seconds)
-
-    def _at_once(self, stop: int, shortest: int) -> tuple[torch.Tensor, StageClock, float]:
         runner, prefixes = self._blocks.runner, self._prefixes(stop)
-        key = ("block", prefixes, shortest)
-        recorded, began = runner.recordings, 0.0
-        if not runner.knows(key):
+        recorded, stage = runner.recordings, "verify" if self._exact_stages else "block"
+        if not self._exact_stages and not runner.knows((stage, prefixes, shortest)):
             self._wait()  # The block before this one is not part of what the recording takes.
-            began = time.perf_counter()
-        clock = StageClock(self._device)
+        began, proposal = time.perf_counter(), None
+        clock = StageClock(self._device, self._exact_stages)
+        if self._exact_stages:
+            proposal = Proposal(self._text.tokens_RC[:, :0])
+            if gamma > 0:
+                key = ("draft", prefixes, shortest)
+                proposal = runner.launch(key, lambda: self._draft(prefixes, shortest), (), _checked_peaks)
+            clock.mark("draft")
         block = runner.launch(
-            key, lambda: self._verify(self._draft(prefixes, shortest), prefixes), self._state(), _checked_logits
+            (stage, prefixes, shortest),
+            lambda: self._verify(proposal or self._draft(prefixes, shortest), prefixes),
+            (self._text.tokens_RC, self._text.lengths_R),
+            _checked_logits,
         )
+        host = _on_the_way(block)
+        clock.mark(stage)
         seconds = time.perf_counter() - began if runner.recordings > recorded else 0.0
-        host = _on_the_way(block)
-        clock.mark("block")
-        return host, clock, seconds
-
-    def _in_stages(self, stop: int, shortest: int) -> tuple[torch.Tensor, StageClock, float]:
-        runner, prefixes = self._blocks.runner, self._prefixes(stop)
-        recorded, began = runner.recordings, time.perf_counter()
-        clock = StageClock(self._device, exact=True)
-        proposal = Proposal(self._text.tokens_RC[:, :0])
-        if self.settings.gamma > 0:
-            key = ("draft", prefixes, shortest)
-            proposal = runner.launch(key, lambda: self._draft(prefixes, shortest), (), _checked_peaks)
-        clock.mark("draft")
-        key = ("verify", prefixes, shortest)
-        block = runner.launch(key, lambda: self._verify(proposal, prefixes), self._state(), _checked_logits)
-        host = _on_the_way(block)
-        clock.mark("verify")
-        return host, clock, time.perf_counter() - began if runner.recordings > recorded else 0.0
+        return _Flight(self._seatings_R.copy(), host, clock, seconds)
 
     def _prefixes(self, stop: int) -> tuple[int, int]:
         """Positions that the target's and the draft's calls read."""
         cached = [self._own, *([self.drafter.cached] if isinstance(self.drafter, ModelDrafter) else [])]
         sizes = [one.static_prefix(stop) for one in cached if isinstance(one, CachedModel)]
         return sizes[0], sizes[-1]
-
-    def _state(self) -> tuple[torch.Tensor, ...]:
-        return self._text.tokens_RC, self._text.lengths_R
 
     def _draft(self, prefixes: tuple[int, int], shortest: int) -> Proposal:
         text, gamma = self._text, self.settings.gamma

@@ -98,23 +98,6 @@ class RaggedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.place.capacity
 
-    def keep(self, rows_K: torch.Tensor) -> None:
-        if self.is_initialized:
-            assert self.keys is not None
-            assert self.values is not None
-            rows_K = rows_K.to(self.keys.device)
-            self.keys, self.values = self.keys[rows_K], self.values[rows_K]
-
-    def move(self, sources_RQ: torch.Tensor, destinations_RQ: torch.Tensor) -> None:
-        if self.is_initialized:
-            assert self.keys is not None
-            assert self.values is not None
-            sources_RQ, destinations_RQ = sources_RQ.to(self.keys.device), destinations_RQ.to(self.keys.device)
-            for buffer in (self.keys, self.values):
-                shape = (buffer.shape[0], buffer.shape[1], sources_RQ.shape[1], buffer.shape[3])
-                moved = buffer.gather(2, sources_RQ[:, None, :, None].expand(shape))
-                buffer.scatter_(2, destinations_RQ[:, None, :, None].expand(shape), moved)
-
 
 class RaggedCache(Cache):
     """Static key/value memory of `rows` rows and `capacity` positions; every row has its own length.
@@ -132,6 +115,17 @@ class RaggedCache(Cache):
     def rows(self) -> int:
         """How many rows there are."""
         return self.place.rows
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Keys and values of every layer that has some."""
+        layers = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+        return [states for layer in layers for states in (layer.keys, layer.values) if states is not None]
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return sum(states.nbytes for states in self.buffers)
 
     def begin(
         self,
@@ -156,10 +150,14 @@ class RaggedCache(Cache):
         self.place.rows = len(rows_K)
         for layer in self.layers:
             assert isinstance(layer, RaggedLayer)
-            layer.keep(rows_K)
+            if layer.keys is not None and layer.values is not None:
+                rows_K = rows_K.to(layer.keys.device)
+                layer.keys, layer.values = layer.keys[rows_K], layer.values[rows_K]
 
     def move(self, sources_RQ: torch.Tensor, destinations_RQ: torch.Tensor) -> None:
         """Copy positions of every row to other positions of the same row (a token tree's accepted path)."""
-        for layer in self.layers:
-            assert isinstance(layer, RaggedLayer)
-            layer.move(sources_RQ, destinations_RQ)
+        for buffer in self.buffers:
+            sources_RQ, destinations_RQ = sources_RQ.to(buffer.device), destinations_RQ.to(buffer.device)
+            shape = (buffer.shape[0], buffer.shape[1], sources_RQ.shape[1], buffer.shape[3])
+            moved = buffer.gather(2, sources_RQ[:, None, :, None].expand(shape))
+            buffer.scatter_(2, destinations_RQ[:, None, :, None].expand(shape), moved)

@@ -15,7 +15,7 @@ from speculative.engine.attention import grouped_queries
 from speculative.engine.cache import whole_steps
 from speculative.engine.compiled_layers import compiled_layers
 from speculative.engine.direct_call import direct_call
-from speculative.engine.memory import cache_shapes
+from speculative.engine.memory import cache_entry
 from speculative.engine.models import (
     by_layer_kind,
     check_decodable,
@@ -88,7 +88,7 @@ class CachedModel:
         self._positions_C = self.memory.positions_C
         longest = max_positions(model.config)
         self._last_position = longest - 1 if longest is not None and capacity > longest else None
-        self._mask_dtype = cache_shapes(model)[0].dtype
+        self._mask_dtype = cache_entry(model).dtype
         self._hidden = torch.finfo(self._mask_dtype).min
         self._takes_logits_to_keep = takes_logits_to_keep(model)
         self._windows = window_kinds(model, name, capacity)

@@ -6,14 +6,14 @@ Shapes: R rows, C capacity (positions a row can hold), Q query tokens of one cal
 import resource
 import sys
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.cache import RaggedCache, RaggedLayer, whole_steps
+from speculative.engine.cache import RaggedCache, whole_steps
 from speculative.engine.models import devices_of, in_eval_mode, is_recurrent, vocab_rows
 from speculative.engine.pool import holds, idle_memories, release
 from speculative.engine.recurrent_model import recurrent_bytes
@@ -27,54 +27,37 @@ SEARCHED_LOGIT_BYTES = 4 + 4 + (4 + 8 + 8 + 8 + 8)
 SEARCHED_PLACE_BYTES = 5 * 2**18  # of 4,096 bins in 32 lanes, their bounds and running sums
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """Key/value memory of one layer: heads, widths of a key and a value, their dtype."""
+class CacheEntry(NamedTuple):
+    """What a model keeps of one position of a row, in all layers, and the dtype it is kept in."""
 
-    heads: int
-    key_width: int
-    value_width: int
+    bytes: int
     dtype: torch.dtype
 
-    @property
-    def bytes_per_position(self) -> int:
-        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+_known_entries: weakref.WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, CacheEntry]] = weakref.WeakKeyDictionary()
 
 
-_known_shapes: weakref.WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, list[CacheShape]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
-    """What each layer puts into a cache, learnt from one call on one token: right for every architecture.
-
-    Layers that share another's keys have no entry.
-    """
-    known = _known_shapes.setdefault(model, {})  # By dtype: a model may be cast where it is.
-    if model.dtype in known:
-        return known[model.dtype]
-    cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows=1, capacity=1)
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    cache.begin(zero, prefix=1, shared_start=0)
-    with torch.no_grad(), in_eval_mode(model):
-        model(input_ids=zero, position_ids=zero, past_key_values=cache, use_cache=True)
-    shapes = []
-    for layer in cache.layers:
-        assert isinstance(layer, RaggedLayer)
-        if layer.keys is not None and layer.values is not None:
-            shapes.append(CacheShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype))
-    if not shapes:
-        raise UserError(f"{type(model).__name__} wrote nothing into its cache: it cannot be decoded with one")
-    known[model.dtype] = shapes
-    return shapes
+def cache_entry(model: PreTrainedModel) -> CacheEntry:
+    """Learnt from one call on one token: right for every architecture, also where layers share another's keys."""
+    known = _known_entries.setdefault(model, {})  # By dtype: a model may be cast where it is.
+    if model.dtype not in known:
+        cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows=1, capacity=1)
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        cache.begin(zero, prefix=1, shared_start=0)
+        with torch.no_grad(), in_eval_mode(model):
+            model(input_ids=zero, position_ids=zero, past_key_values=cache, use_cache=True)
+        dtype = next((states.dtype for states in cache.buffers), None)
+        if dtype is None:
+            raise UserError(f"{type(model).__name__} wrote nothing into its cache: it cannot be decoded with one")
+        known[model.dtype] = CacheEntry(cache.bytes, dtype)
+    return known[model.dtype]
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:
     """Bytes of a RaggedCache for this model, or of its recurrent states."""
     if is_recurrent(model):
         return recurrent_bytes(model, rows, capacity)
-    return rows * capacity * sum(shape.bytes_per_position for shape in cache_shapes(model))
+    return rows * capacity * cache_entry(model).bytes
 
 
 def block_bytes(model: PreTrainedModel, rows: int, query_length: int) -> int:
@@ -122,32 +105,22 @@ def check_memory(
     `shared_cache`: the draft writes into the target's.
     """
     capacity = capacity if target.device.type == "cpu" else whole_steps(capacity)
-    needed, free = _needed(target, draft, rows, capacity, query_length, shared_cache), _free(target)
+    models = [target] if draft is None else [target, draft]
+
+    def asked() -> tuple[int, int | None]:
+        """Bytes that are not taken yet (what an earlier call left for this one is), and those that are free."""
+        owners = models[:1] if shared_cache else models
+        caches = [cache_bytes(model, rows, capacity) for model in owners if not holds(model, rows, capacity)]
+        known = [free_bytes(device) for device in devices_of(target)]
+        free = None if None in known else sum(filter(None, known))
+        return sum(caches) + sum(block_bytes(model, rows, query_length) for model in models), free
+
+    needed, free = asked()
     if free is not None and needed > free and idle_memories():
         release()
-        needed, free = _needed(target, draft, rows, capacity, query_length, shared_cache), _free(target)
+        needed, free = asked()
     if free is not None and needed > free:
         raise TooLittleMemory(
             f"decoding {rows} rows of {capacity} positions needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB free on "
             f"{target.device}: lower the batch size or max_tokens"
         )
-
-
-def _free(target: PreTrainedModel) -> int | None:
-    known = [free_bytes(device) for device in devices_of(target)]
-    return None if None in known else sum(filter(None, known))
-
-
-def _needed(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    rows: int,
-    capacity: int,
-    query_length: int,
-    shared_cache: bool,
-) -> int:
-    """Bytes that are not taken yet: what an earlier call left for this one is."""
-    models = [target] if draft is None else [target, draft]
-    owners = models[:1] if shared_cache else models
-    caches = [cache_bytes(model, rows, capacity) for model in owners if not holds(model, rows, capacity)]
-    return sum(caches) + sum(block_bytes(model, rows, query_length) for model in models)

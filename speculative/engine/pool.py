@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.cache import RaggedCache
 from speculative.engine.runners import RECORDED, GraphRunner, Runner, make_runner
 
 MOST_IDLE = 4  # of one model: shapes that come in turn, as the loads of a verdict do, each find theirs again
@@ -19,8 +19,7 @@ MOST_IDLE = 4  # of one model: shapes that come in turn, as the loads of a verdi
 class Memory:
     """What a model keeps from call to call: its cache, and what was recorded on exactly this cache.
 
-    It knows no model, so that a model which nobody uses any more goes, and its memory with it. `blocks`: whole blocks by the
-    memory of the draft in them (None: of no draft) and by what they do.
+    It knows no model, so that a model which nobody uses any more goes, and its memory with it.
     """
 
     def __init__(self, cache: RaggedCache, runner: str, device: torch.device, made_for: Any = None) -> None:
@@ -29,8 +28,7 @@ class Memory:
         self.runner = make_runner(runner)
         # Beside the cache: captured calls read it at this address.
         self.positions_C = torch.arange(cache.place.capacity, device=device)
-        self.blocks: dict[Any, Any] = {}
-        self.drafted_blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[Memory, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lower: dict[int, Memory] = {}
 
     def another_runner(self) -> Runner:
@@ -47,14 +45,8 @@ class Memory:
         return self._lower[layers]
 
     def blocks_with(self, draft: "Memory | None") -> dict[Any, Any]:
-        """The whole blocks of this target memory that draft into another one."""
-        return self.blocks if draft is None else self.drafted_blocks.setdefault(draft, {})
-
-    @property
-    def bytes(self) -> int:
-        """Of the cache."""
-        layers = [layer for layer in self.cache.layers if isinstance(layer, RaggedLayer)]
-        return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values) if states is not None)
+        """The whole blocks of this target memory that draft into another one, by what they do; None: that draft nothing."""
+        return self._blocks.setdefault(draft or self, {})
 
 
 _idle: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()

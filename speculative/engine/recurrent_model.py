@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.engine.models import forward_parameters, is_recurrent, state_name, takes_logits_to_keep
-from speculative.engine.runners import EagerRunner
+from speculative.engine.runners import Runner
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
@@ -49,7 +49,7 @@ class RecurrentModel:
 
     def __init__(self, model: PreTrainedModel, name: str, rows: int, capacity: int):
         self.model, self.name, self.device = model, name, model.device
-        self.runner = EagerRunner()
+        self.runner = Runner()
         self._capacity = capacity
         self._rows = [_Row(capacity, self.device) for _ in range(rows)]
         self._state_name = state_name(model)

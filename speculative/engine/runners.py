@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -25,26 +25,13 @@ StepFunction = Callable[..., torch.Tensor]
 T = TypeVar("T")
 
 
-class Runner(Protocol):
-    """Runs `function(*tensors, *constants)`; `static` when the same shapes must give the same work.
+class Runner:
+    """Runs `function(*tensors, *constants)` as it is: the twin of the others.
 
-    `recordings`: how many calls so far were compiled or captured first, which takes seconds and is no decoding. `prefixes`: how
-    many sizes of what attention reads lie between a size and its double; more are closer to what is needed.
+    static: the same shapes must give the same work. prefixes: how many sizes of what attention reads lie between a size and its
+    double; more are closer to what is needed. recordings: how many calls so far were compiled or captured first, which takes
+    seconds and is no decoding.
     """
-
-    static: bool
-    prefixes: int
-
-    @property
-    def recordings(self) -> int: ...
-
-    def run(
-        self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
-    ) -> torch.Tensor: ...
-
-
-class EagerRunner:
-    """The plain call; the twin of the others."""
 
     static = False
     prefixes = 1
@@ -56,23 +43,18 @@ class EagerRunner:
         return function(*tensors, *constants)
 
 
-class CompiledRunner:
+class CompiledRunner(Runner):
     """torch.compile of a method with fixed shapes: seconds of compilation per shape, then less Python and fused kernels.
 
     What was compiled serves every later decode call of the process, and is found on disk by the next one.
     """
 
     static = True
-    prefixes = 1
 
     def __init__(self) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         self._compiled: StepFunction | None = None
         self._shapes: set[Any] = set()
-
-    @property
-    def recordings(self) -> int:
-        return len(self._shapes)
 
     def run(
         self, function: StepFunction, tensors: tuple[torch.Tensor, ...], constants: tuple[int, ...]
@@ -82,6 +64,7 @@ class CompiledRunner:
         if self._compiled is None:
             self._compiled = torch.compile(method.__func__, dynamic=False)
         self._shapes.add((tuple(tensor.shape for tensor in tensors), constants))
+        self.recordings = len(self._shapes)
         return self._compiled(method.__self__, *tensors, *constants)
 
 
@@ -93,7 +76,7 @@ class Recording(NamedTuple):
     output: Any
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     """CUDA graphs, one per shape: the whole call becomes one launch, its inputs are copied into fixed memory.
 
     A capture is compared with the eager call it stands for before it is trusted. A model that cannot be captured (it asks
@@ -244,17 +227,10 @@ def _refusing_waits() -> Iterator[None]:
 
 
 def make_runner(kind: str) -> Runner:
-    """Raises UserError for an unknown kind and for graphs without CUDA."""
+    """Of a kind that `resolve_runner` gave. Raises UserError for graphs without CUDA."""
     if kind == GRAPHED and not torch.cuda.is_available():
         raise UserError("runner = 'graph' needs a CUDA device: use 'eager' or 'compile'")
-    makers: dict[str, Callable[[], Runner]] = {
-        EAGER: EagerRunner,
-        COMPILED: CompiledRunner,
-        GRAPHED: GraphRunner,
-        COMPILED_GRAPH: GraphRunner,
-    }
-    if kind not in makers:
-        raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
+    makers = {EAGER: Runner, COMPILED: CompiledRunner, GRAPHED: GraphRunner, COMPILED_GRAPH: GraphRunner}
     return makers[kind]()
 
 

@@ -148,7 +148,9 @@ def test_memory_is_planned_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     logits = memory.block_bytes(target, 2, 4) + memory.block_bytes(draft, 2, 4)
     room = wanted + logits
     pool.release()
-    monkeypatch.setattr(memory, "free_bytes", lambda device: room - sum(kept.bytes for kept in pool.idle_memories()))
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda device: room - sum(kept.cache.bytes for kept in pool.idle_memories())
+    )
 
     def run(rows: int, prompts: Any) -> int:
         return decode(target, ModelDrafter(draft), prompts, SETTINGS, batch_size=rows, runner="graph")[

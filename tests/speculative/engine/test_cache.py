@@ -15,7 +15,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.cache import RaggedCache
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.memory import cache_shapes
+from speculative.engine.memory import cache_bytes
 from speculative.engine.models import evaluating
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY
@@ -232,5 +232,5 @@ def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_that_is_cast_has_another_cache():
     model = tiny_model()
-    whole = cache_shapes(model)[0].bytes_per_position
-    assert cache_shapes(model.bfloat16())[0].bytes_per_position == whole // 2
+    whole = cache_bytes(model, 1, 1)
+    assert cache_bytes(model.bfloat16(), 1, 1) == whole // 2

@@ -8,10 +8,10 @@ from tiny_models import VOCAB, tiny_model
 from speculative.drafters.early_exit import first_layers
 from speculative.engine import compiled_layers, pool
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.runners import COMPILED_GRAPH, EagerRunner, make_runner, resolve_runner
+from speculative.engine.runners import COMPILED_GRAPH, Runner, make_runner, resolve_runner
 
 
-class StaticRunner(EagerRunner):
+class StaticRunner(Runner):
     """Calls as they are captured, without the capture."""
 
     static = True
