@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy import optimize
 from transformers import PreTrainedModel
 
 from speculative.decoder.block_loop import BlockLoop
@@ -128,16 +129,16 @@ def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]
     return (gamma, speed_ups[gamma]) if gamma and speed_ups[gamma] > 1.0 else (0, 1.0)
 
 
-def near_best_gammas(taus: Mapping[int, float], costs: StepCosts, within: float = NEAR_BEST) -> tuple[int, int] | None:
+def near_best_gammas(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, int] | None:
     """The gammas around the best one whose predicted speed-up is nearly its own, first and last; None when none pays.
 
-    within: share of the best speed-up; costs that are less certain than half of that widen it to twice their spread.
+    Nearly: within a share `NEAR_BEST`; costs that are less certain than half of that widen it to twice their spread.
     """
     speed_ups = predicted_speed_ups(taus, costs)
     best, speed_up = best_gamma(taus, costs)
     if best == 0:
         return None
-    enough = speed_up * (1.0 - max(within, 2.0 * costs.spread))
+    enough = speed_up * (1.0 - max(NEAR_BEST, 2.0 * costs.spread))
     near = sorted(gamma for gamma in speed_ups if gamma > 0)
     first = last = near.index(best)
     while first > 0 and speed_ups[near[first - 1]] >= enough:
@@ -162,11 +163,7 @@ def break_even_alpha(gamma: int, c: float, v: float) -> float | None:
         return 0.0
     if cost > gamma + 1:
         return None
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if iid_tau(middle, gamma) < cost else (low, middle)
-    return high
+    return float(optimize.brentq(lambda alpha: iid_tau(alpha, gamma) - cost, 0.0, 1.0, xtol=1e-15))
 
 
 class _FreeProposals(Drafter):

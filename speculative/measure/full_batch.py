@@ -79,7 +79,6 @@ def full_batch_seconds(
     load: int,
     *,
     turns: int = TURNS,
-    seed: int = 0,
 ) -> FullBatch:
     """Seconds of each timed plain step, and of each block at `settings.gamma`, with `load` rows taken throughout.
 
@@ -100,7 +99,7 @@ def full_batch_seconds(
         raise UserError(
             f"the context of {context} of the {name} has no room for {TIMED_BLOCKS} blocks of {settings.gamma + 1}"
         )
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     turns_of: list[tuple[list[float], list[float], list[int]]] = []
     for _ in range(turns):
         prompts = places_in(texts, load, room, rng)

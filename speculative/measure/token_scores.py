@@ -41,15 +41,6 @@ class StoredText(Protocol):
     def log_target_probs(self) -> Sequence[float]: ...
 
 
-def accept_probabilities(draft_log_probs_T: np.ndarray, log_target_probs_T: np.ndarray) -> np.ndarray:
-    """a_t = min(1, draft / target) of stored tokens under rule `sample`, by maximal coupling.
-
-    Given that the target's token x_t was emitted, it was an accepted drafted token with this probability. Its mean over
-    target-written text is an unbiased alpha (= E sum_v min(target, draft), 2211.17192 Corollary 3.6).
-    """
-    return np.exp(np.minimum(draft_log_probs_T - log_target_probs_T, 0.0))
-
-
 @dataclass(frozen=True)
 class TokenScores:
     """All that one draft pass tells of the T stored tokens of a response, enough for every rule.
@@ -80,12 +71,13 @@ class TokenScores:
     def accept_probs(self, rule: str) -> np.ndarray:
         """Per token (T,) the probability that it is an accepted drafted token once a block reaches it.
 
-        Rule `sample`: min(1, draft / target). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. Rule
+        Rule `sample`: min(1, draft / target), by maximal coupling; its mean over target-written text is an unbiased alpha
+        (= E sum_v min(target, draft), 2211.17192 Corollary 3.6). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. Rule
         `block` judges whole blocks, so it has no such number of a token alone: its `sample` number is returned, whose
         mean is alpha all the same.
         """
         if draft_draws(rule):
-            return accept_probabilities(self.log_draft_probs, self.log_target_probs)
+            return np.exp(np.minimum(self.log_draft_probs - self.log_target_probs, 0.0))
         return self.matches.astype(np.float64)
 
 
