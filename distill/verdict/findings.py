@@ -235,8 +235,8 @@ def _timed(evidence: Evidence) -> list[TimedPrompt] | None:
         return None
     rates: dict[str, dict[str, float]] = {}
     for name, laps in evidence.contest.laps.items():
-        for key, of_prompt in laps.items():
-            rates.setdefault(key, {})[name] = float(np.mean([lap.tokens_per_second for lap in of_prompt]))
+        for key, lap in laps.items():
+            rates.setdefault(key, {})[name] = lap.tokens_per_second
     return [TimedPrompt(key=key, tokens_per_second=of_prompt) for key, of_prompt in rates.items()]
 
 

@@ -186,7 +186,7 @@ def effects_of(
 def _latency(evidence: Evidence) -> dict[str, Latency]:
     """Of the responses that were timed one at a time, by way and of the target alone."""
     laps = evidence.contest.laps if evidence.contest else {}
-    said = {name: [lap.response for own in of.values() for lap in own] for name, of in laps.items()}
+    said = {name: [lap.response for lap in of.values()] for name, of in laps.items()}
     return {name: Latency.model_validate(latency(responses)) for name, responses in said.items()}
 
 

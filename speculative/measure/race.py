@@ -52,9 +52,9 @@ class Lap:
     response: Response
 
     @property
-    def block_seconds(self) -> float:
-        """Of one block, on average; of the target alone a block is a step."""
-        return self.seconds / self.response.blocks
+    def said(self) -> tuple[int, int]:
+        """(tokens, blocks); of the target alone a block is a step."""
+        return len(self.response.response_ids), self.response.blocks
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,7 +62,7 @@ class Lap:
         return len(self.response.response_ids) / (self.prefill_seconds + self.seconds)
 
 
-Laps = dict[str, dict[str, list[Lap]]]  # by way, by key of the prompt
+Laps = dict[str, dict[str, Lap]]  # by way, by key of the prompt
 
 
 def race(
@@ -88,7 +88,7 @@ def race(
             _lap(target, way, prompt, settings)  # warm-up, not counted
         start = number % len(running)
         for way in itertools.chain(running[start:], running[:start]):
-            laps[way.name].setdefault(prompt[0], []).append(_lap(target, way, prompt, settings))
+            laps[way.name][prompt[0]] = _lap(target, way, prompt, settings)
         if number + 1 < least:
             continue
         wanted = still(laps)
@@ -145,17 +145,14 @@ class Standings:
         self._tokens_P = sum_by_prompt(prompt_keys, self._blocks_N[TARGET])
         self._count_P = sum_by_prompt(prompt_keys, np.ones(len(tokens_N)))
         self._blocks = {name: sum_by_prompt(prompt_keys, own_N) for name, own_N in self._blocks_N.items()}
-        self._alone = {key: _mean(own) for key, own in laps[TARGET].items()}
-        self._laps = {
-            name: {key: _mean(own, name in self._by_token) for key, own in of.items()} for name, of in laps.items()
-        }
-        self._said = {name: {key: _said(own) for key, own in of.items()} for name, of in laps.items()}
+        self._laps = laps
+        self._alone = {key: lap.seconds / lap.response.blocks for key, lap in laps[TARGET].items()}  # a step
         self._prices = {name: self._priced(name) for name in laps}
 
     def speed(self, name: str, confidence: float = 0.95) -> Speed:
         """Of one way."""
         mean, interval = self.against(name, TARGET, confidence)
-        step_seconds = float(_near(np.array([seconds for _, seconds in self._alone.values()])).mean())
+        step_seconds = float(_near(np.array(list(self._alone.values()))).mean())
         tokens = float(self._tokens_P.sum())
         alone = tokens / (step_seconds * self._steps(TARGET))
         return Speed(alone * mean, mean, interval, len(self._laps[name]))
@@ -195,20 +192,22 @@ class Standings:
 
     def counted(self, name: str) -> dict[str, tuple[int, int]]:
         """(tokens, blocks) of each timed prompt, as decoded."""
-        return self._said[name]
+        return {key: lap.said for key, lap in self._laps[name].items()}
 
     def _priced(self, name: str) -> dict[str, tuple[float, float]]:
         """(rho, prefill in steps of the target alone) of each timed prompt."""
         both = [key for key in self._laps[name] if key in self._alone]
         if not both:
             raise ValueError(f"{name} was timed on no prompt")
-        rho_M = _near(np.array([self._laps[name][key][1] / self._alone[key][1] for key in both]))
+        laps, steps_M = [self._laps[name][key] for key in both], np.array([self._alone[key] for key in both])
+        units_M = np.array([max(1, lap.said[0]) if name in self._by_token else lap.said[1] for lap in laps])
+        rho_M = _near(np.array([lap.seconds for lap in laps]) / units_M / steps_M)
         if name in self._by_token:
             # A ratio of sums over the timed prompts, long responses weighing more, linearised: its mean is the ratio.
-            weights_M = np.array([self._said[name][key][0] for key in both], dtype=np.float64)
+            weights_M = np.array([lap.said[0] for lap in laps], dtype=np.float64)
             pooled = float(rho_M @ weights_M / weights_M.sum())
             rho_M = pooled + (rho_M - pooled) * weights_M / weights_M.mean()
-        prefill_M = _near(np.array([self._laps[name][key][0] / self._alone[key][1] for key in both]))
+        prefill_M = _near(np.array([lap.prefill_seconds for lap in laps]) / steps_M)
         return dict(zip(both, zip(rho_M.tolist(), prefill_M.tolist(), strict=True), strict=True))
 
     def _means(self, name: str) -> tuple[float, float]:
@@ -236,16 +235,6 @@ class Standings:
         prices_M2 = np.array([self._prices[name][key] for key in both])
         of_2 = np.array([self._blocks[name].sum(), self._count_P.sum()])
         return np.asarray(prices_M2 @ of_2 / self._steps(name))
-
-
-def _mean(laps: Sequence[Lap], by_token: bool = False) -> tuple[float, float]:
-    """(seconds of the prompt, seconds of a block or token) of several laps on one prompt."""
-    units = [lap.seconds / max(1, len(lap.response.response_ids)) if by_token else lap.block_seconds for lap in laps]
-    return float(np.mean([lap.prefill_seconds for lap in laps])), float(np.mean(units))
-
-
-def _said(laps: Sequence[Lap]) -> tuple[int, int]:
-    return sum(len(lap.response.response_ids) for lap in laps), sum(lap.response.blocks for lap in laps)
 
 
 def _near(values_M: np.ndarray) -> np.ndarray:

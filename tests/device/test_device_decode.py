@@ -223,7 +223,7 @@ def judged(target: Any, draft: Any) -> None:
 def raced(target: Any, draft: Any) -> None:
     ways = [Way("draft", drafter=lambda: ModelDrafter(draft), gamma=3)]
     laps = race(target, ways, PROMPTS[:2], RULES["sample"], still=lambda laps: ["draft"], seconds=0.0, least=2)
-    assert all(lap.seconds > 0 for of in laps.values() for own in of.values() for lap in own)
+    assert all(lap.seconds > 0 for of in laps.values() for lap in of.values())
 
 
 def timed(target: Any, draft: Any) -> None:

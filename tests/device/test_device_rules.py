@@ -16,10 +16,13 @@ from speculative.rules.sampling import (
     sample,
     sample_at,
 )
+from speculative.rules.tree import TokenTree
+from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
 from speculative.rules.verify import verify, verify_greedy
 
 pytestmark = pytest.mark.device
 
+TREE = TokenTree.from_branching((3, 2, 1))
 GAMMA, V = 3, 300  # Three pieces of the vocabulary, the last one short.
 SETTINGS = {
     "greedy": GREEDY,
@@ -41,6 +44,9 @@ def given(batch: int, seed: int) -> Given:
         "draft": draft,
         "uniforms": torch.rand(batch, GAMMA + 1, 3, generator=generator, dtype=torch.float64),
         "counts": torch.randint(1, GAMMA + 1, (batch,), generator=generator),
+        "nodes": torch.randint(V, (batch, TREE.size), generator=generator),
+        "rows": torch.randn(batch, TREE.size + 1, V, generator=generator),
+        "coins": torch.rand(batch, TREE.depth, TREE.max_children, generator=generator, dtype=torch.float64),
     }
 
 
@@ -67,6 +73,15 @@ def greedy(counted: bool) -> Callable[[Given], Any]:
     return run
 
 
+def tree(draws: bool) -> Callable[[Given], Any]:
+    def run(given: Given) -> Any:
+        target = (3 * given["rows"]).softmax(-1)
+        draft = given["rows"].softmax(-1) if draws else None
+        return verify_tree(TREE, target, given["nodes"], draft, given["coins"], given["uniforms"][..., 2])
+
+    return run
+
+
 CASES: dict[str, Callable[[Given], Any]] = {
     f"{name}, {settings}": block(rule, SETTINGS[settings], draws, counted)
     for settings in SETTINGS
@@ -78,6 +93,8 @@ CASES: dict[str, Callable[[Given], Any]] = {
     )
 }
 CASES |= {"greedy": greedy(False), "greedy, counted": greedy(True)}
+CASES |= {"tree, drawn": tree(True), "tree, fixed": tree(False)}
+CASES |= {"tree, greedy": lambda given: verify_tree_greedy(TREE, given["rows"].argmax(-1), given["nodes"])}
 CASES |= {"peaks": lambda given: most_likely_and_peak(given["target"].bfloat16())}
 CASES |= {"points": lambda given: sample_at(given["target"].softmax(-1), given["uniforms"])}
 CASES |= {f"probs, {name}": lambda given, s=s: (logits_to_probs(given["target"], s),) for name, s in SETTINGS.items()}

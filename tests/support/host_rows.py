@@ -6,6 +6,7 @@ Shapes: R rows, C columns of the token buffer.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,15 +107,16 @@ def repeating_prompts(count: int = 8) -> list[tuple[str, list[int]]]:
     ][:count]
 
 
-def sampled_text_p_value(drafter: Drafter, rule: str = "sample", rows: int = 6000) -> float:
-    """Chi-square of three sampled tokens after one prompt against the target's own probabilities, by enumeration.
+def sampled_text_p_value(drafter: Drafter, way: DecodeSettings, rows: int = 6000) -> float:
+    """Chi-square of three sampled tokens after one prompt against the target's own probabilities, by enumeration; rows are recycled.
 
     Also asserts that the drafter's tokens were both accepted and rejected.
     """
     prompt, length = [1, 2, 3, 5, 1, 2, 3, 1, 2], 3
-    settings = DecodeSettings(SamplingSettings(1.0, top_k=4), 3, rule, max_tokens=length)
-    responses, _ = decode(SMALL_TARGET, drafter, [(str(row), prompt) for row in range(rows)], settings, batch_size=2000)
-    assert {count for one in responses for count in one.accepted_counts} >= {0, 1}
+    settings = replace(way, sampling=SamplingSettings(1.0, top_k=4), max_tokens=length)
+    prompts = [(str(row), prompt) for row in range(rows)]
+    responses, _ = decode(SMALL_TARGET, drafter, prompts, settings, batch_size=rows // 3)
+    assert way.gamma == 0 or {count for one in responses for count in one.accepted_counts} >= {0, 1}
     texts = list(itertools.product(range(SMALL_VOCAB), repeat=length))
     with torch.no_grad():
         contexts = torch.tensor([prompt + list(text) for text in texts])

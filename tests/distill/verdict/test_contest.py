@@ -97,12 +97,12 @@ def standings_of(speed_ups, prompts, noise):
     """A made-up race of so many timed prompts."""
     rng, laps = np.random.default_rng(0), {ALONE: {}}
     for number in range(prompts):
-        laps[ALONE][str(number)] = [Lap(0.0, 1.0, Response("", [], response_ids=[0] * 10, blocks=10))]
+        laps[ALONE][str(number)] = Lap(0.0, 1.0, Response("", [], response_ids=[0] * 10, blocks=10))
         for name, speed_up in speed_ups.items():
             seconds = np.exp(rng.normal(0, noise)) / speed_up
-            laps.setdefault(name, {})[str(number)] = [
-                Lap(0.0, seconds, Response("", [], response_ids=[0] * 10, blocks=5))
-            ]
+            laps.setdefault(name, {})[str(number)] = Lap(
+                0.0, seconds, Response("", [], response_ids=[0] * 10, blocks=5)
+            )
     return Standings(laps, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
 
 

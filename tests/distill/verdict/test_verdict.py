@@ -54,9 +54,9 @@ def contest_of(question, ratios, concurrency=1):
     for name, of_prompts in ratios.items():
         for index, ratio in enumerate(of_prompts):
             response = Response("", [], response_ids=[1] * tokens, blocks=tokens)
-            laps[TARGET][str(index)] = [Lap(0.0, 0.01 * tokens, response)]
+            laps[TARGET][str(index)] = Lap(0.0, 0.01 * tokens, response)
             half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
-            laps.setdefault(name, {})[str(index)] = [Lap(0.0, 0.01 * tokens / ratio, half)]
+            laps.setdefault(name, {})[str(index)] = Lap(0.0, 0.01 * tokens / ratio, half)
     ways = tuple(Way(name, None, GAMMA, blocks_N, behind=DRAFT) for name in laps if name != TARGET)
     standings = Standings(laps, question.keys, question.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
     return Contest(question, concurrency, ways, standings, frozenset({DRAFT, TOGETHER}), laps=laps)

@@ -128,13 +128,6 @@ def test_a_response_may_fill_the_context_to_its_last_position(kind):
     assert texts(responses) == generated(target, prompts, 20)
 
 
-def test_training_mode_and_gradients_are_left_as_they_were():
-    draft = perturbed(TARGET).train()
-    decode(TARGET, ModelDrafter(draft), prompts_of([3]), DecodeSettings(GREEDY, 2, "greedy", max_tokens=4))
-    assert draft.training
-    draft(torch.tensor([[1, 2, 3]])).logits.sum().backward()  # nothing of the run may poison a later backward
-
-
 def test_no_prompts_give_no_responses():
     assert decode(TARGET, None, [], DecodeSettings(GREEDY))[0] == []
 

@@ -7,8 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
-from scipy import stats
+from host_rows import SMALL_DRAFT, sampled_text_p_value
 from simulation import trials
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
@@ -20,7 +19,7 @@ from speculative.drafters.early_exit import EarlyExit, first_layers
 from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
-from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
 TARGET = tiny_model()
@@ -73,35 +72,10 @@ def test_the_same_seed_and_prompt_give_the_same_tokens_at_every_batch_size(way):
     assert texts(other) != texts(together)
 
 
-def target_pairs(target, prompt, sampling):
-    """Probability (V, V) of the first two tokens after a prompt, from fresh float64 forwards."""
-    vocab = target.config.vocab_size
-    with torch.no_grad():
-        logits = target(torch.tensor([[*prompt, first] for first in range(vocab)])).logits[:, -2:].double()
-    probs = logits_to_probs(logits, sampling)
-    return probs[0, 0].unsqueeze(1) * probs[:, 1]
-
-
 @pytest.mark.simulation
 @pytest.mark.parametrize("way", [way for way in WAYS if "greedy" not in way.replace("greedy-draft", "")])
 def test_sampled_text_of_recycled_rows_has_the_targets_distribution(way):
-    vocab, count = 8, trials(2000, 6000)
-    sampling = SamplingSettings(1.0, top_k=5)
-    target = tiny_model(vocab_size=vocab)
-    prompts = [(str(row), [1, 2, 3] if row % 2 else [4, 5, 6, 7, 1]) for row in range(count)]
-    settings = dataclasses.replace(WAYS[way], sampling=sampling, max_tokens=3)
-    responses, _ = decode(target, ModelDrafter(perturbed(target, 0.1)), prompts, settings, batch_size=1000)
-    for parity, prompt in ((1, [1, 2, 3]), (0, [4, 5, 6, 7, 1])):
-        expected = target_pairs(target, prompt, sampling) * (count / 2)
-        counts = torch.zeros(vocab, vocab, dtype=torch.float64)
-        for response in responses[parity::2]:
-            counts[response.response_ids[0], response.response_ids[1]] += 1
-        assert not bool(counts[expected == 0].any())
-        frequent = expected >= 5
-        observed = torch.cat([counts[frequent], counts[~frequent].sum()[None]])
-        wanted = torch.cat([expected[frequent], expected[~frequent].sum()[None]])
-        observed, wanted = observed[wanted > 0].numpy(), wanted[wanted > 0].numpy()
-        assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
+    assert sampled_text_p_value(ModelDrafter(SMALL_DRAFT), WAYS[way], trials(2000, 6000)) > 1e-3
 
 
 def test_block_verification_and_trees_emit_more_per_call_than_token_wise_sampling():

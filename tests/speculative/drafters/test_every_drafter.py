@@ -100,4 +100,4 @@ OTHER_RULES = [(name, rule) for name in ("lookup", "parallel", "lookup-draft") f
 @pytest.mark.simulation
 @pytest.mark.parametrize(("name", "rule"), [*SAMPLED, *OTHER_RULES])
 def test_sampled_text_has_the_targets_distribution(name, rule):
-    assert sampled_text_p_value(SMALL[name](), rule, rows=trials(3000, 6000)) > 1e-3
+    assert sampled_text_p_value(SMALL[name](), DecodeSettings(gamma=3, rule=rule), trials(3000, 6000)) > 1e-3

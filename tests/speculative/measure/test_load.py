@@ -8,9 +8,7 @@ from tiny_models import perturbed, prompts_of, tiny_model
 
 from speculative.decode import generate
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
-from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
 from speculative.measure import full_batch
 from speculative.measure.cost import StepCosts
@@ -232,28 +230,6 @@ def test_the_kinds_of_the_timed_blocks_are_theirs_one_by_one() -> None:
     kinds = [PLAIN, DRAFTED, FOUND, FOUND | DRAFTED]
     expected = [kinds[block % 4] for block in range(full_batch.WARM_UP, full_batch.TIMED_BLOCKS)]
     assert timed.kinds_TB.tolist() == [expected, expected]
-
-
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_the_kind_of_every_timed_block_is_noted(with_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against what the rows really proposed, as the events tell: a row that commits more than a token had a proposal."""
-    target = tiny_model()
-    draft = perturbed(target)
-    loop = [3, 4, 5, 6] * 6
-    texts = [(loop, loop), ([9, 8, 7, 20, 21, 22, 13], [11, 12, 17, 18])]
-    settings = DecodeSettings(gamma=2)
-
-    def drafter():
-        lookup = PromptLookup(3, 2)
-        return Cascade(lookup, ModelDrafter(draft)) if with_draft else lookup
-
-    timed = full_batch_seconds(target, drafter, texts, settings, 1, turns=4)
-    seen = set(np.unique(timed.kinds_TB).tolist())
-    assert seen <= ({FOUND, DRAFTED} if with_draft else {PLAIN, FOUND})
-    assert FOUND in seen
-    assert len(seen) == 2
-    many = full_batch_seconds(target, drafter, texts, settings, 6, turns=2)
-    assert ((many.kinds_TB & DRAFTED) > 0).any() == with_draft
 
 
 def test_a_context_without_room_for_the_blocks_is_refused() -> None:

@@ -22,7 +22,7 @@ def lap(prefill, seconds, tokens, blocks):
 
 
 def by_key(laps):
-    return {f"p{number}": [own] for number, own in enumerate(laps)}
+    return {f"p{number}": own for number, own in enumerate(laps)}
 
 
 HAND = {
@@ -101,7 +101,7 @@ def drawn_standings(rng, prompts, timed, noise):
         ):
             seconds = drift * np.exp(rng.normal(0, noise))
             count = max(1, round(float(count)))
-            laps[name][str(number)] = [lap(prefill * seconds, price * seconds * count, int(tokens[number]), count)]
+            laps[name][str(number)] = lap(prefill * seconds, price * seconds * count, int(tokens[number]), count)
     return Standings(laps, range(prompts), tokens, {"draft": blocks, "rival": 0.8 * tokens})
 
 
@@ -132,14 +132,11 @@ def test_the_ratio_estimator_is_narrower_than_the_timed_prompts_alone():
     for _ in range(trials(200, 1000)):
         standings = drawn_standings(rng, 64, 12, 0.03)
         estimates.append(standings.speed("draft").speed_up)
-        laps, alone = standings._laps["draft"], standings._alone
-        said = standings.counted("draft")
         # Seconds of the timed responses alone over those with the draft.
+        laps = standings._laps
         seconds = [
-            sum(
-                prefill + step * count[place] for (prefill, step), count in zip(of.values(), said.values(), strict=True)
-            )
-            for place, of in ((0, {key: alone[key] for key in laps}), (1, laps))
+            sum(laps[name][key].prefill_seconds + laps[name][key].seconds for key in laps["draft"])
+            for name in (ALONE, "draft")
         ]
         plain.append(seconds[0] / seconds[1])
     assert np.std(estimates) < 0.6 * np.std(plain)
@@ -159,8 +156,8 @@ def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
     laps = race(target, ways, prompts, SETTINGS, still=still, seconds=1e9, least=2)
     assert {name: len(of) for name, of in laps.items()} == {ALONE: 4, "draft": 4, "lookup": 2}
     assert asked[0] == {ALONE: 2, "draft": 2, "lookup": 2}
-    assert all(own.response.blocks <= 12 and own.seconds > 0 for of in laps.values() for (own,) in of.values())
-    assert {own.response.blocks for (own,) in laps[ALONE].values()} == {12}
+    assert all(own.response.blocks <= 12 and own.seconds > 0 for of in laps.values() for own in of.values())
+    assert {own.response.blocks for own in laps[ALONE].values()} == {12}
 
 
 def test_the_budget_ends_a_race_but_not_before_the_least():
@@ -183,4 +180,4 @@ def test_blocks_that_recorded_a_call_count_as_long_as_the_others(monkeypatch: py
     timing = Timing(prefill_seconds=1.0, recording_seconds=5.0, recording_calls=2, total_seconds=10.0)
     monkeypatch.setattr(race_module, "decode", lambda *_: ([response], timing))
     laps = race(None, [], [("one", [1])], DecodeSettings(), still=lambda _: [], seconds=0.0, least=1)
-    assert laps[ALONE]["one"] == [Lap(1.0, 5.0, response)]
+    assert laps[ALONE]["one"] == Lap(1.0, 5.0, response)
