@@ -259,8 +259,13 @@ def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[fl
     Live decoding counts it over all blocks. Text that has ended says nothing of the tokens behind it, so a block whose
     first j tokens reach beyond the end does not count for that j; 0 where none is left.
     """
-    blocks_J, kept_J = survival_sums(scores, rule, gamma)
-    return (kept_J / np.where(blocks_J > 0, blocks_J, 1.0)).tolist()
+    return shares_of(*survival_sums(scores, rule, gamma))[0]
+
+
+def shares_of(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], float]:
+    """(survival by place, accepted/drafted) of so many blocks that drafted j tokens or more, and that kept j or more."""
+    survival_J = kept_J / np.where(blocks_J > 0, blocks_J, 1.0)
+    return survival_J.tolist(), float(kept_J.sum() / max(blocks_J.sum(), 1e-9))
 
 
 def survival_sums(

@@ -15,6 +15,7 @@ from speculative.measure.replay import (
     WORRYING_Z,
     agreement_of,
     expected_blocks_of,
+    shares_of,
     survival_sums,
 )
 from speculative.measure.token_scores import StoredText, TokenScores
@@ -73,8 +74,7 @@ def predicted_shares(
     scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
 ) -> tuple[list[float], float]:
     """(survival by place, accepted/drafted) by replay; see `survival_sums`."""
-    blocks_J, kept_J = survival_sums(scores, rule, gamma, spared=spared)
-    return _shares(blocks_J, kept_J)
+    return shares_of(*survival_sums(scores, rule, gamma, spared=spared))
 
 
 def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[float], float]:
@@ -84,12 +84,7 @@ def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[floa
         for _, drafted, accepted in one.inside():
             blocks_J[: min(drafted, gamma)] += 1
             kept_J[: min(accepted, gamma)] += 1
-    return _shares(blocks_J, kept_J)
-
-
-def _shares(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], float]:
-    survival_J = kept_J / np.where(blocks_J > 0, blocks_J, 1.0)
-    return survival_J.tolist(), float(kept_J.sum() / max(blocks_J.sum(), 1e-9))
+    return shares_of(blocks_J, kept_J)
 
 
 def served_agreement(

@@ -185,10 +185,13 @@ def values_by_text(
     Raises UserError, which names the model as `who`, when it returns NaN or infinite logits.
     """
     found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
-    for batch, chunks in response_logits(model, texts):
-        flat_RK = _finite_values(values_of, chunks, who)
-        lengths = [len(texts[index].response_ids) for index in batch]
-        for index, values_TK in zip(batch, np.split(flat_RK, np.cumsum(lengths)[:-1]), strict=True):
+    for batch in _batches(texts, model.config.get_text_config(decoder=True).vocab_size):
+        # Not around `values_of`, whose own code might want gradients.
+        with evaluating(model):
+            logits_RV, ids_R = _response_logits(model, [texts[index] for index in batch])
+        flat_RK = _finite_values(values_of, logits_RV, ids_R, who)
+        ends = np.cumsum([len(texts[index].response_ids) for index in batch])
+        for index, values_TK in zip(batch, np.split(flat_RK, ends[:-1]), strict=True):
             found[index] = values_TK
     return found
 
@@ -218,44 +221,28 @@ def _values_by_start(
             keep = {"logits_to_keep": masks} if takes_logits_to_keep(draft) else {}
             with evaluating(draft):
                 logits_NV = draft(**asked.inputs, **keep).logits[0, -masks:]
-            rows = max(1, PROBS_PER_CHUNK // logits_NV.shape[-1])
             said_N = ids_T[asked.starts_N + asked.offsets_N]
-            chunks = zip(logits_NV.split(rows), said_N.split(rows), strict=True)
             places_N = (asked.starts_N - first).cpu().numpy(), (asked.offsets_N - 1).cpu().numpy()
-            table_TJK[places_N] = _finite_values(values_of, chunks, "draft")
+            table_TJK[places_N] = _finite_values(values_of, logits_NV, said_N, "draft")
     return tables
 
 
 def _finite_values(
     values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    chunks: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    logits_RV: torch.Tensor,
+    ids_R: torch.Tensor,
     who: str,
 ) -> np.ndarray:
+    """Of at most PROBS_PER_CHUNK entries at once."""
+    rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
     parts = [
-        values_of(logits_RV, ids_R).where(logits_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
-        for logits_RV, ids_R in chunks
+        values_of(own_RV, own_R).where(own_RV.amax(-1, keepdim=True).isfinite(), torch.nan)
+        for own_RV, own_R in zip(logits_RV.split(rows), ids_R.split(rows), strict=True)
     ]
     flat_RK = torch.cat(parts).cpu().numpy()
     if np.isnan(flat_RK).any():
         raise UserError(f"the {who} returned NaN or infinite logits on stored text: check its weights and dtype")
     return flat_RK
-
-
-def response_logits(
-    model: PreTrainedModel, texts: Sequence[StoredText]
-) -> Iterator[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """Batch by batch: indices of its texts, and chunks (logits_RV, token_ids_R) of their response tokens, text after text.
-
-    logits_RV predict token_ids_R. One forward per batch of right-padded texts of similar length, without gradients; a
-    chunk holds at most PROBS_PER_CHUNK entries. Texts without a response are in no batch.
-    """
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    for batch in _batches(texts, vocab_size):
-        # Not around the yield: the caller's code would run without gradients.
-        with evaluating(model):
-            logits_RV, token_ids_R = _response_logits(model, [texts[index] for index in batch])
-        rows = max(1, PROBS_PER_CHUNK // logits_RV.shape[-1])
-        yield batch, list(zip(logits_RV.split(rows), token_ids_R.split(rows), strict=True))
 
 
 def _batches(texts: Sequence[StoredText], vocab_size: int) -> Iterator[list[int]]:

@@ -132,11 +132,6 @@ class TokenTree:
         """The most children that one node has."""
         return len(self.family_counts)
 
-    @property
-    def ancestors_N1N1(self) -> torch.Tensor:
-        """Bool (N1, N1) on the CPU: entry (n, m) says that m is n or above n. See `on` for another device."""
-        return self.on(torch.device("cpu")).ancestors_N1N1
-
     def on(self, device: torch.device) -> TreeTensors:
         """The tree as tensors on a device, copied there once: later calls neither copy nor wait."""
         return _tensors(self, device)

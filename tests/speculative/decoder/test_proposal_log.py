@@ -80,18 +80,6 @@ def test_what_is_read_is_what_was_added_whatever_the_row_groups(tmp_path_factory
     assert table.to_pylist() == [row for block in blocks for row in rows_of(block)]
 
 
-def test_arrays_may_be_used_again_by_the_caller(tmp_path):
-    ids, probs = np.array([5, 6]), np.array([0.5, 0.25], dtype=np.float32)
-    with ProposalLog(tmp_path / "log.parquet") as log:
-        log.add("one", 0, 0, ids.astype(np.int32), 1, probs, probs, "draft")
-        ids32 = np.array([7, 8], dtype=np.int32)
-        log.add("one", 1, 2, ids32, 1, probs, probs, "draft")
-        ids32[:] = probs[:] = 0
-    columns = pq.read_table(tmp_path / "log.parquet").to_pydict()
-    assert columns["drafted"] == [5, 6, 7, 8]
-    assert columns["target_prob"] == [0.5, 0.25, 0.5, 0.25]
-
-
 def test_memory_is_bounded_by_row_groups(tmp_path):
     with ProposalLog(tmp_path / "log.parquet", flush_rows=10) as log:
         for number in range(9):

@@ -225,14 +225,6 @@ def test_overlapping_stop_strings(tokens, stop, text, stopped):
     check_against_the_twin(EMBEDDED, ids, stop)
 
 
-def test_special_tokens_have_no_text_and_do_not_split_a_character():
-    ids = ids_of("é你")
-    with_specials = [piece for token in ids for piece in (token, END)]
-    pieces, _, _ = streamed(EMBEDDED, with_specials)
-    assert "".join(pieces) == "é你"
-    assert streamed(EMBEDDED, [END]) == (["", ""], None, 1)
-
-
 @pytest.mark.parametrize("tokenizer", [EMBEDDED, piece_tokenizer("llama")])
 def test_a_push_decodes_a_few_tokens_however_long_the_response(tokenizer, monkeypatch):
     lengths = []

@@ -195,21 +195,6 @@ def test_masks_of_long_prompts_are_not_kept():
     assert held() - before < 20 * 70 * 70, "what masks of these lengths take, a byte an entry"
 
 
-def test_a_cache_of_one_row_writes_slices_and_a_ragged_one_scatters_the_same():
-    keys = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(5, 9).expand(2, -1)
-    caches = []
-    for shared in (5, None):
-        cache = RaggedCache(1, rows=2, capacity=12)
-        cache.begin(positions, prefix=9, shared_start=shared)
-        read_keys, read_values = cache.layers[0].update(keys, 2 * keys)
-        assert read_keys.shape == (2, 3, 9, 8)
-        torch.testing.assert_close(read_keys[:, :, 5:], keys, rtol=0, atol=0)
-        torch.testing.assert_close(read_values[:, :, 5:], 2 * keys, rtol=0, atol=0)
-        caches.append(cache.layers[0].keys)
-    assert torch.equal(*caches)
-
-
 @pytest.mark.parametrize("runner", ["eager", "compile"])
 def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the garbage collector: what waits for it counts as used, and on a GPU it is gigabytes."""

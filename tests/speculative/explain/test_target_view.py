@@ -10,7 +10,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.explain.target_view import target_entropies, top_tokens
 from speculative.measure import token_scores as scores_module
-from speculative.measure.token_scores import response_logits, score_tokens
+from speculative.measure.token_scores import score_tokens, values_by_text
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
@@ -94,8 +94,12 @@ def test_a_broken_model_is_named(texts):
 
 def test_logits_come_without_gradients_and_leave_the_caller_his_own(texts):
     model = tiny_model().train()
-    for batch, chunks in response_logits(model, texts):
+
+    def seen(logits_RV, ids_R):
         assert torch.is_grad_enabled()
         assert model.training
-        assert not any(logits.requires_grad for logits, _ in chunks)
-        assert sum(len(ids) for _, ids in chunks) == sum(len(texts[index].response_ids) for index in batch)
+        assert not logits_RV.requires_grad
+        return ids_R.double().unsqueeze(1)
+
+    found = values_by_text(model, texts, seen, 1, "model")
+    assert [own[:, 0].tolist() for own in found] == [list(text.response_ids) for text in texts]

@@ -30,7 +30,7 @@ def test_every_view_of_the_shape_agrees_with_the_parents(tree):
         path = above(node)
         assert tree.depths_N1[node] == len(path)
         assert node in tree.levels[len(path)]
-        assert tree.ancestors_N1N1[node].nonzero().flatten().tolist() == [0, *path]
+        assert tensors.ancestors_N1N1[node].nonzero().flatten().tolist() == [0, *path]
         assert tensors.paths_N1D[node].tolist() == path + [0] * (tree.depth - len(path))
         assert all(tree.parents[child - 1] == node for child in tree.children[node])
     assert sorted(child for children in tree.children for child in children) == list(range(1, tree.size + 1))
