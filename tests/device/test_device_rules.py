@@ -108,6 +108,7 @@ def tensors(outcome: Any) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_rule_is_captured_and_replayed_on_other_numbers(case: str, batch: int) -> None:
     here = {name: tensor.to("cuda") for name, tensor in given(batch, 0).items()}
+    TREE.on(here["nodes"].device)  # copied there once
     graph = torch.cuda.CUDAGraph()
     LEDGER.clear()
     with torch.cuda.graph(graph):
