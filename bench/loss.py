@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal, Signal, TopKSignal
-from distill.loss.chunk_heads import OutputHead
+from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.run.provenance import describe_run
@@ -120,7 +120,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             loss = naive_loss(head, hidden_RD[:count], target_head, target_hidden_RD[:count])
         else:
             part = signal.rows(slice(0, count))
-            loss = chunked_loss(objective, hidden_RD[:count], OutputHead(head), part, labels_R[:count]).loss
+            loss = chunked_loss(objective, Student(hidden_RD[:count], OutputHead(head)), part, labels_R[:count]).loss
         (loss / count).backward()
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -55,7 +55,7 @@ from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.load import parse_config
 from distill.config.sections import OptimConfig, RolloutConfig
-from distill.loss.chunk_heads import OutputHead
+from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.models.carving import carve
@@ -64,11 +64,10 @@ from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.provenance import describe_run
 from distill.run.run import Run
-from distill.training.capture import StoredTeacher, topk_signal
 from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers
 from distill.training.rollouts import Rollouts
-from distill.training.teacher import Teacher
+from distill.training.teacher import StoredTeacher, Teacher, topk_signal
 
 OBJECTIVES: dict[str, dict[str, float]] = {
     **{name: {name: 1.0} for name in ("forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid")},
@@ -414,7 +413,8 @@ def weigh_loss(shape: LossShape, objective: str, who: str, device: str) -> float
         )
 
     def ours() -> None:
-        chunked_loss(Objective(weights), student_hidden_RD, OutputHead(student_head), signal, labels_R).loss.backward()
+        student = Student(student_hidden_RD, OutputHead(student_head))
+        chunked_loss(Objective(weights), student, signal, labels_R).loss.backward()
 
     return growth_of(floor if who == "floor" else ours, device)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from data.batches.collate import Batch, Example, collate
+from distill.loss.chunk_heads import Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
 from distill.models.heads import SplitModel
@@ -38,7 +39,7 @@ def loss_of(split: SplitModel, teacher: Teacher, objective: Objective, batch: Ba
     signal = teacher.signal(batch)
     hidden_BTD = split.hidden(batch.input_ids_BT)
     hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R]
-    return chunked_loss(objective, hidden_RD, split.head, signal, batch.labels_R).loss / batch.labels_R.numel()
+    return chunked_loss(objective, Student(hidden_RD, split.head), signal, batch.labels_R).loss / batch.labels_R.numel()
 
 
 class Race:

@@ -4,13 +4,13 @@ Legend: R rows of a micro-batch, C rows of a chunk, D hidden width, V vocabulary
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal
 
-# A head that does not say how many tokens it knows is taken to know this many, when its chunk is chosen.
 UNKNOWN_VOCABULARY = 1 << 17
 # Bytes of a half-precision product on its way into a float32 sum.
 PRODUCT_SLICE = 32 << 20
@@ -40,6 +40,22 @@ class OutputHead:
     def parameters(self) -> list[nn.Parameter]:
         """Trainable parameters."""
         return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows; one that does not say is taken to know many, when a chunk is chosen."""
+        return getattr(self.projection, "out_features", UNKNOWN_VOCABULARY)
+
+
+class Student(NamedTuple):
+    """The hidden states (R, D) of the model that learns, and its head."""
+
+    hidden_RD: Tensor
+    head: OutputHead
+
+    def rows(self, chosen: slice | Tensor) -> "Student":
+        """Some rows."""
+        return Student(self.hidden_RD[chosen], self.head)
 
 
 class Head:
@@ -75,8 +91,7 @@ class GraphHead(Head):
 
     def __init__(self, head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> None:
         super().__init__(head, hidden_RD)
-        self.vocabulary = getattr(head.projection, "out_features", UNKNOWN_VOCABULARY)
-        self.wants_gradient, self.parameters = wants_gradient, head.parameters()
+        self.vocabulary, self.wants_gradient, self.parameters = head.vocabulary, wants_gradient, head.parameters()
         self.hidden_gradient_RD = torch.zeros_like(self.hidden_RD) if hidden_RD.requires_grad else None
         self.collected: list[Tensor | None] = [None] * len(self.parameters)
 
@@ -172,9 +187,9 @@ class LinearHead(Head):
         return [self.hidden_gradient_RD, *(found.to(one.dtype) for found, one in zip(own, parameters, strict=True))]
 
 
-def head_of(head: OutputHead, hidden_RD: Tensor, wants_gradient: bool) -> "GraphHead | LinearHead":
+def head_of(student: Student, wants_gradient: bool) -> GraphHead | LinearHead:
     """The student's head, by hand where that is possible."""
-    return (LinearHead if _is_linear(head) else GraphHead)(head, hidden_RD, wants_gradient)
+    return (LinearHead if _is_linear(student.head) else GraphHead)(student.head, student.hidden_RD, wants_gradient)
 
 
 def frozen_head_of(signal: DenseSignal) -> Head:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
 from distill.loss import accepted
 from distill.loss import definitions as losses
-from distill.loss.chunk_heads import UNKNOWN_VOCABULARY, Head, OutputHead, frozen_head_of, head_of, slices
+from distill.loss.chunk_heads import Head, OutputHead, Student, frozen_head_of, head_of, slices
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.rows import Rows, part_of, rows_of
 
@@ -44,8 +44,7 @@ class Scored(NamedTuple):
 
 def chunked_loss(
     objective: Objective,
-    student_hidden_RD: Tensor,
-    student_head: OutputHead,
+    student: Student,
     signal: Signal | None,
     labels_R: Tensor,
     weights_R: Tensor | None = None,
@@ -65,17 +64,17 @@ def chunked_loss(
     refuse_impossible(objective, signal, reference)
     measured = length = None
     if objective.weighting == "selected":
-        kept_I, measured = _selected(objective, student_hidden_RD, student_head, signal, labels_R, reference)
-        student_hidden_RD, labels_R = student_hidden_RD[kept_I], labels_R[kept_I]
+        kept_I, measured = _selected(objective, student, signal, labels_R, reference)
+        student, labels_R = student.rows(kept_I), labels_R[kept_I]
         signal, weights_R = part_of(signal, kept_I), part_of(weights_R, kept_I)
     if ACCEPTED_LENGTH in objective.weights:
         assert rows_R is not None
-        length, weights_R = _length_weights(objective, student_hidden_RD, student_head, signal, labels_R, rows_R)
-    parameters = student_head.parameters()
+        length, weights_R = _length_weights(objective, student, signal, labels_R, rows_R)
+    parameters = student.head.parameters()
     # Inside the function's forward gradients are off, so whether the caller wants them is asked here.
-    wants_gradient = torch.is_grad_enabled() and (student_hidden_RD.requires_grad or bool(parameters))
+    wants_gradient = torch.is_grad_enabled() and (student.hidden_RD.requires_grad or bool(parameters))
     sweep = _Sweep(objective, signal, labels_R, weights_R, wants_gradient)
-    loss = _ChunkedLoss.apply(sweep, student_head, student_hidden_RD, *parameters)
+    loss = _ChunkedLoss.apply(sweep, student.head, student.hidden_RD, *parameters)
     if length is not None:
         loss = loss + (length.to(loss.dtype) - loss.detach())  # its gradient is the weights'; its value is told
     return Scored(loss, *(measured or sweep.found)[1:])
@@ -88,20 +87,18 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int
 
 
 @torch.no_grad()
-def acceptance_sum(
-    objective: Objective, student_hidden_RD: Tensor, student_head: OutputHead, signal: Signal
-) -> Tensor | None:
+def acceptance_sum(objective: Objective, student: Student, signal: Signal) -> Tensor | None:
     """How many of the R rows' tokens a server would accept if the student drafted them, by at most 128 rows spread over all.
 
     A top-k signal counts as the whole distribution: what truncation excludes lies in its tail. None where nothing can be said: no
     row, or samples, which do not tell what truncation leaves.
     """
-    tokens = len(student_hidden_RD)
+    tokens = len(student.hidden_RD)
     if not tokens or isinstance(signal, SampledSignal):
         return None
-    vocabulary = getattr(student_head.projection, "out_features", UNKNOWN_VOCABULARY)
-    spread = slice(None, None, -(-tokens // max(1, min(MEASURED_ROWS, MEASURED_LOGITS // vocabulary))))
-    target_NV, student_NV = _both_logits(objective, student_hidden_RD[spread], student_head, part_of(signal, spread))
+    most = max(1, min(MEASURED_ROWS, MEASURED_LOGITS // student.head.vocabulary))
+    spread = slice(None, None, -(-tokens // most))
+    target_NV, student_NV = _both_logits(objective, student.rows(spread), part_of(signal, spread))
     assert target_NV is not None
     # A row that stores nothing is nan.
     accepted_N = losses.acceptance(target_NV, student_NV, objective.serving, objective.rule).nan_to_num(0.0)
@@ -109,23 +106,18 @@ def acceptance_sum(
 
 
 @torch.no_grad()
-def kept_probs(
-    objective: Objective, student_hidden_RD: Tensor, student_head: OutputHead, signal: Signal | None, labels_R: Tensor
-) -> Tensor:
+def kept_probs(objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor) -> Tensor:
     """Probability that the server keeps the target's own token, were it drafted at its row: `definitions.kept`. (R,)"""
-    vocabulary = getattr(student_head.projection, "out_features", UNKNOWN_VOCABULARY)
     found = [torch.zeros(0, device=labels_R.device)]
-    for chosen in slices(len(labels_R), max(1, MEASURED_LOGITS // vocabulary)):
-        both = _both_logits(objective, student_hidden_RD[chosen], student_head, part_of(signal, chosen))
+    for chosen in slices(len(labels_R), max(1, MEASURED_LOGITS // student.head.vocabulary)):
+        both = _both_logits(objective, student.rows(chosen), part_of(signal, chosen))
         found.append(losses.kept(*both, labels_R[chosen], objective.serving, objective.rule).float())
     return torch.cat(found)
 
 
-def _both_logits(
-    objective: Objective, student_ND: Tensor, student_head: OutputHead, signal: Signal | None
-) -> tuple[Tensor | None, Tensor]:
+def _both_logits(objective: Objective, student: Student, signal: Signal | None) -> tuple[Tensor | None, Tensor]:
     """(target, student) logits of a few rows, without gradient; no target's without a signal, or of samples."""
-    student_NV = head_of(student_head, student_ND, False).logits(slice(None))
+    student_NV = head_of(student, False).logits(slice(None))
     if isinstance(signal, DenseSignal):
         return frozen_head_of(signal).logits(slice(None)), student_NV
     if not isinstance(signal, TopKSignal):
@@ -156,12 +148,7 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
 
 
 def _length_weights(
-    objective: Objective,
-    student_hidden_RD: Tensor,
-    student_head: OutputHead,
-    signal: Signal | None,
-    labels_R: Tensor,
-    rows_R: Tensor,
+    objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor, rows_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(summed share of gamma that blocks do not keep, weights (R, 2) of TV and of ce) for `accepted_length`; no gradient.
 
@@ -169,7 +156,7 @@ def _length_weights(
     """
     with torch.no_grad():
         ce = replace(objective, weights={"ce": 1.0})
-        seen = _Sweep(ce, signal, labels_R, None, False).run(head_of(student_head, student_hidden_RD, False))
+        seen = _Sweep(ce, signal, labels_R, None, False).run(head_of(student, False))
         if isinstance(signal, DenseSignal):
             log_target_R = -_Sweep(ce, None, labels_R, None, False).run(frozen_head_of(signal)).loss_C
         else:
@@ -188,21 +175,14 @@ def _length_weights(
 
 
 def _selected(
-    objective: Objective,
-    student_hidden_RD: Tensor,
-    student_head: OutputHead,
-    signal: Signal | None,
-    labels_R: Tensor,
-    reference: DenseSignal | None,
+    objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor, reference: DenseSignal | None
 ) -> tuple[Tensor, Rows]:
     """(kept rows, the student's forward KL and overlap at every row); no gradient."""
     assert reference is not None
     compare = replace(objective, weights={"forward_kl": 1.0}, weighting="none")
     with torch.no_grad():
         sweep = _Sweep(compare, signal, labels_R, None, False)
-        student = head_of(student_head, student_hidden_RD, False)
-        ours = sweep.run(student)
-        theirs = sweep.run(frozen_head_of(reference))
+        ours, theirs = sweep.run(head_of(student, False)), sweep.run(frozen_head_of(reference))
         return losses.selected_rows(ours.loss_C, theirs.loss_C, objective.keep), ours
 
 
@@ -215,7 +195,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sweep: "_Sweep", head: OutputHead, hidden_RD: Tensor, *parameters: Tensor) -> Tensor:
-        student = head_of(head, hidden_RD, sweep.wants_gradient)
+        student = head_of(Student(hidden_RD, head), sweep.wants_gradient)
         loss_R = sweep.run(student).loss_C
         ctx.gradients = student.gradients(parameters) if sweep.wants_gradient else None
         return loss_R.double().sum().to(torch.promote_types(loss_R.dtype, torch.float32))

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from data.batches.collate import Batch
 from data.signals.signal import DenseSignal, Signal
 from distill.config.layout import STUDENT, step_folder
+from distill.loss.chunk_heads import Student
 from distill.loss.definitions import ACCEPTED_LENGTH, Objective
 from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
 from distill.loss.offsets import Survival, survival_sums
@@ -77,17 +78,18 @@ class DraftModule(nn.Module):
         if self.clock is not None:
             self.clock.mark("student")
         ordered_R = rows_R if ACCEPTED_LENGTH in self.objective.weights else None
+        student = Student(hidden_RD, split.head)
         loss, overlap_R, slack_R = chunked_loss(
-            self.objective, hidden_RD, split.head, signal, labels_R, weights_R, reference=reference, rows_R=ordered_R
+            self.objective, student, signal, labels_R, weights_R, reference=reference, rows_R=ordered_R
         )
         chosen = slice(None) if answers_R is None else answers_R
         accepted = None
         if signal is not None and not self.objective.overlap_is_acceptance:
-            accepted = acceptance_sum(self.objective, hidden_RD[chosen], split.head, signal.rows(chosen))
+            accepted = acceptance_sum(self.objective, student.rows(chosen), signal.rows(chosen))
         if accepted is None:
             accepted = overlap_R[chosen].double().sum()
         if depths_BT is not None:
-            self._note_survival(depths_BT, rows_R, hidden_RD, signal, labels_R)
+            self._note_survival(depths_BT, rows_R, student, signal, labels_R)
         if self.clock is not None:
             self.clock.mark("loss")
         return loss, accepted, slack_R[chosen].double().sum()
@@ -112,7 +114,7 @@ class DraftModule(nn.Module):
         return by_offset_R if weights_R is None else by_offset_R * weights_R
 
     def _note_survival(
-        self, depths_BT: Tensor, rows_R: Tensor, hidden_RD: Tensor, signal: Signal | None, labels_R: Tensor
+        self, depths_BT: Tensor, rows_R: Tensor, student: Student, signal: Signal | None, labels_R: Tensor
     ) -> None:
         """Looks at one block of each text, the first of its deepest, and notes how far a server would keep it."""
         assert self.survival is not None
@@ -124,9 +126,8 @@ class DraftModule(nn.Module):
         rows_BJ[:, 0] = _numbers(rows_R, depths_BT)[flat_B]
         asked_BJ = behind_J < depths_B[:, None]
         rows_N = rows_BJ[asked_BJ]
-        own = part_of(signal, rows_N)
         kept_BJ = torch.zeros(rows_BJ.shape, device=starts_B.device)
-        kept_BJ[asked_BJ] = kept_probs(self.objective, hidden_RD[rows_N], self._split[0].head, own, labels_R[rows_N])
+        kept_BJ[asked_BJ] = kept_probs(self.objective, student.rows(rows_N), part_of(signal, rows_N), labels_R[rows_N])
         self.survival.note(survival_sums(kept_BJ, depths_B))
 
     def adapter(self) -> Adapter | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.signals.signal import DenseSignal, SampledSignal, Signal, TopKSignal
-from distill.loss.chunk_heads import OutputHead
+from distill.loss.chunk_heads import Student
 from distill.loss.definitions import (
     Objective,
     entropy_weight,
@@ -87,8 +87,7 @@ def log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
 
 def eager_loss(
     objective: Objective,
-    student_hidden_RD: Tensor,
-    student_head: OutputHead,
+    student: Student,
     signal: Signal | None,
     labels_R: Tensor,
     weights_R: Tensor | None = None,
@@ -97,7 +96,7 @@ def eager_loss(
 ) -> Scored:
     """`chunked_loss`, plainly."""
     refuse_impossible(objective, signal, reference)
-    logits_RV = student_head(student_hidden_RD)
+    logits_RV = student.head(student.hidden_RD)
     loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective, signal, logits_RV, labels_R)
     if weights_R is not None:
         loss_R = loss_R * weights_R.to(loss_R.dtype)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal, TopKSignal
 from distill.loss.accepted import accepted_lengths, credits, rows_follow
-from distill.loss.chunk_heads import OutputHead
+from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import chunked_loss
-from distill.training.capture import topk_signal
+from distill.training.teacher import topk_signal
 from speculative.errors import UserError
 
 VOCAB, LENGTH = 3, 4
@@ -29,7 +29,7 @@ def head_of(seed: int) -> nn.Linear:
 
 def loss_of(objective: Objective, draft: nn.Linear, signal: Any, hidden_RD: Tensor, labels_R: Tensor) -> Tensor:
     rows_R = torch.arange(len(labels_R))
-    return chunked_loss(objective, hidden_RD, OutputHead(draft), signal, labels_R, rows_R=rows_R).loss
+    return chunked_loss(objective, Student(hidden_RD, OutputHead(draft)), signal, labels_R, rows_R=rows_R).loss
 
 
 def text_rows(text: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,14 @@ import torch
 from eager_loss import PLAIN, dense_by_definition, eager_loss
 from stored_signals import sampled_of, topk_of
 from tiny_models import tiny_model
+from tiny_training import examples_of
 from torch import Tensor, nn
 
-from data.batches.collate import Batch, Example, collate
+from data.batches.collate import Batch, collate
 from data.signals.signal import DenseSignal, Signal
 from distill.loss import objective as objective_module
 from distill.loss import rows
-from distill.loss.chunk_heads import OutputHead
+from distill.loss.chunk_heads import OutputHead, Student
 from distill.loss.definitions import Objective
 from distill.loss.objective import Scored, acceptance_sum, chunk_rows, chunked_loss
 from distill.models.student import add_lora
@@ -61,11 +62,11 @@ class Setting:
         torch.manual_seed(seed)
         layer = (nn.Linear if plain else Wrapped)(WIDTH, VOCAB, bias=bias, dtype=torch.float64)
         target_layer = nn.Linear(TARGET_WIDTH, VOCAB, dtype=torch.float64)
-        self.student_hidden_RD = (2 * torch.randn(rows, WIDTH, dtype=torch.float64)).to(dtype).requires_grad_()
+        hidden_RD = (2 * torch.randn(rows, WIDTH, dtype=torch.float64)).to(dtype).requires_grad_()
         target_hidden_RD = 2 * torch.randn(rows, TARGET_WIDTH, dtype=torch.float64)
         self.labels_R = torch.randint(0, VOCAB, (rows,))
         self.weights_R = torch.rand(rows, dtype=torch.float64)
-        self.student_head = OutputHead(layer.to(dtype), scale, softcap)
+        self.student = Student(hidden_RD, OutputHead(layer.to(dtype), scale, softcap))
         target_layer.requires_grad_(False)
         self.dense = DenseSignal(target_hidden_RD.to(dtype), target_layer.to(dtype))
         self.reference = DenseSignal(
@@ -84,10 +85,10 @@ class Setting:
         self, function: Callable[..., Scored], objective: Objective, kind: str = "dense", **options: Any
     ) -> Scored:
         signal = self.signal(kind, objective.temperature)
-        return function(objective, self.student_hidden_RD, self.student_head, signal, self.labels_R, **options)
+        return function(objective, self.student, signal, self.labels_R, **options)
 
     def gradients(self, sums: Scored) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(sums.loss * 0.37, [self.student_hidden_RD, *self.student_head.parameters()])
+        return torch.autograd.grad(sums.loss * 0.37, [self.student.hidden_RD, *self.student.head.parameters()])
 
 
 def assert_twins(setting: Setting, objective: Objective, kind: str, **options: Any) -> None:
@@ -97,7 +98,7 @@ def assert_twins(setting: Setting, objective: Objective, kind: str, **options: A
         close(mine, theirs)
     assert len(chunked.overlap_R) == setting.labels_R.numel(), "of all rows, also of those that a weighting leaves out"
     pairs = list(zip(setting.gradients(chunked), setting.gradients(eager), strict=True))
-    assert len(pairs) == 1 + len(setting.student_head.parameters())
+    assert len(pairs) == 1 + len(setting.student.head.parameters())
     for mine, theirs in pairs:
         close(mine, theirs)
 
@@ -137,7 +138,7 @@ def test_selection_trains_the_rows_where_the_draft_is_furthest_behind_the_refere
     ours_R, theirs_R = (
         PLAIN["forward_kl"](target_RV, logits.log_softmax(-1), objective)
         for logits in (
-            setting.student_head(setting.student_hidden_RD),
+            setting.student.head(setting.student.hidden_RD),
             setting.reference.head(setting.reference.hidden_RD),
         )
     )
@@ -151,7 +152,7 @@ def test_selection_trains_the_rows_where_the_draft_is_furthest_behind_the_refere
 @pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
 def test_two_calls_before_a_step_add_up(plain: bool) -> None:
     setting, objective = Setting(plain=plain), Objective(MIXES["jsd"], chunk_tokens=4)
-    weight = setting.student_head.projection.weight
+    weight = setting.student.head.projection.weight
     (expected,) = torch.autograd.grad(setting.loss(eager_loss, objective).loss, weight)
     both = [setting.loss(chunked_loss, objective).loss for _ in range(2)]
     for loss in both:
@@ -168,7 +169,7 @@ def test_autograd_takes_the_heads_gradient_over_without_a_copy() -> None:
     loss = setting.loss(chunked_loss, Objective(MIXES["forward_kl"], chunk_tokens=4)).loss
     buffer = loss.grad_fn.gradients[1].data_ptr()  # type: ignore[union-attr]
     loss.backward()
-    gradient = setting.student_head.projection.weight.grad
+    gradient = setting.student.head.projection.weight.grad
     assert isinstance(gradient, Tensor)
     assert gradient.data_ptr() == buffer
 
@@ -182,7 +183,7 @@ def test_a_chunked_step_holds_a_few_chunks_whatever_the_rows(kind: str, plain: b
         setting.signal(kind),
         rows * (WIDTH + 8),
     )  # the hidden states' gradient; each row's losses and label
-    arguments = (objective, setting.student_hidden_RD, setting.student_head, signal, setting.labels_R)
+    arguments = (objective, setting.student, signal, setting.labels_R)
     most = {}
     for function in (chunked_loss, eager_loss):
         with _Operations() as seen:
@@ -221,12 +222,10 @@ class _Operations(torch.utils._python_dispatch.TorchDispatchMode):
 )
 def test_products_of_a_step(kind: str, frozen: bool, products: int) -> None:
     setting = Setting(bias=False)
-    setting.student_head.projection.requires_grad_(not frozen)
+    setting.student.head.projection.requires_grad_(not frozen)
     signal = setting.signal(kind)
     with _Operations() as seen:
-        sums = chunked_loss(
-            Objective(MIXES["jsd"]), setting.student_hidden_RD, setting.student_head, signal, setting.labels_R
-        )
+        sums = chunked_loss(Objective(MIXES["jsd"]), setting.student, signal, setting.labels_R)
         setting.gradients(sums)
     assert sum(name in ("mm", "addmm", "addmm_", "matmul") for name in seen.names) == products
 
@@ -247,7 +246,7 @@ def test_without_gradient_the_value_is_the_same_and_nothing_is_differentiated(pl
 def test_a_frozen_head_passes_the_gradient_of_the_hidden_states_only(plain: bool) -> None:
     setting, objective = Setting(plain=plain), Objective(MIXES["forward_kl"], chunk_tokens=3)
     expected, *_ = setting.gradients(setting.loss(eager_loss, objective))
-    setting.student_head.projection.requires_grad_(False)
+    setting.student.head.projection.requires_grad_(False)
     (gradient,) = setting.gradients(setting.loss(chunked_loss, objective))
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)  # order of sums
 
@@ -256,9 +255,9 @@ def test_a_frozen_head_passes_the_gradient_of_the_hidden_states_only(plain: bool
 @pytest.mark.parametrize("learns", ["weight", "bias"])
 def test_a_head_that_learns_in_part_over_hidden_states_that_do_not(learns: str, plain: bool) -> None:
     setting, objective = Setting(plain=plain), Objective(MIXES["forward_kl"], chunk_tokens=3)
-    setting.student_hidden_RD.requires_grad_(False)
-    setting.student_head.projection.requires_grad_(False)
-    parameter = getattr(setting.student_head.projection, learns).requires_grad_(True)
+    setting.student.hidden_RD.requires_grad_(False)
+    setting.student.head.projection.requires_grad_(False)
+    parameter = getattr(setting.student.head.projection, learns).requires_grad_(True)
     (expected,), (found,) = (
         torch.autograd.grad(setting.loss(one, objective).loss, parameter) for one in (eager_loss, chunked_loss)
     )
@@ -268,7 +267,7 @@ def test_a_head_that_learns_in_part_over_hidden_states_that_do_not(learns: str, 
 def test_hooks_of_the_head_are_called() -> None:
     setting = Setting()
     calls: list[int] = []
-    setting.student_head.projection.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    setting.student.head.projection.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
     setting.loss(chunked_loss, Objective(MIXES["forward_kl"], chunk_tokens=4))
     assert calls == [4, 4, 3]
 
@@ -282,7 +281,7 @@ def test_no_rows_no_loss(weighting: Any, kind: str, plain: bool) -> None:
     sums = setting.loss(chunked_loss, objective, kind, reference=setting.reference)
     sums.loss.backward()
     assert (float(sums.loss.detach()), sums.overlap_R.numel()) == (0.0, 0)
-    for value in (setting.student_hidden_RD, *setting.student_head.parameters()):
+    for value in (setting.student.hidden_RD, *setting.student.head.parameters()):
         assert value.grad is not None, "every rank has a gradient to reduce"
         assert value.grad.shape == value.shape
         assert not value.grad.any()
@@ -303,7 +302,7 @@ def test_acceptance_is_the_servers(serving: SamplingSettings, rule: Rule) -> Non
     """Row by row, by hand: both rows scaled, cut and normalised in numpy; then the rule."""
     setting = Setting()
     objective = Objective(MIXES["tv"], temperature=1.3, serving=serving, rule=rule)
-    logits = (setting.dense.head(setting.dense.hidden_RD), setting.student_head(setting.student_hidden_RD))
+    logits = (setting.dense.head(setting.dense.hidden_RD), setting.student.head(setting.student.hidden_RD))
     expected = 0.0
     for target_V, student_V in zip(*(one.detach().numpy() for one in logits), strict=True):
         target, student = (_served(row_V, serving) for row_V in (target_V, student_V))
@@ -312,10 +311,10 @@ def test_acceptance_is_the_servers(serving: SamplingSettings, rule: Rule) -> Non
         if rule == "greedy":
             target = (target == target.max()) * 1.0
         expected += sum(map(min, target, student))
-    found = acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, setting.dense)
+    found = acceptance_sum(objective, setting.student, setting.dense)
     assert float(found) == pytest.approx(expected, rel=1e-9)
     whole = topk_of(logits[0].detach(), VOCAB, objective.temperature)
-    stored = acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, whole)
+    stored = acceptance_sum(objective, setting.student, whole)
     assert float(stored) == pytest.approx(expected, rel=1e-9)
 
 
@@ -338,18 +337,18 @@ def test_acceptance_is_measured_on_some_rows_of_many(monkeypatch: pytest.MonkeyP
     objective = Objective(MIXES["tv"], serving=SamplingSettings(0.7))
     monkeypatch.setattr(objective_module, "MEASURED_ROWS", 30)
     spread = slice(None, None, 4)  # 25 of 100: every third would be 34
-    few = acceptance_sum(objective, setting.student_hidden_RD[spread], setting.student_head, setting.dense.rows(spread))
+    few = acceptance_sum(objective, setting.student.rows(spread), setting.dense.rows(spread))
     assert few is not None
-    found = acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, setting.dense)
+    found = acceptance_sum(objective, setting.student, setting.dense)
     assert float(found) == pytest.approx(4 * float(few), rel=1e-12)
 
 
 def test_acceptance_is_not_guessed() -> None:
     setting, objective = Setting(), Objective(MIXES["forward_kl"], serving=SamplingSettings(0.7))
     sampled = setting.signal("sampled")
-    assert acceptance_sum(objective, setting.student_hidden_RD, setting.student_head, sampled) is None
+    assert acceptance_sum(objective, setting.student, sampled) is None
     nothing = setting.dense.rows(slice(0, 0))
-    assert acceptance_sum(objective, setting.student_hidden_RD[:0], setting.student_head, nothing) is None
+    assert acceptance_sum(objective, setting.student.rows(slice(0)), nothing) is None
     assert not objective.overlap_is_acceptance
     assert replace(objective, temperature=0.7).overlap_is_acceptance
 
@@ -418,10 +417,10 @@ def test_bf16_products_point_the_same_way(kind: str, dtype: torch.dtype, options
         signal = setting.dense
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         objective = Objective(MIXES["forward_kl"], chunk_tokens=4)
-        sums = chunked_loss(objective, setting.student_hidden_RD, setting.student_head, signal, setting.labels_R)
+        sums = chunked_loss(objective, setting.student, signal, setting.labels_R)
     assert sums.loss.dtype == torch.float32
     torch.testing.assert_close(sums.loss.double(), expected.loss, rtol=3e-2, atol=0)  # 8 bits of mantissa
-    inputs = [setting.student_hidden_RD, *setting.student_head.parameters()]
+    inputs = [setting.student.hidden_RD, *setting.student.head.parameters()]
     for value, mine, theirs in zip(inputs, setting.gradients(sums), exact.gradients(expected), strict=True):
         assert mine.dtype == value.dtype
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.05  # 8 bits of mantissa
@@ -453,16 +452,6 @@ def test_automatic_chunks() -> None:
     assert chunk_rows(1 << 40, torch.float32, gpu) == 1
 
 
-def batch_of(lengths: list[int], vocab: int, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    examples = []
-    for length in lengths:
-        ids = torch.randint(1, vocab, (length,), generator=generator).numpy()
-        mask = torch.arange(length).numpy() >= length // 3
-        examples.append(Example(ids, mask))
-    return collate(examples, 0)
-
-
 def eager_of_model(module: DraftModule, batch: Batch, teacher: Teacher) -> Tensor:
     """The loss from the models' own full logits."""
     logits_BTV = module.student(input_ids=batch.input_ids_BT).logits
@@ -472,7 +461,7 @@ def eager_of_model(module: DraftModule, batch: Batch, teacher: Teacher) -> Tenso
 
 
 def both_gradients(module: DraftModule, autocast: bool = False) -> Iterator[tuple[str, Tensor, Tensor]]:
-    teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7, 9], 50)
+    teacher, batch = Teacher(tiny_model(seed=1)), collate(examples_of([12, 7, 9], 50), 0)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss, *_ = module(batch, teacher.signal(batch))
     loss.backward()
@@ -538,7 +527,7 @@ def test_gradient_checkpointing_changes_no_gradient(lora: bool) -> None:
             student.gradient_checkpointing_enable()
         wrapped = add_lora(student, 4, 8.0, "all-linear") if lora else student
         module = DraftModule(wrapped, Objective(MIXES["forward_kl"], chunk_tokens=4)).train()
-        teacher, batch = Teacher(tiny_model(seed=1)), batch_of([12, 7], 50)
+        teacher, batch = Teacher(tiny_model(seed=1)), collate(examples_of([12, 7], 50), 0)
         loss, *_ = module(batch, teacher.signal(batch))
         loss.backward()
         return {name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad}
