@@ -7,9 +7,10 @@ from typing import Any
 from distill.commands.options import CheckExportOptions, ExportOptions
 from distill.config.layout import ADAPTER, RAW
 from distill.config.load import load_config
-from distill.export.check import outside_check
+from distill.export.check import OutsideCheck, outside_check
 from distill.export.export import ExportReport, export_draft
 from distill.run.folder import read_run
+from distill.run.session import open_pair
 from speculative.errors import UserError
 
 
@@ -44,9 +45,9 @@ def _require_adapter(adapter: Path) -> None:
 def check_export(options: CheckExportOptions) -> int:
     """Prints what transformers' own assisted generation found; the exit status, 1 when it does not agree with us."""
     config = load_config(options.config, options.overrides or [])
-    found = outside_check(config, options.exported, options.prompts, options.gamma)
+    found = outside_check(open_pair(config, str(options.exported), options.prompts), options.exported, options.gamma)
     print("\n".join(outside_check_lines(found, options.gamma)))
-    return 0 if found["equal"] == found["prompts"] and found["within_interval"] else 1
+    return 0 if found.agrees else 1
 
 
 def export_lines(report: ExportReport) -> list[str]:
@@ -62,14 +63,12 @@ def export_lines(report: ExportReport) -> list[str]:
     return lines
 
 
-def outside_check_lines(found: dict[str, Any], gamma: int) -> list[str]:
+def outside_check_lines(found: OutsideCheck, gamma: int) -> list[str]:
     """What `distill.export.check.outside_check` found."""
-    theirs, ours = found["transformers"], found["ours"]
-    lines = [f"same greedy tokens as the target alone on {found['equal']} of {found['prompts']} prompts"]
-    if found["first_difference"]:
-        lines.append(f"first difference: {found['first_difference']}")
-    lines.append(
-        f"tau at gamma {gamma}: transformers {theirs['tau']:.3f}, ours {ours['tau']:.3f} "
-        f"[{ours['tau_ci'][0]:.3f}, {ours['tau_ci'][1]:.3f}]"
-    )
+    theirs, (low, high) = found.theirs, found.tau_ci
+    lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
+    if theirs.first_difference:
+        prompt, place = theirs.first_difference
+        lines.append(f"first difference: prompt {prompt}, {place}")
+    lines.append(f"tau at gamma {gamma}: transformers {theirs.tau:.3f}, ours {found.tau:.3f} [{low:.3f}, {high:.3f}]")
     return lines

@@ -6,19 +6,51 @@ and makes the library re-read the whole sequence every round.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from distill.config.run import RunConfig
 from distill.models.draft import cast_weights
 from distill.models.quantized import as_served
-from distill.run.session import open_pair
+from distill.run.session import Pair
 from speculative.decode import decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.measure.metrics import live_metrics
+
+
+class Difference(NamedTuple):
+    """The first place where two continuations part; tokens and gap are None where one is the beginning of the other.
+
+    gap: the target's logit distance between both tokens; one within rounding is a tie, not a fault.
+    """
+
+    position: int
+    plain: int | None = None
+    assisted: int | None = None
+    gap: float | None = None
+
+
+@dataclass
+class Assisted:
+    """What assisted generation did, prompt by prompt, and where it first gave other tokens than the target alone: (prompt, place)."""
+
+    tokens_N: list[int] = field(default_factory=list)
+    target_calls_N: list[int] = field(default_factory=list)
+    drafted_N: list[int] = field(default_factory=list)
+    equal_N: list[bool] = field(default_factory=list)
+    first_difference: tuple[int, Difference] | None = None
+
+    @property
+    def accepted(self) -> int:
+        """Each target call emits its accepted tokens and one token of its own."""
+        return sum(self.tokens_N) - sum(self.target_calls_N)
+
+    @property
+    def tau(self) -> float:
+        return sum(self.tokens_N) / sum(self.target_calls_N)
 
 
 def check_with_transformers(
@@ -29,7 +61,7 @@ def check_with_transformers(
     gamma: int,
     *,
     trust_remote_code: bool = False,
-) -> dict[str, Any]:
+) -> Assisted:
     """Greedy `target.generate(assistant_model=draft)` against greedy `target.generate()`, prompt by prompt.
 
     gamma is fixed and the confidence gate is off: transformers reads both from the DRAFT's generation config
@@ -43,13 +75,6 @@ def check_with_transformers(
         prompts_ids: token ids of each prompt.
         max_new_tokens: budget per prompt.
         gamma: drafted tokens per block.
-
-    Returns:
-        `tokens` (emitted), `equal` (prompts with the same tokens), `same_tokens`,
-        `first_difference` (None, or prompt, position, plain and assisted token, and `gap`, the target's logit distance
-        between the two: a gap within rounding is a tie, not a fault), `target_calls`, `drafted`, `accepted`, `tau`
-        (tokens per target call), `accepted_per_drafted`, and `per_prompt` rows {tokens, target_calls, drafted, equal}.
-
     """
     draft = AutoModelForCausalLM.from_pretrained(export_dir, dtype="auto", trust_remote_code=trust_remote_code)
     draft = as_served(draft, target_model.device).to(target_model.device).eval()
@@ -57,26 +82,19 @@ def check_with_transformers(
     draft.generation_config.num_assistant_tokens = gamma
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
-    generation = _greedy(target_model, max_new_tokens)
-    per_prompt: list[dict[str, Any]] = []
-    first_difference: dict[str, Any] | None = None
+    generation, found = _greedy(target_model, max_new_tokens), Assisted()
     for index, prompt_ids in enumerate(prompts_ids):
         plain_ids = _continuation(target_model, prompt_ids, generation)
         with counted_calls(target_model) as target_calls, counted_calls(draft) as draft_calls:
             assisted_ids = _continuation(target_model, prompt_ids, generation, assistant_model=draft)
-        equal = plain_ids == assisted_ids
-        per_prompt.append(
-            {
-                "tokens": len(assisted_ids),
-                "target_calls": target_calls[0],
-                # Each call of the draft model proposes exactly one token, the first one (its prefill) included.
-                "drafted": draft_calls[0],
-                "equal": equal,
-            }
-        )
-        if not equal and first_difference is None:
-            first_difference = {"prompt": index, **_difference(target_model, prompt_ids, plain_ids, assisted_ids)}
-    return _summary(per_prompt, first_difference)
+        found.tokens_N.append(len(assisted_ids))
+        found.target_calls_N.append(target_calls[0])
+        # Each call of the draft model proposes exactly one token, the first one (its prefill) included.
+        found.drafted_N.append(draft_calls[0])
+        found.equal_N.append(plain_ids == assisted_ids)
+        if plain_ids != assisted_ids and found.first_difference is None:
+            found.first_difference = index, _difference(target_model, prompt_ids, plain_ids, assisted_ids)
+    return found
 
 
 @contextmanager
@@ -98,16 +116,12 @@ def _greedy(target_model: Any, max_new_tokens: int) -> GenerationConfig:
     own = target_model.generation_config
     eos_ids = [own.eos_token_id] if isinstance(own.eos_token_id, int) else list(own.eos_token_id or [])
     return GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        bos_token_id=own.bos_token_id,
+        do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
         # The library guesses the draft's attention mask and hides every pad id in the text from it, real ones too
         # (bos is often the pad id), which lowers acceptance. It does not guess when the pad id is an eos or no id.
         pad_token_id=eos_ids[0] if eos_ids else -1,
-    )
+    )  # fmt: skip
 
 
 def _continuation(
@@ -123,65 +137,39 @@ def _continuation(
 
 def _difference(
     target_model: Any, prompt_ids: Sequence[int], plain_ids: list[int], assisted_ids: list[int]
-) -> dict[str, Any]:
-    """The first position where the two continuations part, and how far apart the target's logits are there."""
+) -> Difference:
     pairs = zip(plain_ids, assisted_ids, strict=False)
     position = next((i for i, (plain, other) in enumerate(pairs) if plain != other), None)
-    if position is None:  # one is a prefix of the other
-        return {"position": min(len(plain_ids), len(assisted_ids)), "plain": None, "assisted": None, "gap": None}
+    if position is None:
+        return Difference(min(len(plain_ids), len(assisted_ids)))
     plain, other = plain_ids[position], assisted_ids[position]
     ids_BT = torch.tensor([[*prompt_ids, *plain_ids[:position]]], device=target_model.device)
     with torch.no_grad():
         logits_V = target_model(input_ids=ids_BT).logits[0, -1].float()
-    return {"position": position, "plain": plain, "assisted": other, "gap": float(logits_V[plain] - logits_V[other])}
+    return Difference(position, plain, other, float(logits_V[plain] - logits_V[other]))
 
 
-def _summary(per_prompt: list[dict[str, Any]], first_difference: dict[str, Any] | None) -> dict[str, Any]:
-    tokens, target_calls, drafted = (
-        sum(row[name] for row in per_prompt) for name in ("tokens", "target_calls", "drafted")
-    )
-    equal = sum(row["equal"] for row in per_prompt)
-    # Each target call emits its accepted tokens and one token of its own.
-    accepted = tokens - target_calls
-    return {
-        "tokens": tokens,
-        "equal": equal,
-        "same_tokens": equal == len(per_prompt),
-        "first_difference": first_difference,
-        "target_calls": target_calls,
-        "drafted": drafted,
-        "accepted": accepted,
-        "tau": tokens / target_calls if target_calls else None,
-        "accepted_per_drafted": accepted / drafted if drafted else None,
-        "per_prompt": per_prompt,
-    }
+@dataclass(frozen=True)
+class OutsideCheck:
+    """What transformers found, and tau of our decoder on the same prompts with its interval."""
+
+    theirs: Assisted
+    tau: float
+    tau_ci: tuple[float, float]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every token is the target's, and their tau lies within the interval of ours."""
+        return all(self.theirs.equal_N) and self.tau_ci[0] <= self.theirs.tau <= self.tau_ci[1]
 
 
-def outside_check(config: RunConfig, exported: Path, prompts: int, gamma: int) -> dict[str, Any]:
-    """Greedy tokens and tau of `transformers` with the exported draft as assistant, and of our decoder, same prompts.
-
-    {prompts, equal, first_difference, transformers: {tau, ...}, ours: {tau, tau_ci, ...}, within_interval}
-
-    Raises:
-        UserError: the exported draft does not fit the config's target.
-    """
-    pair = open_pair(config, str(exported), prompts)
+def outside_check(pair: Pair, exported: Path, gamma: int) -> OutsideCheck:
+    """Greedy tokens and tau of `transformers` with the exported draft as assistant, and of our decoder, same prompts."""
+    target = pair.target
     theirs = check_with_transformers(
-        pair.target.model,
-        exported,
-        [prompt.prompt_ids for prompt in pair.prompts],
-        config.serving.max_tokens,
-        gamma,
-        trust_remote_code=config.target.trust_remote_code,
-    )
+        target.model, exported, [prompt.prompt_ids for prompt in pair.prompts], pair.settings.max_tokens, gamma,
+        trust_remote_code=target.config.trust_remote_code,
+    )  # fmt: skip
     settings = pair.settings.under("greedy", gamma)
-    ours = live_metrics(decode(pair.target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
-    low, high = ours["tau_ci"]
-    return {
-        "prompts": len(pair.prompts),
-        "equal": theirs["equal"],
-        "first_difference": theirs["first_difference"],
-        "transformers": theirs,
-        "ours": ours,
-        "within_interval": low <= theirs["tau"] <= high,
-    }
+    ours = live_metrics(decode(target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
+    return OutsideCheck(theirs, ours["tau"], ours["tau_ci"])

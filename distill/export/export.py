@@ -18,7 +18,7 @@ from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
 from distill.export.destination import appearing_directory, check_destination
 from distill.export.engine import EngineVerdict, check_all, others
 from distill.export.facts import gather_facts, lookups_of, serving_gamma, shorter_context, ways_to_serve
-from distill.export.load_table import gamma_by_load
+from distill.export.load_table import drafts_by, gamma_by_load
 from distill.export.merge import load_merged_student
 from distill.export.quantize import quantize_draft
 from distill.models.draft import ADAPTER_FILE, base_of_adapter, cast_weights
@@ -26,7 +26,7 @@ from distill.models.load import resolve, saved_dtype
 from distill.models.target import TargetSide, load_target_side
 from distill.models.vocabulary import VocabularyAgreement, vocabulary_rows
 from distill.run.folder import RunFacts
-from distill.run.verdict_record import Drafting, Verdict
+from distill.run.verdict_record import Verdict
 from speculative.errors import UserError
 from speculative.measure.measured import HELD_OUT
 from speculative.rules.sampling import SamplingSettings
@@ -81,12 +81,20 @@ def export_draft(
     export_dtype, rows = _export_dtype(dtype, target_side.config), vocabulary_rows(target_side.config)
     student = load_merged_student(run.student_dir, target_side.tokenizer, rows, run.trust_remote_code)
     token_gamma, taus, one_pass = ways_to_serve(verdict, run.curves, student.model.config)
-    drafting: Drafting = "parallel" if one_pass else "autoregressive"
-    gamma, gamma_source, gain = serving_gamma(verdict, drafting)
+    way = drafts_by(verdict)["parallel" if one_pass else "autoregressive"]
+    gamma, gamma_source, gain = serving_gamma(verdict, way)
     take_over_ids(student.model, target_side, token_gamma, run.sampling)  # transformers drafts token by token
     cast_weights(student.model, export_dtype)
     warnings = student.notes + _warnings(student.model.config, target_side.config, gamma, gain, run.quantize)
-    draft_record = _draft_record(path, student.model, export_dtype, run.quantize)
+    parameters = sum(parameter.numel() for parameter in student.model.parameters())
+    target_record = {
+        "name": target_side.name, "rows": rows, "dtype": _dtype_name(saved_dtype(target_side.config)),
+        "quantised": getattr(target_side.config, "quantization_config", None) is not None,
+    }  # fmt: skip
+    draft_record = {
+        "path": str(path), "rows": vocabulary_rows(student.model.config), "dtype": _dtype_name(export_dtype),
+        "quantised": run.quantize, "parameters": parameters,
+    }  # fmt: skip
     packed = quantize_draft(student.model, run.quantize) if run.quantize else None
     try:
         with appearing_directory(path) as working:
@@ -96,13 +104,14 @@ def export_draft(
             facts = gather_facts(
                 target_side, load_target_side(str(working), run.trust_remote_code), str(path), token_gamma, taus=taus,
                 measured_rule=verdict.rule if verdict else None, sampling=run.sampling, one_pass=one_pass,
-                gamma_by_load=tuple(gamma_by_load(verdict, drafting)), **lookups_of(verdict),
+                gamma_by_load=tuple(gamma_by_load(verdict, way)), **lookups_of(verdict),
             )  # fmt: skip
             engines = check_all(facts)
             serving = {
-                "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": _target_record(target_side), "draft": draft_record,
+                "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
                 "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
-                **_verdict_record(verdict), "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
+                "measured": [one.record() for one in verdict.measured if one.text == HELD_OUT] if verdict else None,
+                "headline": verdict.headline if verdict else "", "run": verdict.run_at if verdict else {}, "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
                 "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
                 "warnings": warnings, "checks": checks,
             }  # fmt: skip
@@ -110,7 +119,7 @@ def export_draft(
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or name another directory") from error
     return ExportReport(
-        path, _dtype_name(export_dtype), draft_record["parameters"], gamma, gain, student.agreement, engines, student.merge_error,
+        path, _dtype_name(export_dtype), parameters, gamma, gain, student.agreement, engines, student.merge_error,
         warnings, checks, files,
     )  # fmt: skip
 
@@ -176,36 +185,6 @@ def _warnings(draft_config: Any, target_config: Any, gamma: int, gain: bool | No
     if quantize is not None:
         warnings.append(QUANTISED + (GPUS_ALONE if quantize == "int8" else ""))
     return warnings
-
-
-def _target_record(target_side: TargetSide) -> dict[str, Any]:
-    config = target_side.config
-    return {
-        "name": target_side.name,
-        "rows": vocabulary_rows(config),
-        "dtype": _dtype_name(saved_dtype(config)),
-        "quantised": getattr(config, "quantization_config", None) is not None,
-    }
-
-
-def _draft_record(path: Path, model: Any, dtype: torch.dtype, quantize: str | None) -> dict[str, Any]:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        "path": str(path),
-        "rows": vocabulary_rows(model.config),
-        "dtype": _dtype_name(dtype),
-        "quantised": quantize,
-        "parameters": parameters,
-    }
-
-
-def _verdict_record(verdict: Verdict | None) -> dict[str, Any]:
-    """What the verdict measured on the held-out text, and what it says to run."""
-    if verdict is None:
-        return {"measured": None, "headline": "", "run": {}}
-    measured = [one.record() for one in verdict.measured if one.text == HELD_OUT]
-    run = {str(load): way for load in verdict.concurrencies if (way := verdict.to_run(load))}
-    return {"measured": measured, "headline": verdict.headline, "run": run}
 
 
 def _write_pages(

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distill.export.gguf import pre_tokenizer_name
-from distill.export.load_table import LoadRange, way_of_drafting
+from distill.export.load_table import LoadRange, drafts_by
 from distill.models.quantized import quantization_of
 from distill.models.target import TargetSide
 from distill.models.vocabulary import TokenDifference, first_string_difference, tokens_by_id, vocabulary_rows
 from distill.run.result import Curves
-from distill.run.verdict_record import WAYS, Drafting, Verdict, drafting_to_serve
+from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
 from speculative.engine.models import max_positions
 from speculative.engine.parallel import mask_token_of
 from speculative.measure.load import MOST_LOAD
@@ -118,14 +118,14 @@ class EngineFacts:
         return paying[-1] if paying and paying[-1] < MOST_LOAD else None
 
 
-def serving_gamma(verdict: Verdict | None, drafting: Drafting | None = None) -> tuple[int, str, bool | None]:
+def serving_gamma(verdict: Verdict | None, way: str = DRAFT) -> tuple[int, str, bool | None]:
     """(gamma of the commands, where it comes from, whether the draft was measured to pay; None = not measured).
 
-    It is the gamma that was timed as the draft's best for one request at a time; drafting: how, None as it was judged.
+    It is the gamma that was timed as the draft's best for one request at a time.
     """
     if verdict is None:
         return GAMMA_WITHOUT_VERDICT, "a default, not measured", None
-    row = verdict.row(way_of_drafting(verdict, drafting)) or verdict.row(DRAFT)
+    row = verdict.row(way) or verdict.row(DRAFT)
     if row is None or row.speed_up is None:
         return max(1, verdict.gamma), "the gamma of the verdict; no speed was timed", None
     if not row.gamma:
@@ -137,20 +137,19 @@ def ways_to_serve(
     verdict: Verdict | None, curves: Curves | None, draft_config: Any
 ) -> tuple[int, Mapping[str, float], OnePass | None]:
     """(gamma and taus of drafting token by token, the same of one pass a block where that is what should be run)."""
-    mask_token = mask_token_of(draft_config)
+    mask_token, names = mask_token_of(draft_config), drafts_by(verdict)
 
-    def way(drafting: Drafting) -> tuple[int, Mapping[str, float]]:
-        gamma = serving_gamma(verdict, drafting)[0]
-        name = way_of_drafting(verdict, drafting) if verdict else DRAFT
-        return gamma, curves.taus_at(gamma, name) if curves else {}
+    def served(way: str) -> tuple[int, Mapping[str, float]]:
+        gamma = serving_gamma(verdict, way)[0]
+        return gamma, curves.taus_at(gamma, way) if curves else {}
 
-    single = way("autoregressive")
+    single = served(names["autoregressive"])
     if mask_token is None or drafting_to_serve(verdict, True) != "parallel":
         return *single, None
-    return *single, OnePass(mask_token, *way("parallel"))
+    return *single, OnePass(mask_token, *served(names["parallel"]))
 
 
-def lookups_of(verdict: Verdict | None) -> dict[str, Any]:
+def lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
     """The fields `lookup` and `together` of a verdict."""
     if verdict is None:
         return {}

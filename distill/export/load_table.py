@@ -10,21 +10,21 @@ from speculative.measure.measured import DRAFT, TARGET
 LoadRange = tuple[int, int, int]
 
 
-def way_of_drafting(verdict: Verdict, drafting: Drafting | None) -> str:
-    """The name of the draft in question when it drafts so; None: as it was judged."""
-    own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), None)
-    return DRAFT if drafting in (None, own) else WAYS[drafting]
+def drafts_by(verdict: Verdict | None) -> dict[Drafting, str]:
+    """The name of the draft in question for each way of drafting: `DRAFT` as it was judged."""
+    own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), None) if verdict else None
+    return {how: DRAFT if how == own or verdict is None else name for how, name in WAYS.items()}
 
 
-def gamma_by_load(verdict: Verdict | None, drafting: Drafting | None = None) -> list[LoadRange]:
-    """Ranges from 1 to 4096 without gaps; empty where nothing but one request at a time was timed.
+def gamma_by_load(verdict: Verdict | None, way: str = DRAFT) -> list[LoadRange]:
+    """Ranges from 1 to 4096 without gaps for a draft; empty where nothing but one request at a time was timed.
 
     A measured load's gamma holds up to the geometric middle of the next one; 0 where the target alone is what to run or the draft was
     measured to lose, from `plain_wins_from` on where that lies between two loads or beyond them all.
     """
     if verdict is None or max(verdict.concurrencies, default=1) == 1:
         return []
-    way, wins = way_of_drafting(verdict, drafting), verdict.plain_wins_from or MOST_LOAD + 1
+    wins = verdict.plain_wins_from or MOST_LOAD + 1
     starts: list[tuple[int, int]] = []
     last = 0
     for load in verdict.concurrencies:

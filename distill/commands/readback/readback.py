@@ -33,7 +33,7 @@ from distill.config.layout import (
     VERDICT,
 )
 from distill.export.facts import serving_gamma
-from distill.export.load_table import gamma_by_load
+from distill.export.load_table import drafts_by, gamma_by_load
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
@@ -124,8 +124,9 @@ def _gammas(
     if options.gamma is not None:
         return (options.gamma,)
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    by_load = [gamma for _, _, gamma in gamma_by_load(verdict, drafting) if gamma]
-    exported = [serving_gamma(verdict, way)[0] for way in (drafting, None)] if verdict else []
+    own = drafts_by(verdict)[drafting]
+    by_load = [gamma for _, _, gamma in gamma_by_load(verdict, own) if gamma]
+    exported = [serving_gamma(verdict, way)[0] for way in (own, DRAFT)] if verdict else []
     return tuple(dict.fromkeys((*exported, max(1, judged), *by_load)))
 
 

@@ -31,10 +31,10 @@ def test_the_target_as_its_own_draft_is_fully_accepted(tmp_path, eos):
     target.save_pretrained(tmp_path)
     result = check_with_transformers(target, tmp_path, PROMPTS, 20, 4)
     # 20 tokens are 4 blocks of 4 accepted tokens and one bonus token: the gate is off and gamma stays 4.
-    assert result["tau"] == 5.0
-    assert result["accepted_per_drafted"] == 1.0
-    assert [row["target_calls"] for row in result["per_prompt"]] == [4, 4, 4, 4]
-    assert [row["drafted"] for row in result["per_prompt"]] == [16, 16, 16, 16]
+    assert result.tau == 5.0
+    assert result.accepted == sum(result.drafted_N)
+    assert result.target_calls_N == [4, 4, 4, 4]
+    assert result.drafted_N == [16, 16, 16, 16]
     assert not target._forward_hooks
 
 
@@ -43,11 +43,9 @@ def test_another_draft_gives_the_same_text_and_consistent_counts(tmp_path, gamma
     target = make_llama(0, eos=3)
     make_llama(1, layers=1, eos=3).save_pretrained(tmp_path)
     result = check_with_transformers(target, tmp_path, PROMPTS, 16, gamma)
-    assert (result["equal"], result["same_tokens"], result["first_difference"]) == (4, True, None)
-    assert result["accepted"] + result["target_calls"] == result["tokens"]
-    assert result["tokens"] == sum(row["tokens"] for row in result["per_prompt"])
-    assert result["drafted"] <= gamma * result["target_calls"]
-    assert 1.0 <= result["tau"] <= gamma + 1
+    assert (result.equal_N, result.first_difference) == ([True] * 4, None)
+    assert sum(result.drafted_N) <= gamma * sum(result.target_calls_N)
+    assert 1.0 <= result.tau <= gamma + 1
 
 
 def test_a_difference_is_located_with_its_gap():
@@ -56,9 +54,9 @@ def test_a_difference_is_located_with_its_gap():
     found = _difference(target, prompt_ids, plain_ids, [11, 20])
     with torch.no_grad():
         logits_V = target(input_ids=torch.tensor([[5, 6, 7, 11]])).logits[0, -1]
-    assert (found["position"], found["plain"], found["assisted"]) == (1, 12, 20)
-    assert found["gap"] == pytest.approx(float(logits_V[12] - logits_V[20]), abs=1e-5)
-    assert _difference(target, prompt_ids, plain_ids, plain_ids[:2])["position"] == 2
+    assert (found.position, found.plain, found.assisted) == (1, 12, 20)
+    assert found.gap == pytest.approx(float(logits_V[12] - logits_V[20]), abs=1e-5)
+    assert _difference(target, prompt_ids, plain_ids, plain_ids[:2]).position == 2
 
 
 def test_hooks_are_removed_after_an_error():

@@ -9,7 +9,7 @@ import pytest
 from test_engines import GOOD, options, tensorrt_file
 
 from distill.export.engine import check, check_all
-from distill.export.load_table import gamma_by_load, load_words
+from distill.export.load_table import drafts_by, gamma_by_load, load_words
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.measure.measured import DRAFT, TARGET, Measured
 
@@ -50,8 +50,9 @@ def test_nothing_measured_under_load_has_no_table_and_no_note() -> None:
     assert gamma_by_load(None) == gamma_by_load(verdict_of([], None)) == []
     assert gamma_by_load(verdict_of([(1, 5, 2.0)], None)) == [], "one request at a time says nothing of a load"
     measured = verdict_of([(1, 5, 2.0), (4, 5, 1.5)], None)
-    assert gamma_by_load(measured, "autoregressive") == gamma_by_load(measured) == [(1, 4096, 5)]
-    assert gamma_by_load(measured, "parallel") == []
+    names = drafts_by(measured)
+    assert gamma_by_load(measured, names["autoregressive"]) == gamma_by_load(measured) == [(1, 4096, 5)]
+    assert gamma_by_load(measured, names["parallel"]) == []
     assert not any("batch size" in note or "max_concurrency" in note for one in check_all(GOOD) for note in one.notes)
 
 

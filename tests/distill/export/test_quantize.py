@@ -31,6 +31,7 @@ from distill.models.target import Target
 from distill.run.folder import RunFacts
 from distill.run.frozen_text import load_frozen_text
 from distill.run.responses import decode_settings
+from distill.run.session import open_pair
 from distill.verdict.evidence import gather
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.question import Question
@@ -157,8 +158,7 @@ def test_a_quantised_export_is_a_draft_like_any_other(tiny_config: Path, tiny_ru
     export_run(ExportOptions(tiny_run, plain))
     export_run(ExportOptions(tiny_run, out, quantize="int8"))
     config = load_config(tiny_config, [f"output={tmp_path}"])
-    checked = outside_check(config, out, prompts=3, gamma=2)
-    assert checked["equal"] == 3
+    assert outside_check(open_pair(config, str(out), prompts=3), out, gamma=2).theirs.equal_N == [True] * 3
     found, status = compare_command(CompareOptions(drafts=[str(plain), str(out)], on=tiny_run, timing=False))
     assert status == 0
     lost = found.differences[0].alpha.gain
