@@ -24,7 +24,7 @@ from data.files import write_json
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.run.provenance import describe_run
-from distill.training.capture import StoredTeacher
+from distill.training.teacher import StoredTeacher
 
 EXAMPLES, TOKENS, K, BATCH, MICRO_BATCH = 256, 500, 64, 32, 8
 STEP_SECONDS = 0.5

@@ -30,12 +30,11 @@ from distill.run.responses import RunStores, decode_settings
 from distill.run.run import Run, new_accelerator
 from distill.run.session import run_prompts
 from distill.training.batches import make_batches, make_objective
-from distill.training.capture import CapturingTeacher
 from distill.training.micro_batch import chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import settled_precision
 from distill.training.signal import make_teacher
-from distill.training.teacher import Teacher, TeacherSource
+from distill.training.teacher import CapturingTeacher, Teacher, TeacherSource
 from distill.training.trainer import Trainer
 from speculative.errors import UserError
 from speculative.measure.replay import expected_blocks_of

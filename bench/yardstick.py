@@ -63,10 +63,9 @@ from distill.models.layers import layer_list
 from distill.models.load import load_model, load_tokenizer, model_fingerprint
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.provenance import describe_run
-from distill.training.capture import CapturingTeacher
 from distill.training.module import DraftModule
 from distill.training.optim import make_optimizers, weight_average
-from distill.training.teacher import Teacher
+from distill.training.teacher import CapturingTeacher, Teacher
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import end_token_ids

@@ -32,12 +32,11 @@ from distill.run.responses import decode_settings
 from distill.run.run import Run, new_accelerator
 from distill.run.session import check_instrument, run_prompts
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
-from distill.training.capture import CapturingTeacher
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, sharded_teacher
 from distill.training.signal import check_signal, make_reference, make_teacher
-from distill.training.teacher import Teacher
+from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.conclusion import conclude_run, require_served, write_conclusion

@@ -3,12 +3,15 @@
 import difflib
 import types
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from data.prompts.prompt import PromptSource
 from speculative.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from speculative.rules.sampling import SamplingSettings
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -216,6 +219,13 @@ class ServingConfig(Section):
     """prompts decoded at once"""
     shard_size: int = Field(64, ge=1)
     """responses per shard file; a killed run loses at most one shard per rank"""
+
+    @property
+    def sampling(self) -> "SamplingSettings":
+        """How the server draws a token."""
+        from speculative.rules.sampling import SamplingSettings  # late, for torch
+
+        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 class WarmupConfig(Section):

@@ -155,7 +155,7 @@ class OutsideCheck:
 
     theirs: Assisted
     tau: float
-    tau_ci: tuple[float, float]
+    tau_ci: Sequence[float]
 
     @property
     def agrees(self) -> bool:

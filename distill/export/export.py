@@ -111,7 +111,7 @@ def export_draft(
                 "format": SERVING_FORMAT, "version": SERVING_VERSION, "target": target_record, "draft": draft_record,
                 "vocabulary": asdict(student.agreement), "gamma": gamma, "gamma_source": gamma_source, "gain": gain,
                 "measured": [one.record() for one in verdict.measured if one.text == HELD_OUT] if verdict else None,
-                "headline": verdict.headline if verdict else "", "run": verdict.run_at if verdict else {}, "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
+                "headline": verdict.headline if verdict else "", "run": verdict.run if verdict else {}, "gamma_by_load": facts.gamma_by_load, "sampling": facts.request,
                 "engines": {engine.engine: asdict(engine) for engine in engines}, "other_engines": others(facts),
                 "warnings": warnings, "checks": checks,
             }  # fmt: skip

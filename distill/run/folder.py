@@ -127,11 +127,10 @@ def read_run(path: Path) -> RunFacts:
     provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     data = [source.path for source in config.data.train]
     provenance |= {"data": data, "config": dump_config(config), "base": config.student.path}
-    serving, where = config.serving, config.target
-    sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
+    where = config.target
     return RunFacts(
-        folder / STUDENT, where.path, verdict, curves, provenance, sampling, where.revision, where.trust_remote_code,
-        config.export.quantize,
+        folder / STUDENT, where.path, verdict, curves, provenance, config.serving.sampling, where.revision,
+        where.trust_remote_code, config.export.quantize,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ STORE_FORMAT = 3
 
 def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
     """Plain decoding at the serving settings; `DecodeSettings.under` makes them those of a judgement."""
-    sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
+    sampling = serving.sampling
     rule: Rule = "greedy" if sampling.greedy else "sample"
     return DecodeSettings(sampling, 0, rule, serving.max_tokens, target.facts.eos_ids, seed)
 

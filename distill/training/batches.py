@@ -26,12 +26,10 @@ from distill.loss.offsets import Survival, drawn_depths
 from distill.models.heads import SplitModel
 from distill.models.target import Target
 from distill.run.run import Run
-from distill.training.capture import StoredTeacher
 from distill.training.rollouts import Draft, Rollouts
-from distill.training.teacher import TeacherSource
+from distill.training.teacher import StoredTeacher, TeacherSource
 from speculative.engine.models import in_eval_mode
 from speculative.errors import UserError
-from speculative.rules.sampling import SamplingSettings
 
 # Distances of hidden states, relative to their norm. Against a sequence alone, in other shapes, rounding differs, and in half
 # precision a token near a tie may go to another expert: the median must be small. Beside other neighbours, in the same shapes,
@@ -53,11 +51,9 @@ class BatchSource:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: Run,
         examples: Examples | Sequence[Example],
         pad_id: int,
-        rank: int,
-        ranks: int,
         rollouts: Rollouts | None = None,
         text_examples: Sequence[Example] | None = None,
         others: Sequence[tuple[float, Examples]] = (),
@@ -67,27 +63,25 @@ class BatchSource:
         Raises:
             UserError: a sequence that is longer than `train.packing`.
         """
+        config = run.config
         mix, every = config.data.mix, config.data.rollouts.every
-        shares = {
-            "target": (mix.target, None), "student": (mix.student, every), "speculative": (mix.speculative, every),
-            "text": (mix.text, None),
-        }  # fmt: skip
-        own = {"target": examples} | {f"target {place}": one for place, (_, one) in enumerate(others, 2)}
-        shares |= {f"target {place}": (weight * mix.target, None) for place, (weight, _) in enumerate(others, 2)}
-        pools = [Pool(name, share, steps) for name, (share, steps) in shares.items() if share > 0]
+        own, shares = {"target": examples}, mix.model_dump()
+        for place, (weight, of_other) in enumerate(others, 2):
+            own[f"target {place}"], shares[f"target {place}"] = of_other, weight * mix.target
+        made = {"student": every, "speculative": every}  # by the draft, anew after so many steps
+        pools = [Pool(name, share, made.get(name)) for name, share in shares.items() if share > 0]
         # Whose sequences the teacher knows by number, and the number of their first.
         counts = [len(given) for given in own.values()]
         self._first = dict(zip(own, itertools.accumulate(counts, initial=0), strict=False))
-        self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, rank, ranks, rollouts
+        self.config, self.pad_id, self.rank, self.ranks, self.rollouts = config, pad_id, run.rank, run.ranks, rollouts
         self.mixture = Mixture(pools, config.train.batch_size, config.seed)
         # Whoever chose it sets it (`micro_batch.chosen_micro_batch`).
         self.micro_batch_size = config.train.micro_batch_size or 1
         # Told the micro-batches of a step before it is asked for them, in the thread that made them.
         self.read_ahead: Callable[[Sequence[Batch]], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = (
-            None  # (step, micro-batch size) of what it makes
-        )
+        # (step, micro-batch size) of what it makes.
+        self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self._held: dict[str, tuple[int, Examples]] = {}  # the generation of each pool that is at hand
         for name, given in (*own.items(), ("text", text_examples)):
             if name in self.mixture.pools:
@@ -101,11 +95,11 @@ class BatchSource:
         Without packing every micro-batch has `micro_batch_size` sequences; with it at most so many rows, and the last one of a
         rank may be without response tokens. `indices` of a batch are numbers in `examples`, then `others`; -1 for other sequences.
         """
-        asked = step, self.micro_batch_size
         prepared, self._ahead = self._ahead, None
         if prepared is not None:
             wait([prepared[1]])  # whoever it is for: two threads would plan at once
-        window = prepared[1].result() if prepared is not None and prepared[0] == asked else self._window(step, draft)
+        known = prepared is not None and prepared[0] == (step, self.micro_batch_size)
+        window = prepared[1].result() if prepared is not None and known else self._window(step, draft)
         if self.rollouts is None and step + 1 < self.config.train.steps:
             self._ahead = (step + 1, self.micro_batch_size), self._thread.submit(self._prepared, step + 1)
         return window
@@ -127,13 +121,13 @@ class BatchSource:
                 collate([documents[i] for i in share], self.pad_id, [numbers[i] for i in share]) for share in shares
             ]
         packed = packed_micro_batches(lengths, train.packing, self.micro_batch_size, self.rank, self.ranks)
-        return [
-            collate_packed(
-                [[documents[i] for i in row] for row in rows], self.pad_id, train.packing,
-                [numbers[i] for i in itertools.chain.from_iterable(rows)],
+        batches = []
+        for rows in packed:
+            indices = [numbers[i] for row in rows for i in row]
+            batches.append(
+                collate_packed([[documents[i] for i in row] for row in rows], self.pad_id, train.packing, indices)
             )
-            for rows in packed
-        ]  # fmt: skip
+        return batches
 
     @property
     def longest(self) -> int:
@@ -184,11 +178,9 @@ class BatchSource:
 
     def _weighted(self, name: str, example: Example) -> Example:
         weighting = self.config.loss.weighting
-        return (
-            position_weighted(example, weighting.half_life)
-            if weighting.name == "position" and name != "text"
-            else example
-        )
+        if weighting.name != "position" or name == "text":
+            return example
+        return position_weighted(example, weighting.half_life)
 
 
 def check_packing(split: SplitModel) -> None:
@@ -273,7 +265,7 @@ def make_batches(
     if mask_token is not None:
         for sequences in (examples, text or (), *(own for _, own in others)):
             _refuse_token(mask_token, sequences)
-    source = BatchSource(config, examples, pad_id_of(tokenizer), run.rank, run.ranks, rollouts, text, others)
+    source = BatchSource(run, examples, pad_id_of(tokenizer), rollouts, text, others)
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
     return source
@@ -291,11 +283,8 @@ def _refuse_token(mask_token: int, sequences: Examples | Sequence[Example]) -> N
 def make_objective(config: RunConfig) -> Objective:
     """The objective that the config names."""
     loss, weighting = config.loss, config.loss.weighting
-    serving = SamplingSettings(
-        config.serving.temperature, config.serving.top_k, config.serving.top_p, config.serving.min_p
-    )
     return Objective(
-        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, serving, config.judge_rule,
+        config.loss_weights(0), loss.temperature, loss.beta, loss.eta, loss.chunk_tokens, config.serving.sampling, config.judge_rule,
         gamma=config.judge.gamma, weighting=weighting.name if weighting.name != "position" else "none", keep=weighting.keep, compile=config.train.compile,
     )  # fmt: skip
 

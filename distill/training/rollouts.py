@@ -9,7 +9,6 @@ by a run that is resumed in between, so the resumed run sees the same sequences.
 
 import io
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,17 +67,8 @@ def chosen_prompts(
 class Rollouts:
     """Makes the generations of a run, every rank its shards, and reads them back."""
 
-    def __init__(
-        self,
-        run: Run,
-        target: PreTrainedModel,
-        tokenizer: Any,
-        prompts: Sequence[RenderedPrompt],
-    ) -> None:
-        """Nothing is read or written yet.
-
-        `seconds` adds up the time spent in making and reading.
-        """
+    def __init__(self, run: Run, target: PreTrainedModel, tokenizer: Any, prompts: Sequence[RenderedPrompt]) -> None:
+        """Nothing is read or written yet."""
         self.run, self.config, self.target = run, run.config, target
         self.prompts, self.folder = prompts, run.folder / ROLLOUTS
         self.identity = {
@@ -86,14 +76,12 @@ class Rollouts:
             "target": model_fingerprint(target),
             "tokenizer": tokenizer_fingerprint(tokenizer),
         }
-        self.seconds = 0.0
 
     @property
     def longest(self) -> int:
         """Tokens that a rollout may have with its prompt."""
-        return int(prompt_lengths(self.prompts).max()) + (
-            self.config.data.rollouts.max_tokens or self.config.serving.max_tokens
-        )
+        most = self.config.data.rollouts.max_tokens or self.config.serving.max_tokens
+        return int(prompt_lengths(self.prompts).max()) + most
 
     def student(self, generation: int, draft: Draft) -> list[Example]:
         """The draft's own responses, sampled at `data.rollouts.temperature` (on-policy distillation, arXiv 2306.13649).
@@ -130,23 +118,23 @@ class Rollouts:
         if kind == "student":
             sampling = SamplingSettings(rollouts.temperature)
             return replace(settings, sampling=sampling, rule="greedy" if sampling.greedy else "sample")
-        sampling = SamplingSettings(serving.temperature, serving.top_k, serving.top_p, serving.min_p)
+        sampling = serving.sampling
         drafts_greedily = self.config.serving_rule == "greedy-draft"
         rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
         return replace(settings, sampling=sampling, rule=rule, gamma=rollouts.gamma)
 
     def _generation(self, kind: Kind, generation: int, draft: Draft) -> tuple[list[Row], Store]:
         """Rows and store of a generation; this rank makes its share of the shards that are missing."""
-        began, settings = time.perf_counter(), self._settings(kind, generation)
+        settings, serving = self._settings(kind, generation), self.config.serving
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
         manifest = self.identity | {
             "kind": kind, "generation": generation, "prompts": prompts_fingerprint(prompts),
             "sampling": settings.sampling.as_dict(), "rule": settings.rule, "gamma": settings.gamma,
             "max_tokens": settings.max_tokens, "eos_ids": list(settings.eos_ids), "seed": settings.seed,
-            "shard_size": self.config.serving.shard_size,
+            "shard_size": serving.shard_size,
         }  # fmt: skip
         store = Store(self.folder / f"{kind}-g{generation:05d}")
-        keys = ResponsePlan(prompts, 1, self.config.serving.shard_size).keys
+        keys = ResponsePlan(prompts, 1, serving.shard_size).keys
 
         def lacking() -> bool:
             self._delete_old(kind, generation)
@@ -160,9 +148,7 @@ class Rollouts:
         self.run.await_seen(lambda: bool(store.present(keys).all()), store.folder)
         if lost := int((~store.present(keys)).sum()):
             raise UserError(f"{store.folder}: {lost} of {len(keys)} responses are missing; run again to make them")
-        rows = store.read()
-        self.seconds += time.perf_counter() - began
-        return rows, store
+        return store.read(), store
 
     def _as_served(self, draft: PreTrainedModel) -> PreTrainedModel:
         """The draft in the dtype that it is served in; itself when that is how it trains."""

@@ -18,8 +18,7 @@ from distill.models.vocabulary import vocabulary_rows
 from distill.run.others import OtherTarget
 from distill.run.responses import signal_manifest_of
 from distill.run.run import Run
-from distill.training.capture import CapturingTeacher, JoinedTeacher, StoredTeacher
-from distill.training.teacher import Teacher, TeacherSource
+from distill.training.teacher import CapturingTeacher, JoinedTeacher, StoredTeacher, Teacher, TeacherSource
 from speculative.errors import UserError
 
 # Sequences of a forward without gradients, where train.micro_batch_size does not say.
@@ -111,7 +110,7 @@ def make_teacher(
         UserError: a store that is missing, incomplete, damaged or of something else.
     """
     config = run.config
-    if config.objective_names() == {"ce"}:
+    if config.only_ce:
         return None
     signal = config.signal
     if signal.source == "online":

@@ -1,16 +1,28 @@
-"""The target while the draft learns: no gradient, its own dtype, logits only where they are asked for.
+"""Who says what the target says while the draft learns: the target itself, and its word paid once, in few numbers, and read back.
 
-Legend: B sequences, T positions, R response tokens, D hidden width, V vocabulary.
+Legend: B sequences, T positions, R response tokens (rows), C rows of a chunk, D hidden width, V vocabulary, K stored entries, N draws of a row, S distinct
+ones among them.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
-from data.signals.signal import DenseSignal, Signal
+from data.signals.signal import DenseSignal, SampledSignal, Signal, StoredSignal, TopKSignal, joined
+from data.signals.store import SignalStore
+from distill.config.sections import SignalConfig
 from distill.models.heads import SplitModel
+from speculative.errors import UserError
+from speculative.rules.sampling import row_uniforms, sample_at
+
+Head = Callable[[Tensor], Tensor]
+CHUNK_BYTES = 64 << 20  # of one float32 (C, V) tensor; half a dozen of its size exist at once
+FIRST_ROWS = 16  # of the first chunk, which tells the vocabulary
 
 
 class TeacherSource(Protocol):
@@ -33,3 +45,195 @@ class Teacher:
         """Hidden states (R, D) that predict the response tokens of the micro-batch, and the head over them."""
         hidden_BTD = self.split.hidden(batch.input_ids_BT, batch.position_ids_BT)
         return DenseSignal(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], self.split.head)
+
+
+def _logits_in_chunks(
+    head: Head, hidden_RD: Tensor, temperature: float, chunk: int | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits / temperature (C, V) in float32) for all rows; ``chunk`` null = as many rows as CHUNK_BYTES hold."""
+    start, rows = 0, chunk or FIRST_ROWS
+    while start < max(1, len(hidden_RD)):  # of no rows one empty chunk
+        part = slice(start, max(1, min(start + rows, len(hidden_RD))))
+        logits_CV = head(hidden_RD[part]).float()
+        yield part, logits_CV if temperature == 1.0 else logits_CV / temperature
+        start, rows = part.stop, chunk or max(1, CHUNK_BYTES // (4 * logits_CV.shape[-1]))
+
+
+@torch.no_grad()
+def topk_signal(
+    head: Head, hidden_RD: Tensor, k: int, temperature: float = 1.0, chunk: int | None = None
+) -> TopKSignal:
+    """The k most probable tokens of softmax(head(hidden) / temperature), most probable first, and the log of the rest's mass.
+
+    The rest is summed itself, not taken as 1 - sum, so that a small tail keeps its digits. On the device of ``hidden_RD``.
+
+    Raises:
+        ValueError: k above the vocabulary.
+    """
+    parts = []
+    for _, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
+        if k > logits_CV.shape[-1]:
+            raise ValueError(f"k = {k} of a vocabulary of {logits_CV.shape[-1]}")
+        top_CK, ids_CK = logits_CV.topk(k, dim=-1)
+        rest_C = logits_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
+        total_C = torch.logaddexp(top_CK.logsumexp(-1), rest_C)
+        parts.append(TopKSignal(ids_CK, top_CK - total_C.unsqueeze(-1), rest_C - total_C))
+    return joined(parts).to(hidden_RD.device)
+
+
+@torch.no_grad()
+def sampled_signal(
+    head: Head, hidden_RD: Tensor, samples: int, uniforms_R: Tensor, temperature: float = 1.0, chunk: int | None = None
+) -> SampledSignal:
+    """Draws of softmax(head(hidden) / temperature) as distinct ids with weights count / samples, E[weight] = probability.
+
+    The draws of a row are systematic: inverse transform at (j + u) / samples, j = 0 .. samples-1, with the row's one uniform u
+    in [0, 1). Each point is uniform over its stretch, so the weights are unbiased, as those of independent draws are (arXiv
+    2503.16870, proposal = the target), but a token of probability p is drawn floor(samples p) or ceil(samples p) times and
+    never otherwise: its variance is at most 1 / (4 samples^2), not p (1 - p) / samples.
+    """
+    draws_N, parts = torch.arange(samples, dtype=torch.float64, device=hidden_RD.device), []
+    for rows, logits_CV in _logits_in_chunks(head, hidden_RD, temperature, chunk):
+        log_probs_CV = logits_CV.log_softmax(-1)
+        probs_CV = log_probs_CV.exp()
+        entropy_C = -torch.where(probs_CV > 0, probs_CV * log_probs_CV, 0.0).sum(-1)
+        points_CN = (draws_N + uniforms_R[rows].to(probs_CV.device).double().unsqueeze(-1)) / samples
+        ids_CS, weights_CS = _distinct(sample_at(probs_CV, points_CN))
+        log_probs_CS = torch.where(weights_CS > 0, log_probs_CV.gather(-1, ids_CS), -torch.inf)
+        parts.append(SampledSignal(ids_CS, weights_CS, log_probs_CS, entropy_C))
+    return joined(parts).to(hidden_RD.device)
+
+
+def _distinct(ids_CN: Tensor) -> tuple[Tensor, Tensor]:
+    """Rising ids -> (distinct ids (C, S), shares of the draws (C, S)); rows with fewer end in id 0 with share 0."""
+    is_new_CN = torch.ones_like(ids_CN, dtype=torch.bool)
+    is_new_CN[:, 1:] = ids_CN[:, 1:] != ids_CN[:, :-1]
+    slots_CN = is_new_CN.cumsum(-1) - 1
+    width = int(slots_CN.max()) + 1 if len(slots_CN) else 1
+    ids_CS = torch.zeros((len(ids_CN), width), dtype=ids_CN.dtype, device=ids_CN.device).scatter_(-1, slots_CN, ids_CN)
+    counts_CS = torch.zeros((len(ids_CN), width), device=ids_CN.device)
+    counts_CS.scatter_add_(-1, slots_CN, torch.ones_like(slots_CN, dtype=counts_CS.dtype))
+    return ids_CS, counts_CS / ids_CN.shape[-1]
+
+
+def draw_uniforms(seed: int, key: int, tokens: int) -> Tensor:
+    """One uniform per response token of an example (tokens,), float64: of seed, its key and place alone, whatever the batch."""
+    return row_uniforms(seed, str(key), tokens, 1, "signal")[:, 0]
+
+
+class StoredTeacher:
+    """Reads what a store knows: no target in memory."""
+
+    def __init__(self, store: SignalStore) -> None:
+        """``store`` is open."""
+        self.store = store
+        self._read: dict[tuple[int, ...], StoredSignal] = {}
+
+    def read_ahead(self, windows: Sequence[Batch]) -> None:
+        """Reads what the next micro-batches will ask for; another thread may do it. What was read before and not taken is dropped."""
+        self._read = {batch.indices: self._stored(batch.indices) for batch in windows}
+
+    def signal(self, batch: Batch) -> StoredSignal:
+        """The stored distributions at the rows of a micro-batch, on its device.
+
+        Raises:
+            UserError: an example whose signal is missing or damaged.
+        """
+        signal = self._read.pop(batch.indices, None)
+        return (signal or self._stored(batch.indices)).to(batch.rows_R.device)
+
+    def _stored(self, indices: Sequence[int]) -> StoredSignal:
+        return self.store.read(indices)
+
+
+class JoinedTeacher(StoredTeacher):
+    """Several targets, each from its store: the examples of the second are numbered behind those of the first."""
+
+    def __init__(self, stores: Sequence[SignalStore], counts: Sequence[int]) -> None:
+        """``stores``: open, all of one kind and k or samples; ``counts``: the examples of each."""
+        super().__init__(stores[0])
+        self.stores, self._ends_S = stores, np.cumsum(counts)
+
+    def _stored(self, indices: Sequence[int]) -> StoredSignal:
+        parts = []
+        for index in indices:
+            place = int(np.searchsorted(self._ends_S, index, side="right"))
+            parts.append(self.stores[place].read([index - int(self._ends_S[place - 1] if place else 0)]))
+        return joined(parts or [self.stores[0].read(())])
+
+
+class CapturingTeacher(StoredTeacher):
+    """Asks the online teacher once per example and keeps the answer; who comes again gets what was kept."""
+
+    def __init__(
+        self,
+        teacher: TeacherSource,
+        store: SignalStore,
+        config: SignalConfig,
+        temperature: float,
+        seed: int,
+        chunk: int | None = None,
+    ) -> None:
+        """``store`` is open, to repair; ``temperature`` is the loss's; ``chunk``: rows whose logits exist at once."""
+        super().__init__(store)
+        self.teacher, self.config = teacher, config
+        self.temperature, self.seed, self.chunk = temperature, seed, chunk
+
+    def signal(self, batch: Batch) -> StoredSignal:
+        """The distributions at the rows of a micro-batch as the store gives them back, rounding included, on its device.
+
+        So a row trains the same whether it was captured just now or in an earlier epoch.
+
+        Raises:
+            UserError: disk full; the target's distribution is not finite.
+        """
+        self.fill(batch)
+        return super().signal(batch)
+
+    def fill(self, batch: Batch) -> int:
+        """Captures what the store lacks of a micro-batch; how many examples that were.
+
+        The target sees the whole micro-batch though only one example lack: what a row gets then depends on the micro-batch alone,
+        and a run that was killed between two examples and resumed stores the same bits as one that was not.
+        """
+        lacking = set(self.store.lacking(batch.indices))
+        count = len(lacking)
+        if not count:
+            return 0
+        lengths = self.store.lengths(batch.indices)
+        if sum(lengths) != batch.rows_R.numel():
+            raise ValueError(
+                f"{batch.rows_R.numel()} rows, but examples {batch.indices} have {sum(lengths)} response tokens"
+            )
+        made = self._made(self._online(batch), batch.indices, lengths)
+        ends = np.cumsum(lengths).tolist()
+        # An example that comes twice is written once.
+        rows = {
+            index: made.rows(slice(end - length, end))
+            for index, length, end in zip(batch.indices, lengths, ends, strict=True)
+            if index in lacking
+        }
+        for index, signal in rows.items():
+            if (signal.log_probs_RK if isinstance(signal, TopKSignal) else signal.log_probs_RS).isnan().any():
+                raise UserError(f"example {index}: the target's logits are not finite; try target.dtype: float32")
+        self.store.write(rows)
+        return count
+
+    def _online(self, batch: Batch) -> DenseSignal:
+        signal = self.teacher.signal(batch)
+        if not isinstance(signal, DenseSignal):
+            raise ValueError(f"an online teacher is needed, not one that gives {type(signal).__name__}")
+        return signal
+
+    def _made(self, dense: DenseSignal, indices: tuple[int, ...], lengths: list[int]) -> StoredSignal:
+        """The signal of all rows, on the CPU."""
+        signal: StoredSignal
+        if self.config.kind == "topk":
+            signal = topk_signal(dense.head, dense.hidden_RD, self.config.k, self.temperature, self.chunk)
+        else:
+            keys = self.store.keys(indices)
+            uniforms = [draw_uniforms(self.seed, key, length) for key, length in zip(keys, lengths, strict=True)]
+            signal = sampled_signal(
+                dense.head, dense.hidden_RD, self.config.samples, torch.cat(uniforms), self.temperature, self.chunk
+            )
+        return signal.to(torch.device("cpu"))

@@ -10,9 +10,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from distill.run.run import Run
 from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.console import Interrupt, progress_line
-from distill.training.micro_batch import check_batches
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules, weight_average
 from distill.training.profiling import FlopMeter, traced
@@ -59,8 +58,7 @@ class Checkpoint:
     drafts: Callable[[], dict[str, DraftModule]]
 
 
-@dataclass
-class StepResult:
+class StepResult(NamedTuple):
     """One optimizer step: means over all response tokens of all ranks.
 
     `alpha` estimates the draft's acceptance on this batch at the serving settings; it may be off by `alpha_slack` when the
@@ -73,11 +71,11 @@ class StepResult:
     tokens: int
     grad_norm: float
     lr: float
-    alpha_slack: float = 0.0
-    skipped: bool = False
-    positions: int = 0
-    masks: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    alpha_slack: float
+    skipped: bool
+    positions: int
+    masks: int
+    seconds: dict[str, float]
 
 
 class Trainer:
@@ -93,13 +91,8 @@ class Trainer:
         provenance: Mapping[str, Any],
         reference: Teacher | None = None,
     ) -> None:
-        """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one.
-
-        Raises:
-            UserError: batch, micro-batch and number of ranks do not divide.
-        """
+        """Prepares the module and optimizer with Accelerate and loads the last checkpoint, if the run has one."""
         config, accelerator = run.config, run.accelerator
-        check_batches(config.train, run.ranks)
         self.run, self.config, self.accelerator, self.progress = run, config, accelerator, run.progress
         self.teacher, self.reference, self.batches = teacher, reference, batches
         self.tokenizer, self.provenance = tokenizer, provenance
@@ -162,10 +155,11 @@ class Trainer:
             yield Checkpoint(self.progress.step, folder, self._drafts)
 
     def _drafts(self) -> dict[str, DraftModule]:
-        full = self._full()
-        if full is None:
-            return {}
-        return {"raw": full} | ({"ema": self._averaged()} if self.average is not None else {})
+        full = sharding.full_module(self.accelerator, self.wrapped, self.module)
+        drafts = {"raw": full} if full is not None else {}
+        if drafts and self.average is not None:
+            drafts["ema"] = DraftModule(self.average.module, self.module.objective).eval()
+        return drafts
 
     def _one_step(self) -> str:
         """Takes the next step and books it; returns the facts for the progress line."""
@@ -202,8 +196,7 @@ class Trainer:
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         self.wrapped.train()
         self.clock.mark("data")
-        own = int(counts[1] + counts[2])
-        with self.flops.counted(own):
+        with self.flops.counted(int(counts[1] + counts[2])):
             for index, batch in enumerate(window):
                 sums[:3] += self._accumulate(batch, tokens, last=index == len(window) - 1)
         sums[3] = self.clip_gradients()
@@ -226,17 +219,9 @@ class Trainer:
         elif self.average is not None:
             self.average.update_parameters(self.module.student)
         self.clock.mark("optimizer")
+        seconds = dict.fromkeys(STAGES, 0.0) | self.clock.seconds()
         return StepResult(
-            mean_loss,
-            mean_overlap,
-            tokens,
-            grad_norm,
-            lr,
-            mean_slack,
-            skipped,
-            positions,
-            masks,
-            dict.fromkeys(STAGES, 0.0) | self.clock.seconds(),
+            mean_loss, mean_overlap, tokens, grad_norm, lr, mean_slack, skipped, positions, masks, seconds
         )
 
     def _accumulate(self, batch: Batch, tokens: int, last: bool) -> Tensor:
@@ -299,12 +284,10 @@ class Trainer:
         values: dict[str, Any] = {"loss": result.loss}
         if self.teacher is not None:
             values["alpha_train"] = result.alpha
-            if result.alpha_slack:
-                values["alpha_slack"] = result.alpha_slack
-        values |= {
-            "lr": result.lr, "grad_norm": result.grad_norm, "tokens": result.tokens, "tokens_seen": self.progress.tokens_seen,
-            "tokens_per_second": round(result.tokens / elapsed, 1),
-        }  # fmt: skip
+        if self.teacher is not None and result.alpha_slack:
+            values["alpha_slack"] = result.alpha_slack
+        values |= {name: getattr(result, name) for name in ("lr", "grad_norm", "tokens")}
+        values |= {"tokens_seen": self.progress.tokens_seen, "tokens_per_second": round(result.tokens / elapsed, 1)}
         if self.survival is not None:
             values["masks"] = result.masks
             values |= {f"survival/{place}": round(kept, 5) for place, kept in enumerate(self.survival.kept_J, 1)}
@@ -332,35 +315,22 @@ class Trainer:
         every = self.config.judge.dial_every
         return bool(every) and self.progress.step % every == 0
 
-    def _full(self) -> DraftModule | None:
-        """The draft with all of its weights on the main process. All ranks call it."""
-        return sharding.full_module(self.accelerator, self.wrapped, self.module)
-
-    def _averaged(self) -> DraftModule:
-        """The averaged weights as a module of their own."""
-        assert self.average is not None
-        return DraftModule(self.average.module, self.module.objective).eval()
-
     def save(self) -> Path:
         """Writes the checkpoint of this step, unless it is there; its folder."""
         folder = step_folder(self.run.folder, self.progress.step)
         if self.run.seen((folder / PROGRESS).exists):
             return folder
-        students: dict[str, Any] = {}
-        full = self._full()
-        if full is not None:
-            # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
-            students[STUDENT] = full.exported()
-            if self.progress.step and (adapter := full.adapter()) is not None:
-                students[ADAPTER] = adapter
-            if self.average is not None:
-                students[AVERAGED] = self._averaged().exported()
+        drafts = self._drafts()
+        # Adapters are merged into a copy: every checkpoint holds an ordinary model, whatever its base was.
+        students: dict[str, Any] = {
+            {"raw": STUDENT, "ema": AVERAGED}[name]: draft.exported() for name, draft in drafts.items()
+        }
+        if drafts and self.progress.step and (adapter := drafts["raw"].adapter()) is not None:
+            students[ADAPTER] = adapter
         checkpoint.save_checkpoint(self.run, students, self.tokenizer, self.provenance)
         if self.run.main:
             checkpoint.prune_states(self.run.folder, self.config.train.keep_states)
         return folder
 
     def _any_rank(self, flag: bool) -> bool:
-        if self.accelerator.num_processes == 1:
-            return flag
         return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())

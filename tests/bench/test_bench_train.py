@@ -1,15 +1,15 @@
 """The training benches run at tiny sizes and write what they promise; all contestants minimise the same thing."""
 
-import importlib
 import json
 import math
 import shutil
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_modules import bench
 
 from data.batches.collate import collate
 from distill.loss.definitions import Objective
@@ -18,20 +18,9 @@ from distill.models.load import load_model, load_tokenizer
 from distill.training.module import DraftModule
 from speculative.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "bench"
 CELL = {
     "device", "objective", "policy", "tokens_per_second", "vs_floor", "vs_trl", "peak_memory_mb", "loss_memory_ratio",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))  # as for a script that lies there
-
-
-def bench(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 def trl_is_here() -> bool:

@@ -107,6 +107,17 @@ def run_and_kill(
     return _until(work, arguments, reached, 120.0)
 
 
+def killed_often(
+    work: Callable[..., Any], *arguments: Any, progress: Callable[[], int], times: int, most: int, seed: int
+) -> int:
+    """Starts the work so often and kills it (`run_and_kill`), then lets it end; how often it was killed."""
+    generator = random.Random(seed)
+    codes = [run_and_kill(work, *arguments, progress=progress, generator=generator, most=most) for _ in range(times)]
+    assert set(codes) <= {0, -signal.SIGKILL}
+    assert run_child(work, *arguments) == 0
+    return len(codes) - codes.count(0)
+
+
 def _until(work: Callable[..., Any], arguments: tuple[Any, ...], deadly: Callable[[], bool], limit: float) -> int:
     with forked(work, *arguments) as child:
         deadline = time.monotonic() + limit

@@ -119,7 +119,7 @@ def new_loop(config: RunConfig, variant: str = "", engine: str = "") -> Trainer:
         tiny_student(variant), Objective({"forward_kl": 1.0}, chunk_tokens=5), make_survival(config.student.parallel)
     )
     run = Run(config, accelerator, resume_point(config.folder)[0])
-    batches = BatchSource(config, uneven_examples(), 0, run.rank, run.ranks)
+    batches = BatchSource(run, uneven_examples(), 0)
     return Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
 
 
@@ -139,7 +139,7 @@ def trained(config: RunConfig, variant: str = "", engine: str = "", until: int =
     loop.clip_gradients = recording_clip  # type: ignore[method-assign]
     logged = []
     while loop.progress.step < until:
-        logged.append(vars(loop.step(loop.micro_batches(loop.progress.step))))
+        logged.append(loop.step(loop.micro_batches(loop.progress.step))._asdict())
         loop.progress.step += 1
         if loop.progress.step % STOP == 0:
             loop.save()

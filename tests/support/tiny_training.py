@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from distill.train import judge_all
 from distill.training.batches import BatchSource, make_survival
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
-from distill.training.trainer import Trainer
+from distill.training.trainer import StepResult, Trainer
 
 TOKENS = 300
 train_tokenizer = bench("train_target").train_tokenizer
@@ -90,6 +91,11 @@ def run_config(folder: Path, **sections: Any) -> RunConfig:
     return parse_config(tree, "test")
 
 
+def share_of(config: RunConfig, rank: int = 0, ranks: int = 1) -> Any:
+    """What a batch source asks of a run."""
+    return SimpleNamespace(config=config, rank=rank, ranks=ranks)
+
+
 def examples_of(lengths: Sequence[int], vocab: int = TOKENS, seed: int = 0) -> list[Example]:
     """Random sequences; the response is a share of each that differs from sequence to sequence."""
     generator = np.random.default_rng(seed)
@@ -139,7 +145,7 @@ def make_loop(
         give_mask_token(module.inner, 0, tiny_tokenizer(), ())
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
     run = Run(config, accelerator, resume_point(config.folder)[0])
-    batches = BatchSource(config, examples, 0, run.rank, run.ranks)
+    batches = BatchSource(run, examples, 0)
     trainer = Trainer(run, module, Teacher(target), batches, tiny_tokenizer(), {"seed": 0})
     trainer.judge = judge or ScriptedJudge()
     return trainer
@@ -148,6 +154,33 @@ def make_loop(
 def fit(trainer: Any) -> None:
     """To the end, each checkpoint judged and kept as `distill.train` does it."""
     judge_all(trainer, trainer.judge)
+
+
+def before_step(trainer: Any, at: int | None, act: Callable[[], object]) -> Any:
+    """The trainer, which does something when the step behind ``at`` begins, or each one (None)."""
+    step = trainer.step
+
+    def acting(window: Any) -> Any:
+        if at in (None, trainer.progress.step):
+            act()
+        return step(window)
+
+    trainer.step = acting
+    return trainer
+
+
+def step_of(trainer: Any, step: int = 0) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """Takes a step; its result, and the gradients before they are clipped."""
+    gradients: dict[str, torch.Tensor] = {}
+    clip = trainer.clip_gradients
+
+    def recording_clip() -> float:
+        named = trainer.module.named_parameters()
+        gradients.update({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+        return clip()
+
+    trainer.clip_gradients = recording_clip
+    return trainer.step(trainer.micro_batches(step)), gradients
 
 
 def metrics_of(config: RunConfig) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ from distill.run.prompts import load_prompts
 from distill.run.responses import RunStores
 from distill.run.run import Run
 from distill.training import signal as signal_module
-from distill.training.capture import CapturingTeacher
 from distill.training.signal import open_signal_store, signal_line
+from distill.training.teacher import CapturingTeacher
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_the_configs_own_signal_is_made_unasked(config_path: Path, tmp_path: Pat
 
 def test_a_second_time_nothing_is_computed(config_path: Path, topk_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = stored(config_path, topk_run)[0].read(range(12))
-    monkeypatch.setattr("distill.training.capture.CapturingTeacher.fill", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("distill.training.teacher.CapturingTeacher.fill", lambda *_: pytest.fail("computed again"))
     respond(config_path, topk_run)
     assert same(stored(config_path, topk_run)[0].read(range(12)), before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_and_kill, run_child, run_ranks
+from processes import killed_often, run_child, run_ranks
 from tiny_models import prompts_of, tiny_model
 from tiny_training import (
     TOKENS,
@@ -26,6 +25,8 @@ from tiny_training import (
     make_loop,
     metrics_of,
     run_config,
+    share_of,
+    step_of,
     tiny_tokenizer,
 )
 
@@ -47,6 +48,7 @@ from speculative.errors import UserError
 
 LENGTHS = [9, 12, 7, 15, 10, 8, 11, 14, 6, 13, 5, 16, 9, 10, 12, 7, 8]
 EVERY = 3
+DRAFT: Any = "draft"
 
 
 class FakeRollouts:
@@ -93,11 +95,11 @@ MIX = {"target": 0.4, "student": 0.3, "speculative": 0.2, "text": 0.1}
 
 def source_of(config: RunConfig, rank: int = 0, ranks: int = 1, rollouts: FakeRollouts | None = None) -> BatchSource:
     made: Any = rollouts or FakeRollouts()
-    return BatchSource(config, examples_of(LENGTHS), 0, rank, ranks, made, windows())
+    return BatchSource(share_of(config, rank, ranks), examples_of(LENGTHS), 0, made, windows())
 
 
 def ahead_of(config: RunConfig) -> BatchSource:
-    return BatchSource(config, examples_of(LENGTHS), 0, 0, 1)
+    return BatchSource(share_of(config), examples_of(LENGTHS), 0)
 
 
 def indices_of(window: Sequence[Batch]) -> list[tuple[int, ...]]:
@@ -162,7 +164,7 @@ def test_responses_of_the_target_alone_come_as_the_plan_says(tmp_path: Path, ran
     examples = examples_of(LENGTHS)
     config = config_of(tmp_path)
     for rank in range(ranks):
-        source = BatchSource(config, examples, 0, rank, ranks)
+        source = BatchSource(share_of(config, rank, ranks), examples, 0)
         for step in (0, 1, 2, 5, 0):
             epoch, index = divmod(step, batches_per_epoch(len(LENGTHS), 8))
             shares = micro_batches(plan_epoch(LENGTHS, 8, 0, epoch)[index], 2, rank, ranks)
@@ -185,10 +187,10 @@ def test_a_step_has_the_same_sequences_for_any_ranks_micro_batches_and_packing(
     tmp_path_factory: pytest.TempPathFactory, step: int, shape: tuple[int, int], packing: int | None
 ) -> None:
     folder, (ranks, micro_batch_size) = tmp_path_factory.getbasetemp(), shape
-    whole = source_of(config_of(folder, MIX, micro_batch_size=8)).micro_batches(step, "draft")  # type: ignore[arg-type]
+    whole = source_of(config_of(folder, MIX, micro_batch_size=8)).micro_batches(step, DRAFT)
     assert len(whole) == 1
     config = config_of(folder, MIX, micro_batch_size=micro_batch_size, packing=packing)
-    shares = [source_of(config, rank, ranks).micro_batches(step, "draft") for rank in range(ranks)]  # type: ignore[arg-type]
+    shares = [source_of(config, rank, ranks).micro_batches(step, DRAFT) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1, "every rank makes the same number of forwards"
     found = [batch for share in shares for batch in share]
     assert sorted(s for batch in found for s in sequences(batch)) == sorted(sequences(whole[0]))
@@ -205,7 +207,7 @@ def test_shares_and_generations_show_in_the_sequences(tmp_path: Path) -> None:
     source = source_of(config_of(tmp_path, MIX, micro_batch_size=8), rollouts=rollouts)
     counts = {"target": 0, "student": 0, "speculative": 0, "text": 0}
     for step in range(30):
-        (batch,) = source.micro_batches(step, "draft")  # type: ignore[arg-type]
+        (batch,) = source.micro_batches(step, DRAFT)
         first_ids = [sequence[0] for sequence in sequences(batch)]
         assert len(first_ids) == 8
         assert (np.diff([len(sequence) for sequence in sequences(batch)]) <= 0).all(), "falling length over all pools"
@@ -224,23 +226,23 @@ def test_shares_and_generations_show_in_the_sequences(tmp_path: Path) -> None:
     assert [(kind, generation) for kind, generation, _ in rollouts.asked if kind == "student"] == [
         ("student", generation) for generation in range(10)
     ], "each generation is asked for once"
-    assert {draft for *_, draft in rollouts.asked} == {"draft"}
+    assert {draft for *_, draft in rollouts.asked} == {DRAFT}
 
 
 def test_a_resumed_source_gives_the_same_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, MIX)
     source = source_of(config)
     for step in range(8):
-        resumed = source_of(config).micro_batches(step, "draft")  # type: ignore[arg-type]
-        for found, expected in zip(source.micro_batches(step, "draft"), resumed, strict=True):  # type: ignore[arg-type]
+        resumed = source_of(config).micro_batches(step, DRAFT)
+        for found, expected in zip(source.micro_batches(step, DRAFT), resumed, strict=True):
             assert equal(found, expected)
             assert found.indices == expected.indices
 
 
 def test_weights_of_rejected_positions_reach_the_batch(tmp_path: Path) -> None:
     (batch,) = source_of(config_of(tmp_path, {"target": 0.0, "speculative": 1.0}, micro_batch_size=8)).micro_batches(
-        0, "draft"
-    )  # type: ignore[arg-type]
+        0, DRAFT
+    )
     assert batch.weights_R is not None
     assert batch.weights_R.tolist() == [2.0] * batch.labels_R.numel()
 
@@ -251,7 +253,7 @@ def test_position_weights_by_hand() -> None:
     assert weights is not None
     np.testing.assert_allclose(weights, [1, 1, 1, 0.5**0.5, 1, 0.5], rtol=1e-6)
     doubled = Example(example.input_ids, example.loss_mask, np.full(6, 2.0, dtype=np.float32))
-    np.testing.assert_allclose(position_weighted(doubled, 2.0).weights, 2 * weights, rtol=1e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(position_weighted(doubled, 2.0).weights, 2 * weights, rtol=1e-6)
     assert example.weights is None
 
 
@@ -263,7 +265,7 @@ def test_position_weights_multiply_those_of_rejections_and_spare_general_text(
     mix = {"target": 1.0, "speculative": 1.0, "text": 2.0}
     source = source_of(config_of(tmp_path, mix, weighting, micro_batch_size=8, packing=packing))
     seen: set[float] = set()
-    for batch in source.micro_batches(0, "draft"):  # type: ignore[arg-type]
+    for batch in source.micro_batches(0, DRAFT):
         assert batch.weights_R is not None
         seen |= {round(weight, 5) for weight in batch.weights_R.tolist()}
         text = batch.labels_R >= 290
@@ -292,13 +294,13 @@ def test_impossible_sets_are_refused(
     tmp_path: Path, mix: dict[str, float], train: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        BatchSource(config_of(tmp_path, mix, **train), examples_of(LENGTHS), 0, 0, 1)
+        BatchSource(share_of(config_of(tmp_path, mix, **train)), examples_of(LENGTHS), 0)
 
 
 def test_rollouts_need_someone_to_make_them(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"target": 0.0, "student": 1.0})
     with pytest.raises(ValueError, match="rollouts and a draft"):
-        BatchSource(config, [], 0, 0, 1).micro_batches(0)
+        BatchSource(share_of(config), [], 0).micro_batches(0)
     with pytest.raises(ValueError, match="rollouts and a draft"):
         source_of(config).micro_batches(0)
 
@@ -313,7 +315,7 @@ def rollout_loop(config: RunConfig) -> Trainer:
     run = Run(config, accelerator, resume_point(config.folder)[0])
     rollouts = Rollouts(run, target, tokenizer, prompts)
     examples = examples_of(LENGTHS)
-    batches = BatchSource(config, examples, 0, 0, 1, rollouts, windows())
+    batches = BatchSource(share_of(config), examples, 0, rollouts, windows())
     trainer: Any = Trainer(run, module, Teacher(target), batches, tokenizer, {"seed": 0})
     trainer.judge = ScriptedJudge()
     return trainer
@@ -348,16 +350,12 @@ def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packin
     fit_whole(whole)
     # Resumes at 5, in a generation that the draft of step 4 made; two have been made since.
     assert run_child(fit_to_9, killed) == 9
-    generator, deaths = random.Random(1), 0
 
     def lines() -> int:
         path = killed.folder / "metrics.jsonl"
         return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
-    for _ in range(4):
-        deaths += run_and_kill(fit_whole, killed, progress=lines, generator=generator, most=2) != 0
-    assert deaths >= 1
-    assert run_child(fit_whole, killed) == 0
+    assert killed_often(fit_whole, killed, progress=lines, times=4, most=2, seed=1) >= 1
     assert list_steps(killed.folder) == [0, 5, 10, 11]
     for name, weight in final_weights(whole).items():
         assert torch.equal(final_weights(killed)[name], weight), name
@@ -365,28 +363,16 @@ def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, packin
     assert facts[0] == facts[1]
 
 
-def packed_config(folder: Path, micro_batch_size: int) -> RunConfig:
-    return run_config(
-        folder,
-        train={"batch_size": 8, "micro_batch_size": micro_batch_size, "steps": 20, "packing": 50},
-        optim={"max_grad_norm": 1e6, "warmup_ratio": 0.0},
-    )
+def packed_config(folder: Path, micro_batch_size: int, packing: int | None = 50) -> RunConfig:
+    train = {"batch_size": 8, "micro_batch_size": micro_batch_size, "steps": 20, "packing": packing}
+    return run_config(folder, train=train, optim={"max_grad_norm": 1e6, "warmup_ratio": 0.0})
 
 
 def one_step(config: RunConfig) -> dict[str, Any]:
     """The gradient of the first step, its result, and the response tokens of its micro-batches."""
     loop = make_loop(config, examples=examples_of([20, 19, 18, 17, 16, 15, 14, 13]))
-    gradients: dict[str, torch.Tensor] = {}
-    clip = loop.accelerator.clip_grad_norm_
-
-    def recording_clip(*arguments: Any) -> Any:
-        gradients.update({name: weight.grad.clone() for name, weight in loop.module.named_parameters()})
-        return clip(*arguments)
-
-    loop.accelerator.clip_grad_norm_ = recording_clip  # type: ignore[method-assign]
-    window = loop.micro_batches(0)
-    result = loop.step(window)
-    rows = [batch.labels_R.numel() for batch in window]
+    rows = [batch.labels_R.numel() for batch in loop.micro_batches(0)]
+    result, gradients = step_of(loop)
     return {"gradients": gradients, "loss": result.loss, "tokens": result.tokens, "rows": rows}
 
 
@@ -400,15 +386,10 @@ def test_packed_ranks_of_which_one_has_nothing_left_make_the_whole_gradient(tmp_
     # Three rows for two ranks: two micro-batches each, one of them without a response token.
     assert [len(one["rows"]) for one in shared] == [2, 2]
     assert [one["rows"][1] == 0 for one in shared] == [False, True]
-    for whole in (one_step(packed_config(tmp_path / "packed", 8)), padded_step(tmp_path)):
+    for whole in (one_step(packed_config(tmp_path / str(packing), 8, packing)) for packing in (50, None)):
         assert shared[0]["tokens"] == whole["tokens"] == sum(sum(one["rows"]) for one in shared)
         assert shared[0]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
         for name, gradient in whole["gradients"].items():
             for one in shared:
                 # float32 sums taken in another order
                 torch.testing.assert_close(one["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def padded_step(folder: Path) -> dict[str, Any]:
-    return one_step(run_config(folder / "padded", train={"batch_size": 8, "micro_batch_size": 8, "steps": 20},
-                               optim={"max_grad_norm": 1e6, "warmup_ratio": 0.0}))  # fmt: skip

@@ -22,6 +22,7 @@ from tiny_training import (
     make_loop,
     metrics_of,
     run_config,
+    step_of,
     tiny_tokenizer,
 )
 from torch import Tensor
@@ -35,10 +36,9 @@ from distill.models.carving import carve
 from distill.models.mask_token import give_mask_token
 from distill.run.run import Run
 from distill.training.batches import make_batches
-from distill.training.capture import sampled_signal, topk_signal
 from distill.training.micro_batch import trial_batch, trial_step
 from distill.training.module import DraftModule
-from distill.training.teacher import Teacher
+from distill.training.teacher import Teacher, sampled_signal, topk_signal
 from speculative.errors import UserError
 
 MASK = 0
@@ -154,15 +154,7 @@ def two_steps(folder: Path, micro_batch_size: int) -> dict[str, Any]:
     student = carve(tiny_model(vocab_size=TOKENS), [0])
     loop = make_loop(blocks_config(folder, micro_batch_size), student=student, examples=texts_of((8, 15, 5, 11), 4))
     losses = [loop.step(loop.micro_batches(0)).loss]
-    gradients: dict[str, Tensor] = {}
-    clip = loop.accelerator.clip_grad_norm_
-
-    def recording_clip(*arguments: Any) -> Any:
-        gradients.update({name: weight.grad.clone() for name, weight in loop.module.named_parameters()})
-        return clip(*arguments)
-
-    loop.accelerator.clip_grad_norm_ = recording_clip  # type: ignore[method-assign]
-    result = loop.step(loop.micro_batches(1))
+    result, gradients = step_of(loop, 1)
     losses.append(result.loss)
     assert result.masks > 10
     return {"losses": losses, "gradients": gradients, "survival": loop.survival.kept_J, "masks": result.masks}

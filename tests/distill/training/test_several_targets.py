@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from tiny_models import perturbed
-from tiny_training import examples_of, forget_accelerators, run_config
+from tiny_training import examples_of, forget_accelerators, run_config, share_of
 
 from data.batches.examples import as_examples
 from data.signals.signal import TopKSignal, joined
@@ -28,7 +28,7 @@ from distill.run.folder import load_verdict
 from distill.run.others import open_others
 from distill.run.run import Run
 from distill.training.batches import BatchSource
-from distill.training.capture import JoinedTeacher
+from distill.training.teacher import JoinedTeacher
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT, UNDISTILLED
 
@@ -91,7 +91,7 @@ def test_every_sequence_learns_from_its_own_target() -> None:
         Path("unused"), target={"others": [{"run": "other", "weight": 3}]}, signal={"source": "store"}, train={"batch_size": 8}
     )  # fmt: skip
     own, other = as_examples(examples_of([6, 7, 8, 9, 10])), as_examples(examples_of([11, 12, 13, 14], seed=1))
-    source = BatchSource(config, own, 0, 0, 1, others=[(3.0, other)])
+    source = BatchSource(share_of(config), own, 0, others=[(3.0, other)])
     windows = [batch for step in range(6) for batch in source.micro_batches(step)]
     numbers = np.array([number for batch in windows for number in batch.indices])
     assert set(numbers.tolist()) == set(range(9))

@@ -32,13 +32,6 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
 
 
-def test_one_line_a_step(tmp_path: Path) -> None:
-    metrics = metrics_in(tmp_path)
-    metrics.write(1, {"loss": 0.5})
-    metrics.write(2, {"loss": 0.25, "note": "x"})
-    assert lines_of(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "note": "x"}]
-
-
 @pytest.mark.parametrize(
     "torn", ['{"step": 3, "lo', '{"step": 3', "{", '{"step": 3, "loss": 0.12', '{"step": 3, "loss": 1.0}']
 )

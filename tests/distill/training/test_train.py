@@ -20,7 +20,6 @@ from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.target import Target
 from distill.run.verdict_record import Verdict
-from distill.training.optim import make_optimizers
 from distill.training.trainer import STAGES
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT, HELD_OUT, UNDISTILLED
@@ -227,18 +226,6 @@ def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_con
     assert written("judgement.json") == judged
     assert len(judged) == len(concluded) == 2
     assert all(now > before for now, before in zip(written("result.json", "verdict.json"), concluded, strict=True))
-
-
-def test_muon_takes_the_layers_matrices_and_adamw_the_rest(tiny_target: Path, tiny_config: Path) -> None:
-    config = load_config(tiny_config, ["optim.name=muon"])
-    model = load_model("target", str(tiny_target))
-    adamw, muon = make_optimizers(model, config.optim)
-    of_muon = {id(p) for group in muon.param_groups for p in group["params"]}
-    of_adamw = {id(p) for group in adamw.param_groups for p in group["params"]}
-    assert not of_muon & of_adamw
-    assert of_muon | of_adamw == {id(p) for p in model.parameters()}
-    assert id(model.model.embed_tokens.weight) in of_adamw
-    assert len(of_muon) == 3 * 7
 
 
 @pytest.mark.usefixtures("without_figures")

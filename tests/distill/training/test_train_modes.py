@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import ScriptedJudge, final_weights, fit, make_loop, metrics_of, run_config
+from tiny_training import ScriptedJudge, before_step, final_weights, fit, make_loop, run_config
 
 from distill import respond as respond_command
 from distill import train
@@ -21,10 +21,6 @@ from distill.run.folder import load_verdict
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
 from speculative.measure.measured import DRAFT
-
-
-class Stop(Exception):
-    """Ends a run in the middle."""
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
@@ -151,17 +147,8 @@ def test_a_run_with_averaged_weights_goes_on_exactly(tmp_path: Path) -> None:
     whole = run_config(tmp_path / "whole", **sections)
     fit(make_loop(whole))
     parts = run_config(tmp_path / "parts", **sections)
-    first = make_loop(parts)
-    step = first.step
-
-    def stopping(window: Any) -> Any:
-        if first.progress.step == 4:
-            raise Stop
-        return step(window)
-
-    first.step = stopping  # type: ignore[method-assign]
-    with pytest.raises(Stop):
-        fit(first)
+    with pytest.raises(ZeroDivisionError):
+        fit(before_step(make_loop(parts), 4, lambda: 1 / 0))
     second = make_loop(parts)
     assert second.progress.step == 4
     fit(second)
@@ -224,28 +211,16 @@ def test_mixed_data_trains_and_goes_on_exactly_after_a_stop(tiny_config: Path, t
     step = Trainer.step
 
     def stopping(self: Trainer, window: Any) -> Any:
-        if self.progress.step == 5:
-            raise Stop
+        assert self.progress.step < 5
         return step(self, window)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Trainer, "step", stopping)
-        with pytest.raises(Stop):
+        with pytest.raises(AssertionError):
             train.main([str(tiny_config), "name=mixed-parts", *overrides])
     assert train.main([str(tiny_config), "name=mixed-parts", *overrides]) == 0
     parts = load_config(tiny_config, ["name=mixed-parts"]).folder
     assert_same_weights(weights_of(run), weights_of(parts))
-
-
-def test_metrics_are_the_same_in_another_cut(tmp_path: Path) -> None:
-    one = run_config(tmp_path / "one", train={"steps": 4, "batch_size": 4, "micro_batch_size": 4})
-    two = run_config(tmp_path / "two", train={"steps": 4, "batch_size": 4, "micro_batch_size": 1})
-    fit(make_loop(one))
-    fit(make_loop(two))
-    for first, second in zip(metrics_of(one), metrics_of(two), strict=True):
-        if "loss" in first:
-            # float32 sums in another order
-            assert first["loss"] == pytest.approx(second["loss"], rel=1e-4)
 
 
 @pytest.mark.usefixtures("without_verdict")

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -16,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from eager_loss import eager_loss
-from processes import forked, run_and_kill, run_child, run_ranks
+from processes import forked, killed_often, run_child, run_ranks
 from safetensors.torch import load_file
 from tiny_training import (
     ScriptedJudge,
+    before_step,
     final_weights,
     fit,
     forget_accelerators,
@@ -27,6 +27,7 @@ from tiny_training import (
     make_loop,
     metrics_of,
     run_config,
+    step_of,
     write_prompts,
     write_target,
 )  # fmt: skip
@@ -37,6 +38,7 @@ from distill import train
 from distill.config.layout import JUDGEMENT, PROGRESS, list_steps, step_folder
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
+from distill.loss.chunk_heads import Student
 from distill.models.heads import SplitModel
 from distill.run import checkpoint
 from distill.training.batches import make_objective
@@ -71,19 +73,9 @@ def step_config(folder: Path, micro_batch_size: int, **sections: Any) -> RunConf
 def one_step(config: RunConfig) -> dict[str, Any]:
     """Gradients, weights after the update, and what is logged of the first step."""
     loop = make_loop(config, examples=uneven_examples())
-    gradients: dict[str, torch.Tensor] = {}
-    clip = loop.accelerator.clip_grad_norm_
-
-    def recording_clip(*arguments: Any) -> Any:
-        gradients.update(
-            {name: weight.grad.clone() for name, weight in loop.module.named_parameters() if weight.grad is not None}
-        )
-        return clip(*arguments)
-
-    loop.accelerator.clip_grad_norm_ = recording_clip  # type: ignore[method-assign]
-    result = loop.step(loop.micro_batches(0))
+    result, gradients = step_of(loop)
     weights = {name: weight.detach().clone() for name, weight in loop.module.named_parameters()}
-    return {"gradients": gradients, "weights": weights, "result": vars(result)}
+    return {"gradients": gradients, "weights": weights, "result": result._asdict()}
 
 
 def _rank(rank: int, folder: Path) -> None:
@@ -145,10 +137,8 @@ def test_step_is_the_mean_over_response_tokens_by_definition(steps: dict[str, di
     split, teacher = SplitModel(loop.module.student), loop.teacher
     assert teacher is not None
     hidden_BTD = split.hidden(batch.input_ids_BT)
-    sums = eager_loss(
-        loop.module.objective, hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head, teacher.signal(batch),
-        batch.labels_R,
-    )  # fmt: skip
+    student = Student(hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.rows_R], split.head)
+    sums = eager_loss(loop.module.objective, student, teacher.signal(batch), batch.labels_R)
     (sums.loss / sum(RESPONSE_TOKENS)).backward()
     result = steps["1x1"]["result"]
     assert result["loss"] == pytest.approx(float(sums.loss.detach()) / sum(RESPONSE_TOKENS), rel=1e-5)
@@ -173,8 +163,8 @@ def test_prompts_add_their_weighted_loss_and_nothing_to_alpha(tmp_path: Path) ->
     for prompts in (False, True):
         examples = [replace(one, loss_mask=one.loss_mask != prompts) for one in uneven_examples()]
         batch = collate(examples, 0)
-        hidden_RD = split.hidden(batch.input_ids_BT).flatten(0, 1)[batch.rows_R]
-        sums.append(eager_loss(loop.module.objective, hidden_RD, split.head, teacher.signal(batch), batch.labels_R))
+        student = Student(split.hidden(batch.input_ids_BT).flatten(0, 1)[batch.rows_R], split.head)
+        sums.append(eager_loss(loop.module.objective, student, teacher.signal(batch), batch.labels_R))
     loss = (sums[0].loss + 0.3 * sums[1].loss) / sum(RESPONSE_TOKENS)
     loss.backward()
     for share in shares:
@@ -224,6 +214,7 @@ def test_learning_rate_warms_up_and_decays_to_its_floor(tmp_path: Path) -> None:
     rates = [line["lr"] for line in metrics_of(config) if "lr" in line]
     assert rates[:5] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01])
     assert all(later < earlier for earlier, later in pairwise(rates[4:]))
+    assert rates[12] == pytest.approx(1e-3 + 9e-3 * 0.5), "a cosine between peak and floor"
     assert loop.schedulers[0].get_last_lr()[0] == pytest.approx(1e-3)
 
 
@@ -231,43 +222,29 @@ def test_learning_rate_warms_up_and_decays_to_its_floor(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poison: str) -> None:
     config = run_config(tmp_path, train={"steps": 6})
     loop = make_loop(config)
-    step = loop.step
+    before: dict[str, Any] = {}
 
-    def poisoned(window: Any) -> Any:
-        if loop.progress.step == 3:
-            parameter = loop.module.student.model.norm.weight
-            if poison == "weights":
-                parameter.data[0] = math.nan
-            else:
-                parameter.register_hook(lambda gradient: gradient * math.inf)
-            loop.before = {name: weight.clone() for name, weight in loop.module.state_dict().items()}  # type: ignore[attr-defined]
-            loop.moments = json.dumps(str(loop.optimizers[0].state_dict()["state"]))  # type: ignore[attr-defined]
-        return step(window)
+    def poisoned() -> None:
+        parameter = loop.module.student.model.norm.weight
+        if poison == "weights":
+            parameter.data[0] = math.nan
+        else:
+            parameter.register_hook(lambda gradient: gradient * math.inf)
+        before.update({name: weight.clone() for name, weight in loop.module.state_dict().items()})
+        loop.moments = json.dumps(str(loop.optimizers[0].state_dict()["state"]))
 
-    loop.step = poisoned  # type: ignore[method-assign]
     with pytest.raises(NotFinite, match="step 4") as caught:
-        fit(loop)
+        fit(before_step(loop, 3, poisoned))
     text = str(caught.value)
     assert isinstance(caught.value, UserError)
     assert "\n" not in text
     assert str(step_folder(config.folder, 2)) in text
     assert "optim.lr" in text
     for name, weight in loop.module.state_dict().items():
-        torch.testing.assert_close(weight, loop.before[name], rtol=0, atol=0, equal_nan=True)  # type: ignore[attr-defined]
-    assert json.dumps(str(loop.optimizers[0].state_dict()["state"])) == loop.moments  # type: ignore[attr-defined]
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=0, equal_nan=True)
+    assert json.dumps(str(loop.optimizers[0].state_dict()["state"])) == loop.moments
     assert list_steps(config.folder) == [0, 2]
     assert [line["step"] for line in metrics_of(config) if "loss" in line] == [1, 2, 3]
-
-
-def test_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    config = run_config(tmp_path, train={"batch_size": 6, "micro_batch_size": 2})
-    accelerator = fresh_accelerator(tmp_path)
-    accelerator.state._shared_state["num_processes"] = 2
-    try:
-        with pytest.raises(UserError, match="multiple of micro_batch_size x ranks"):
-            make_loop(config, accelerator=accelerator)
-    finally:
-        accelerator.state._shared_state["num_processes"] = 1
 
 
 def test_training_lowers_the_loss_and_raises_alpha(tmp_path: Path) -> None:
@@ -320,15 +297,9 @@ def test_a_run_stopped_after_any_step_goes_on_exactly(tmp_path: Path, kind: str,
     assert len(set(losses)) == 5
     for stop in range(5):
         loop = make_loop(config(f"stopped{stop}"), kind=kind)
-        step = loop.step
-
-        def stopping(window: Any, loop: Trainer = loop, step: Any = step, stop: int = stop) -> Any:
-            result = step(window)
-            if loop.progress.step == stop:
-                raise Killed
-            return result
-
-        loop.step = stopping  # type: ignore[method-assign]
+        loop._record = lambda *_, stop=stop, at=loop.progress, record=loop._record: (
+            record(*_) if at.step <= stop else _raise(Killed)  # the step is made, and on no disk
+        )
         with pytest.raises(Killed):
             fit(loop)
         torch.manual_seed(1234)  # a new process has another random state
@@ -346,11 +317,8 @@ def test_a_judge_that_draws_random_numbers_does_not_change_a_resumed_run(tmp_pat
 
     whole, stopped = (run_config(tmp_path / name, train={"steps": 4}) for name in ("whole", "stopped"))
     fit(make_loop(whole, DrawingJudge(), kind="gpt2"))
-    loop = make_loop(stopped, DrawingJudge(), kind="gpt2")
-    step = loop.step
-    loop.step = lambda window: _raise(Killed) if loop.progress.step == 3 else step(window)  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        fit(loop)
+        fit(before_step(make_loop(stopped, DrawingJudge(), kind="gpt2"), 3, lambda: _raise(Killed)))
     fit(make_loop(stopped, DrawingJudge(), kind="gpt2"))
     assert_same_run(stopped, whole)
 
@@ -461,24 +429,19 @@ def test_the_lines_alpha_is_that_of_the_serving_settings(
 # --- interrupts --------------------------------------------------------------------------------------------------------
 
 
+def press(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("at", [0, 2, 3])
 def test_an_interrupt_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, number: int, at: int) -> None:
     whole, stopped = (run_config(tmp_path / name, train={"steps": 5}) for name in ("whole", "stopped"))
     finish(whole)
-    loop = make_loop(stopped)
-    step = loop.step
     previous = signal.getsignal(number)
-
-    def interrupted(window: Any) -> Any:
-        if loop.progress.step == at:
-            os.kill(os.getpid(), number)
-        return step(window)
-
-    loop.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted) as caught:
-        fit(loop)
+        fit(before_step(make_loop(stopped), at, lambda: press(number)))
     assert str(step_folder(stopped.folder, at + 1)) in str(caught.value)
     assert checkpoint.last_resumable(stopped.folder) == at + 1
     assert signal.getsignal(number) is previous, "handlers are put back"
@@ -497,7 +460,7 @@ def test_an_interrupt_during_a_judged_step_keeps_the_judgement(tmp_path: Path) -
     class InterruptedJudge(ScriptedJudge):
         def __call__(self, step: int, module: Any) -> dict[str, Any]:
             if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
+                press()
             return super().__call__(step, module)
 
     with pytest.raises(Interrupted):
@@ -510,15 +473,8 @@ def test_an_interrupt_during_a_judged_step_keeps_the_judgement(tmp_path: Path) -
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     config = run_config(tmp_path, train={"steps": 5})
-    loop = make_loop(config)
-
-    def twice(window: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    loop.step = twice  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt) as caught:
-        fit(loop)
+        fit(before_step(make_loop(config), 0, lambda: (press(), press())))
     assert not isinstance(caught.value, Interrupted)
     assert list_steps(config.folder) == [0]
 
@@ -527,17 +483,8 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 def test_an_interrupted_step_between_judgements_is_not_judged(tmp_path: Path) -> None:
     """Else when Ctrl-C comes decides which checkpoints compete, and how fast patience runs out."""
     config = run_config(tmp_path, train={"steps": 5})
-    loop = make_loop(config)
-    step = loop.step
-
-    def interrupted(window: Any) -> Any:
-        if loop.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(window)
-
-    loop.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        fit(loop)
+        fit(before_step(make_loop(config), 2, press))
     assert finish(config).judge.steps == [4, 5]  # type: ignore[attr-defined]
 
 
@@ -548,18 +495,10 @@ def test_an_interrupted_step_is_saved_before_it_is_judged(
     """A launcher gives a rank 30 s, and a judgement takes minutes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     config = run_config(tmp_path, train={"steps": 5})
-    loop = make_loop(config)
-    step = loop.step
-
-    def interrupted(window: Any) -> Any:
-        if loop.progress.step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(window)
-
-    loop.step = interrupted  # type: ignore[method-assign]
+    loop = before_step(make_loop(config), 1, press)
     with pytest.raises(Interrupted, match="step-000002 is written"):
         fit(loop)
-    assert loop.judge.steps == [0]  # type: ignore[attr-defined]
+    assert loop.judge.steps == [0]
     assert "the launcher kills what still runs in 30 s" in capsys.readouterr().err
     assert finish(config).judge.steps == [2, 4, 5]  # type: ignore[attr-defined]
 
@@ -591,15 +530,7 @@ def test_judging_touches_the_random_numbers_of_its_own_device_only(
 
 def _fit_in_child(config: RunConfig, pause: float) -> None:
     torch.set_num_threads(1)
-    loop = make_loop(config, kind="gpt2")
-    step = loop.step
-
-    def slowed(window: Any) -> Any:
-        time.sleep(pause)
-        return step(window)
-
-    loop.step = slowed  # type: ignore[method-assign]
-    fit(loop)
+    fit(before_step(make_loop(config, kind="gpt2"), None, lambda: time.sleep(pause)))
 
 
 def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
@@ -607,19 +538,12 @@ def test_kill_minus_nine_at_random_moments(tmp_path: Path) -> None:
         run_config(tmp_path / name, train={"steps": 12}, judge={"every": 3}) for name in ("whole", "killed")
     )
     assert run_child(_fit_in_child, whole, 0.0) == 0
-    generator = random.Random(0)
 
     def lines() -> int:
         path = killed.folder / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    kills = 0
-    for _ in range(5):
-        code = run_and_kill(_fit_in_child, killed, 0.02, progress=lines, generator=generator, most=5)
-        assert code in (0, -signal.SIGKILL)
-        kills += code != 0
-    assert kills >= 2
-    assert run_child(_fit_in_child, killed, 0.0) == 0
+    assert killed_often(_fit_in_child, killed, 0.02, progress=lines, times=5, most=5, seed=0) >= 2
     assert_same_run(killed, whole)
 
 
@@ -657,18 +581,11 @@ def _train(path: Path) -> None:
 def test_the_whole_program_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     paths = {name: write_run(tmp_path, name) for name in ("whole", "killed")}
     assert run_child(_train, paths["whole"]) == 0
-    generator = random.Random(1)
 
     def files() -> int:
         return sum(len(names) for _, _, names in os.walk(tmp_path / "killed"))  # forgiving of folders that vanish
 
-    kills = 0
-    for _ in range(3):
-        code = run_and_kill(_train, paths["killed"], progress=files, generator=generator, most=12)
-        assert code in (0, -signal.SIGKILL)
-        kills += code != 0
-    assert kills >= 2
-    assert run_child(_train, paths["killed"]) == 0
+    assert killed_often(_train, paths["killed"], progress=files, times=3, most=12, seed=1) >= 2
     whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
     for store in ("train", "heldout", "heldout-greedy"):
         assert Store(killed / "responses" / store).read() == Store(whole / "responses" / store).read()

@@ -20,9 +20,15 @@ from data.signals.columns import RELATIVE_ERROR
 from data.signals.signal import DenseSignal, SampledSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.config.sections import SignalConfig
-from distill.training import capture
-from distill.training.capture import CapturingTeacher, StoredTeacher, draw_uniforms, sampled_signal, topk_signal
-from distill.training.teacher import Teacher
+from distill.training import teacher as teacher_module
+from distill.training.teacher import (
+    CapturingTeacher,
+    StoredTeacher,
+    Teacher,
+    draw_uniforms,
+    sampled_signal,
+    topk_signal,
+)
 from speculative.errors import UserError
 
 LENGTHS = [9, 12, 7, 15, 10, 8, 11, 14]
@@ -91,7 +97,7 @@ def test_the_logits_of_all_rows_never_exist_at_once(monkeypatch: pytest.MonkeyPa
         return hidden_CD
 
     logits_RV = logits_of(100, 50)
-    monkeypatch.setattr(capture, "CHUNK_BYTES", 20 * 50 * 4)
+    monkeypatch.setattr(teacher_module, "CHUNK_BYTES", 20 * 50 * 4)
     signal = topk_signal(head, logits_RV, 5)
     assert sum(seen) == 100
     assert max(seen) <= 20
@@ -247,29 +253,6 @@ def test_only_what_is_missing_is_asked_and_kept(tmp_path: Path, config: SignalCo
     rows = EXAMPLES[2].response_tokens + EXAMPLES[4].response_tokens
     tail = teacher.store.read([2, 4, 1]).rows(slice(rows, None))
     assert same(mixed.rows(slice(rows, None)), tail)
-
-
-@KINDS
-def test_a_repeated_example_of_a_micro_batch(tmp_path: Path, config: SignalConfig) -> None:
-    teacher, _ = capturing(tmp_path, config)
-    signal = teacher.signal(batch_of(2, 2))
-    rows = EXAMPLES[2].response_tokens
-    assert same(signal.rows(slice(rows)), signal.rows(slice(rows, None)))
-
-
-def test_captured_topk_is_the_targets_own(tmp_path: Path) -> None:
-    teacher, online = capturing(tmp_path, CONFIGS[0])
-    batch = batch_of(0, 1, 2, 3)
-    dense = online.teacher.signal(batch)
-    probs_RV = (dense.head(dense.hidden_RD).double() / 1.5).softmax(-1)
-    signal = teacher.signal(batch)
-    assert isinstance(signal, TopKSignal)
-    torch.testing.assert_close(
-        signal.log_probs_RK.exp().double(), probs_RV.gather(-1, signal.ids_RK), rtol=RELATIVE_ERROR + 1e-5, atol=1e-13
-    )
-    torch.testing.assert_close(
-        signal.log_tail_R.exp().double(), 1 - probs_RV.topk(12).values.sum(-1), rtol=1e-4, atol=1e-12
-    )  # 1 - sum has lost digits, here in float64
 
 
 def packed(*rows: tuple[int, ...]) -> Batch:
