@@ -2,8 +2,8 @@
 
 import functools
 import gc
+import pkgutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,13 +18,11 @@ from distill.config.command_line import TrainOptions, run_program
 from distill.config.layout import CONFIG, JUDGEMENT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.export.quantize import require_quantizer
 from distill.faults import Interrupted, check_imports, exit_status
 from distill.models.heads import SplitModel
+from distill.models.quantized import require_quantizer
 from distill.models.student import refuse_impossible
 from distill.models.target import Target
-from distill.report.plot import plot_run
-from distill.report.wandb_panels import log_result
 from distill.run.answers import Answers, first_student
 from distill.run.checkpoint import keep_judgement, resume_point
 from distill.run.folder import claim_folder
@@ -39,11 +37,13 @@ from distill.training.signal import check_signal, make_reference, make_teacher
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
-from distill.verdict.conclusion import conclude_run, require_served, write_conclusion
-from distill.verdict.judge import DraftJudge
+from distill.verdict.judge import DraftJudge, require_served
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.parallel import Drafting
 from speculative.engine.parallel import mask_token_of
+
+# What ends a run, by its place: training knows nothing of verdicts, reports and exports.
+CONCLUSION = "distill.verdict.conclusion:conclude_run"
 
 
 def start(config: RunConfig) -> Run:
@@ -102,7 +102,7 @@ def distil(run: Run) -> None:
     run.accelerator.free_memory()
     gc.collect()
     if run.main:
-        conclude(answers, checks)
+        conclude(answers, dict(checks))
     run.wait()
 
 
@@ -211,28 +211,9 @@ def read_dial(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint) -> No
         run.wait()
 
 
-def conclude(answers: Answers, checks: Mapping[str, Any]) -> None:
+def conclude(answers: Answers, checks: dict[str, Any]) -> None:
     """Verdict, report and plot, on the main process."""
-    run, started = answers.run, time.perf_counter()
-    plot_run(run.folder)
-
-    def seconds() -> dict[str, float]:
-        run.progress.spend("verdict", time.perf_counter() - started)
-        return run.progress.seconds
-
-    result = conclude_run(
-        run.config,
-        answers.target,
-        answers.heldout,
-        dict(checks),
-        seconds,
-        answers.context,
-        answers.domains,
-        answers.others,
-    )
-    write_conclusion(run.folder, result)
-    log_result(run.accelerator, result)
-    run.say(result.verdict.headline)
+    pkgutil.resolve_name(CONCLUSION)(answers, checks)
 
 
 def command(options: TrainOptions) -> int:

@@ -224,10 +224,9 @@ def without_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end with a verdict, but draw nothing."""
-    from distill import train
     from distill.verdict import conclusion
 
-    monkeypatch.setattr(train, "plot_run", lambda run: None)
+    monkeypatch.setattr(conclusion, "plot_run", lambda run: None)
     monkeypatch.setattr(conclusion, "report_command", lambda run: None)
 
 

@@ -1,8 +1,8 @@
 """A command line is a frozen dataclass: each option stands once, as an annotated field with its help and its default."""
 
 import functools
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +74,9 @@ def lazy_command(options: type, place: str) -> Callable[..., None]:
 
     A function that has a `console` is given one.
     """
-    module, _, name = place.partition(":")
 
     def program() -> Callable[[Any], Any]:
-        function = getattr(importlib.import_module(module), name)
+        function = pkgutil.resolve_name(place)
         if "console" not in inspect.signature(function).parameters:
             return function
         from rich.console import Console

@@ -1,13 +1,12 @@
 """The draft in fewer bytes: 8-bit weights in the compressed-tensors format, which vLLM and transformers read."""
 
-from importlib.util import find_spec
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from distill.config.sections import Quantization
 from distill.models.draft import as_exported, cast_weights
-from distill.models.quantized import as_served
+from distill.models.quantized import as_served, require_quantizer
 from distill.models.target import Target
 from distill.models.vocabulary import UNTIED_IN_ENGINES, give_own_head
 from speculative.errors import UserError
@@ -19,18 +18,6 @@ SCHEMES: dict[Quantization, tuple[str, bool]] = {
     "fp8": ("float", True),
 }
 HEAD = "re:.*lm_head$"  # vLLM's head is no linear layer by its class
-
-
-def require_quantizer(how: Quantization | None) -> None:
-    """Refuses 8 bits without the library, before the long work.
-
-    Raises:
-        UserError: compressed-tensors is not installed.
-    """
-    if how is not None and find_spec("compressed_tensors") is None:
-        raise UserError(
-            f"--quantize {how} needs compressed-tensors; `pip install 'understudy[quantize]'`, or set export.quantize to null"
-        )
 
 
 def quantize_draft(model: Any, how: Quantization) -> Any:

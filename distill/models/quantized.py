@@ -1,15 +1,31 @@
 """Models whose weights are saved quantised: loaded as saved, because that is what is served, and read in full where a draft is made of them."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distill.config.sections import Quantization
+from speculative.errors import UserError
+
 # Up to so many rows the 8-bit product is used: it is made for few, and dequantising a weight is worth it for many.
 FEW_ROWS = 16
 # Torch's reads such steps of K and does not look whether they end where a row does: with other widths it adds up what is not there.
 KERNEL_STEP = 64
+
+
+def require_quantizer(how: Quantization | None) -> None:
+    """Refuses 8 bits without the library, before the long work.
+
+    Raises:
+        UserError: compressed-tensors is not installed.
+    """
+    if how is not None and find_spec("compressed_tensors") is None:
+        raise UserError(
+            f"--quantize {how} needs compressed-tensors; `pip install 'understudy[quantize]'`, or set export.quantize to null"
+        )
 
 
 def quantization_of(config: Any) -> Any:

@@ -111,6 +111,19 @@ class RunStores:
         rules: tuple[Rule, ...] = (self.judge_rule, "greedy")
         return {rule: self.heldout(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
 
+    def past(self, rule: Rule) -> Sequence[Row]:
+        """What the target answered to the training prompts, as far as this run has it; none at other settings than a rule's own.
+
+        Raises:
+            UserError: the store is damaged.
+        """
+        store, settings = Store(self.folder / TRAINING), self.settings
+        if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
+            return []
+        known, own = store.manifest(), self.manifest(settings)
+        same = all(known.get(key) == own[key] for key in ("target", "sampling", "responses"))
+        return store.rows() if same else []
+
     def manifest(self, settings: DecodeSettings) -> dict[str, Any]:
         return self.identity | {
             "sampling": settings.sampling.as_dict(),
@@ -174,20 +187,6 @@ class RunStores:
         tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
         check_learnable(len(rows), tokens, learned, str(store.folder))
         return rows
-
-
-def past_responses(config: RunConfig, target: Target, rule: Rule) -> Sequence[Row]:
-    """What the target answered to the training prompts, as far as this run has it; none at other settings than a rule's own.
-
-    Raises:
-        UserError: the store is damaged.
-    """
-    store, settings = Store(config.folder / RESPONSES / TRAINING), decode_settings(config.serving, config.seed, target)
-    if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
-        return []
-    manifest = store.manifest()
-    own = {"target": target.facts.fingerprint, "sampling": settings.sampling.as_dict(), "responses": "target"}
-    return store.rows() if all(manifest.get(key) == value for key, value in own.items()) else []
 
 
 def frozen_responses_of(rows: Sequence[Row]) -> list[HeldoutResponse]:

@@ -1,7 +1,7 @@
 """The end of a run and of an evaluation: evidence gathered, verdict.json, result.json, the report and the plot written."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,17 @@ from typing import Any
 from data.files import write_json
 from distill.config.layout import PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, step_folder
 from distill.config.load import dump_config
-from distill.config.run import RunConfig
+from distill.config.sections import Quantization
 from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, load_draft
 from distill.models.load import load_model
 from distill.models.target import Target
 from distill.report.page import report_command
+from distill.report.plot import plot_run
+from distill.report.wandb_panels import log_result
+from distill.run.answers import Answers
 from distill.run.checkpoint import load_judgements
-from distill.run.others import OtherTarget
-from distill.run.responses import decode_settings, past_responses
+from distill.run.responses import decode_settings
 from distill.run.result import Result
 from distill.run.verdict_record import Judgement
 from distill.verdict.evidence import Evidence, gather, gather_by_replay
@@ -28,66 +30,60 @@ from distill.verdict.temperatures import temperature_rows
 from distill.verdict.token_view import spread_over, token_view
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.drafters.draft import Draft
-from speculative.engine.models import max_positions
-from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse
 from speculative.explain.target_view import target_entropies
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
-from speculative.rules.rule import Rule
 
 SHOWN_RESPONSES = 8
 
 
-def conclude_run(
-    config: RunConfig,
-    target: Target,
-    heldout: Mapping[Rule, list[HeldoutResponse]],
-    self_checks: dict[str, Any],
-    seconds: Callable[[], Mapping[str, float]],
-    context: int,
-    trained_on: Sequence[str],
-    others: Sequence[OtherTarget] = (),
-) -> Result:
-    """The result of a run whose last checkpoint is judged, finished: verdict and findings.
+def conclude_run(answers: Answers, self_checks: dict[str, Any]) -> None:
+    """Ends a run whose last checkpoint is judged, on the main process: plot, verdict, report; what trackers show of them."""
+    run, started = answers.run, time.perf_counter()
+    plot_run(run.folder)
+    result = result_of(answers, self_checks)
+    run.progress.spend("verdict", time.perf_counter() - started)
+    spent = {stage: round(value, 2) for stage, value in run.progress.seconds.items()}
+    result = result.model_copy(update={"verdict": result.verdict.model_copy(update={"seconds": spent})})
+    write_conclusion(run.folder, result)
+    log_result(run.accelerator, result)
+    run.say(result.verdict.headline)
+
+
+def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
+    """Verdict and findings, without the seconds that they took.
 
     With judge.live: never, nothing is decoded or timed: what only that measures is null.
-
-    Args:
-        heldout: frozen held-out responses by rule, the configured rule first.
-        seconds: asked when everything is found: by stage, this one included.
-        context: tokens of prompt and response that both models take.
-        trained_on: domains of the training prompts.
-        others: other targets that the draft learned from; judged by replay.
     """
-    run, live = config.folder, config.judge.live != "never"
-    serving = decode_settings(config.serving, config.seed, target)
-    settings = serving.under(config.judge_rule, config.judge.gamma)
+    config, target, run = answers.run.config, answers.target, answers.run.folder
+    live = config.judge.live != "never"
+    settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     records = load_judgements(run)
     best = max(records, key=lambda record: record.score or 0.0)
-    question = Question(config.judge, settings, heldout, context, looks=looks_of(records))
+    question = Question(config.judge, settings, answers.heldout, answers.context, looks=looks_of(records))
     candidates = _candidates(run, config.judge.served, target, records[0], best)
     # Checkpoints of a parallel draft are judged as its blocks; nobody would serve it so before it has learnt them.
     first = {} if config.student.parallel else {UNDISTILLED: records[0]}
     if live:
         # Replay records are of the dial; a verdict of what was decoded.
         known = first if records[0].live else {}
-        question = replace(question, history=past_responses(config, target, config.judge_rule))
-        field = line_up(question, target.model, candidates, _lighter(config, target, candidates[-1]))
+        question = replace(question, history=answers.stores.past(config.judge_rule))
+        field = line_up(question, target.model, candidates, _lighter(config.export.quantize, target, candidates[-1]))
         evidence = gather(question, target, field, known=known, log=run / PROPOSALS)
     else:
         if config.student.parallel:
             candidates[-1] = replace(candidates[-1], draft=Draft(candidates[-1].draft.model, "parallel"))
         evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
-    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=others)
+    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=answers.others)
     result = findings_of(
         evidence, verdict, target.tokenizer, records, kind="run", name=config.name,
-        seen=seen_by_both(evidence, target) if live else None, trained_on=trained_on,
+        seen=seen_by_both(evidence, target) if live else None, trained_on=answers.domains,
     )  # fmt: skip
-    about = {"provenance": _provenance(step_folder(run, best.step or 0)), "config": dump_config(config)}
-    serve = serve_commands(run, target, verdict, serving.sampling, result.curves)
-    spent = {stage: round(value, 2) for stage, value in seconds().items()}
-    told = {"serve": serve, "verdict": verdict.model_copy(update={"seconds": spent})}
-    return result.model_copy(update=about | told | {"files": {"proposals": PROPOSALS if live else None}})
+    about = {
+        "provenance": json.loads((step_folder(run, best.step or 0) / PROVENANCE).read_text(encoding="utf-8")),
+        "config": dump_config(config), "serve": serve_commands(run, target, verdict, settings.sampling, result.curves),
+        "files": {"proposals": PROPOSALS if live else None},
+    }  # fmt: skip
+    return result.model_copy(update=about)
 
 
 def write_conclusion(run: Path, result: Result) -> None:
@@ -111,22 +107,6 @@ def seen_by_both(evidence: Evidence, target: Target) -> SeenByBoth:
     return SeenByBoth(entropies, view, temperature_rows(evidence, target))
 
 
-def require_served(path: str | None, target: Target, longest: int) -> None:
-    """Refuses a judge.served that could not be judged in the end, before the long work.
-
-    Raises:
-        UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
-    """
-    if path is None:
-        return
-    limit = max_positions(load_draft(path, target).config)
-    if limit is not None and limit < longest:
-        raise UserError(
-            f"judge.served: {path} takes {limit} tokens, the longest held-out prompt with its response up to "
-            f"{longest}; leave it out, or lower data.max_prompt_tokens or serving.max_tokens"
-        )
-
-
 def _candidates(run: Path, served: str | None, target: Target, first: Judgement, best: Judgement) -> list[Candidate]:
     """Undistilled, served today (when the config names it), distilled."""
     found = []
@@ -139,15 +119,9 @@ def _candidates(run: Path, served: str | None, target: Target, first: Judgement,
     return found
 
 
-def _lighter(config: RunConfig, target: Target, best: Candidate) -> Candidate | None:
+def _lighter(how: Quantization | None, target: Target, best: Candidate) -> Candidate | None:
     """The distilled draft as export.quantize has it written; None where it is not asked for."""
-    how = config.export.quantize
     if how is None:
         return None
     draft = Draft(lighter_draft(load_model(DRAFT, best.path), how, target))
     return Candidate(f"{DRAFT} in {how}", best.path, best.step, draft)
-
-
-def _provenance(folder: Path) -> dict[str, Any]:
-    path = folder / PROVENANCE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

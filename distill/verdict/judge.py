@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from distill.config.sections import JudgeConfig
-from distill.models.draft import as_exported
+from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting
+from speculative.engine.models import max_positions
 from speculative.engine.pool import release
+from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -105,3 +107,19 @@ class DraftJudge:
         for warning in record["warnings"]:
             line += f"\n  warning: {warning}"
         return line
+
+
+def require_served(path: str | None, target: Target, longest: int) -> None:
+    """Refuses a judge.served that could not be judged in the end, before the long work.
+
+    Raises:
+        UserError: not there, another vocabulary, or a context shorter than `longest`, prompt and response.
+    """
+    if path is None:
+        return
+    limit = max_positions(load_draft(path, target).config)
+    if limit is not None and limit < longest:
+        raise UserError(
+            f"judge.served: {path} takes {limit} tokens, the longest held-out prompt with its response up to "
+            f"{longest}; leave it out, or lower data.max_prompt_tokens or serving.max_tokens"
+        )

@@ -16,7 +16,7 @@ from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
 from distill.report.screen import judgement_table
 from distill.run.provenance import describe_run
-from distill.run.responses import RunStores, past_responses
+from distill.run.responses import RunStores
 from distill.run.result import Losslessness, Result
 from distill.run.run import Run
 from distill.run.session import CHECKED_PROMPTS, open_pair
@@ -137,9 +137,11 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     target = pair.target
     checked = pair.settings.under(rule, gammas[0])
     checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
-    frozen = RunStores(Run(config), target).heldout(pair.prompts, rule)
-    history = past_responses(config, target, rule)
-    question = Question(config.judge, pair.settings.under(rule, max(gammas)), {rule: frozen}, pair.context, history)
+    stores = RunStores(Run(config), target)
+    frozen = stores.heldout(pair.prompts, rule)
+    question = Question(
+        config.judge, pair.settings.under(rule, max(gammas)), {rule: frozen}, pair.context, stores.past(rule)
+    )
     field = line_up(question, target.model, [Candidate(DRAFT, path, None, Draft(pair.draft))])
     by_gamma: dict[int, Judgement] = {}
     chosen = gammas[0]

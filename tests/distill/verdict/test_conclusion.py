@@ -1,6 +1,7 @@
 """What the end of a run takes over from its checkpoints' judgements."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,6 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
         raise _Asked
 
     monkeypatch.setattr(conclusion, "line_up", lambda *_: None)
-    monkeypatch.setattr(conclusion, "past_responses", lambda *_: [])
     monkeypatch.setattr(conclusion, "gather", gather)
     monkeypatch.setattr(conclusion, "gather_by_replay", gather_by_replay)
     loaded = conclusion.load_model
@@ -50,8 +50,12 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_anew_token_by_token(
     monkeypatch.setattr(conclusion, "load_model", with_mask)
     records = [record.model_copy(update={"live": True}) for record in conclusion.load_judgements(tiny_run)]
     monkeypatch.setattr(conclusion, "load_judgements", lambda _: records)
+    answers = SimpleNamespace(
+        run=SimpleNamespace(config=config, folder=config.folder), target=Target(config.target, torch.device("cpu")), heldout={},
+        context=64, stores=SimpleNamespace(past=lambda rule: []),
+    )  # fmt: skip
     with pytest.raises(_Asked):
-        conclusion.conclude_run(config, Target(config.target, torch.device("cpu")), {}, {}, dict, 64, [])
+        conclusion.result_of(answers, {})  # type: ignore[arg-type]
     assert (UNDISTILLED in seen["known"]) == (parallel is None)
     if live == "never":
         assert DRAFT in seen["known"]

@@ -170,7 +170,7 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
     tree["judge"] |= {"rule": "block", "dial_every": 1, "served": str(tiny_run), "live": "end"}
     (folder / "other.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train, "plot_run", lambda run: None)
+        patched.setattr(conclusion, "plot_run", lambda run: None)
         patched.setattr(conclusion, "report_command", lambda run: None)
         assert train.main([str(folder / "other.yaml")]) == 0
     return folder / "other"
