@@ -38,7 +38,7 @@ def figures_of(view: View) -> dict[str, str]:
     Names: steps_alpha, steps_tau, survival, tau, speed, given, calibration.
     """
     result, drawn = view.result, dict[str, str]()
-    if len(result.steps) > 1:
+    if len(result.verdict.checkpoints) > 1:
         for key in ("alpha", "tau"):
             drawn[f"steps_{key}"] = _draw(f"steps_{key}", _steps, view, key)
     if view.survival:
@@ -109,7 +109,7 @@ def plot_steps(axis: Any, steps: Sequence[Any], key: str, best: int | None, styl
 
 
 def _steps(axis: Any, view: View, key: str) -> None:
-    plot_steps(axis, view.result.steps, key, view.draft.step, _style(view, view.draft.way))
+    plot_steps(axis, view.verdict.checkpoints, key, view.draft.step, _style(view, view.draft.way))
 
 
 def _survival(axis: Any, view: View) -> None:

@@ -97,7 +97,7 @@ def summary_of(result: Result, files: ReportFiles | None = None, prices: Prices 
         "name": result.name,
         "made": result.made,
         **{key: verdict[key] for key in FACTS},
-        "checks": result.checks,
+        "checks": result.verdict.self_checks,
         "commit": result.provenance.get("commit"),
         "files": {"html": files.html.name} if files else {},
         **({"money": [asdict(row) for row in price_rows(result, prices)]} if prices else {}),

@@ -50,7 +50,7 @@ class GivenTimes:
 
 def measured_times(result: Result) -> GivenTimes:
     """The times that were measured, v as a slope; without any, an example."""
-    costs = result.costs
+    costs = result.verdict.costs
     if not costs:
         return GivenTimes(0.025, 0.003, 0.02, "example")
     measured = costs.verify_ratio
@@ -109,7 +109,7 @@ class View:
 
     def timed_speed_ups(self, curve: Curve) -> dict[int, float]:
         """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""
-        last = max(self.result.costs.verify_ratio, default=None) if self.result.costs else None
+        last = max(self.verdict.costs.verify_ratio, default=None) if self.verdict.costs else None
         return {
             gamma: value
             for gamma, value in zip(curve.gammas, curve.predicted_speed_up or [], strict=False)

@@ -8,8 +8,6 @@ from pydantic import Field
 from distill.run.served_record import ServedRecord
 from distill.run.verdict_record import (
     Certain,
-    Costs,
-    Gain,
     Interval,
     Judgement,
     Record,
@@ -19,17 +17,6 @@ from distill.run.verdict_record import (
 
 RESULT_FORMAT: Literal[2] = 2
 Writer = Literal["draft", "target", "bonus"]
-
-
-class Step(Record):
-    """A judged checkpoint beside the first."""
-
-    step: int | None = Field(description="optimizer step; null: none of this run")
-    alpha: float = Field(description="acceptance rate")
-    alpha_ci: Interval | None = Field(None, description="its 95 % interval")
-    tau: float = Field(description="tokens per target call")
-    tau_ci: Interval | None = Field(None, description="its 95 % interval; only live")
-    gain: Gain | None = Field(None, description="in alpha over the first, paired by prompt; the interval stands alone")
 
 
 class Curve(Record):
@@ -75,12 +62,6 @@ class Curves(Record):
         """tau of a draft by rule at a gamma; what was not replayed is left out."""
         of_draft = {entry.rule: entry.ways[way] for entry in self.rules if way in entry.ways}
         return {rule: curve.tau[curve.gammas.index(gamma)] for rule, curve in of_draft.items() if gamma in curve.gammas}
-
-
-class TimedCosts(Costs):
-    """The verdict's costs, and the threads they were measured with."""
-
-    threads: int | None = Field(None, description="CPU threads")
 
 
 class SliceRow(Record):
@@ -227,23 +208,6 @@ class Calibration(Record):
     words: Text = Field(description="the advice in words")
 
 
-class DomainChange(Gain):
-    """What training changed on a domain."""
-
-    certain: Certain | None = Field(None, description="whether its interval excludes 0, on enough prompts")
-
-
-class ForgettingRow(Record):
-    """A held-out domain, trained on or not."""
-
-    domain: Text = Field(description="of held-out prompts")
-    trained_on: bool = Field(description="whether training prompts were of it")
-    tokens: int = Field(description="of its text")
-    alpha: dict[str, float] = Field(description="by draft")
-    alpha_ci: dict[str, Interval | None] = Field({}, description="by draft")
-    change: DomainChange | None = Field(None, description="draft minus undistilled draft")
-
-
 class TimedPrompt(Record):
     """Tokens per second on one timed prompt."""
 
@@ -308,9 +272,7 @@ class Result(Record):
     name: Text = Field(description="of the run, or the draft's path")
     made: str | None = Field(None, description="when, UTC")
     verdict: Verdict = Field(description="verdict.json")
-    steps: list[Step] = Field([], description="every judged checkpoint")
     curves: Curves | None = Field(None, description="over gamma, by replay of the frozen text")
-    costs: TimedCosts | None = Field(None, description="measured seconds; null: not timed")
     slices: list[SliceTable] = Field([], description="the frozen text by dimension")
     where: list[WhereRow] = Field([], description="which way helps where; empty: not timed")
     temperatures: list[TemperatureRow] = Field(
@@ -322,10 +284,11 @@ class Result(Record):
     scores: list[TaskScores] = Field([], description="task scores with and without the draft, one a scorer")
     disagreements: list[Disagreement] = Field([], description="where the draft loses most, worst first")
     calibration: Calibration | None = Field(None, description="what its confidence is worth")
-    forgetting: list[ForgettingRow] = Field([], description="held-out domains, when not all were trained on")
+    trained_on: list[Text] | None = Field(
+        None, description="domains of the training prompts; null: nobody trained here"
+    )
     timed_prompts: list[TimedPrompt] | None = Field(None, description="speeds by prompt; null: not timed")
     token_view: TokenView | None = Field(None, description="some responses token by token")
-    checks: dict[str, Any] = Field({}, description="`verdict.self_checks`")
     served: ServedRecord | None = Field(
         None,
         description="what an engine did with the draft: the report takes it from served.json (`understudy readback`)",

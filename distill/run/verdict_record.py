@@ -110,6 +110,13 @@ class OnText(Numbers):
     replay: dict[int, float] = Field({}, description="tau by gamma, from the frozen text")
 
 
+class Gain(Record):
+    """A difference and its interval."""
+
+    gain: float = Field(description="the difference")
+    ci: Interval = Field(description="its interval")
+
+
 class Judgement(OnText):
     """judgement.json of a checkpoint: what `speculative.evaluate.judge` (or replay alone) found, and when."""
 
@@ -130,6 +137,10 @@ class Judgement(OnText):
     score_raw: float | None = Field(None, description="score of the raw weights, where both were judged")
     score_ema: float | None = Field(None, description="score of the averaged ones")
     per_response: PerResponse | None = Field(None, description="sums by response; in judgement.json only")
+    gain: Gain | None = Field(
+        None,
+        description="in a verdict: in alpha over step 0, paired by prompt on the same text; the interval stands alone",
+    )
 
     def without_sums(self) -> "Judgement":
         """The judgement without its lists by response, those under other rules included."""
@@ -142,13 +153,6 @@ def _without_sums(tree: dict[str, Any]) -> dict[str, Any]:
         for key, value in tree.items()
         if key != "per_response"
     }
-
-
-class Gain(Record):
-    """A difference and its interval."""
-
-    gain: float = Field(description="the difference")
-    ci: Interval = Field(description="its interval")
 
 
 class Detectable(Record):
@@ -195,6 +199,7 @@ class Costs(Record):
     )
     batch_size: int | None = Field(None, description="rows at once")
     context: int | None = Field(None, description="tokens before the timed steps")
+    threads: int | None = Field(None, description="CPU threads")
 
 
 class RepetitionShares(Record):
@@ -300,7 +305,7 @@ class Verdict(Record):
     )
     roofline: Roofline | None = Field(None, description="what predicts between and beyond the measured loads")
     latency: dict[str, Latency] = Field({}, description="by way, `target alone` among them; empty: not timed")
-    checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first")
+    checkpoints: list[Judgement] = Field([], description="every judged checkpoint, step 0 first, each with its gain")
     self_checks: dict[str, Any] = Field({}, description="what was checked before anything was measured")
     targets: list[OnTarget] = Field([], description="the draft on each other target (target.others), by replay")
     repetition: Repetition | None = Field(None, description="of the frozen text")

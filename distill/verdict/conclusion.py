@@ -75,7 +75,7 @@ def result_of(answers: Answers, self_checks: dict[str, Any]) -> Result:
         evidence = gather_by_replay(question, candidates, first | {DRAFT: best})
     verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, others=answers.others)
     result = findings_of(
-        evidence, verdict, target.tokenizer, records, kind="run", name=config.name,
+        evidence, verdict, target.tokenizer, kind="run", name=config.name,
         seen=seen_by_both(evidence, target) if live else None, trained_on=answers.domains,
     )  # fmt: skip
     about = {

@@ -1,13 +1,11 @@
 """What a result holds beside its verdict, made from the same evidence. Its shape: distill/run/result.py. No models are loaded here."""
 
 import datetime
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from distill.config.layout import EXPORT, best_student
 from distill.export.engine import check_all, with_places
@@ -19,23 +17,19 @@ from distill.run.result import (
     Curve,
     Curves,
     Disagreement,
-    DomainChange,
-    ForgettingRow,
     RefusedRule,
     Result,
     RuleCurves,
     ServeCommand,
     SliceTable,
-    Step,
     TemperatureRow,
-    TimedCosts,
     TimedPrompt,
     TokenView,
     WhereRow,
 )
-from distill.run.verdict_record import VERSION, Gain, Judgement, Verdict
+from distill.run.verdict_record import VERSION, Verdict
 from distill.verdict.evidence import Evidence
-from distill.verdict.verdict import best_timed_gamma, describe_costs
+from distill.verdict.verdict import best_timed_gamma
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
@@ -43,7 +37,6 @@ from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import where_each_helps
 from speculative.measure.cost import StepCosts
 from speculative.measure.curves import CURVE_GAMMAS, RuleCurve, rule_curve
-from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.measured import TARGET, UNDISTILLED
 from speculative.measure.race import Standings
 from speculative.rules.rule import RULES, rules_of_text
@@ -62,17 +55,13 @@ def findings_of(
     evidence: Evidence,
     verdict: Verdict,
     tokenizer: Any,
-    checkpoints: Sequence[Judgement],
     *,
     kind: str,
     name: str,
     seen: SeenByBoth | None,
-    trained_on: Sequence[str] | None = None,
+    trained_on: list[str] | None = None,
 ) -> Result:
-    """The result, less where it comes from. checkpoints: the judged ones with their sums by response, which the verdict lacks.
-
-    trained_on: domains of the training prompts; None when nobody trained.
-    """
+    """The result, less where it comes from. trained_on: domains of the training prompts; None when nobody trained."""
     question, best = evidence.question, evidence.best.name
     scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
     pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
@@ -80,7 +69,6 @@ def findings_of(
         question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None,
         baseline=UNDISTILLED if UNDISTILLED in scores else None, best=best,
     )  # fmt: skip
-    tables = [SliceTable.model_validate(table, from_attributes=True) for table in slices]
     costs = evidence.costs[best] if evidence.costs else None
     worst = disagreements(
         question.frozen, scores[best], rule=question.rule, gamma=question.gamma, tokenizer=tokenizer,
@@ -93,34 +81,16 @@ def findings_of(
         name=name,
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         verdict=verdict,
-        steps=steps_of(checkpoints, question.keys),
         curves=curves_of(evidence),
-        costs=_costs(evidence, costs),
-        slices=tables,
+        slices=[SliceTable.model_validate(table, from_attributes=True) for table in slices],
         where=_where(evidence),
         disagreements=[Disagreement.model_validate(row, from_attributes=True) for row in worst],
         calibration=_calibration(evidence, verdict, costs),
-        forgetting=_forgetting(tables, trained_on),
+        trained_on=trained_on,
         timed_prompts=_timed(evidence),
         token_view=seen.token_view if seen else None,
         temperatures=seen.temperatures if seen else [],
-        checks=verdict.self_checks,
     )
-
-
-def steps_of(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Step]:
-    """Every judged checkpoint with its gain over the first, paired by prompt on the same text; each interval stands alone."""
-    first = records[0].per_response if records else None
-    rows = []
-    for record in records:
-        own, gain = record.per_response, None
-        if first is not None and own is not None and record is not records[0] and own.tokens == first.tokens:
-            gains_P = sum_by_prompt(keys, np.subtract(own.accept_sums, first.accept_sums))
-            tokens_P = sum_by_prompt(keys, np.array(own.tokens))
-            gain = Gain(gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
-        known = {key: getattr(record, key) for key in ("step", "alpha", "alpha_ci", "tau", "tau_ci")}
-        rows.append(Step(**known, gain=gain))
-    return rows
 
 
 def curves_of(evidence: Evidence) -> Curves:
@@ -177,13 +147,6 @@ def _costs_note(evidence: Evidence, rule: str) -> str:
     )
 
 
-def _costs(evidence: Evidence, costs: StepCosts | None) -> TimedCosts | None:
-    if costs is None:
-        return None
-    threads = evidence.question.judge.speed_threads or torch.get_num_threads()
-    return TimedCosts(**dict(describe_costs(costs, evidence.question.gamma)), threads=threads)
-
-
 def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) -> Calibration:
     scores = evidence.own_scores(evidence.best.name)
     found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
@@ -198,26 +161,6 @@ def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) 
     )  # fmt: skip
     advised = replace(found, stop_below=threshold, words=f"{found.words}. {words}")
     return Calibration.model_validate(advised, from_attributes=True)
-
-
-def _forgetting(slices: Sequence[SliceTable], trained_on: Sequence[str] | None) -> list[ForgettingRow]:
-    """The held-out domains side by side, those without training prompts marked; none when all were trained on."""
-    domains = next((table.rows for table in slices if table.dimension == "domain"), [])
-    if trained_on is None or all(row.name in trained_on for row in domains):
-        return []
-    return [
-        ForgettingRow(
-            domain=row.name,
-            trained_on=row.name in trained_on,
-            tokens=row.tokens,
-            alpha=row.alpha,
-            alpha_ci=row.alpha_ci,
-            change=None
-            if row.gain is None or row.gain_ci is None
-            else DomainChange(gain=row.gain, ci=row.gain_ci, certain=row.certain),
-        )
-        for row in domains
-    ]
 
 
 def _where(evidence: Evidence) -> list[WhereRow]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from distill.run.others import OtherTarget
 from distill.run.verdict_record import (
@@ -13,6 +14,7 @@ from distill.run.verdict_record import (
     Costs,
     DraftOf,
     Effects,
+    Gain,
     Judgement,
     Latency,
     OnTarget,
@@ -29,15 +31,16 @@ from distill.verdict.sentence import conclude
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, near_best_gammas
 from speculative.measure.effects import paired_effects
-from speculative.measure.intervals import ratio_interval
+from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
 from speculative.measure.measured import HELD_OUT, SERVED, UNDISTILLED, Measured
 from speculative.measure.metrics import latency
 from speculative.measure.token_scores import TokenScores, score_tokens
 
 
-def describe_costs(costs: StepCosts, gamma: int) -> Costs:
+def describe_costs(costs: StepCosts, question: Question) -> Costs:
     """The measured costs as plain numbers."""
+    gamma = question.gamma
     gammas = sorted(costs.verify_seconds)
     return Costs(
         target_step_seconds=costs.target_seconds,
@@ -48,6 +51,7 @@ def describe_costs(costs: StepCosts, gamma: int) -> Costs:
         break_even_alpha=break_even_alpha(gamma, costs.cost_ratio_at(gamma), costs.verify_ratio(gamma)),
         batch_size=costs.batch_size,
         context=costs.context,
+        threads=question.judge.speed_threads or torch.get_num_threads(),
     )
 
 
@@ -105,17 +109,31 @@ def verdict_of(
         tokens=best.tokens or 0,
         replay=best.replay,
         best_gamma_range=near_best_gammas(taus, costs) if costs else None,
-        costs=describe_costs(costs, question.gamma) if costs is not None else None,
+        costs=describe_costs(costs, question) if costs is not None else None,
         latency=_latency(evidence),
         plain_wins_from=curve.plain_wins_from() if curve else None,
         roofline=_roofline(curve) if curve else None,
-        checkpoints=[record.without_sums() for record in checkpoints],
+        checkpoints=with_gains(checkpoints, question.keys),
         self_checks=self_checks,
         targets=[target for _, target, _ in elsewhere],
         repetition=repeated,
         warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
         seconds={},
     )
+
+
+def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgement]:
+    """Checkpoints without their sums by response, each with its gain over the first, paired by prompt on the same text."""
+    first, found = records[0].per_response, []
+    for record in records:
+        own, told = record.per_response, record.without_sums()
+        if first is not None and own is not None and record is not records[0] and own.tokens == first.tokens:
+            gains_P = sum_by_prompt(keys, np.subtract(own.accept_sums, first.accept_sums))
+            tokens_P = sum_by_prompt(keys, np.array(own.tokens))
+            gain = Gain(gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
+            told = told.model_copy(update={"gain": gain})
+        found.append(told)
+    return found
 
 
 def looks_of(checkpoints: Sequence[Judgement]) -> int:

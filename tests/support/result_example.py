@@ -187,6 +187,7 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
     survival = [
         sum(count >= j for row in range(PROMPTS) for count in BLOCKS[row % 3]) / blocks for j in range(1, GAMMA + 1)
     ]
+    *first, last = _steps()
     waits = {"p50": 0.02, "p90": 0.0255, "p99": 0.03}
     share = {"repeated": 0.3, "looping": 0.02, "tokens": 600}
     return {
@@ -201,7 +202,15 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
         "against_served": copy.deepcopy(effects) | {"alpha": {"gain": 0.04, "ci": [0.01, 0.07]}, "speed_up": None},
         "judgement": judged | {"replay_check": check, "survival": survival},
         # Judged in passing, in another live run than the last one.
-        "checkpoints": [judged | {"tau": tokens / (blocks + 9), "replay_check": check | {"live_blocks": blocks + 9, "z": 0.6}}],
+        "checkpoints": [*first, last | judged | {"tau": tokens / (blocks + 9), "replay_check": check | {"live_blocks": blocks + 9, "z": 0.6}}],
+        "costs": {
+            "target_step_seconds": TARGET_SECONDS, "draft_step_seconds": C * TARGET_SECONDS, "cost_ratio": C, "batch_size": 1, "context": 128,
+            "verify_ratio": {str(g): 1 + V_EXTRA * g for g in (1, 2, 4, 8, 16)}, "threads": 1,
+        },
+        "self_checks": {
+            "prompts": 8, "tokens": 686, "dtype": "float32", "alpha_replay": 0.9999997, "alpha_live": 1.0, "alpha_tolerance": 0.0009,
+            "greedy_equal": 8, "near_ties": [],
+        },
         "best_gamma_range": [2, 4], "plain_wins_from": 12, "roofline": {
             "target_fixed_seconds": 0.0084, "target_seconds_per_token": 0.0002, "draft_fixed_seconds": 0.002,
             "draft_seconds_per_token": 0.0001, "free_tokens": 42.0,
@@ -239,17 +248,13 @@ def example_result(responses: int = 8) -> dict[str, Any]:
     rules = (("sample", 1.0, ""), ("greedy-draft", 0.93, "vLLM's default"), ("block", 1.02, ""))
     config = '{"method":"draft_model","model":"/d","num_speculative_tokens":3}'
     return {
-        "format": 2, "version": "0.2.0", "kind": "run", "name": "tiny", "made": "2026-11-20T19:00:00+00:00", "verdict": _verdict(live), "steps": _steps(),
+        "format": 2, "version": "0.2.0", "kind": "run", "name": "tiny", "made": "2026-11-20T19:00:00+00:00", "verdict": _verdict(live),
         "curves": {
             "gammas": GAMMAS,
             "rules": [
                 {"rule": rule, "ways": {name: _curve(name, rule, tilt) for name in ALPHA}, "note": note} for rule, tilt, note in rules
             ],
             "refused": [{"rule": "greedy", "why": "needs text that was answered at temperature 0"}],
-        },
-        "costs": {
-            "target_step_seconds": TARGET_SECONDS, "draft_step_seconds": C * TARGET_SECONDS, "cost_ratio": C, "batch_size": 1, "context": 128,
-            "verify_ratio": {str(g): 1 + V_EXTRA * g for g in (1, 2, 4, 8, 16)}, "threads": 1,
         },
         "slices": _slices(), "where": _where(),
         "disagreements": [
@@ -260,17 +265,9 @@ def example_result(responses: int = 8) -> dict[str, Any]:
             for context, target, draft, count in said
         ],
         "calibration": {"bins": bins, "stop_below": 0.3, "words": "the draft is overconfident by 0.034 on average"},
-        "forgetting": [
-            {"domain": name, "trained_on": trained, "tokens": 900, "alpha": {UNDISTILLED: alpha, DRAFT: alpha + change},
-             "alpha_ci": {DRAFT: _ends(alpha + change, 0.01)}, "change": {"gain": change, "ci": _ends(change, 0.02)}}
-            for name, trained, alpha, change in (("python", True, 0.345, 0.33), ("old mail", False, 0.5, -0.06))
-        ],
+        "trained_on": list(DOMAINS[:2]),
         "timed_prompts": [{"key": row["key"], "tokens_per_second": {TARGET: 128.0, DRAFT: 150.0}} for row in live[:7]],
         "token_view": _token_view(live, responses),
-        "checks": {
-            "prompts": 8, "tokens": 686, "dtype": "float32", "alpha_replay": 0.9999997, "alpha_live": 1.0, "alpha_tolerance": 0.0009,
-            "greedy_equal": 8, "near_ties": [],
-        },
         "serve": [
             {"engine": "vLLM", "ok": True, "language": "bash", "note": "draft argmax by default", "command": f"vllm serve t --speculative-config '{config}'"},
             {"engine": "llama.cpp", "ok": False, "language": "bash", "note": "refuses it: sizes differ by 200", "command": "llama-server -m T.gguf"},
@@ -298,7 +295,7 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         row["how"]["tau"] = "replay"
         row.pop("tau_ci", None)
         row.pop("accepted_per_drafted", None)
-    for key in ("run", "plain_wins_from", "best_gamma_range", "roofline", "latency", "pays"):
+    for key in ("run", "costs", "self_checks", "plain_wins_from", "best_gamma_range", "roofline", "latency", "pays"):
         del verdict[key]
     verdict |= {
         "measured": judged,
@@ -307,13 +304,14 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         "facts": [],
     }
     verdict["judgement"] = {"step": 120, "alpha": ALPHA[DRAFT], "tau": tau_of(ALPHA[DRAFT], GAMMA)}
-    verdict["checkpoints"] = [verdict["judgement"]]
-    for step in made["steps"]:
+    for key in ("replay_check", "live_tokens"):
+        del verdict["checkpoints"][-1][key]
+    for step in verdict["checkpoints"]:
         del step["tau_ci"]
     for curves in made["curves"]["rules"]:
         for curve in curves["ways"].values():
             del curve["predicted_speed_up"]
-    for key in ("costs", "token_view", "timed_prompts", "where", "checks"):
+    for key in ("token_view", "timed_prompts", "where"):
         del made[key]
     return made
 
@@ -333,7 +331,8 @@ def no_baseline(result: dict[str, Any]) -> dict[str, Any]:
         row["alpha"] = {DRAFT: row["alpha"][DRAFT]}
         for key in ("gain", "gain_ci", "certain"):
             del row[key]
-    for key in ("steps", "forgetting", "serve"):
+    verdict["checkpoints"] = verdict["checkpoints"][-1:]
+    for key in ("trained_on", "serve"):
         del made[key]
     return made | {"kind": "evaluation"}
 
@@ -355,16 +354,7 @@ def bare(result: dict[str, Any]) -> dict[str, Any]:
     verdict = made["verdict"]
     verdict["measured"] = [row for row in verdict["measured"] if "speed_up" not in row]
     kept = (
-        "rule",
-        "gamma",
-        "prompts",
-        "tokens",
-        "outcome",
-        "drafts",
-        "measured",
-        "headline",
-        "judgement",
-        "checkpoints",
-        "version",
-    )
-    return made | {"verdict": {key: verdict[key] for key in kept}}
+        "version", "rule", "gamma", "prompts", "tokens", "outcome", "drafts", "measured", "headline", "judgement"
+    )  # fmt: skip
+    last = {"checkpoints": verdict["checkpoints"][-1:]}
+    return made | {"verdict": {key: verdict[key] for key in kept} | last}

@@ -158,7 +158,7 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
     by_gamma[chosen] = evidence.judged[DRAFT]
     verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=dict(checks))
     result = findings_of(
-        evidence, verdict, target.tokenizer, verdict.checkpoints, kind="evaluation", name=path, seen=seen_by_both(evidence, target)
+        evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=seen_by_both(evidence, target)
     )  # fmt: skip
     about = {"provenance": describe_run(config.seed), "config": dump_config(config), "gammas": by_gamma}
     return result.model_copy(update=about | {"files": {"proposals": log.name if log is not None else None}})

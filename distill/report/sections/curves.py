@@ -10,7 +10,7 @@ SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 @section("steps", "Acceptance over steps", order=20, nav="Steps")
 def steps(view: View) -> Made:
     """alpha and tau of every judged checkpoint."""
-    rows = view.result.steps
+    rows = view.verdict.checkpoints
     if len(rows) < 2:
         return "Only one checkpoint was judged, so there is no curve over steps."
     # Only counted blocks have an interval of tau.
@@ -59,7 +59,7 @@ def speed(view: View) -> Made:
 
 def speed_line(view: View) -> str:
     """What was timed, and what the curve is predicted from."""
-    verdict, costs, row = view.verdict, view.result.costs, view.verdict.row(view.draft.way)
+    verdict, costs, row = view.verdict, view.verdict.costs, view.verdict.row(view.draft.way)
     if costs is None:
         return "Nothing was timed on this machine; the curve below is for other times."
     timed = f"Timed: {row.speed_up:.2f}x at gamma {row.gamma}. " if row is not None and row.speed_up is not None else ""

@@ -87,7 +87,7 @@ def serve_warning(view: View) -> str:
 
 def check_lines(result: Result) -> list[str]:
     """The instrument's own checks, in words; what has no words here is shown as key and value."""
-    checks = dict(result.checks)
+    checks = dict(result.verdict.self_checks)
     lines = []
     if "alpha_replay" in checks:
         size = [f"{checks.pop(key)} {key}" for key in ("prompts", "tokens") if key in checks] + [
@@ -128,7 +128,7 @@ def _agreement_line(result: Result) -> str:
 
 def run_facts(view: View) -> list[tuple[str, str]]:
     """What was run, on what: (name, value), values that are not recorded left out."""
-    result, verdict, costs = view.result, view.verdict, view.result.costs
+    result, verdict, costs = view.result, view.verdict, view.verdict.costs
     facts = dict(result.provenance)
     dirty, commit, argv = (facts.pop(key, None) for key in ("uncommitted_changes", "commit", "argv"))
     versions, sampling = (facts.pop(key, None) or {} for key in ("versions", "sampling"))

@@ -40,7 +40,7 @@ def slices(view: View) -> Made:
 def slices_line(view: View) -> str:
     """What the intervals of the gains hold for, and when a slice is marked."""
     groups = view.result.slices
-    marks = ("“worse” and “forgotten”" if view.result.forgetting else "“worse”") + " marks"
+    marks = ("“worse” and “forgotten”" if untrained(view) else "“worse”") + " marks"
     levels = [group.corrected_confidence for group in groups if group.corrected_confidence]
     if not levels or not any(row.gain is not None for group in groups for row in group.rows):
         return "Each interval stands alone."
@@ -109,28 +109,28 @@ def targets(view: View) -> Made:
 @section("forgetting", "Forgetting", order=85)
 def forgetting(view: View) -> Made:
     """Every domain, trained on or not: alpha of each draft and what distilling changed."""
-    rows = view.result.forgetting
+    rows = untrained(view)
     if not rows:
         return None
-    names = [name for name in view.ways if any(name in row.alpha for row in rows)]
-    domains = {row.name: row for group in view.result.slices if group.dimension == "domain" for row in group.rows}
-    table = Table(
-        [
-            "domain",
-            Column("tokens", ","),
-            *(Column(f"alpha {name}", ".3f") for name in names),
-            Column("change", "+.3f"),
-        ]
+    names, trained_on = (
+        [name for name in view.ways if any(name in row.alpha for row in rows)],
+        view.result.trained_on or [],
     )
+    heads = (Column("tokens", ","), *(Column(f"alpha {name}", ".3f") for name in names), Column("change", "+.3f"))
+    table = Table(["domain", *heads])
     for row in rows:
-        change, same = row.change, domains.get(row.domain)
-        certain = (change and change.certain) or (same and same.certain)
         table.add(
-            Cell(row.domain, note="" if row.trained_on else "not trained on"), row.tokens,
-            *(Cell(row.alpha.get(name), row.alpha_ci.get(name)) for name in names),
-            Cell(change.gain if change else None, change.ci if change else None, mark="forgotten" if certain == "loss" else ""),
+            Cell(row.name, note="" if row.name in trained_on else "not trained on"), row.tokens, *_alphas(row, names),
+            Cell(row.gain, row.gain_ci, mark="forgotten" if row.certain == "loss" else ""),
         )  # fmt: skip
     return ["The same drafts on every domain, also on those that were not trained on.", table]
+
+
+def untrained(view: View) -> list[SliceRow]:
+    """The held-out domains side by side; none where all were trained on, or nobody trained."""
+    trained_on = view.result.trained_on
+    rows = next((group.rows for group in view.result.slices if group.dimension == "domain"), [])
+    return [] if trained_on is None or all(row.name in trained_on for row in rows) else rows
 
 
 @section("disagreements", "Most expensive disagreements", order=95, nav="Disagreements")

@@ -19,8 +19,9 @@ from distill.models.target import Target
 from distill.run.result import load_result
 from distill.run.verdict_record import Judgement, PerResponse
 from distill.verdict import conclusion
-from distill.verdict.findings import serve_commands, steps_of
+from distill.verdict.findings import serve_commands
 from distill.verdict.token_view import spread_over, writers
+from distill.verdict.verdict import with_gains
 from speculative.decoder.responses import Response
 from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, PAST, SERVED, TARGET, TOGETHER, UNDISTILLED
 from speculative.measure.token_scores import score_responses
@@ -125,19 +126,20 @@ def test_slices_partition_the_frozen_text(result: dict) -> None:
         assert mean == pytest.approx(verdict["judgement"]["alpha"], abs=1e-9)
 
 
-def test_steps_pair_every_checkpoint_with_the_first(result: dict) -> None:
-    best = next(row for row in result["steps"] if row["step"] == result["verdict"]["drafts"][-1]["step"])
-    assert result["steps"][0]["gain"] is None
-    assert best["gain"]["gain"] == pytest.approx(result["verdict"]["gain"]["alpha"]["gain"], abs=1e-6)
+def test_every_checkpoint_is_paired_with_the_first(result: dict) -> None:
+    verdict = result["verdict"]
+    best = next(row for row in verdict["checkpoints"] if row["step"] == verdict["drafts"][-1]["step"])
+    assert "gain" not in verdict["checkpoints"][0]
+    assert best["gain"]["gain"] == pytest.approx(verdict["gain"]["alpha"]["gain"], abs=1e-6)
 
 
-def test_steps_of_text_that_differs_are_not_paired() -> None:
+def test_checkpoints_on_text_that_differs_are_not_paired() -> None:
     sums = [([1.0, 2.0], [2, 4]), ([1.0, 3.0], [2, 5]), ([1.5, 2.5], [2, 4])]
     records = [
         Judgement(step=step, alpha=0.5, tau=1.5, per_response=PerResponse(accept_sums=accepted, tokens=tokens))
         for step, (accepted, tokens) in enumerate(sums)
     ]
-    rows = steps_of(records, ["a", "b"])
+    rows = with_gains(records, ["a", "b"])
     assert [row.gain is None for row in rows] == [True, True, False]
     assert rows[2].gain is not None
     assert rows[2].gain.gain == pytest.approx(1.0 / 6.0)
@@ -200,12 +202,13 @@ def test_the_served_draft_stands_between_baseline_and_best(other_run: Path, tiny
 
 
 def test_a_domain_that_was_not_trained_on_is_watched(other_run: Path, result: dict) -> None:
-    rows = json.loads((other_run / "result.json").read_text())["forgetting"]
-    assert {row["domain"]: row["trained_on"] for row in rows} == {"old": False, "stdlib": True}
+    watched = json.loads((other_run / "result.json").read_text())
+    assert watched["trained_on"] == result["trained_on"] == ["stdlib"]
+    rows = next(table["rows"] for table in watched["slices"] if table["dimension"] == "domain")
+    assert {row["name"] for row in rows} == {"old", "stdlib"}
     for row in rows:
         assert set(row["alpha"]) == {UNDISTILLED, SERVED, DRAFT}
-        assert row["change"]["gain"] == pytest.approx(row["alpha"][DRAFT] - row["alpha"][UNDISTILLED], abs=1e-9)
-    assert result["forgetting"] == []  # all of its domains were trained on
+        assert row["gain"] == pytest.approx(row["alpha"][DRAFT] - row["alpha"][UNDISTILLED], abs=1e-9)
 
 
 def test_block_verification_is_replayed_against_live_decoding(other_run: Path) -> None:
