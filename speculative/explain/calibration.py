@@ -10,7 +10,7 @@ Shapes: T tokens of one response, P prompts, C bins of confidence.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +54,6 @@ class Reliability:
     words: str
 
 
-class _Drafted(NamedTuple):
-    """Of each token of a response, in each bin: drafted tokens expected there (T, C), and accepted ones (T, C)."""
-
-    drafted_TC: np.ndarray
-    accepted_TC: np.ndarray
-
-
 def calibration(
     texts: Sequence[SlicedText],
     scores: Sequence[TokenScores],
@@ -81,26 +74,19 @@ def calibration(
     """
     by_response = [_drafted(own, rule) for own in scores]
     keys = [text.prompt for text in texts]
-    drafted_PC = _by_prompt(keys, [own.drafted_TC for own in by_response])
-    accepted_PC = _by_prompt(keys, [own.accepted_TC for own in by_response])
-    total = float(drafted_PC.sum())
-    confidences_C = _mean_confidences(scores, rule)
-    bins: list[Bin] = []
-    for place in range(BINS):
+    drafted_PC, accepted_PC = (_by_prompt(keys, [own[side] for own in by_response]) for side in (0, 1))
+    total, confidences_C = float(drafted_PC.sum()), _mean_confidences(scores, rule)
+    bins = []
+    for place in np.flatnonzero(drafted_PC.any(0)).tolist():
         inside_P = drafted_PC[:, place] > 0
-        if not inside_P.any():
-            continue
         drafted_P, accepted_P = drafted_PC[inside_P, place], accepted_PC[inside_P, place]
+        drafted = float(drafted_P.sum())
         bins.append(
             Bin(
-                _edge(place),
-                _edge(place + 1),
-                float(drafted_P.sum()) / total,
-                float(confidences_C[place]),
-                min(1.0, float(accepted_P.sum() / drafted_P.sum())),
-                _interval(accepted_P, drafted_P, confidence),
+                place / BINS, (place + 1) / BINS, drafted / total, float(confidences_C[place]),
+                min(1.0, float(accepted_P.sum()) / drafted), _interval(accepted_P, drafted_P, confidence),
             )
-        )
+        )  # fmt: skip
     error = float(sum(one.weight * abs(one.accepted - one.confidence) for one in bins))
     return Reliability(rule, name, bins, error, None, _words(bins, error))
 
@@ -130,10 +116,10 @@ def stop_below(
     """
     drafted_C, both_C = np.zeros(BINS), np.zeros(BINS)
     for own in scores:
-        drafted = _drafted(own, rule)
-        drafted_C += drafted.drafted_TC[:-1].sum(0)
+        drafted_TC, accepted_TC = _drafted(own, rule)
+        drafted_C += drafted_TC[:-1].sum(0)
         further_T = own.accept_probs(rule)[1:] if own.by_start is None else own.by_start.accept_probs(rule)[:-1, 1]
-        both_C += (drafted.accepted_TC[:-1] * further_T[:, None]).sum(0)
+        both_C += (accepted_TC[:-1] * further_T[:, None]).sum(0)
     filled = np.flatnonzero(drafted_C >= ENOUGH)
     if not len(filled):
         return 0.0, "too little text to advise a confidence stop: leave it off"
@@ -148,7 +134,7 @@ def stop_below(
         if not paying:
             return None, f"{nowhere}, and no confidence stop would: decode without it"
         return None, "one more token pays behind no drafted token, however sure the draft is: use gamma 1 at most"
-    threshold = _edge(int(filled[int(pays.argmax()) - 1]) + 1)
+    threshold = (int(filled[int(pays.argmax()) - 1]) + 1) / BINS
     why = f"one more costs {price:.2f} target steps there, more than it brings"
     if not paying:
         return threshold, (
@@ -170,17 +156,17 @@ def _interval(accepted_P: np.ndarray, drafted_P: np.ndarray, confidence: float) 
     return [low, high]
 
 
-def _drafted(own: TokenScores, rule: str) -> _Drafted:
+def _drafted(own: TokenScores, rule: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token of a response, in each bin: drafted tokens expected there (T, C), and accepted ones (T, C)."""
     rows, columns = np.arange(len(own)), _bin(_draft_probs(own, rule))
-    accepted_TC = np.zeros((len(own), BINS))
+    drafted_TC, accepted_TC = np.zeros((2, len(own), BINS))
     accepted_TC[rows, columns] = own.accept_probs(rule)
-    if not draft_draws(rule):
-        drafted_TC = np.zeros((len(own), BINS))
-        drafted_TC[rows, columns] = 1.0
-        return _Drafted(drafted_TC, accepted_TC)
-    if own.confidence_mass_TC is None:
-        raise ValueError("no confidence in these scores: make them with score_tokens(..., confidence=True)")
-    return _Drafted(own.confidence_mass_TC, accepted_TC)
+    if draft_draws(rule):
+        if own.confidence_mass_TC is None:
+            raise ValueError("no confidence in these scores: make them with score_tokens(..., confidence=True)")
+        return own.confidence_mass_TC, accepted_TC
+    drafted_TC[rows, columns] = 1.0
+    return drafted_TC, accepted_TC
 
 
 def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
@@ -191,7 +177,7 @@ def _mean_confidences(scores: Sequence[TokenScores], rule: str) -> np.ndarray:
         counts_C = np.bincount(bins_T, minlength=BINS)
         sums_C = np.bincount(bins_T, weights=probs_T, minlength=BINS)
         return np.where(counts_C > 0, sums_C / np.maximum(counts_C, 1), CENTRES)
-    mass_TC = np.concatenate([_drafted(own, rule).drafted_TC for own in scores])
+    mass_TC = np.concatenate([_drafted(own, rule)[0] for own in scores])
     # Tokens of the vocabulary in the bin: as many as its mass can be shared among.
     tokens_TC = np.maximum(np.rint(mass_TC / CENTRES), 1.0)
     means_TC = np.clip(mass_TC / tokens_TC, EDGES[:-1], EDGES[1:])
@@ -209,10 +195,6 @@ def _draft_probs(own: TokenScores, rule: str) -> np.ndarray:
 
 def _bin(probs_T: np.ndarray) -> np.ndarray:
     return np.minimum((probs_T * BINS).astype(np.int64), BINS - 1)
-
-
-def _edge(place: int) -> float:
-    return place / BINS
 
 
 def _by_prompt(keys: Sequence[Any], values_NTC: Sequence[np.ndarray]) -> np.ndarray:

@@ -97,15 +97,6 @@ def closed_share(alpha: float, ceiling_alpha: float = 1.0) -> float:
     return (end - own) / (1.0 - own) if own < 1.0 else 0.0
 
 
-def partly_closed(accept_probs: Sequence[np.ndarray], ceilings: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
-    """Acceptance, (T,) or by start and offset (T, J), of a draft that is the ceiling's at a share of the places, else itself.
-
-    So alpha closes that share of its gap, and hard places stay as unevenly spread as they are: replaying it does not
-    assume that acceptance is independent from token to token.
-    """
-    return [(1.0 - share) * own + share * best for own, best in zip(accept_probs, ceilings, strict=True)]
-
-
 def partly_closed_tau(tau: float, gamma: int, other_tau: float, other_closed_tau: float) -> float:
     """tau of a rule without a law per token, when it closes the share of its gap to gamma + 1 that another rule closes."""
     gap = gamma + 1.0 - other_tau
@@ -132,10 +123,10 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
     reason = hopeless_because(costs)
     if reason is None:
         return None
-    free_draft = replace(costs, draft_seconds={1: 0.0})
-    free_verify = replace(costs, verify_seconds=dict.fromkeys(costs.verify_seconds, costs.target_seconds))
-    helps = (hopeless_because(free_draft) is None, hopeless_because(free_verify) is None)
-    blamed: dict[tuple[bool, bool], Culprit] = {(True, False): "draft", (False, True): "verify", (True, True): "either"}
+    free_verify = dict.fromkeys(costs.verify_seconds, costs.target_seconds)
+    free = replace(costs, draft_seconds={1: 0.0}), replace(costs, verify_seconds=free_verify)
+    helps = tuple(hopeless_because(one) is None for one in free)
+    blamed: dict[tuple[bool, ...], Culprit] = {(True, False): "draft", (False, True): "verify", (True, True): "either"}
     culprit = blamed.get(helps, "both")
     gammas = ceiling_gammas(costs)
     perfect = reason != "realistic_draft"
@@ -273,7 +264,8 @@ def draft_outlook(
         ceiling_alpha = alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0]
         ceiling_taus = replay(best, gammas)
     share = closed_share(curve.alpha, ceiling_alpha)
-    closed = partly_closed(own, best, share)
+    # The ceiling's acceptance at a share of the places, else its own: hard places stay as unevenly spread as they are.
+    closed = [(1.0 - share) * probs + share * highest for probs, highest in zip(own, best, strict=True)]
     closed_taus = replay(closed, gammas)
     both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
     if rule == "block":

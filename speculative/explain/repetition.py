@@ -31,14 +31,6 @@ class Repeats(NamedTuple):
     looping_N: np.ndarray
 
 
-class _Flat(NamedTuple):
-    """All texts one after the other: token, whose it is, and whether it is of the response."""
-
-    ids_L: np.ndarray
-    text_L: np.ndarray
-    said_L: np.ndarray
-
-
 def repeats(texts: Sequence[StoredText], ngram: int = REPEATED_NGRAM) -> Repeats:
     """What repeats in each response.
 
@@ -46,48 +38,42 @@ def repeats(texts: Sequence[StoredText], ngram: int = REPEATED_NGRAM) -> Repeats
     repeats with a period p of at most `LONGEST_PERIOD` tokens, x[t] == x[t - p], for two more periods and at least 16
     tokens of the response; the first period is not counted. Time is proportional to the tokens (and its logarithm).
     """
-    flat = _flat(texts)
-    counts = [
-        np.bincount(flat.text_L[marked_L & flat.said_L], minlength=len(texts))
-        for marked_L in (np.ones_like(flat.said_L), _repeated(flat, ngram), _looping(flat))
-    ]
-    return Repeats(*counts)
-
-
-def _flat(texts: Sequence[StoredText]) -> _Flat:
+    # All texts one after the other: token, whose it is, and whether it is of the response.
     parts = [np.asarray([*text.prompt_ids, *text.response_ids], dtype=np.int64) for text in texts]
     ids_L = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     text_L = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    places_L = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(part)) for part in parts)])
-    prompts_N = np.array([len(text.prompt_ids) for text in texts], dtype=np.int64)
-    return _Flat(ids_L, text_L, places_L >= prompts_N[text_L])
+    said = [np.arange(len(part)) >= len(text.prompt_ids) for part, text in zip(parts, texts, strict=True)]
+    said_L = np.concatenate([np.zeros(0, dtype=bool), *said])
+    marked = (np.ones_like(said_L), _repeated(ids_L, text_L, ngram), _looping(ids_L, text_L, said_L))
+    return Repeats(*(np.bincount(text_L[marked_L & said_L], minlength=len(texts)) for marked_L in marked))
 
 
-def _repeated(flat: _Flat, ngram: int) -> np.ndarray:
-    marked_L = np.zeros(len(flat.ids_L), dtype=bool)
-    if len(flat.ids_L) < ngram:
+def _repeated(ids_L: np.ndarray, text_L: np.ndarray, ngram: int) -> np.ndarray:
+    marked_L = np.zeros(len(ids_L), dtype=bool)
+    if len(ids_L) < ngram:
         return marked_L
     # n-grams of one text that are the same get one number: that of the n-gram one token shorter, and the next token.
-    ids_L = np.unique(flat.ids_L, return_inverse=True)[1]
+    ids_L = np.unique(ids_L, return_inverse=True)[1]
     kinds = int(ids_L.max()) + 1
-    number_L = flat.text_L * kinds + ids_L
+    number_L = text_L * kinds + ids_L
     for size in range(1, ngram):
         number_L = np.unique(number_L, return_inverse=True)[1][:-1] * kinds + ids_L[size:]
     _, first, number_L = np.unique(number_L, return_index=True, return_inverse=True)
     starts = np.arange(len(number_L))
     # An n-gram that runs on into the next text is none.
-    again_L = (first[number_L] < starts) & (flat.text_L[ngram - 1 :] == flat.text_L[: len(starts)])
+    again_L = (first[number_L] < starts) & (text_L[ngram - 1 :] == text_L[: len(starts)])
     for place in range(ngram):
         marked_L[place : place + len(starts)] |= again_L
     return marked_L
 
 
-def _looping(flat: _Flat) -> np.ndarray:
-    marked_L = np.zeros(len(flat.ids_L), dtype=bool)
-    for period in range(1, min(LONGEST_PERIOD, len(flat.ids_L) - 1) + 1):
-        same_L = np.zeros(len(flat.ids_L) + 1, dtype=bool)
-        same_L[period:-1] = flat.ids_L[period:] == flat.ids_L[:-period]
-        same_L[period:-1] &= (flat.text_L[period:] == flat.text_L[:-period]) & flat.said_L[period:]
+def _looping(ids_L: np.ndarray, text_L: np.ndarray, said_L: np.ndarray) -> np.ndarray:
+    marked_L = np.zeros(len(ids_L), dtype=bool)
+    for period in range(1, min(LONGEST_PERIOD, len(ids_L) - 1) + 1):
+        same_L = np.zeros(len(ids_L) + 1, dtype=bool)
+        same_L[period:-1] = (
+            (ids_L[period:] == ids_L[:-period]) & (text_L[period:] == text_L[:-period]) & said_L[period:]
+        )
         # A stretch in one text and one in the next are parted: the next begins with its prompt, or has nothing before it.
         edges = np.flatnonzero(np.diff(same_L, prepend=False))
         begins, ends = edges[::2], edges[1::2]
@@ -122,17 +108,12 @@ def repetition(texts: Sequence[SlicedText]) -> Repetition:
         rows_by_domain.setdefault(text.domain, []).append(row)
     whole = _shares(found, list(range(len(texts))))
     by_domain = {name: _shares(found, rows) for name, rows in rows_by_domain.items()}
-    return Repetition(whole.repeated, whole.looping, whole.tokens, by_domain, looping_warning(whole.looping))
-
-
-def looping_warning(looping: float) -> str | None:
-    """A line when so large a share of the target's tokens loops that acceptance on it says little."""
-    if looping <= WORRYING_LOOPING:
-        return None
-    return (
-        f"{100 * looping:.0f} % of the target's tokens repeat what it has just said, in a loop: acceptance on such text "
+    warning = (
+        f"{100 * whole.looping:.0f} % of the target's tokens repeat what it has just said, in a loop: acceptance on such text "
         "says little; sample (serving.temperature), or take a better target"
     )
+    worrying = whole.looping > WORRYING_LOOPING
+    return Repetition(whole.repeated, whole.looping, whole.tokens, by_domain, warning if worrying else None)
 
 
 def _shares(found: Repeats, rows: list[int]) -> Shares:

@@ -102,69 +102,48 @@ def slice_tables(
     prompt_of_flat_T = np.repeat([index.setdefault(text.prompt, len(index)) for text in texts], lengths_N)
     if not len(prompt_of_flat_T):
         return []
-    tables = []
-    for dimension, unit, (slices_flat_T, names) in _dimensions(texts, lengths_N, pieces, entropies):
-        sums = _SliceSums(slices_flat_T, len(names), prompt_of_flat_T, len(index))
-        corrected = 1.0 - (1.0 - confidence) / int((sums.tokens_SP.sum(1) > 0).sum())
-        rows = _rows(sums, names, accepted, baseline, best, confidence, corrected)
-        tables.append(SliceTable(dimension, unit, corrected, rows))
-    return tables
+    gain_flat_T = accepted[best] - accepted[baseline] if baseline in accepted else None
+    return [
+        _table(dimension, unit, partition, prompt_of_flat_T, accepted, 1.0 - accepted[best], gain_flat_T, confidence)
+        for dimension, unit, partition in _dimensions(texts, lengths_N, pieces, entropies)
+    ]
 
 
-class _SliceSums:
-    """Sums (S, P) over the tokens of each slice and prompt."""
-
-    def __init__(self, slices_flat_T: np.ndarray, slices: int, prompt_of_flat_T: np.ndarray, prompts: int):
-        self._shape = (slices, prompts)
-        self._cell_flat_T = slices_flat_T.astype(np.int64) * prompts + prompt_of_flat_T
-        self.tokens_SP = self.of(np.ones(len(slices_flat_T)))
-
-    def of(self, values_flat_T: np.ndarray) -> np.ndarray:
-        size = self._shape[0] * self._shape[1]
-        return np.bincount(self._cell_flat_T, weights=values_flat_T, minlength=size).reshape(self._shape)
-
-
-def _rows(
-    sums: _SliceSums,
-    names: Sequence[str],
+def _table(
+    dimension: str,
+    unit: str,
+    partition: Partition,
+    prompt_of_flat_T: np.ndarray,
     accepted: Mapping[str, np.ndarray],
-    baseline: str | None,
-    best: str,
+    lost_flat_T: np.ndarray,
+    gain_flat_T: np.ndarray | None,
     confidence: float,
-    corrected: float,
-) -> list[Slice]:
-    accepted_SP = {name: sums.of(values_flat_T) for name, values_flat_T in accepted.items()}
-    lost_S = sums.of(1.0 - accepted[best]).sum(1)
-    lost = float(lost_S.sum())
-    gains_SP = sums.of(accepted[best] - accepted[baseline]) if baseline is not None and baseline in accepted else None
+) -> SliceTable:
+    (slices_flat_T, names), prompts = partition, int(prompt_of_flat_T.max()) + 1
+    cell_flat_T = slices_flat_T.astype(np.int64) * prompts + prompt_of_flat_T
 
-    rows = []
-    for place, name in enumerate(names):
-        inside_P = sums.tokens_SP[place] > 0
-        tokens_P = sums.tokens_SP[place][inside_P]
-        if not len(tokens_P):
-            continue
+    def sums_SP(values_flat_T: np.ndarray) -> np.ndarray:
+        sums = np.bincount(cell_flat_T, weights=values_flat_T, minlength=len(names) * prompts)
+        return sums.reshape(len(names), prompts)
 
-        alphas = {
-            draft: _ratio(values_SP[place][inside_P], tokens_P, confidence) for draft, values_SP in accepted_SP.items()
-        }
-        gain, gain_ci = None, None
-        if gains_SP is not None:
-            gain, gain_ci = _ratio(gains_SP[place][inside_P], tokens_P, corrected)
+    tokens_SP, lost_S = sums_SP(np.ones(len(cell_flat_T))), sums_SP(lost_flat_T).sum(1)
+    accepted_SP = {name: sums_SP(values_flat_T) for name, values_flat_T in accepted.items()}
+    gains_SP = None if gain_flat_T is None else sums_SP(gain_flat_T)
+    filled = np.flatnonzero(tokens_SP.sum(1) > 0).tolist()
+    corrected, rows = 1.0 - (1.0 - confidence) / len(filled), []
+    for place in filled:
+        inside_P = tokens_SP[place] > 0
+        tokens_P = tokens_SP[place][inside_P]
+        alphas = {name: _ratio(own_SP[place][inside_P], tokens_P, confidence) for name, own_SP in accepted_SP.items()}
+        gain, gain_ci = (None, None) if gains_SP is None else _ratio(gains_SP[place][inside_P], tokens_P, corrected)
         rows.append(
             Slice(
-                name,
-                int(tokens_P.sum()),
-                len(tokens_P),
-                {draft: alpha for draft, (alpha, _) in alphas.items()},
-                {draft: interval for draft, (_, interval) in alphas.items()},
-                gain,
-                gain_ci,
-                _certain(gain_ci, len(tokens_P), corrected),
-                float(lost_S[place]) / lost if lost > 0 else 0.0,
+                names[place], int(tokens_P.sum()), len(tokens_P), {name: alpha for name, (alpha, _) in alphas.items()},
+                {name: ends for name, (_, ends) in alphas.items()}, gain, gain_ci, _certain(gain_ci, len(tokens_P), corrected),
+                float(lost_S[place] / max(lost_S.sum(), 1e-300)),
             )
-        )
-    return rows
+        )  # fmt: skip
+    return SliceTable(dimension, unit, corrected, rows)
 
 
 def _ratio(values_P: np.ndarray, tokens_P: np.ndarray, confidence: float) -> tuple[float, Interval | None]:

@@ -112,13 +112,6 @@ def test_the_greedy_ceiling_is_an_unbiased_bound():
     assert found.now.alpha < found.ceiling.alpha
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.floats(0, 1))
-def test_a_gap_is_closed_by_its_share(accepted, share):
-    own, ceiling = [np.array(accepted)], [np.ones(len(accepted))]
-    (closed,) = ceilings.partly_closed(own, ceiling, share)
-    np.testing.assert_allclose(1 - closed, (1 - share) * (1 - own[0]), atol=1e-12)
-
-
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0.2, 1))
 def test_a_better_start_never_ends_worse_and_no_one_passes_the_ceiling(one, other, ceiling):
     low, high = sorted((one * ceiling, other * ceiling))
