@@ -6,7 +6,6 @@ import sys
 import typer
 
 from distill.commands import options as of
-from distill.commands.generate.options import GenerateOptions
 from distill.config.command_line import RespondOptions, TrainOptions, lazy_command
 from distill.faults import check_imports, exit_status
 from distill.live.options import (
@@ -31,7 +30,7 @@ COMMANDS = (
     ("readback", of.ReadbackOptions, "distill.commands.readback.readback:readback"),
     ("respond", RespondOptions, "distill.respond:command"),
     ("sweep", of.SweepOptions, "distill.commands.sweep.sweep:run_sweep"),
-    ("generate", GenerateOptions, "distill.commands.generate.generate:generate_command"),
+    ("generate", of.GenerateOptions, "distill.commands.generate.generate:generate_command"),
     ("export", of.ExportOptions, "distill.commands.export:export"),
     ("serve", of.ServeOptions, "distill.commands.serve:serve"),
     ("gateway", GatewayOptions, "distill.live.gateway.command:gateway"),

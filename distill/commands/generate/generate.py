@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.commands.generate.options import GenerateOptions
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
+from distill.commands.options import GenerateOptions
 from distill.commands.output import check_writable, write_asked
 from distill.commands.target import open_target
 from distill.faults import Interrupted
@@ -67,17 +67,11 @@ def generate_command(options: GenerateOptions) -> None:
     gamma = len(branching) or parse_gamma(options.gamma)
     rule: Any = options.rule or ("greedy" if options.temperature == 0 else "sample")
     settings = DecodeSettings(
-        SamplingSettings(options.temperature, options.top_k, options.top_p, options.min_p),
-        gamma,
-        rule,
-        MAX_TOKENS if options.max_tokens is None else options.max_tokens,
-        fit_context=options.max_tokens is None,
-        seed=options.seed,
-        tree=tree,
-        rules=LogitsRules(repetition_penalty=options.repetition_penalty),
-        stop=tuple(options.stop or ()),
-        min_tokens=options.min_tokens,
-    )
+        SamplingSettings(options.temperature, options.top_k, options.top_p, options.min_p), gamma, rule,
+        MAX_TOKENS if options.max_tokens is None else options.max_tokens, fit_context=options.max_tokens is None,
+        seed=options.seed, tree=tree, rules=LogitsRules(repetition_penalty=options.repetition_penalty),
+        stop=tuple(options.stop or ()), min_tokens=options.min_tokens,
+    )  # fmt: skip
     adapts = options.gamma == "auto" and tree is None
     policy = (AdaptiveGamma if adapts else FixedGamma)(gamma, options.stop_below)
     loaded = load(options)
@@ -85,7 +79,7 @@ def generate_command(options: GenerateOptions) -> None:
         settings, policy = replace(settings, gamma=0, tree=None), FixedGamma(0)
     settings = replace(settings, eos_ids=end_token_ids(loaded.target))
     prompts = read_prompts(options, loaded.tokenizer)
-    result = run(loaded, prompts, settings, policy, options)
+    result = summary(loaded, *run(loaded, prompts, settings, policy, options), settings, policy)
     write_asked("--numbers", options.numbers, result)
     lines = summary_lines(result, f"auto, at most {settings.gamma}" if adapts else str(settings.gamma))
     print(*lines, sep="\n", file=sys.stderr)
@@ -166,10 +160,10 @@ def parse_gamma(text: str) -> int:
 
 def run(
     loaded: Loaded, prompts: list[Prompt], settings: DecodeSettings, policy: GammaPolicy, options: GenerateOptions
-) -> dict[str, Any]:
+) -> tuple[list[Response], Timing]:
     """Decode; one prompt is streamed to standard output, several go to --out as JSON lines or are printed as they end.
 
-    Returns the numbers of the run. Raises Interrupted, saying what is left, when the user ends it early.
+    Raises Interrupted, saying what is left, when the user ends it early.
     """
     log, out = options.log, options.out
     file = ResponseFile(out) if out is not None else None
@@ -178,17 +172,9 @@ def run(
     try:
         with ProposalLog(log) if log is not None else nullcontext() as proposals:
             events = generate(
-                loaded.target,
-                loaded.drafter,
-                prompts,
-                settings,
-                batch_size=options.batch_size,
-                tokenizer=loaded.tokenizer,
-                policy=policy,
-                log=proposals,
-                runner=options.runner,
-                timing=timing,
-            )
+                loaded.target, loaded.drafter, prompts, settings, batch_size=options.batch_size, tokenizer=loaded.tokenizer,
+                policy=policy, log=proposals, runner=options.runner, timing=timing,
+            )  # fmt: skip
             for event in _shown(events, len(prompts), out):
                 if event.finish_reason is not None:
                     finished[event.index] = event.response
@@ -203,8 +189,7 @@ def run(
         if file is not None and "--out" not in str(error):
             raise UserError(f"{error} ({file.give_up()})") from error
         raise
-    responses = [finished[index] for index in range(len(prompts))]
-    return summary(loaded, responses, settings, policy, timing)
+    return [finished[index] for index in range(len(prompts))], timing
 
 
 def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Event]:
@@ -230,26 +215,21 @@ def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Ev
 
 
 def summary(
-    loaded: Loaded, responses: list[Response], settings: DecodeSettings, policy: GammaPolicy, timing: Timing
+    loaded: Loaded, responses: list[Response], timing: Timing, settings: DecodeSettings, policy: GammaPolicy
 ) -> dict[str, Any]:
     """Numbers of a run; `replay_check` where replay has a law: a draft model, one gamma, no logits rules."""
-    tokens = sum(len(response.response_ids) for response in responses)
+    tokens, drafter = sum(len(response.response_ids) for response in responses), loaded.drafter
     result: dict[str, Any] = {
-        "tokens": tokens,
-        "tokens_per_second": tokens / timing.total_seconds,
-        "seconds": stage_seconds(timing),
-        "latency": latency(responses),
-        "peak_bytes": timing.peak_bytes,
-        "drafter": loaded.drafter.name if loaded.drafter is not None else None,
+        "tokens": tokens, "tokens_per_second": tokens / timing.total_seconds, "seconds": stage_seconds(timing),
+        "latency": latency(responses), "peak_bytes": timing.peak_bytes, "drafter": None if drafter is None else drafter.name,
         "finish_reasons": dict(sorted(Counter(str(response.finish_reason) for response in responses).items())),
-    }
-    if loaded.drafter is None:
+    }  # fmt: skip
+    if drafter is None:
         return result
     result |= live_metrics(responses, settings.gamma)
     if isinstance(policy, AdaptiveGamma):
         result["gammas_chosen"] = {str(gamma): count for gamma, count in sorted(policy.chosen.items())}
     plain_law = settings.tree is None and settings.active_rules is None
-    drafter = loaded.drafter
     if type(drafter) in (ModelDrafter, ParallelDrafter) and isinstance(policy, FixedGamma) and plain_law:
         offsets = settings.gamma if type(drafter) is ParallelDrafter else None
         scores = score_tokens(drafter.model, responses, settings.sampling, offsets=offsets)  # type: ignore[arg-type]
@@ -275,10 +255,8 @@ def summary_lines(result: dict[str, Any], gamma: str) -> list[str]:
         if "replay_check" in result:
             line += f"; {agreement_words(result['replay_check'], result['tokens'])}"
         lines.append(line)
-        if result.get("gammas_chosen"):
-            lines.append(
-                "gamma chosen: " + ", ".join(f"{width} x{count}" for width, count in result["gammas_chosen"].items())
-            )
+        if chosen := result.get("gammas_chosen"):
+            lines.append(f"gamma chosen: {', '.join(f'{width} x{count}' for width, count in chosen.items())}")
         if result.get("warning"):
             lines.append(f"warning: {result['warning']}")
     first, pause = result["latency"]["first_token"], result["latency"].get("between_commits")

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.prompts.sources import prompt_row
-from distill.commands.generate.options import GenerateOptions
+from distill.commands.options import GenerateOptions
 from distill.run.prompts import asked_rows, render_rows
 from speculative.decoder.responses import Prompt
 from speculative.drafters.retrieval import Datastore

@@ -49,11 +49,7 @@ def figures_of(trial: Trial) -> dict[str, Figure | None]:
     """
     verdict = load_verdict(trial.config.folder)
     judged, timed = verdict.judged(DRAFT), verdict.row(DRAFT)
-    return {
-        "alpha": _figure(judged, "alpha"),
-        "tau": _figure(judged, "tau"),
-        "speed_up": _figure(timed, "speed_up"),
-    }
+    return {"alpha": _figure(judged, "alpha"), "tau": _figure(judged, "tau"), "speed_up": _figure(timed, "speed_up")}
 
 
 def _figure(row: Measured | None, name: str) -> Figure | None:

@@ -15,13 +15,7 @@ from tiny_training import write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.commands.compare import compare
-from distill.commands.compare.compare import (
-    compare_command,
-    judge_gates,
-    load_text,
-    parse_gate,
-    read_drafts,
-)
+from distill.commands.compare.compare import compare_command, judge_gates, load_text, parse_gate, read_drafts
 from distill.commands.compare.comparison import ComparedWay, Comparison, Difference, comparison
 from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
 from distill.commands.options import CompareOptions

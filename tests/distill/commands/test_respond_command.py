@@ -13,12 +13,7 @@ import pytest
 import torch
 from processes import run_and_kill, run_ranks
 from refusals import refused
-from tiny_training import (
-    forget_accelerators,
-    fresh_accelerator,
-    write_prompts,
-    write_target,
-)
+from tiny_training import forget_accelerators, fresh_accelerator, write_prompts, write_target
 from transformers.utils import chat_template_utils
 
 from data.responses import respond as data_respond
@@ -324,11 +319,7 @@ def test_the_program(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["--signal=topk"], "config"),
-        (["x.yaml", "--signal"], "--signal"),
-        (["x.yaml", "--sig"], "--sig"),
-    ],
+    [(["--signal=topk"], "config"), (["x.yaml", "--signal"], "--signal"), (["x.yaml", "--sig"], "--sig")],
 )
 def test_a_wrong_call_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert main(arguments) == 2

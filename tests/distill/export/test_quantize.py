@@ -17,8 +17,7 @@ from distill import train
 from distill.commands.compare.compare import compare_command
 from distill.commands.export import export_run
 from distill.commands.generate.generate import load
-from distill.commands.generate.options import GenerateOptions
-from distill.commands.options import CompareOptions, ExportOptions
+from distill.commands.options import CompareOptions, ExportOptions, GenerateOptions
 from distill.config.command_line import TrainOptions
 from distill.config.load import load_config
 from distill.export.check import outside_check
