@@ -63,6 +63,18 @@ class Trial:
         """What trials have in common that differ in their seed alone."""
         return json.dumps({key: value for key, value in self.values.items() if key != SEED}, sort_keys=True)
 
+    @property
+    def answers_key(self) -> str:
+        """Everything that can reach the manifest of its responses: target, prompts, what limits their length, settings, seed."""
+        tree = self.config.model_dump(mode="json")
+        data = {
+            key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")
+        }
+        serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
+        student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture", "extend_context")}
+        parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
+        return json.dumps(parts, sort_keys=True)
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The `key: value` lines of a YAML file.

@@ -11,7 +11,6 @@ per seed.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -29,7 +28,6 @@ from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import Row, figures_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import DAY, RESPONSES, SERVED
-from distill.config.run import RunConfig
 from speculative.errors import UserError
 
 
@@ -86,7 +84,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
         raise UserError(
             f"{name}: still trained by process {twin.pid}, left by a sweep that was killed; wait for it or end it"
         )
-    shared = share_stores(trial.config, [other.config for other in trials if other is not trial])
+    shared = share_stores(trial, [other for other in trials if other is not trial])
     console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)
     started = time.perf_counter()
     with console.status(f"training, log in {log}"):
@@ -104,18 +102,16 @@ def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dic
     return rows
 
 
-def share_stores(config: RunConfig, others: Sequence[RunConfig]) -> list[str]:
+def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
     """Gives a run that lacks them the responses, and the teacher's signal beside them, of runs that would have made the same.
 
     Names what it gave. Shards are never changed once they are there, so they are linked (copied where the disk cannot). What is
     still missing in a store is made by the run itself, into files of its own.
     """
-    given = []
-    for other in others:
-        if other.folder == config.folder or _responses_key(other) != _responses_key(config):
-            continue
-        for store in sorted((other.folder / RESPONSES).glob("*")):
-            to = config.folder / store.relative_to(other.folder)
+    given, folder = [], trial.config.folder
+    for other in (one.config.folder for one in others if one.answers_key == trial.answers_key):
+        for store in sorted((other / RESPONSES).glob("*")):
+            to = folder / store.relative_to(other)
             if (store / MANIFEST).exists() and not to.exists():
                 _link_store(store, to)
                 given.append(RESPONSES)
@@ -140,13 +136,3 @@ def _link_or_copy(file: str, to: str) -> None:
             os.link(file, to)
             return
     shutil.copyfile(file, to)
-
-
-def _responses_key(config: RunConfig) -> str:
-    """Everything that can reach a responses' manifest: target, prompts, what limits their length, settings, seed."""
-    tree = config.model_dump(mode="json")
-    data = {key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text", "text_window")}
-    serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
-    student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture", "extend_context")}
-    parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
-    return json.dumps(parts, sort_keys=True)

@@ -27,7 +27,7 @@ from scipy import stats
 
 from distill import train
 from distill.commands.options import SweepOptions
-from distill.commands.sweep.plan import finished, plan
+from distill.commands.sweep.plan import Trial, finished, plan
 from distill.commands.sweep.sweep import run_sweep, share_stores
 from distill.commands.sweep.table import Figure, Row, summarise, sweep_table, t_interval
 from distill.commands.training_process import error_line
@@ -229,9 +229,9 @@ def test_responses_are_made_once_per_seed_and_shared_as_files(tmp_path: Path) ->
     assert (one / "manifest.json").stat()[stat.ST_INO] != (other / "manifest.json").stat()[stat.ST_INO]
 
 
-def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
+def trial_with(tmp_path: Path, name: str, *overrides: str) -> Trial:
     (tmp_path / "base.yaml").write_text(BASE.format(folder=tmp_path), encoding="utf-8")
-    return load_config(tmp_path / "base.yaml", [f"name={name}", *overrides])
+    return Trial({}, (), load_config(tmp_path / "base.yaml", [f"name={name}", *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -253,27 +253,24 @@ def config_with(tmp_path: Path, name: str, *overrides: str) -> Any:
     ],
 )
 def test_what_is_shared_depends_on_what_made_it(tmp_path: Path, override: str, shared: list[str]) -> None:
-    donor, taker = config_with(tmp_path, "donor"), config_with(tmp_path, "taker", override)
+    donor, taker = trial_with(tmp_path, "donor"), trial_with(tmp_path, "taker", override)
+    there, here = donor.config.folder, taker.config.folder
     for store in ("responses/train", "responses/heldout"):
-        (donor.folder / store).mkdir(parents=True)
-        for file in ("manifest.json", "signal-000-000.arrows", ".half.tmp"):
-            (donor.folder / store / file).write_text(file)
+        (there / store).mkdir(parents=True)
+        for file in ("signal-000-000.arrows", ".half.tmp"):
+            (there / store / file).write_text(file)
+    assert share_stores(taker, [donor]) == [], "a store without its manifest is not whole"
+    for store in ("responses/train", "responses/heldout"):
+        (there / store / "manifest.json").touch()
     for file in ("day.txt", "served.json"):
-        (donor.folder / "responses" / file).write_text("2026-02-28\n")
-    assert share_stores(taker, [taker, donor]) == shared
+        (there / "responses" / file).write_text("2026-02-28\n")
+    assert share_stores(taker, [donor]) == shared
     for file in ("day.txt", "served.json"):
-        assert (taker.folder / "responses" / file).exists() == ("responses" in shared)
-    found = sorted(path.relative_to(taker.folder).as_posix() for path in taker.folder.rglob("signal-*"))
+        assert (here / "responses" / file).exists() == ("responses" in shared)
+    found = sorted(path.relative_to(here).as_posix() for path in here.rglob("signal-*"))
     assert found == [f"responses/{store}/signal-000-000.arrows" for store in ("heldout", "train") if shared]
-    assert not list(taker.folder.rglob(".half.tmp"))
+    assert not list(here.rglob(".half.tmp"))
     assert share_stores(taker, [donor]) == [], "what is there stays"
-
-
-def test_a_store_without_its_manifest_is_not_shared(tmp_path: Path) -> None:
-    donor, taker = config_with(tmp_path, "donor"), config_with(tmp_path, "taker")
-    (donor.folder / "responses" / "train").mkdir(parents=True)
-    assert share_stores(taker, [donor]) == []
-    assert not taker.folder.exists()
 
 
 def test_a_stored_signal_is_made_before_training_unless_it_was_shared(tmp_path: Path) -> None:
