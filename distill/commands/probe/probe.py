@@ -20,7 +20,7 @@ from distill.models.load import model_fingerprint, resolve, saved_dtype
 from distill.models.target import Target
 from distill.models.vocabulary import vocabulary_rows
 from distill.run.session import context_limit
-from speculative.decoder.responses import DecodeSettings, Prompt
+from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
@@ -81,19 +81,24 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1], plan.given)
     lead_text = text_name(plan.lead[0])
     decision, best, sentence = overall(candidates, lookups[lead_text], planned)
+    first_prices = [price for one in candidates for price in one.prices if price.batch_size == plan.batch_sizes[0]]
     warning = next(about.warning for _, about in facts if about.text == lead_text)
     served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
     models = {id(one.draft.model): (one.name, one.draft.model) for one in candidates[::-1] if one.draft is not None}
+    settings = Settings(
+        options.prompts, len(prompts), options.chat, options.max_tokens, lead_text, plan.lead[1], plan.gammas, plan.batch_sizes,
+        "measured" if plan.given is None else "given", str(opened.device), torch.get_num_threads(), options.seed,
+    )  # fmt: skip
     result = Probe(
         target=_described(options.target, target),
-        settings=_settings(options, plan, prompts, opened.device),
+        settings=settings,
         checks=dict(checks),
         texts=[about for _, about in facts],
         target_prices=[ceilings.price_of(TARGET, rule, costs) for (rule, _), costs in alone.items()],
         lookups=list(lookups.values()),
         drafts=candidates,
-        assumptions=assumptions(plan.given is not None, options.t_verify, plan.context),
-        notes=[*notes, *busy_machine(_target_seconds(plan, candidates, first))],
+        assumptions=assumptions(plan, options.t_verify),
+        notes=[*notes, *busy_machine([first.target_seconds, *(one.target_step_seconds for one in first_prices)])],
         memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
         seconds=stages.seconds,
         decision=decision,
@@ -161,13 +166,6 @@ def _described(name: str, model: PreTrainedModel) -> ModelFacts:
     )
 
 
-def _settings(options: ProbeOptions, plan: Plan, prompts: Sequence[Prompt], place: torch.device) -> Settings:
-    return Settings(
-        options.prompts, len(prompts), options.chat, options.max_tokens, text_name(plan.lead[0]), plan.lead[1], plan.gammas,
-        plan.batch_sizes, "measured" if plan.given is None else "given", str(place), torch.get_num_threads(), options.seed,
-    )  # fmt: skip
-
-
 def _with_room(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) -> Plan:
     """The plan with the gammas and the context that the shortest model can be timed at."""
     limit = context_limit(*(max_positions(model.config) for model in models))
@@ -178,13 +176,6 @@ def _with_room(plan: Plan, models: Sequence[PreTrainedModel], notes: list[str]) 
         )
     context = max(2, min(TIMED_CONTEXT, limit - (TIMED_BLOCKS + 3) * (gammas[-1] + 1)))
     return replace(plan, gammas=gammas, context=context)
-
-
-def _target_seconds(plan: Plan, candidates: Sequence[Candidate], alone: StepCosts) -> list[float]:
-    """What one target step took at the first batch size, each time it was measured."""
-    prices = [price for candidate in candidates for price in candidate.prices]
-    of_first = [price.target_step_seconds for price in prices if price.batch_size == plan.batch_sizes[0]]
-    return [alone.target_seconds, *of_first]
 
 
 def _timed(

@@ -58,8 +58,7 @@ class Candidate:
     @property
     def drafting(self) -> str:
         """In words."""
-        parallel = self.draft is not None and self.draft.parallel
-        return (BY_BLOCK if parallel else BY_TOKEN).removeprefix("draft, ")
+        return BY_BLOCK if self.draft is not None and self.draft.parallel else BY_TOKEN
 
     def record(self) -> dict[str, Any]:
         """As JSON: without the rows, which stand with all others."""
@@ -153,7 +152,7 @@ class Probe:
         known = ("checks", "assumptions", "notes", "seconds", "decision", "go", "best", "drafting", "sentence")
         return {
             "format": FORMAT, "target": asdict(self.target), "settings": asdict(self.settings),
-"texts": [asdict(one) for one in self.texts], "prices": [asdict(one) for one in prices],
+            "texts": [asdict(one) for one in self.texts], "prices": [asdict(one) for one in prices],
             "measured": [row.record() for row in self.measured], "drafts": [one.record() for one in self.drafts],
             "memory": None if self.memory is None else asdict(self.memory),
             **{name: getattr(self, name) for name in known},

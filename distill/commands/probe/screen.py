@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from distill.commands.probe.plan import Plan
 from distill.commands.probe.result import Candidate, Probe, draft_sentence
 from distill.report.table import NOTHING, Cell, Column, Table, interval
 from speculative.explain.ceilings import Price
@@ -44,19 +45,19 @@ class Stages:
                 self.console.print(f"{self.seconds[name]:.1f} s", highlight=False)
 
 
-def assumptions(given: bool, t_verify: str, context: int) -> list[str]:
+def assumptions(plan: Plan, t_verify: str) -> list[str]:
     """What the speed-ups take for granted."""
-    if not given:
+    if plan.given is None:
         return [
-            f"times are of this machine, {torch.get_num_threads()} threads, at a context of {context} tokens; between measured "
+            f"times are of this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens; between measured "
             "gammas they are interpolated"
         ]
-    said = ["times are given, not measured: nothing of this machine enters; the same for every draft and rule"]
-    if t_verify:
-        return [*said, f"a verify call takes {t_verify} whatever gamma"]
+    free = (
+        "--t-verify is not given: a verify call is taken to cost one target step (v = 1), which flatters large gammas"
+    )
     return [
-        *said,
-        "--t-verify is not given: a verify call is taken to cost one target step (v = 1), which flatters large gammas",
+        "times are given, not measured: nothing of this machine enters; the same for every draft and rule",
+        f"a verify call takes {t_verify} whatever gamma" if t_verify else free,
     ]
 
 
@@ -112,7 +113,7 @@ def probe_lines(result: Probe) -> list[str]:
                 f"a draft that takes its argmax can have no more than alpha {about.greedy_alpha:.3f} {interval(about.greedy_alpha_ci)} "
                 f"at {about.text}: the mean of the target's largest probability"
             )
-    baseline = _lead_lookup(result).speed_up or 1.0
+    baseline = next(row.speed_up or 1.0 for row in result.lookups if row.text == settings.lead_text)
     for one in result.drafts:
         lines += [f"note: {one.name}: {note}" for note in one.notes]
         if one.refused is None:
@@ -121,20 +122,14 @@ def probe_lines(result: Probe) -> list[str]:
     return [*lines, f"Verdict: {result.sentence}"]
 
 
-def _lead_lookup(result: Probe) -> Measured:
-    return next(row for row in result.lookups if row.text == result.settings.lead_text)
-
-
 def _detectable(candidate: Candidate, prompts: int) -> list[str]:
-    few, seen = too_few(prompts), candidate.detectable_alpha
-    if few is not None:
-        return [f"{candidate.name}: {few}"]
-    if seen is None or seen < 0.0005:
-        return []
-    return [
-        f"{candidate.name}: with these {prompts} prompts a gain of {seen:.3f} in alpha would be seen in 4 of 5 cases (80 % power), "
-        f"with {4 * prompts} one of {seen / 2:.3f}"
-    ]
+    said, seen = too_few(prompts), candidate.detectable_alpha or 0.0
+    if said is None and seen >= 0.0005:
+        said = (
+            f"with these {prompts} prompts a gain of {seen:.3f} in alpha would be seen in 4 of 5 cases (80 % power), "
+            f"with {4 * prompts} one of {seen / 2:.3f}"
+        )
+    return [] if said is None else [f"{candidate.name}: {said}"]
 
 
 def prices_table(result: Probe) -> Table:
