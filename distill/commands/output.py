@@ -1,6 +1,7 @@
 """Where a command may write, and what it says of a disk that refuses."""
 
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,12 @@ from data.files import write_json, writing
 from speculative.errors import UserError
 
 PICTURES = (".svg", ".png")
+
+
+def check_known(option: str, value: str, known: Collection[str]) -> None:
+    """Refuses a value that an option does not know. Raises UserError."""
+    if value not in known:
+        raise UserError(f"{option} {value}: one of {', '.join(one for one in known if one)}")
 
 
 def write_asked(option: str, path: Path | None, value: Any) -> None:

@@ -16,9 +16,9 @@ from distill.report.screen import last_screen, marked_completion, print_money
 from distill.run.folder import load_verdict
 from distill.run.session import open_pair
 from distill.run.synthetic import synthetic_line
+from distill.run.verdict_record import Verdict
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
-from speculative.drafters.parallel import Drafting
 
 
 def show(options: ShowRunOptions) -> None:
@@ -37,11 +37,11 @@ def show_run(run: Path) -> None:
         made = json.loads(synthetic.read_text(encoding="utf-8"))
         Console().print(synthetic_line(made["method"], made["counts"]))
     # A target that is only served elsewhere cannot show what it accepts.
-    shown = held_out_completions(run, 3, verdict.drafts[-1].drafting) if verdict.run else []
+    shown = held_out_completions(run, 3, verdict) if verdict.run else []
     last_screen(Console(), run, verdict, shown, run / EXPORT if (run / EXPORT).exists() else None)
 
 
-def held_out_completions(run: Path, count: int, drafting: Drafting) -> list[Panel]:
+def held_out_completions(run: Path, count: int, verdict: Verdict) -> list[Panel]:
     """Completions of the first held-out prompts with the best draft, accepted tokens marked.
 
     Raises:
@@ -50,7 +50,9 @@ def held_out_completions(run: Path, count: int, drafting: Drafting) -> list[Pane
     config = load_config(run / CONFIG)
     pair = open_pair(config, str(best_student(run)), config.judge.prompts)
     settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
-    responses, _ = decode(pair.target.model, Draft(pair.draft, drafting).drafter(), pair.keyed[:count], settings)
+    responses, _ = decode(
+        pair.target.model, Draft(pair.draft, verdict.drafts[-1].drafting).drafter(), pair.keyed[:count], settings
+    )
     return [marked_completion(pair.target.tokenizer, response) for response in responses]
 
 

@@ -23,7 +23,7 @@ from distill.commands.compare.comparison import Comparison, JudgedGate, comparis
 from distill.commands.compare.contestants import Entry, draft_of, drafting_of, looks_up, with_lookup
 from distill.commands.compare.screen import plot_comparison, print_comparison
 from distill.commands.options import CompareOptions
-from distill.commands.output import check_plot, check_writable, write_asked
+from distill.commands.output import check_known, check_plot, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
@@ -89,8 +89,7 @@ def _refuse_early(options: CompareOptions, plot: Path | None) -> None:
         raise UserError(
             "compare lookup: lookup needs a draft beside it, e.g. compare lookup runs/demo lookup+runs/demo"
         )
-    if options.rule and options.rule not in RULES:
-        raise UserError(f"--rule {options.rule}: one of {', '.join(RULES)}")
+    check_known("--rule", options.rule, ("", *RULES))
     if options.gamma and not 1 <= options.gamma <= MOST_GAMMA:
         raise UserError(f"--gamma {options.gamma}: give 1 to {MOST_GAMMA}")
     check_writable("--out", options.out)

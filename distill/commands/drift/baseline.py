@@ -6,12 +6,12 @@ The rows come of replay: the block process is drawn along the run's frozen text 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord
+from distill.commands.options import DriftOptions
 from distill.config.layout import VERDICT
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import load_frozen_text
@@ -63,17 +63,18 @@ class Slice:
     of: str
 
 
-def baseline_of(run: Path, gamma: int | None = None, rule: str = "", drafting: str = "") -> Baseline:
+def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     """The run's best draft on its frozen text, by default at the gamma, by the rule and in the way of its verdict, or of its config before.
 
     Raises:
         UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
     """
+    run = options.run
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
-    asked: Any = rule or (verdict.rule if verdict else None)
+    asked: Any = options.rule or (verdict.rule if verdict else None)
     frozen = load_frozen_text(run, asked)
     draft, gamma = frozen.draft(str(run)), gamma or (verdict.gamma if verdict else frozen.config.judge.gamma)
-    way: Any = drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
+    way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
     offsets = Draft(draft, way).offsets(gamma, least=gamma)
     scores = score_tokens(draft, frozen.responses, frozen.sampling, offsets=offsets)
     prompts = drawn_prompts(frozen.responses, scores, frozen.rule, gamma)

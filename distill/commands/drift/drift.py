@@ -8,7 +8,7 @@ prompts; users repeat themselves and ask for other things, so the answer is that
 """
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -19,7 +19,7 @@ from data.responses.acceptance_log import AcceptanceLog, AcceptanceRecord, read_
 from distill.commands.drift.baseline import Baseline, baseline_of, engine_notes, gamma_of, slices_of
 from distill.commands.drift.counters import scrape
 from distill.commands.options import DriftOptions
-from distill.commands.output import check_writable, write_asked
+from distill.commands.output import check_known, check_writable, write_asked
 from distill.report.table import interval
 from distill.run.frozen_text import load_frozen_text
 from distill.run.prompts import asked_rows
@@ -33,7 +33,7 @@ from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
 from speculative.measure.measured import DRAFT, HELD_OUT, How, Measured
-from speculative.rules.rule import Rule
+from speculative.rules.rule import RULES
 
 REFRESH = 3  # Exit status when a refresh is advised.
 
@@ -81,13 +81,13 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
     _check(options)
     console = console or Console()
     if options.prompts:
-        baseline = baseline_of(options.run, options.gamma, options.rule, options.drafting)
+        baseline = baseline_of(options, options.gamma)
         log = _decoded(options, baseline)
         notes = log.warnings
     else:
         log = _served(options)
         gamma, notes = gamma_of(log, options.gamma)
-        baseline = baseline_of(options.run, gamma, options.rule, options.drafting)
+        baseline = baseline_of(options, gamma)
         notes = log.warnings + notes + engine_notes(log, baseline)
     found = _compared(options, log, baseline, notes)
     for note in found.notes:
@@ -119,9 +119,8 @@ def _check(options: DriftOptions) -> None:
         raise UserError(f"--confidence {options.confidence}: give a probability from 0.5 to below 1, e.g. 0.95")
     if options.gamma is not None and not 1 <= options.gamma <= 128:
         raise UserError(f"--gamma {options.gamma}: give the server's drafted tokens per block, 1 to 128")
-    for name, known in (("rule", get_args(Rule)), ("drafting", DRAFTINGS)):
-        if (value := getattr(options, name)) not in ("", *known):
-            raise UserError(f"--{name} {value}: one of {', '.join(known)}")
+    check_known("--rule", options.rule, ("", *RULES))
+    check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     check_writable("--out", options.out)
 
 

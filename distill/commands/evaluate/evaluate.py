@@ -10,7 +10,7 @@ from rich.console import Console
 from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
 from distill.commands.evaluate.scores import Asked, score_lines, task_scores
 from distill.commands.options import EvaluateOptions
-from distill.commands.output import check_writable, write_asked
+from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
@@ -45,9 +45,8 @@ def evaluate_command(options: EvaluateOptions) -> int:
     config = load_config(options.config, options.overrides or [])
     rule: Any = options.rule or config.judge_rule
     drafting: Any = options.drafting or DRAFTINGS[0]
-    for option, value, known in (("rule", rule, RULES), ("drafting", drafting, DRAFTINGS)):
-        if value not in known:
-            raise UserError(f"--{option} {value}: one of {', '.join(known)}")
+    check_known("--rule", rule, RULES)
+    check_known("--drafting", drafting, DRAFTINGS)
     gammas = parse_gammas(options.gamma) if options.gamma else [config.judge.gamma]
     if options.losslessness or options.scorer:
         if len(gammas) > 1:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.commands.generate.prompt_files import read_datastore, read_prompts
 from distill.commands.generate.response_file import ResponseFile
 from distill.commands.options import GenerateOptions
-from distill.commands.output import check_writable, write_asked
+from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.target import open_target
 from distill.faults import Interrupted
 from distill.models.draft import cast_weights, load_draft
@@ -41,7 +41,6 @@ WAYS = {
     "draft": "draft", "lookup": "prompt lookup", "retrieval": "past responses", "early-exit": "early exit", "jacobi": "lookahead",
     "cascade": "lookup + draft",
 }  # fmt: skip
-DRAFTERS = (*WAYS, "none")
 MAX_TOKENS = 128
 DEFAULT_GAMMA = 4
 MOST_GAMMA = 64
@@ -88,10 +87,8 @@ def generate_command(options: GenerateOptions) -> None:
 def refuse_contradictions(options: GenerateOptions) -> None:
     """An option that nothing would listen to is a mistake. Raises UserError naming it."""
     kind = options.kind
-    if options.drafter not in ("", *DRAFTERS):
-        raise UserError(f"--drafter {options.drafter}: one of {', '.join(DRAFTERS)}")
-    if options.drafting not in ("", *DRAFTINGS):
-        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
+    check_known("--drafter", options.drafter, ("", *WAYS, "none"))
+    check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     if kind in ("draft", "cascade") and not options.draft:
         raise UserError(f"--drafter {kind} needs --draft DIR")
     if kind == "retrieval" and options.datastore is None:

@@ -75,10 +75,10 @@ def _drafting(counted: Counted, replayer: Replayer, found: Predicted) -> str:
     )
     if way is replayer:
         return ""
-    wanted = "true" if replayer.drafting == "parallel" else "false"
+    wanted = "true" if replayer.draft.parallel else "false"
     return (
-        f"drafting: the counts are those of `{WAYS[way.drafting]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
-        f'not of `{WAYS[replayer.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {way.drafting}'
+        f"drafting: the counts are those of `{WAYS[way.draft.drafting]}` (rule {rule}, tau {way.predict(counted, rule, counted.gamma).tau:.2f}), "
+        f'not of `{WAYS[replayer.draft.drafting]}`: start it with "parallel_drafting": {wanted}, or give --drafting {way.draft.drafting}'
     )
 
 

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from data.responses.engine_client import Answer
 from distill.commands.readback.asking import Asked
-from speculative.drafters.parallel import DRAFTINGS, Drafting
-from speculative.engine.parallel import mask_token_of
+from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
 from speculative.explain.text_law import IMPOSSIBLE, TextLaw
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval
@@ -76,28 +74,23 @@ class Replayer:
 
     def __init__(
         self,
-        draft: PreTrainedModel,
+        draft: Draft,
         asked: Asked,
         law: TextLaw | None,
-        drafting: Drafting = "autoregressive",
         most_gamma: int = 1,
     ) -> None:
         """Scores both texts. ``law``: of the served text, where it is known. ``most_gamma``: the largest that is asked about."""
-        self.draft, self.asked, self.law, self.drafting, self.most_gamma = draft, asked, law, drafting, most_gamma
+        self.draft, self.asked, self.law, self.most_gamma = draft, asked, law, most_gamma
         sampling, texts = asked.settings.sampling, served_texts(asked, law)
-        offsets = most_gamma if drafting == "parallel" else None
+        offsets = draft.offsets(most_gamma, least=most_gamma)
         own = [behind_prefill(text) for text in asked.texts]
-        self.own_scores = score_tokens(draft, own, sampling, offsets=offsets)
-        self.scores: list[TokenScores] | None = None
-        if texts is not None:
-            self.scores = score_tokens(draft, texts, sampling, offsets=offsets)
+        self.own_scores = score_tokens(draft.model, own, sampling, offsets=offsets)
+        self.scores = None if texts is None else score_tokens(draft.model, texts, sampling, offsets=offsets)
 
     def other_way(self) -> "Replayer | None":
         """By the other way of drafting, where the draft has one."""
-        if mask_token_of(self.draft.config) is None:
-            return None
-        other = next(way for way in DRAFTINGS if way != self.drafting)
-        return Replayer(self.draft, self.asked, self.law, other, self.most_gamma)
+        others = (way for way in drafts_of(self.draft.model) if way.drafting != self.draft.drafting)
+        return next((Replayer(way, self.asked, self.law, self.most_gamma) for way in others), None)
 
     def knows(self, rule: str) -> bool:
         """Whether the served text has a law under a rule: its ids are known, and its probabilities where the draft is sampled."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
@@ -17,11 +17,10 @@ from data.files import write_json
 from data.responses.engine_client import EngineClient
 from data.responses.store import Store
 from distill.commands.options import ReadbackOptions
-from distill.commands.output import check_writable, write_asked
+from distill.commands.output import check_known, check_writable, write_asked
 from distill.commands.readback.asking import AnswerFile, Asked, ask
 from distill.commands.readback.causes import acceptance_causes, end_note, few_note, text_causes
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, pace, tau_interval
-from distill.commands.readback.screen import print_served
 from distill.config.layout import (
     ANSWERS,
     EXPORT,
@@ -34,13 +33,15 @@ from distill.config.layout import (
 )
 from distill.export.facts import serving_gamma
 from distill.export.load_table import drafts_by, gamma_by_load
+from distill.report.sections.served import served_lines, served_tables
 from distill.run.folder import load_verdict
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings, frozen_responses_of
 from distill.run.served_record import SERVED_TEXT, GreedyTexts, ServedRecord, TextLawRecord
-from distill.run.verdict_record import Verdict, drafting_to_serve
+from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve
 from speculative.decoder.responses import Response
-from speculative.drafters.parallel import DRAFTINGS, Drafting
+from speculative.drafters.draft import Draft
+from speculative.drafters.parallel import DRAFTINGS
 from speculative.engine.parallel import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -48,7 +49,7 @@ from speculative.explain.text_law import TextLaw, text_law
 from speculative.measure.measured import DRAFT, HELD_OUT, TARGET, Measured
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.measure.served import Decoded
-from speculative.rules.rule import Rule, rules_of_text
+from speculative.rules.rule import RULES, rules_of_text
 
 _SEED = 4  # Added to the run's: its own responses had others.
 
@@ -83,15 +84,13 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     if options.json:
         print(json.dumps(record.record(), indent=2))
     else:
-        print_served(console or Console(), record, options.run)
+        _print(console or Console(), record, options.run)
     return record
 
 
 def _check(options: ReadbackOptions) -> None:
-    if options.rule not in ("auto", *get_args(Rule)):
-        raise UserError(f"--rule {options.rule}: one of auto, {', '.join(get_args(Rule))}")
-    if options.drafting not in ("", *DRAFTINGS):
-        raise UserError(f"--drafting {options.drafting}: one of {', '.join(DRAFTINGS)}")
+    check_known("--rule", options.rule, ("auto", *RULES))
+    check_known("--drafting", options.drafting, ("", *DRAFTINGS))
     if not 0 < options.timeout < math.inf:
         raise UserError(f"--timeout {options.timeout:g}: give a positive number of seconds")
     check_writable("--out", options.out)
@@ -117,14 +116,12 @@ def _served(run: Path) -> str:
     return str(run / EXPORT if quantised else run)
 
 
-def _gammas(
-    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, drafting: Drafting
-) -> tuple[int, ...]:
-    """The gammas at which the server may be: as asked; else as exported for this way of drafting, or as judged."""
+def _gammas(options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft) -> tuple[int, ...]:
+    """The gammas at which the server may be: as asked; else as exported for the draft's way of drafting, or as judged."""
     if options.gamma is not None:
         return (options.gamma,)
     judged = verdict.gamma if verdict else frozen.config.judge.gamma
-    own = drafts_by(verdict)[drafting]
+    own = drafts_by(verdict)[draft.drafting]
     by_load = [gamma for _, _, gamma in gamma_by_load(verdict, own) if gamma]
     exported = [serving_gamma(verdict, way)[0] for way in (own, DRAFT)] if verdict else []
     return tuple(dict.fromkeys((*exported, max(1, judged), *by_load)))
@@ -171,23 +168,24 @@ def _record(
     greedy: Asked | None,
     verdict: Verdict | None,
 ) -> ServedRecord:
-    sampled, draft = frozen.rule != "greedy", frozen.draft(_served(options.run))
-    drafting: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
-    gammas = _gammas(options, frozen, verdict, drafting)
+    sampled, model = frozen.rule != "greedy", frozen.draft(_served(options.run))
+    way: Any = options.drafting or drafting_to_serve(verdict, mask_token_of(model.config) is not None)
+    draft = Draft(model, way)
+    gammas = _gammas(options, frozen, verdict, draft)
     law, notes = _law(main, frozen) if sampled else (None, [])
     try:
         counted = count(main, gammas[0])
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
-    replayer = Replayer(draft, main, law, drafting, max(wanted, counted.gamma))
+    replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
     found = _rule(options, counted, replayer, wanted, sampled)
     causes = text_causes(law, main, frozen.target) if law is not None and not law.same else []
     causes += acceptance_causes(counted, replayer, found)
     texts, more = _greedy_texts(greedy, frozen)
     causes += more + ([f"counters: {main.reset}"] if main.reset else [])
     return ServedRecord(
-        format=2, engine=client.engine, version=client.version, url=options.url, drafting=drafting, source=counted.source,
+        format=2, engine=client.engine, version=client.version, url=options.url, drafting=draft.drafting, source=counted.source,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         sampling=main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
         **_measured(options, main, counted, replayer, found), z=found.z, agrees=not causes, greedy=texts,
@@ -275,3 +273,19 @@ def _greedy_texts(asked: Asked | None, frozen: FrozenText) -> tuple[GreedyTexts 
         return texts, []
     told = f"greedy: {equal} of {texts.prompts} greedy texts are the run's own, {ties} part at a near-tie; {worst}"
     return texts, [told]
+
+
+def _print(console: Console, record: ServedRecord, run: Path) -> None:
+    """The table of served.json, its notes and causes, and whether the engine agrees."""
+    own = record.served
+    title = f"{run} in {record.where}: {WAYS[record.drafting]}, rule {own.rule}, gamma {own.gamma}"
+    console.print(f"{title}, {own.prompts} prompts, {own.tokens:,} tokens", highlight=False, markup=False)
+    for table in served_tables(record):
+        console.print(table)
+    console.print("tau without the first token of a response, which is the prefill's; [95 % interval]", markup=False)
+    for note in record.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    for cause in record.causes:
+        console.print(cause, style="yellow", highlight=False, markup=False)
+    for line in served_lines(record):
+        console.print(line, style="green" if record.agrees else "yellow", highlight=False, markup=False)

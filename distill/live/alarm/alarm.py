@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from distill.commands.drift.baseline import ALL, Baseline, Slice, baseline_of, gamma_of, slices_of
+from distill.commands.options import DriftOptions
 from distill.live.alarm.cusum import Crossing, chart_for, monitor, pool_of
 from distill.live.traffic.reader import TrafficLog, acceptance_of
 from distill.report.table import interval
@@ -95,7 +96,7 @@ def alarm(log: TrafficLog, version: str, run: Path, false_alarms: float = 0.01, 
         raise UserError(f"--drop {drop}: give a fall in accepted/drafted between 0 and 1, e.g. 0.05")
     served = acceptance_of(log, version)
     gamma, notes = gamma_of(served, None)
-    baseline = baseline_of(run, gamma)
+    baseline = baseline_of(DriftOptions(run), gamma)
     slices, more = slices_of(served.records, baseline.prompts)
     level = false_alarms / len(slices)
     told = [slice_alarm(part, baseline, level, drop, seed) for seed, part in enumerate(slices)]

@@ -63,7 +63,7 @@ def drifted(run: Path, url: str, **options: Any) -> Drift:
 
 def test_differences_are_compared_with_the_run(tiny_run: Path) -> None:
     """What the run's own greedy blocks are is what the counters grow by: no drift."""
-    prompts = baseline_of(tiny_run, 3, "greedy").prompts
+    prompts = baseline_of(DriftOptions(tiny_run, rule="greedy"), 3).prompts
     blocks, kept = sum(one.blocks for one in prompts), sum(one.accepted for one in prompts)
     with engine_with(page(1000, 500, 300, 100), page(1000 + blocks, 500 + kept, 300, 100)) as url:
         found = drifted(tiny_run, f"{url}/metrics", rule="greedy")

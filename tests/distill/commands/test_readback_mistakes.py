@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,9 +158,11 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
     verdict = Verdict.model_construct(
         rule="sample", gamma=3, measured=rows, drafts=[DraftOf(way=DRAFT)], run={"1": DRAFT, "8": DRAFT},
     )  # fmt: skip
-    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "autoregressive") == (7, 3, 2)
-    assert readback._gammas(ReadbackOptions("", run), frozen, verdict, "parallel") == (8, 7, 3)
-    assert readback._gammas(ReadbackOptions("", run), frozen, None, "parallel") == (frozen.config.judge.gamma,)
+    by_token, by_block = SimpleNamespace(drafting="autoregressive"), SimpleNamespace(drafting="parallel")
+    for judged, draft, gammas in (
+        (verdict, by_token, (7, 3, 2)), (verdict, by_block, (8, 7, 3)), (None, by_block, (frozen.config.judge.gamma,))
+    ):  # fmt: skip
+        assert readback._gammas(ReadbackOptions("", run), frozen, judged, draft) == gammas  # type: ignore[arg-type]
 
 
 def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int, engine: str = "vllm") -> Counted:

@@ -9,6 +9,7 @@ from traffic_log import record_of, write_log
 
 from data.responses.acceptance_log import AcceptanceRecord
 from distill.commands.drift.baseline import Baseline, BaselinePrompt, Slice, baseline_of
+from distill.commands.options import DriftOptions
 from distill.live.alarm import cusum
 from distill.live.alarm.alarm import SliceAlarm, alarm, slice_alarm
 from distill.live.traffic.reader import read_traffic
@@ -67,7 +68,7 @@ def test_a_fall_that_passed_is_told_and_does_not_ring() -> None:
 
 
 def test_the_log_of_one_version_is_compared_with_the_run(tmp_path: Path, tiny_run: Path) -> None:
-    baseline = baseline_of(tiny_run)
+    baseline = baseline_of(DriftOptions(tiny_run))
     counts = [
         {"accepted": row.accepted, "drafted": row.drafted, "blocks": row.blocks, "slice": row.domain}
         for row in baseline.prompts
