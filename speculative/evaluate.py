@@ -1,8 +1,8 @@
 """Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -36,21 +36,43 @@ class HeldoutResponse:
         return tuple(self.prompt_ids)
 
 
+class UnderRule(TypedDict):
+    """A draft under one rule, by replay: tau by gamma."""
+
+    alpha: float
+    replay: dict[int, float]
+
+
+class OnText(UnderRule):
+    """The same with alpha's interval, on a text of so many prompts and tokens."""
+
+    alpha_ci: list[float]
+    prompts: int
+    tokens: int
+
+
+class FrozenJudgement(OnText):
+    """rules: what the same text tells of every other rule it has a law for. per_response: {accept_sums, tokens, blocks: expected at
+    `settings.gamma`}, so that two judgements on the same text can be paired later without a model.
+    """
+
+    rule: Rule
+    rules: dict[Rule, UnderRule]
+    domains: dict[str, OnText]
+    per_response: dict[str, list[float]]
+
+
 def judge_frozen(
     draft: Draft,
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
     *,
     scores: Sequence[TokenScores] | None = None,
-) -> dict[str, Any]:
+) -> FrozenJudgement:
     """The cheap half of `judge`: one draft pass over frozen text, no target in memory; plain numbers.
 
-    {alpha, alpha_ci, rule, prompts, tokens, replay: {gamma: tau}, rules: {other rule: {alpha, replay}}, domains: {name:
-    the same without rule and rules}, per_response: {accept_sums, tokens, blocks: expected at `settings.gamma`}}.
-
-    rules: what the same text tells of every other rule it has a law for. per_response: two judgements on the same text
-    can be paired later without a model. scores: of this draft on this text, where they are known: nothing is run then.
-    Alpha is that of a block's first token however it drafts, replay goes as far as it was scored.
+    scores: of this draft on this text, where they are known: nothing is run then. Alpha is that of a block's first token however it
+    drafts, replay goes as far as it was scored.
     """
     if not any(response.response_ids for response in heldout):
         raise UserError("there is no held-out response to judge on: give held-out prompts with non-empty responses")
@@ -63,7 +85,7 @@ def judge_frozen(
     blocks_NK = expected_blocks_of(scores, law, (*gammas, settings.gamma))
     tokens_N = np.array([len(own) for own in scores])
 
-    def numbers(indices: Sequence[int]) -> dict[str, Any]:
+    def numbers(indices: Sequence[int]) -> OnText:
         probs = [accept_probs[index] for index in indices]
         alpha, interval = alpha_with_interval(probs, [heldout[index].prompt for index in indices])
         tokens = int(tokens_N[indices].sum())
@@ -89,7 +111,7 @@ def judge_frozen(
     }
 
 
-def _under_rule(scores: Sequence[TokenScores], rule: Rule, gammas: Sequence[int]) -> dict[str, Any]:
+def _under_rule(scores: Sequence[TokenScores], rule: Rule, gammas: Sequence[int]) -> UnderRule:
     tokens = sum(len(own) for own in scores)
     return {
         "alpha": float(sum(own.accept_probs(rule).sum() for own in scores) / tokens),
@@ -123,9 +145,11 @@ def judge(
     chosen = sorted(first_of_prompt.values(), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
     responses, timing = decode(target, draft.drafter(), prompts, settings, batch_size=batch_size, log=log)
+    domains: dict[str, Mapping[str, Any]] = dict(result["domains"])
     for name, indices in _by_domain(chosen).items():
-        if name in result["domains"]:
-            result["domains"][name] |= live_metrics([responses[index] for index in indices], settings.gamma)
+        if name in domains:
+            live = live_metrics([responses[index] for index in indices], settings.gamma)
+            domains[name] = {**domains[name], **live}
     check = None
     if settings.active_rules is None and settings.tree is None:
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
@@ -135,6 +159,7 @@ def judge(
     record = {
         **result,
         **live_metrics(responses, settings.gamma),
+        "domains": domains,
         "gamma": settings.gamma,
         "tokens_per_second": sum(len(response.response_ids) for response in responses) / timing.total_seconds,
         "batch_size": batch_size,

@@ -176,15 +176,18 @@ def token_places(target: PreTrainedModel, texts: Sequence[Response], sampling: S
     """
 
     def places(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
-        probs_RV = logits_to_probs(logits_RV, sampling)
-        of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
-        sums = [
-            torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
-            for chosen_RV in (probs_RV > of_token_R1, probs_RV == of_token_R1)
-        ]
-        return torch.stack(sums, 1)
+        return torch.stack(masses(logits_to_probs(logits_RV, sampling), token_ids_R), 1)
 
     return [(values_T2[:, 0], values_T2[:, 1]) for values_T2 in values_by_text(target, texts, places, 2, "target")]
+
+
+def masses(probs_RV: torch.Tensor, token_ids_R: torch.Tensor) -> list[torch.Tensor]:
+    """[what likelier tokens have (R,), what the token has (R,), ties included]."""
+    of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
+    return [
+        torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
+        for chosen_RV in (probs_RV > of_token_R1, probs_RV == of_token_R1)
+    ]
 
 
 def uniformity(places: Places, seed: int) -> Uniformity:

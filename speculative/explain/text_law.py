@@ -16,7 +16,7 @@ import torch
 from scipy import special
 from transformers import PreTrainedModel
 
-from speculative.explain.losslessness import LEVEL, uniformity
+from speculative.explain.losslessness import LEVEL, masses, uniformity
 from speculative.measure.token_scores import StoredText, values_by_text
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -58,21 +58,16 @@ def text_law(
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
         probs_RV = logits_to_probs(logits_RV, settings)
-        of_token_R1 = probs_RV.gather(-1, token_ids_R.unsqueeze(-1))
-        likelier_R = torch.where(probs_RV > of_token_R1, probs_RV, 0.0).sum(-1, dtype=torch.float64)
-        own_R = torch.where(probs_RV == of_token_R1, probs_RV, 0.0).sum(-1, dtype=torch.float64)
         logs_RV = probs_RV.double().log()
         weighted_RV = torch.where(probs_RV > 0, probs_RV.double() * logs_RV, 0.0)
         mean_R = weighted_RV.sum(-1)
         square_R = torch.where(probs_RV > 0, weighted_RV * logs_RV, 0.0).sum(-1)
-        log_prob_R = of_token_R1.squeeze(-1).double().log()
-        parts = [likelier_R, own_R, log_prob_R, mean_R, square_R - mean_R**2, probs_RV.amax(-1).double()]
-        return torch.stack(parts, 1)
+        log_prob_R = logs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1)
+        law = (log_prob_R, mean_R, square_R - mean_R**2, probs_RV.amax(-1).double())
+        return torch.stack([*masses(probs_RV, token_ids_R), *law], 1)
 
     values = values_by_text(target, texts, columns, 6, "target")
     likelier_T, own_T, log_prob_T, mean_T, variance_T, top_T = np.concatenate(values).T
-    # A token outside the distribution has no mass of its own, and lies behind all of it.
-    own_T = np.where(np.isneginf(log_prob_T), 0.0, own_T)
     places = uniformity([(likelier_T, own_T)], seed)
     said_T = np.maximum(log_prob_T, IMPOSSIBLE)
     spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))

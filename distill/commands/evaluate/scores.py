@@ -22,7 +22,6 @@ Shapes: P prompts (the resampling unit), C columns of sums.
 import importlib
 import importlib.util
 import json
-import math
 import numbers
 import re
 import sys
@@ -209,10 +208,9 @@ def score_texts(
             value = scorer(prompt.text, response, reference)
         except Exception as error:  # Whatever the user's own code does.
             raise UserError(f"--scorer {name}: raised {_one_line(error)} {where}") from error
-        if not isinstance(value, numbers.Real | np.bool_):
+        # NaN is in no range.
+        if not isinstance(value, numbers.Real | np.bool_) or not 0 <= value <= 1:
             raise UserError(f"--scorer {name}: gave {value!r:.60} {where}; it must give a number from 0 to 1")
-        if not (math.isfinite(value) and 0 <= value <= 1):
-            raise UserError(f"--scorer {name}: gave {float(value)} {where}; it must give a number from 0 to 1")
         scores[index // samples, index % samples] = value
     return scores
 
@@ -223,18 +221,16 @@ def summarise(speculative_PS: np.ndarray, alone_PS: np.ndarray, confidence: floa
     Where all prompts have one value the bootstrap sees no spread. Then all that is known is that fewer than
     1 - (1 - confidence)^(1/P) of all prompts have another one, and no score is more than 1 away: that is the interval.
     """
-    sums_PC = np.stack((speculative_PS.mean(1), alone_PS.mean(1), np.ones(len(alone_PS))), 1)
+    own_P, alone_P = speculative_PS.mean(1), alone_PS.mean(1)
+    sums_PC = np.stack((own_P, alone_P, own_P - alone_P, np.ones(len(own_P))), 1)
 
-    def numbers_of(sums_C: np.ndarray) -> np.ndarray:
-        means = sums_C[..., :2] / sums_C[..., 2:]
-        return np.concatenate((means, means[..., :1] - means[..., 1:]), -1)
+    def means(sums_C: np.ndarray) -> np.ndarray:
+        return sums_C[..., :3] / sums_C[..., 3:]
 
-    values = numbers_of(sums_PC.sum(0)).tolist()
-    intervals = intervals_of_sums(sums_PC, numbers_of, confidence)
-    unseen = 1.0 - (1.0 - confidence) ** (1.0 / len(alone_PS))
-    columns = (sums_PC[:, 0], sums_PC[:, 1], sums_PC[:, 0] - sums_PC[:, 1])
-    for place, (value, values_P, floor) in enumerate(zip(values, columns, (0.0, 0.0, -1.0), strict=True)):
-        if np.ptp(values_P) == 0:
+    values, intervals = means(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, means, confidence)
+    unseen = 1.0 - (1.0 - confidence) ** (1.0 / len(own_P))
+    for place, (value, floor) in enumerate(zip(values, (0.0, 0.0, -1.0), strict=True)):
+        if np.ptp(sums_PC[:, place]) == 0:
             intervals[place] = [max(floor, value - unseen), min(1.0, value + unseen)]
     own, alone = (Score(score=values[side], ci=(*intervals[side],)) for side in (0, 1))
     return PairedScores(own, alone, ScoreDifference(value=values[2], ci=(*intervals[2],)))
@@ -288,21 +284,18 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         )
     else:
         greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=batch_size)
-        passed, sentence = _greedy_answer(found, sum(same), len(same), greedy.differences)
+        passed = not greedy.differences
+        sentence = (
+            f"{sum(same)} of {len(same)} texts are the same, the others part at a near-tie of the target: scores "
+            f"{found.speculative.score:.3f} and {found.alone.score:.3f}."
+            if passed
+            else f"NOT the same text: {greedy.differences[0]}"
+        )
     return TaskScores(
         scorer=scorer, rule=asked.rule, gamma=asked.gamma, prompts=len(pair.prompts), samples=samples,
         with_reference=sum(one.prompt_id in known or one.text in known for one in pair.prompts), same_texts=sum(same),
         **found._asdict(), difference_ci_wide=wide, passed=passed, sentence=sentence,
     )  # fmt: skip
-
-
-def _greedy_answer(found: PairedScores, same: int, count: int, differences: Sequence[str]) -> tuple[bool, str]:
-    if differences:
-        return False, f"NOT the same text: {differences[0]}"
-    return True, (
-        f"{same} of {count} texts are the same, the others part at a near-tie of the target: scores "
-        f"{found.speculative.score:.3f} and {found.alone.score:.3f}."
-    )
 
 
 def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, samples: int) -> tuple[bool, str]:

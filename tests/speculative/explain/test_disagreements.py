@@ -162,9 +162,3 @@ def test_no_disagreement_no_row_and_foreign_scores_are_refused():
     assert disagreements([], [], rule="greedy", gamma=2, tokenizer=TOKENIZER) == []
     with pytest.raises(ValueError, match="not of these texts"):
         disagreements([text], [scored([A], [A])], rule="greedy", gamma=2, tokenizer=TOKENIZER)
-
-
-def test_an_end_token_has_a_name():
-    text = HeldoutResponse("one", "a", [C], [A, TOKENIZER.eos_token_id], [0.0, 0.0])
-    (row,) = disagreements([text], [scored(text.response_ids, [A, B])], rule="greedy", gamma=2, tokenizer=TOKENIZER)
-    assert row.target_said == "<|eos|>"

@@ -10,7 +10,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.explain.target_view import target_entropies, top_tokens
 from speculative.measure import token_scores as scores_module
-from speculative.measure.token_scores import score_tokens, values_by_text
+from speculative.measure.token_scores import values_by_text
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
@@ -74,13 +74,6 @@ def test_most_probable_tokens_equal_a_sorted_distribution(texts, sampling):
         np.testing.assert_allclose(probs, expected, rtol=1e-4, atol=1e-5)  # float32, other shapes
         if sampling is SAMPLING:
             assert (probs[:, 4:] == 0).all()
-
-
-def test_the_first_of_the_most_probable_is_the_choice_of_the_scores(texts):
-    scores = score_tokens(TARGET, texts, SAMPLING)
-    for own, (ids, probs) in zip(scores, top_tokens(TARGET, texts, 1), strict=True):
-        assert own.choice_ids.tolist() == ids[:, 0].tolist()
-        np.testing.assert_allclose(own.choice_probs, probs[:, 0], rtol=1e-5)  # float32 against float64 sums
 
 
 def test_a_broken_model_is_named(texts):
