@@ -17,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from rich.console import Console
 from data.files import MANIFEST, write_json
 from distill.commands.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
-from distill.commands.sweep.table import Row, figures_of, summarise, sweep_table
+from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import DAY, RESPONSES, SERVED
 from speculative.errors import UserError
@@ -89,15 +88,17 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     started = time.perf_counter()
     with console.status(f"training, log in {log}"):
         train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
-    found = [f"{key} {figure.value:.3f}" for key, figure in figures_of(trial).items() if figure is not None]
+    row = Row({}, [], 1, 0, measured_of(trial))
+    found = [f"{name} {figure.value:.3f}" for name in FIGURES if (figure := row.figure(name)) is not None]
     console.print(f"    {', '.join(found)}, {(time.perf_counter() - started) / 60:.1f} min", highlight=False)
 
 
 def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]) -> list[Row]:
     """The rows of what is finished; sweep.json holds them too."""
-    found = {trial.config.name: figures_of(trial) for trial in trials if finished(trial)}
+    found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
     rows = summarise(sweep, trials, found)
-    result = sweep.model_dump(mode="json") | {"rows": [asdict(row) for row in rows], "failed": errors}
+    told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
+    result = {"format": 2, **sweep.model_dump(mode="json"), "rows": told, "failed": errors}
     write_json(folder / "sweep.json", result)
     return rows
 

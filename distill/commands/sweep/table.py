@@ -3,7 +3,8 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -16,45 +17,39 @@ from speculative.measure.measured import DRAFT, Measured
 
 BEST, NOISE = "best", "within noise of the best"
 LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number with its 95 % interval; None where there is none."""
-
-    value: float
-    ci: Interval | None
+FIGURES = {"alpha": Column("alpha", ".3f"), "tau": Column("tau", ".2f"), "speed_up": Column("speed-up", ".2f", "x")}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A combination: its runs that are finished, those that are missing, the mean of each figure, and what is said of it.
+    """A combination: its runs, how many are finished and missing, the means of the draft's rows, and what is said of it.
 
-    Intervals are over seeds (Student's t) where several are finished, else the judged one, over prompts.
+    measured: as judged and, where it was timed, as timed at its own gamma; empty where no run is finished. Intervals are over seeds
+    (Student's t) where several are finished, else the judged one, over prompts.
     """
 
     values: dict[str, object]
     runs: list[str]
     seeds: int
     missing: int
-    figures: dict[str, Figure | None]
+    measured: list[Measured]
     note: str = ""
 
+    def figure(self, name: str) -> Cell | None:
+        """A figure with its interval; None where there is none."""
+        known = next((row for row in self.measured if getattr(row, name) is not None), None)
+        return None if known is None else Cell(getattr(known, name), getattr(known, f"{name}_ci"))
 
-def figures_of(trial: Trial) -> dict[str, Figure | None]:
-    """Alpha, tau and speed-up of a finished run's draft, with their judged intervals.
+
+def measured_of(trial: Trial) -> list[Measured]:
+    """A finished run's draft, as judged and as timed.
 
     Raises:
         UserError: no verdict.
     """
     verdict = load_verdict(trial.config.folder)
     judged, timed = verdict.judged(DRAFT), verdict.row(DRAFT)
-    return {"alpha": _figure(judged, "alpha"), "tau": _figure(judged, "tau"), "speed_up": _figure(timed, "speed_up")}
-
-
-def _figure(row: Measured | None, name: str) -> Figure | None:
-    value = getattr(row, name, None)
-    return None if value is None else Figure(value, getattr(row, f"{name}_ci"))
+    return [row for row in (judged, None if timed is judged else timed) if row is not None]
 
 
 def t_interval(values: Sequence[float]) -> Interval | None:
@@ -69,50 +64,56 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     return mean - half, mean + half
 
 
-def summarise(sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Mapping[str, Figure | None]]) -> list[Row]:
-    """A row a combination, the best first; ``found``: the figures of the finished runs by name."""
+def summarise(sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> list[Row]:
+    """A row a combination, the best first; ``found``: `measured_of` the finished runs by name."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.group, []).append(trial)
     rows = [_row(members, found) for members in groups.values()]
-    rows.sort(key=lambda row: -math.inf if (own := row.figures[sweep.metric]) is None else own.value, reverse=True)
-    best = rows[0].figures[sweep.metric]
-    return rows if best is None else [_noted(row, row is rows[0], best, row.figures[sweep.metric]) for row in rows]
+    known = {id(row): row.figure(sweep.metric) for row in rows}
+    rows.sort(key=lambda row: -math.inf if (own := known[id(row)]) is None else own.value, reverse=True)
+    best = known[id(rows[0])]
+    return rows if best is None else [replace(row, note=_note(known[id(row)], best)) for row in rows]
 
 
-def _noted(row: Row, is_best: bool, best: Figure, own: Figure | None) -> Row:
+def _note(own: Cell | None, best: Cell) -> str:
+    if own is best:
+        return BEST
     overlap = own is not None and own.ci and best.ci and own.ci[0] <= best.ci[1] and best.ci[0] <= own.ci[1]
-    return Row(**vars(row) | {"note": BEST if is_best else NOISE if overlap else ""})
+    return NOISE if overlap else ""
 
 
-def _row(members: Sequence[Trial], found: Mapping[str, Mapping[str, Figure | None]]) -> Row:
+def _row(members: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> Row:
     done = [found[trial.config.name] for trial in members if trial.config.name in found]
-    figures: dict[str, Figure | None] = {}
-    for name in ("alpha", "tau", "speed_up"):
-        known = [figure for run in done if (figure := run[name]) is not None]
-        numbers = [figure.value for figure in known]
-        judged = known[0].ci if len(done) == 1 and known else None
-        figures[name] = Figure(float(np.mean(numbers)), t_interval(numbers) or judged) if known else None
+    sides = [[rows[side] for rows in done if len(rows) > side] for side in (0, 1)]
     values = {key: value for key, value in members[0].values.items() if key != SEED}
-    return Row(values, [trial.config.name for trial in members], len(done), len(members) - len(done), figures)
+    means = [_mean(rows) for rows in sides if rows]
+    return Row(values, [trial.config.name for trial in members], len(done), len(members) - len(done), means)
+
+
+def _mean(rows: Sequence[Measured]) -> Measured:
+    if len(rows) == 1:
+        return rows[0]
+    found: dict[str, Any] = {}
+    for name in FIGURES:
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        found |= {name: float(np.mean(values)) if values else None, f"{name}_ci": t_interval(values)}
+    gamma = rows[0].gamma if len({row.gamma for row in rows}) == 1 else None
+    return Measured(DRAFT, rows[0].rule, gamma=gamma, how=rows[0].how, **found)
 
 
 def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
     """One row per combination, the best first and bold."""
-    keys = list(rows[0].values)
-    count = sum(row.figures[sweep.metric] is not None for row in rows)
+    count = sum(row.figure(sweep.metric) is not None for row in rows)
     picked = f" The best is picked out of {count}; its interval is not widened for that." if count > 1 else ""
-    figures = (Column("alpha", ".3f"), Column("tau", ".2f"), Column("speed-up", ".2f", "x"))
     table = Table(
-        [*keys, *figures, "seeds", ""],
+        [*rows[0].values, *FIGURES.values(), "seeds", ""],
         title=f"sweep {sweep.name}: by {sweep.metric}",
         caption="[95 % interval]: over seeds (Student's t), of one seed over prompts, as judged. "
         f"Overlapping intervals: the difference may be noise.{picked}",
     )
     for row in rows:
         values = [str(value) if isinstance(value, str) else json.dumps(value) for value in row.values.values()]
-        found = (row.figures[name] for name in ("alpha", "tau", "speed_up"))
-        cells = [Cell(one.value, one.ci) if one else None for one in found]
         seeds = f"{row.seeds} of {row.seeds + row.missing}" if row.missing else str(row.seeds)
-        table.add(*values, *cells, seeds, row.note, strong=row.note == BEST)
+        table.add(*values, *map(row.figure, FIGURES), seeds, row.note, strong=row.note == BEST)
     return table

@@ -12,7 +12,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,13 @@ from distill import train
 from distill.commands.options import SweepOptions
 from distill.commands.sweep.plan import Trial, finished, plan
 from distill.commands.sweep.sweep import run_sweep, share_stores
-from distill.commands.sweep.table import Figure, Row, summarise, sweep_table, t_interval
+from distill.commands.sweep.table import Row, summarise, sweep_table, t_interval
 from distill.commands.training_process import error_line
 from distill.config.load import dump_config, load_config
 from distill.faults import Interrupted
+from distill.report.table import Cell
 from speculative.errors import UserError
-from speculative.measure.measured import DRAFT
+from speculative.measure.measured import DRAFT, Measured
 
 BASE = """
 name: base
@@ -134,10 +134,13 @@ def test_every_combination_is_trained_seeds_outermost_and_a_second_start_trains_
     assert "4 runs, 0 finished, by tau" in said
     best, other = rows
     assert (best.values, best.note, best.seeds) == ({"loss.name": "tv"}, "best", 2)
-    values = [best.figures["alpha"], best.figures["speed_up"], other.figures["alpha"]]
-    assert [figure.value for figure in values if figure] == pytest.approx([0.805, 1.61, 0.605])
+    figures = [best.figure("alpha"), best.figure("speed_up"), other.figure("alpha")]
+    assert [figure.value for figure in figures if figure] == pytest.approx([0.805, 1.61, 0.605])
     written = json.loads((tmp_path / "runs" / "s" / "sweep.json").read_text())
-    assert written["rows"] == json.loads(json.dumps([asdict(row) for row in rows]))
+    assert [(one["gamma"], one.get("speed_up")) for one in written["rows"][0]["measured"]] == [
+        (3, None),
+        (2, pytest.approx(1.61)),
+    ]
     # The runs of a sweep are a group in wandb.
     assert {line.split()[2] for line in (tmp_path / "calls.txt").read_text().splitlines()} == {"s"}
     assert run(path, launcher)[0] == rows
@@ -361,13 +364,12 @@ def rows_from(tmp_path: Path, taus: dict[str, list[float]]) -> tuple[Any, list[R
     seeds = list(range(max(map(len, taus.values()))))
     path, _ = lab(tmp_path, grid={"loss.name": list(taus), "seed": seeds})
     sweep, trials = plan(path)
-    found: dict[str, dict[str, Figure | None]] = {}
+    found: dict[str, list[Measured]] = {}
     for trial in trials:
         values = taus[trial.values["loss.name"]]
         if trial.values["seed"] < len(values):
             tau = values[trial.values["seed"]]
-            figures = {"alpha": Figure(0.5, None), "tau": Figure(tau, (tau - 0.1, tau + 0.1)), "speed_up": None}
-            found[trial.config.name] = figures
+            found[trial.config.name] = [Measured(DRAFT, "sample", alpha=0.5, tau=tau, tau_ci=(tau - 0.1, tau + 0.1))]
     return sweep, summarise(sweep, trials, found)
 
 
@@ -387,8 +389,8 @@ def test_what_cannot_be_told_from_the_best_is_marked(tmp_path: Path) -> None:
 def test_one_seed_has_the_judges_interval(tmp_path: Path) -> None:
     sweep, rows = rows_from(tmp_path, {"tv": [2.0], "jsd": [1.85], "forward_kl": [1.0]})
     assert [row.note for row in rows] == ["best", "within noise of the best", ""]
-    assert rows[0].figures["tau"] == Figure(2.0, (1.9, 2.1))
-    assert rows[0].figures["speed_up"] is None
+    assert rows[0].figure("tau") == Cell(2.0, (1.9, 2.1))
+    assert rows[0].figure("speed_up") is None
     _, rows = rows_from(tmp_path, {"tv": [2.0]})
     assert "picked out of" not in str(sweep_table(sweep, rows).caption)
 
@@ -423,4 +425,4 @@ def test_real_runs_share_the_targets_answers(tiny_config: Path, tmp_path: Path) 
     assert len(shards[0]) == len(shards[1]) > 1
     for one, other in zip(*shards, strict=True):
         assert one.samefile(other)
-    assert rows[0].figures["tau"] is not None
+    assert rows[0].figure("tau") is not None
