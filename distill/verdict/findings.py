@@ -37,7 +37,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import where_each_helps
 from speculative.measure.cost import StepCosts
 from speculative.measure.curves import CURVE_GAMMAS, RuleCurve, rule_curve
-from speculative.measure.measured import TARGET, UNDISTILLED
+from speculative.measure.measured import TARGET
 from speculative.measure.race import Standings
 from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings
@@ -66,8 +66,7 @@ def findings_of(
     scores = {one.name: evidence.own_scores(one.name) for one in evidence.candidates}
     pieces = [token_pieces(tokenizer, response.response_ids) for response in question.frozen]
     slices = slice_tables(
-        question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None,
-        baseline=UNDISTILLED if UNDISTILLED in scores else None, best=best,
+        question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None, best=best,
     )  # fmt: skip
     costs = evidence.costs[best] if evidence.costs else None
     worst = disagreements(

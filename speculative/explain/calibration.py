@@ -16,6 +16,7 @@ import numpy as np
 
 from speculative.explain.slices import SlicedText
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.measured import DRAFT
 from speculative.measure.token_scores import CONFIDENCE_EDGES, TokenScores
 from speculative.rules.rule import draft_draws
 
@@ -59,7 +60,7 @@ def calibration(
     scores: Sequence[TokenScores],
     rule: str,
     *,
-    name: str = "best",
+    name: str = DRAFT,
     confidence: float = 0.95,
 ) -> Reliability:
     """The reliability curve of a draft's confidence in the token it drafts; `stop_below` is left open.

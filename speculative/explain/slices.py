@@ -13,6 +13,7 @@ import numpy as np
 from speculative.explain.token_class import CLASSES, token_classes
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, ratio_interval
+from speculative.measure.measured import DRAFT, UNDISTILLED
 from speculative.measure.token_scores import StoredText, TokenScores
 
 POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
@@ -38,7 +39,7 @@ class SlicedText(StoredText, Protocol):
 class Slice:
     """Part of the text. alpha: mean acceptance probability by draft under the rule (for rule `block` that of `sample`).
 
-    gain: best minus baseline on the same tokens; None without a baseline. certain: "gain" or "loss" where its interval excludes 0
+    gain: the best minus the undistilled draft on the same tokens; None without that. certain: "gain" or "loss" where its interval excludes 0
     and there are enough prompts for that (`effects.fewest_prompts`), else "none". lost_share: this slice's share of the rejected
     probability mass sum (1 - a) of best, 0 where nothing was rejected. Intervals are None for a single prompt.
     """
@@ -75,8 +76,7 @@ def slice_tables(
     rule: str,
     pieces: Sequence[Sequence[str]] | None,
     entropies: Sequence[np.ndarray] | None = None,
-    baseline: str | None = "baseline",
-    best: str = "best",
+    best: str = DRAFT,
     confidence: float = 0.95,
 ) -> list[SliceTable]:
     """One table per dimension; slices without a token are left out.
@@ -102,7 +102,7 @@ def slice_tables(
     prompt_of_flat_T = np.repeat([index.setdefault(text.prompt, len(index)) for text in texts], lengths_N)
     if not len(prompt_of_flat_T):
         return []
-    gain_flat_T = accepted[best] - accepted[baseline] if baseline in accepted else None
+    gain_flat_T = accepted[best] - accepted[UNDISTILLED] if UNDISTILLED in accepted else None
     return [
         _table(dimension, unit, partition, prompt_of_flat_T, accepted, 1.0 - accepted[best], gain_flat_T, confidence)
         for dimension, unit, partition in _dimensions(texts, lengths_N, pieces, entropies)

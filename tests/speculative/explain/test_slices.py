@@ -9,6 +9,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_classes
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
+from speculative.measure.measured import DRAFT, UNDISTILLED
 from speculative.measure.token_scores import TokenScores
 
 PIECES = ("foo", "bar", " baz", "_", "1", "\n  ", ".", "", "\u00e9", "\U0001f600")
@@ -25,7 +26,7 @@ def stored_text(seed=0, prompts=6, samples=2, longest=40, greedy=False):
     """(texts, scores by contestant, pieces, entropies) of a few prompts with several responses each."""
     rng = np.random.default_rng(seed)
     texts, pieces, entropies = [], [], []
-    scores = {"baseline": [], "best": []}
+    scores = {UNDISTILLED: [], DRAFT: []}
     for prompt in range(prompts):
         prompt_ids = [prompt + 1] * int(rng.integers(1, 100))
         for sample in range(samples):
@@ -34,7 +35,7 @@ def stored_text(seed=0, prompts=6, samples=2, longest=40, greedy=False):
             ids = rng.integers(0, 9, length).tolist()
             domain = ("python", "chat")[prompt % 2]
             texts.append(HeldoutResponse(f"{prompt}-{sample}", domain, prompt_ids, ids, logs.tolist()))
-            for name, likeness in (("baseline", 1.0), ("best", 4.0)):
+            for name, likeness in ((UNDISTILLED, 1.0), (DRAFT, 4.0)):
                 scores[name].append(scores_of(rng, logs, likeness))
             pieces.append([PIECES[place] for place in rng.integers(0, len(PIECES), length)])
             entropies.append(rng.exponential(0.8, length))
@@ -47,19 +48,19 @@ def test_slices_of_each_dimension_partition_the_tokens(seed, rule, with_entropie
     texts, scores, pieces, entropies = stored_text(seed, prompts=3, longest=30)
     tables = slice_tables(texts, scores, rule=rule, pieces=pieces, entropies=entropies if with_entropies else None)
     accepted = {name: np.concatenate([one.accept_probs(rule) for one in own]) for name, own in scores.items()}
-    tokens = len(accepted["best"])
+    tokens = len(accepted[DRAFT])
     assert (len(tables) == 6) == (tokens > 0)
     for table in tables:
         rows = table.rows
         assert sum(row.tokens for row in rows) == tokens
         assert all(row.tokens > 0 for row in rows)
         # Nothing is rejected where the draft happens to be right everywhere.
-        assert sum(row.lost_share for row in rows) == pytest.approx(1.0 if (accepted["best"] < 1).any() else 0.0)
+        assert sum(row.lost_share for row in rows) == pytest.approx(1.0 if (accepted[DRAFT] < 1).any() else 0.0)
         for name, values in accepted.items():
             weighted = sum(row.alpha[name] * row.tokens for row in rows) / tokens
             assert weighted == pytest.approx(values.mean(), abs=1e-12)
         gain = sum(row.gain * row.tokens for row in rows) / tokens
-        assert gain == pytest.approx(accepted["best"].mean() - accepted["baseline"].mean(), abs=1e-12)
+        assert gain == pytest.approx(accepted[DRAFT].mean() - accepted[UNDISTILLED].mean(), abs=1e-12)
 
 
 def the_slow_rows(texts, scores, label_of, rule):
@@ -69,7 +70,7 @@ def the_slow_rows(texts, scores, label_of, rule):
     """
     tokens, total_lost = {}, 0.0
     for index, text in enumerate(texts):
-        ours, base = (scores[name][index].accept_probs(rule) for name in ("best", "baseline"))
+        ours, base = (scores[name][index].accept_probs(rule) for name in (DRAFT, UNDISTILLED))
         for place in range(len(text.response_ids)):
             tokens.setdefault(label_of(index, place), []).append((text.prompt, ours[place], ours[place] - base[place]))
             total_lost += 1 - ours[place]
@@ -120,8 +121,8 @@ def test_rows_equal_sums_token_by_token():
         for row in table.rows:
             tokens, prompts, alpha, alpha_ci, gain, gain_ci, lost_share = expected[row.name]
             assert (row.tokens, row.prompts) == (tokens, prompts)
-            assert row.alpha["best"] == pytest.approx(alpha)
-            assert row.alpha_ci["best"] == (None if alpha_ci is None else pytest.approx(alpha_ci))
+            assert row.alpha[DRAFT] == pytest.approx(alpha)
+            assert row.alpha_ci[DRAFT] == (None if alpha_ci is None else pytest.approx(alpha_ci))
             assert row.gain == pytest.approx(gain)
             assert row.gain_ci == (None if gain_ci is None else pytest.approx(gain_ci))
             assert row.lost_share == pytest.approx(lost_share)
@@ -130,13 +131,13 @@ def test_rows_equal_sums_token_by_token():
 def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_prompts():
     """`slight` falls, and `twin` rises by chance, by what one row alone would be certain of; `few` falls far in each of only three prompts."""
     rng = np.random.default_rng(0)
-    texts, scores = [], {"baseline": [], "best": []}
+    texts, scores = [], {UNDISTILLED: [], DRAFT: []}
     shifts = {"few": -0.3, "gain": 0.3, "loss": -0.3, "same": 0.0, "slight": -0.0018, "twin": 0.0}
     for domain, shift in shifts.items():
         for prompt in range(3 if domain == "few" else 12):
             logs = -rng.exponential(1.0, 20)
             texts.append(HeldoutResponse(f"{domain}-{prompt}", domain, [len(texts)], [5] * 20, logs.tolist()))
-            for name, extra in (("baseline", 0.0), ("best", shift)):
+            for name, extra in ((UNDISTILLED, 0.0), (DRAFT, shift)):
                 wanted = 0.6 + extra + rng.normal(0, 0.01, 20)
                 own = TokenScores(logs + np.log(wanted), logs, np.ones(20, bool), np.zeros(20), np.ones(20))
                 scores[name].append(own)
@@ -167,18 +168,18 @@ def test_a_perfect_draft_loses_nothing_and_empty_text_has_no_table():
     texts, scores, _, _ = stored_text(2)
     perfect = [
         TokenScores(one.log_target_probs, one.log_target_probs, one.matches, one.choice_ids, one.choice_probs)
-        for one in scores["best"]
+        for one in scores[DRAFT]
     ]
-    for table in slice_tables(texts, {"best": perfect}, rule="sample", pieces=None):
-        assert all(row.lost_share == 0.0 and row.alpha["best"] == 1.0 for row in table.rows)
-    assert slice_tables([], {"best": []}, rule="sample", pieces=[]) == []
+    for table in slice_tables(texts, {DRAFT: perfect}, rule="sample", pieces=None):
+        assert all(row.lost_share == 0.0 and row.alpha[DRAFT] == 1.0 for row in table.rows)
+    assert slice_tables([], {DRAFT: []}, rule="sample", pieces=[]) == []
 
 
 def test_what_is_not_of_the_same_text_is_refused():
     texts, scores, pieces, _ = stored_text(2)
-    with pytest.raises(ValueError, match="no scores of 'best'"):
-        slice_tables(texts, {"other": scores["best"]}, rule="sample", pieces=pieces)
+    with pytest.raises(ValueError, match="no scores of 'draft'"):
+        slice_tables(texts, {"other": scores[DRAFT]}, rule="sample", pieces=pieces)
     with pytest.raises(ValueError, match="pieces are not of these texts"):
         slice_tables(texts, scores, rule="sample", pieces=[own[:-1] for own in pieces])
-    with pytest.raises(ValueError, match="scores of 'best' are not"):
-        slice_tables(texts, {"best": scores["best"][::-1]}, rule="sample", pieces=pieces)
+    with pytest.raises(ValueError, match="scores of 'draft' are not"):
+        slice_tables(texts, {DRAFT: scores[DRAFT][::-1]}, rule="sample", pieces=pieces)
