@@ -161,3 +161,11 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     work(rank, *arguments)
+
+
+def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Waits for what another process or thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_server import Engine
+from page_server import page_server
 from rich.console import Console
 from tiny_models import perturbed
 
@@ -25,26 +23,10 @@ from distill.run.verdict_record import WAYS
 from speculative.errors import UserError
 
 
-@contextmanager
-def engine_with(*pages: str) -> Iterator[str]:
+def engine_with(*pages: str) -> AbstractContextManager[str]:
     """A server whose /metrics is the next of these pages each time."""
     left = list(pages)
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            content = left.pop(0).encode() if self.path == "/metrics" and left else b""
-            self.send_response(200 if content else 404)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_address[1]}"
-        running.shutdown()
+    return page_server(lambda path: left.pop(0) if path == "/metrics" and left else None)
 
 
 def page(blocks: int, *places: int, gamma: int = 3) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_server import Engine, running_engine
+from page_server import page_server
 from readback_run import GAMMA, read
+from refusals import refused
 
 from data.responses import engine_client
 from data.responses.engine_client import Answer
@@ -39,48 +38,23 @@ from speculative.measure.token_scores import TokenScores
 pytestmark = pytest.mark.usefixtures("_quick")
 
 
-@contextmanager
-def page_server(content: str, kind: str = "text/html") -> Iterator[str]:
-    """A server that is no engine: the same page everywhere."""
-
-    class Page(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content.encode())
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as running:
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{running.server_address[1]}"
-        finally:  # An exception that passes leaves no thread polling.
-            running.shutdown()
-
-
 @pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:99999", "http://[::1", "http://a b", "ftp://x", ""])
 def test_an_address_that_is_none_is_one_line(run: Path, url: str) -> None:
-    with pytest.raises(UserError):
-        readback_command(ReadbackOptions(url, run))
+    refused(lambda: readback_command(ReadbackOptions(url, run)))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
+def test_a_timeout_that_is_none_is_one_line(run: Path, timeout: float) -> None:
+    assert "--timeout" in refused(lambda: readback_command(ReadbackOptions("http://x:9", run, timeout=timeout)))
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/json"])
 @pytest.mark.parametrize("page", ["<html>hello</html>", '"hello"', "[1]", '{"data": ["x"]}', "{}"])
 def test_a_server_that_is_no_engine_is_one_line(run: Path, page: str, kind: str) -> None:
-    with page_server(page, kind) as url, pytest.raises(UserError, match=url):
+    with page_server(lambda _: page, kind) as url, pytest.raises(UserError, match=url):
         readback_command(ReadbackOptions(url, run))
-    with page_server(page, kind) as url, pytest.raises(UserError):
+    with page_server(lambda _: page, kind) as url, pytest.raises(UserError):
         readback_command(ReadbackOptions(url.replace("http:", "https:"), run))
-
-
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
-def test_a_timeout_that_is_none_is_one_line(run: Path, timeout: float) -> None:
-    with pytest.raises(UserError, match="--timeout"):
-        readback_command(ReadbackOptions("http://127.0.0.1:9", run, timeout=timeout))
 
 
 def test_a_wrong_second_address_costs_no_answers(make: Callable[..., Engine], run: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import forked, free_port
+from processes import forked, free_port, until
 
 from distill.commands import serve as module
 from distill.commands.options import ServeOptions
@@ -75,13 +75,6 @@ def start(options: ServeOptions, out: Path) -> None:
         status = exit_status(error)
     sys.stdout.flush()
     os._exit(status)
-
-
-def until(found: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_command_is_that_of_the_export(tmp_path: Path, options: ServeOptions) -> None:

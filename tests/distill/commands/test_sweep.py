@@ -10,8 +10,6 @@ import os
 import signal
 import stat
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import forked
+from processes import forked, until
 from rich.console import Console
 from scipy import stats
 
@@ -116,13 +114,6 @@ def run(path: Path, launcher: str = "", dry_run: bool = False) -> tuple[list[Row
 def calls(tmp_path: Path) -> list[str]:
     path = tmp_path / "calls.txt"
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_every_combination_is_trained_seeds_outermost_and_a_second_start_trains_nothing(tmp_path: Path) -> None:
