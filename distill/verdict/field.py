@@ -136,10 +136,9 @@ def costs_of(question: Question, target: PreTrainedModel, candidates: Sequence[C
     by_shape: dict[Any, StepCosts] = {}
     costs, typical = {}, typical_length(question.frozen)
     for one in reversed(candidates):
-        model = one.draft.model
-        shape = (one.draft.drafting, *((name, tuple(weight.shape)) for name, weight in model.named_parameters()))
+        shape = one.draft.shape
         if shape not in by_shape:
-            room = min(question.context, max_positions(model.config) or question.context)
+            room = min(question.context, max_positions(one.draft.model.config) or question.context)
             by_shape[shape] = step_costs(question.judge, question.settings, target, one.draft, room, typical)
         costs[one.name] = by_shape[shape]
     return costs

@@ -1,5 +1,6 @@
 """A draft model and how it drafts."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -31,6 +32,11 @@ class Draft:
     def parallel(self) -> bool:
         """Whether a block is one pass."""
         return self.drafting == "parallel"
+
+    @property
+    def shape(self) -> Hashable:
+        """Drafts of one shape that draft alike take the same time."""
+        return self.drafting, *((name, tuple(weight.shape)) for name, weight in self.model.named_parameters())
 
     def drafter(self) -> ModelDrafter:
         """A fresh proposer."""

@@ -171,7 +171,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     """
     if timing and text.config.target.endpoint is not None:
         raise UserError(f"{text.run}: its target is on a server, so nothing can be timed here; add --no-timing")
-    drafts: dict[tuple[str, Drafting], tuple[Entry, Any]] = {}
+    drafts: dict[tuple[str, Drafting], Entry] = {}
     by_shape: dict[Any, StepCosts] = {}
     for name in names:
         path, drafting = draft_of(name), drafting_of(name)
@@ -179,24 +179,20 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
             continue
         draft = _load(text, path, drafting)
         scores = score_tokens(draft.model, text.responses, text.sampling, offsets=draft.offsets(gamma))
-        shape: Any = (drafting, *((key, tuple(weight.shape)) for key, weight in draft.model.named_parameters()))
-        if timing and shape not in by_shape:
-            by_shape[shape] = _timed(text, draft, gamma)
-        parameters = sum(weight.numel() for weight in draft.model.parameters())
-        drafts[find_student(path), drafting] = Entry(path, path, parameters, scores, None), shape
+        if timing and draft.shape not in by_shape:
+            by_shape[draft.shape] = _timed(text, draft, gamma)
+        entry = Entry(path, path, draft.model.num_parameters(), scores, None, shape=draft.shape)
+        drafts[find_student(path), drafting] = entry
     costs = _shared_target(by_shape)
     entries = []
     for number, name in enumerate(names):
         path = draft_of(name)
-        entry, shape = (
-            (None, next(iter(costs), None)) if path is None else drafts[find_student(path), drafting_of(name)]
-        )
-        own = costs.get(shape)
-        if looks_up(name):
-            entry = with_lookup(entry, text.responses, text.rule, gamma, own)
-        assert entry is not None
+        own = None if path is None else drafts[find_student(path), drafting_of(name)]
+        price = next(iter(costs.values()), None) if own is None else costs.get(own.shape)
+        found = with_lookup(own, text.responses, text.rule, gamma, price) if looks_up(name) else own
+        assert found is not None
         shown = name if name not in names[:number] else f"{name} #{number + 1}"
-        entries.append(replace(entry, way=shown, path=name, costs=own))
+        entries.append(replace(found, way=shown, path=name, costs=price))
     return entries
 
 

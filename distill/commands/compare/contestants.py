@@ -3,7 +3,7 @@
 Shapes: N responses, K gammas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ class Entry:
     """A way on the table: what the frozen text and the clock say of it.
 
     scores: of its draft; None for lookup alone. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
-    response (`kept_by_lookup`), at these n-gram sizes (longest, shortest). costs: of lookup alone the target's side.
+    response (`kept_by_lookup`), at these n-gram sizes (longest, shortest). costs: of lookup alone the target's side. shape: of its draft.
     """
 
     way: str
@@ -37,6 +37,7 @@ class Entry:
     costs: StepCosts | None
     kept: list[np.ndarray] | None = None
     sizes: tuple[int, int] | None = None
+    shape: Hashable = None
 
     def chosen(self, rows: Sequence[int]) -> "Entry":
         """The same on these responses only."""

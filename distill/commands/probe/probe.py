@@ -158,7 +158,7 @@ def _require_one(candidates: Sequence[Candidate]) -> None:
 def _described(name: str, model: PreTrainedModel) -> ModelFacts:
     return ModelFacts(
         name,
-        sum(weight.numel() for weight in model.parameters()),
+        model.num_parameters(),
         getattr(model.config.get_text_config(), "num_hidden_layers", None),
         max_positions(model.config),
         vocabulary_rows(model.config),

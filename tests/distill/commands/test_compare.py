@@ -171,28 +171,29 @@ def test_the_screen_and_the_picture_show_every_draft(timed, untimed, tmp_path):
 
 
 def test_domains_are_compared_each_by_itself(tiny_run, worse):
-    asked = options(tiny_run, worse)
+    asked = options(tiny_run, worse, "lookup")
     text = load_text(asked)
-    halves = [replace(one, domain=f"half-{index % 2}") for index, one in enumerate(text.responses)]
-    text = replace(text, responses=halves)
+    text = replace(text, responses=[replace(one, domain=f"half-{n % 2}") for n, one in enumerate(text.responses)])
     entries = read_drafts(text, asked.drafts, 3, timing=False)
     result = comparison(text, entries, 3)
     assert result.domains == ["half-0", "half-1"]
-    names = [entry.way for entry in entries]
-    assert sum(result.row(names[0], domain).tokens for domain in result.domains) == rows(result)[0].tokens
+    for row in rows(result):
+        parts = [result.row(row.way, domain) for domain in result.domains]
+        assert sum(part.tokens for part in parts) == row.tokens
+        assert sum(part.tokens / part.tau for part in parts) == pytest.approx(row.tokens / row.tau)
+    assert [result.row("lookup", domain).alpha for domain in result.domains] == [None, None]
     for number, domain in enumerate(result.domains):
-        chosen = range(number, len(halves), 2)
         taus = []
-        for entry in entries:
-            scores = [entry.scores[index] for index in chosen]
+        for entry in entries[:2]:
+            scores = entry.scores[number::2]
             taus.append(sum(map(len, scores)) / expected_blocks_of(scores, "sample", (3,)).sum())
-        (own,) = result.differences_on(domain)
+        own, _ = result.differences_on(domain)
         assert own.tau.gain == pytest.approx(taus[1] - taus[0])
-        assert own.looks == 2, "one comparison in each of two domains"
-        assert [result.row(name, domain).tau for name in names] == pytest.approx(taus)
+        assert own.looks == 4, "two comparisons in each of two domains"
+        assert [result.row(entry.way, domain).tau for entry in entries[:2]] == pytest.approx(taus)
     text_of = drawn(domain_table(result))
     assert "half-0" in text_of
-    assert "all 2 comparisons" in text_of
+    assert "all 4 comparisons" in text_of
     json.dumps(result.record(), allow_nan=False)
 
 
@@ -447,15 +448,3 @@ def test_a_rival_can_be_first_and_differences_turn_around(tiny_run, monkeypatch)
     same, _ = compare_command(options(*with_dashes([tiny_run, tiny_run])))
     assert same.differences[0].tau == Gain(gain=0.0, ci=(0.0, 0.0))
     assert (same.differences[0].speed_up, same.target_step_seconds) == (None, None)
-
-
-def test_rivals_are_compared_by_domain_too(tiny_run):
-    text = load_text(options(tiny_run, "lookup"))
-    halves = [replace(one, domain="ab"[index % 2]) for index, one in enumerate(text.responses)]
-    entries = read_drafts(replace(text, responses=halves), [str(tiny_run), "lookup"], 3, False)
-    result = comparison(replace(text, responses=halves), entries, 3)
-    parts = [result.row("lookup", domain) for domain in result.domains]
-    assert [row.alpha for row in parts] == [None, None]
-    whole = result.row("lookup")
-    assert sum(row.tokens / row.tau for row in parts) == pytest.approx(whole.tokens / whole.tau)
-    assert domain_table(result) is not None
