@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from distill.commands.sweep.plan import assignment, read_yaml
-from distill.config.load import load_config, parse_section
+from distill.commands.sweep.plan import assignment
+from distill.config.load import load_config, parse_section, read_yaml
 from distill.config.run import RunConfig
 from distill.config.sections import Section
 from distill.models.load import find_model

@@ -94,15 +94,14 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
     return f"{origin}: `{key}` = {json.dumps(first['input'], default=str)[:80]}: {message[0].lower()}{message[1:]}"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a YAML file, applies `a.b=value` overrides, validates.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The `key: value` lines of a YAML file.
 
     Raises:
-        UserError: missing or unreadable file, unknown key (the nearest is named), wrong type, impossible combination.
+        UserError: unreadable, or something else than such lines.
     """
-    file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text, so not YAML") from error
     except OSError as error:
@@ -120,6 +119,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__}")
+    return tree
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML file, applies `a.b=value` overrides, validates.
+
+    Raises:
+        UserError: missing or unreadable file, unknown key (the nearest is named), wrong type, impossible combination.
+    """
+    tree = read_yaml(Path(path))
     _drop_retired(tree)
     for assignment in overrides:
         _set(tree, assignment)

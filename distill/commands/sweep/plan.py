@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from distill.config.layout import CONFIG, VERDICT
-from distill.config.load import YamlLoader, load_config, parse_section
+from distill.config.load import load_config, parse_section, read_yaml
 from distill.config.run import RunConfig
 from distill.config.sections import Section
 from speculative.errors import UserError
@@ -74,23 +73,6 @@ class Trial:
         student = {key: tree["student"][key] for key in ("init", "path", "revision", "architecture", "extend_context")}
         parts = [tree["target"], data, serving, student, tree["judge"]["prompts"], tree["seed"]]
         return json.dumps(parts, sort_keys=True)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The `key: value` lines of a YAML file.
-
-    Raises:
-        UserError: unreadable, or something else than such lines.
-    """
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected `key: value` lines")
-    return tree
 
 
 def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
