@@ -38,8 +38,7 @@ from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, GammaPolicy
-from speculative.drafters.jacobi import JacobiPool
-from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup import JacobiPool, PromptLookup
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError

@@ -33,7 +33,7 @@ from distill.faults import exit_status
 from distill.models.draft import load_draft
 from distill.models.target import Target
 from speculative.decode import STOP, DecodeSettings, Event, check_prompts, context_of, end_token_ids, generate
-from speculative.decoder.commit import CommitGate
+from speculative.decoder.responses import CommitGate
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter
 from speculative.drafters.gamma import FixedGamma

@@ -15,10 +15,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.decoder.block_loop import BlockLoop, slots_beyond
-from speculative.decoder.commit import STOP, CommitGate, append_block
 from speculative.decoder.device_loop import open_loop
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, Response, Timing
+from speculative.decoder.responses import (
+    STOP,
+    BlockOutcome,
+    CommitGate,
+    DecodeSettings,
+    Prompt,
+    Response,
+    Timing,
+    append_block,
+)
 from speculative.decoder.text import TextStream
 from speculative.drafters.drafter import Drafter
 from speculative.drafters.gamma import FixedGamma, GammaPolicy

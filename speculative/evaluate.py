@@ -13,8 +13,7 @@ from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft
 from speculative.engine.recurrent_model import recurrence_warning
 from speculative.errors import UserError
-from speculative.measure.curves import CURVE_GAMMAS
-from speculative.measure.metrics import alpha_with_interval, latency, live_metrics, stage_seconds
+from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, latency, live_metrics, stage_seconds
 from speculative.measure.replay import agreement_of, agreement_warning, expected_blocks_of, law_of
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
 from speculative.rules.rule import Rule, rules_of_text

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from gpu.place import Place, tried
-from speculative.engine.attention import grouped_attention
+from speculative.engine.calls import grouped_attention
 
 RUNS = 20
 

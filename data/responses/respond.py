@@ -19,7 +19,7 @@ from data.responses.store import Row, Store, row_keys
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import Drafter
-from speculative.engine.pool import release
+from speculative.engine.memory import release
 
 
 class ResponsePlan:

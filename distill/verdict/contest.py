@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from distill.verdict.question import Question
 from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
-from speculative.measure.full_batch import DRAFTED, full_batch_seconds, kind_shares
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
-from speculative.measure.load import LoadStandings
+from speculative.measure.load import DRAFTED, LoadStandings, full_batch_seconds, kind_shares
 from speculative.measure.measured import TARGET, TOGETHER, How, Measured, Way
 from speculative.measure.race import Laps, Speed, Standings, race, spread_order
 from speculative.measure.token_scores import TokenScores

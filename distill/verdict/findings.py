@@ -36,8 +36,8 @@ from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import where_each_helps
 from speculative.measure.cost import StepCosts
-from speculative.measure.curves import CURVE_GAMMAS, RuleCurve, rule_curve
 from speculative.measure.measured import TARGET
+from speculative.measure.metrics import CURVE_GAMMAS, RuleCurve, rule_curve
 from speculative.measure.race import Standings
 from speculative.rules.rule import RULES, rules_of_text
 from speculative.rules.sampling import SamplingSettings

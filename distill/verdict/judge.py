@@ -10,8 +10,8 @@ from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import Drafting
+from speculative.engine.memory import release
 from speculative.engine.models import max_positions
-from speculative.engine.pool import release
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge, judge_frozen
 from speculative.measure.replay import agreement_words, expected_blocks_of

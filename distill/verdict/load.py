@@ -14,8 +14,7 @@ from speculative.engine.memory import check_memory
 from speculative.errors import UserError
 from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
 from speculative.measure.cost import StepCosts, measure_costs
-from speculative.measure.full_batch import TIMED_BLOCKS
-from speculative.measure.load import LoadCurve, fit_roofline
+from speculative.measure.load import TIMED_BLOCKS, LoadCurve, fit_roofline
 from speculative.measure.measured import TOGETHER
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import scored_gammas

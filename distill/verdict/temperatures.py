@@ -10,7 +10,7 @@ from distill.verdict.evidence import Evidence
 from speculative.evaluate import frozen_responses
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import best_gamma
-from speculative.measure.curves import rule_curve
+from speculative.measure.metrics import rule_curve
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings

@@ -24,8 +24,8 @@ from speculative.decoder.responses import BlockOutcome, DecodeSettings, Prompt, 
 from speculative.decoder.stage_clock import StageClock
 from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.cached_model import open_model, upload
+from speculative.engine.memory import release
 from speculative.engine.models import without_autograd
-from speculative.engine.pool import release
 from speculative.engine.runners import EAGER
 from speculative.errors import UserError
 from speculative.rules.sampling import DRAFT_UNIFORM, logits_to_probs, most_likely, row_uniforms

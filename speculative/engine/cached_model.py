@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.attention import grouped_queries
 from speculative.engine.cache import whole_steps
-from speculative.engine.compiled_layers import compiled_layers
-from speculative.engine.direct_call import direct_call
-from speculative.engine.memory import cache_entry
+from speculative.engine.calls import compiled_layers, direct_call, grouped_queries
+from speculative.engine.memory import Memory, cache_entry, give_back, take
 from speculative.engine.models import (
     by_layer_kind,
     check_decodable,
@@ -25,7 +23,6 @@ from speculative.engine.models import (
     takes_logits_to_keep,
     window_kinds,
 )
-from speculative.engine.pool import Memory, give_back, take
 from speculative.engine.recurrent_model import RecurrentModel
 from speculative.engine.runners import COMPILED_GRAPH, EAGER
 from speculative.errors import TooLittleMemory

@@ -1,4 +1,12 @@
-"""The rule that decides which drafted tokens the target keeps. Pure functions; randomness is passed in.
+"""The rules that decide which drafted tokens the target keeps. Pure functions; randomness is passed in.
+
+Speculative sampling (`verify`) tests each token on its own. Block verification (`verify_block`, arXiv 2403.10444) accepts or cuts
+the drafted block as a whole: it carries the ratio target / draft along the block, so that no rule which is lossless for every pair
+emits more tokens a block in expectation.
+
+The uniforms of a block that is verified as a whole must be its own. How much is kept depends on every drafted token and every
+coin of the block, also on those behind the cut, so a later block that took one of these numbers again (draft draw or coin) would
+be biased. `verify` and `verify_tree` read from left to right and are free of this.
 
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 """
@@ -6,6 +14,7 @@ Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from speculative.errors import UserError
 from speculative.rules.rule import RULES, draft_draws
@@ -121,3 +130,89 @@ def verify_greedy(
     next_ids_B = target_ids_BG1.gather(1, accepted_B.unsqueeze(-1)).squeeze(-1)
     matches_as_probs_BG = matches_BG.float()
     return Verified(accepted_B, next_ids_B, matches_as_probs_BG, matches_as_probs_BG)
+
+
+# Logarithms and what becomes of them are (B, G): float64 costs nothing there.
+TINY = torch.finfo(torch.float64).tiny
+
+
+def verify_block(
+    target_probs_BG1V: torch.Tensor,
+    draft_ids_BG: torch.Tensor,
+    draft_probs_BGV: torch.Tensor | None,
+    coins_BG: torch.Tensor,
+    residual_uniforms_BG1: torch.Tensor,
+    drafted_B: torch.Tensor | None = None,
+) -> Verified:
+    """Keep the longest prefix whose coin passes; 2403.10444 Algorithm 2. Same arguments and result as `verify`.
+
+    With weight_0 = 1 and weight_i = min(1, weight_(i-1) * target(x_i) / draft(x_i)), a prefix of i tokens passes when
+    its coin is under accept_probs_BG[:, i - 1], the paper's h_i: weight_G for the whole block, and otherwise
+    left / (left + 1 - weight_i) with left = sum_v max(weight_i * target - draft, 0) at the position behind it. The
+    token behind the longest passing prefix comes from that residual, not from the token-wise one, or from the target's
+    row behind a whole block. A prefix of target probability 0 has h = 0 and never passes, whatever the coin.
+
+    `draft_probs_BGV` must be the probabilities the ids were drawn from; None stands for one-hot rows at `draft_ids_BG`.
+    `drafted_B` (int64, 0..G): how many of the G tokens are real in each row, the bonus token following the last of
+    them; None = all. It may depend on the tokens it keeps, never on a token it throws away. G may be 0.
+    """
+    gamma = draft_ids_BG.shape[1]
+    device = draft_ids_BG.device
+    rows_B = torch.arange(draft_ids_BG.shape[0], device=device)
+    if gamma == 0:
+        nothing_B0 = target_probs_BG1V[:, 0, :0]
+        next_ids_B = sample(target_probs_BG1V[:, 0], residual_uniforms_BG1[:, 0])
+        return Verified(torch.zeros_like(rows_B), next_ids_B, nothing_B0, nothing_B0)
+
+    tested_probs_BGV = target_probs_BG1V[:, :gamma]
+    weights_BG, overlap_BG = _weights(tested_probs_BGV, draft_ids_BG, draft_probs_BGV)
+    weights_before_BG = pad(weights_BG[:, :-1], (1, 0), value=1.0)
+    if draft_probs_BGV is None:
+        # What is left of weight * target where one token is taken out whole: weight <= 1, so nothing else is touched.
+        left_BG = weights_before_BG * (1.0 - overlap_BG)
+    else:
+        scale_BG1 = weights_before_BG.to(tested_probs_BGV.dtype).unsqueeze(-1)
+        residual_BGV = (tested_probs_BGV * scale_BG1).sub_(draft_probs_BGV).clamp_min_(0.0)
+        left_BG = residual_BGV.sum(-1)
+
+    # Written as 1 - spare / (left + spare), h is exactly 0 where nothing is left and exactly 1 where weight is 1.
+    spare_BG = 1.0 - weights_BG[:, :-1]
+    accept_BG = torch.cat((1.0 - spare_BG / (left_BG[:, 1:] + spare_BG).clamp_min(TINY), weights_BG[:, -1:]), 1)
+    counts_G = torch.arange(1, gamma + 1, device=device)
+    last_B1: int | torch.Tensor = gamma
+    if drafted_B is not None:
+        last_B1 = drafted_B.unsqueeze(-1)
+        accept_BG = torch.where(counts_G == last_B1, weights_BG, accept_BG).mul_(counts_G <= last_B1)
+    accepted_B = ((coins_BG < accept_BG) * counts_G).amax(-1)
+
+    behind_B = accepted_B.clamp_max(gamma - 1)
+    if draft_probs_BGV is None:
+        correction_BV = tested_probs_BGV[rows_B, behind_B].scatter_(
+            1, draft_ids_BG[rows_B, behind_B].unsqueeze(-1), 0.0
+        )
+        mass_B1 = correction_BV.sum(-1, keepdim=True)
+    else:
+        correction_BV = residual_BGV[rows_B, behind_B]
+        mass_B1 = left_BG[rows_B, behind_B].unsqueeze(-1)
+    # A cut where nothing is left has probability 0 in exact arithmetic: after rounding the target's own row stands in.
+    cut_B1 = (accepted_B.unsqueeze(-1) < last_B1) & (mass_B1 > 0)
+    next_probs_BV = torch.where(cut_B1, correction_BV, target_probs_BG1V[rows_B, accepted_B])
+    next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
+    return Verified(accepted_B, next_ids_B, accept_BG.to(tested_probs_BGV.dtype), overlap_BG)
+
+
+def _weights(
+    tested_probs_BGV: torch.Tensor, draft_ids_BG: torch.Tensor, draft_probs_BGV: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight_1 .. weight_G in float64, overlap_BG)."""
+    drafted_BG1 = draft_ids_BG.unsqueeze(-1)
+    target_prob_BG = tested_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
+    if draft_probs_BGV is None:
+        return target_prob_BG.double().cumprod(-1), target_prob_BG
+    draft_prob_BG = draft_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
+    overlap_BG = torch.minimum(tested_probs_BGV, draft_probs_BGV).sum(-1)
+    # The recursion is a random walk that is held at 0 from above: its value is the free walk minus its highest point so
+    # far (the start, 0, included). One scan instead of G steps.
+    ratio_BG = target_prob_BG.double() / draft_prob_BG.clamp_min(torch.finfo(draft_prob_BG.dtype).tiny)
+    walk_BG = ratio_BG.log().cumsum(-1)
+    return (walk_BG - walk_BG.cummax(-1).values.clamp_min(0.0)).exp(), overlap_BG

@@ -19,16 +19,15 @@ from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter, ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
-from speculative.drafters.jacobi import JacobiPool
-from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup import JacobiPool, PromptLookup
 from speculative.drafters.parallel import ParallelDrafter
 from speculative.drafters.retrieval import Datastore, Retrieval
-from speculative.engine import pool
+from speculative.engine import memory
 from speculative.engine.cache import POSITION_STEP, RaggedCache
 from speculative.engine.cached_model import CachedModel
 from speculative.evaluate import frozen_responses, judge
 from speculative.measure.cost import measure_costs
-from speculative.measure.full_batch import full_batch_seconds
+from speculative.measure.load import full_batch_seconds
 from speculative.measure.measured import Way
 from speculative.measure.race import race
 from speculative.rules.processors import LogitsRules
@@ -205,11 +204,11 @@ def test_memory_that_nobody_uses_any_more_goes() -> None:
                 target, draft, PROMPTS * (1 + number % 3), RULES["greedy"], batch_size=2 + number % 6, runner="graph"
             )
             del draft
-        kept = pool.idle_memories()
-        assert 1 <= len(kept) <= pool.MOST_IDLE
+        kept = memory.idle_memories()
+        assert 1 <= len(kept) <= memory.MOST_IDLE
         assert sum(type(thing) is RaggedCache for thing in gc.get_objects()) == len(kept)
         del kept
-        pool.release()
+        memory.release()
         assert not any(type(thing) is RaggedCache for thing in gc.get_objects())
     finally:
         gc.enable()

@@ -16,7 +16,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.decoder.stage_clock import StageClock
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.gamma import FixedGamma
-from speculative.engine import memory, pool
+from speculative.engine import memory
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.runners import GRAPHED, GraphRunner
 from speculative.errors import TooLittleMemory, UserError
@@ -147,9 +147,9 @@ def test_memory_is_planned_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     wanted = memory.cache_bytes(target, 2, 128) + memory.cache_bytes(draft, 2, 128)
     logits = memory.block_bytes(target, 2, 4) + memory.block_bytes(draft, 2, 4)
     room = wanted + logits
-    pool.release()
+    memory.release()
     monkeypatch.setattr(
-        memory, "free_bytes", lambda device: room - sum(kept.cache.bytes for kept in pool.idle_memories())
+        memory, "free_bytes", lambda device: room - sum(kept.cache.bytes for kept in memory.idle_memories())
     )
 
     def run(rows: int, prompts: Any) -> int:

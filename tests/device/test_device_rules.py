@@ -7,7 +7,6 @@ import pytest
 import torch
 from pretend_cuda.ledger import LEDGER
 
-from speculative.rules.block_verify import verify_block
 from speculative.rules.sampling import (
     GREEDY,
     SamplingSettings,
@@ -18,7 +17,7 @@ from speculative.rules.sampling import (
 )
 from speculative.rules.tree import TokenTree
 from speculative.rules.tree_verify import verify_tree, verify_tree_greedy
-from speculative.rules.verify import verify, verify_greedy
+from speculative.rules.verify import verify, verify_block, verify_greedy
 
 pytestmark = pytest.mark.device
 

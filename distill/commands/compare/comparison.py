@@ -8,10 +8,9 @@ from typing import Any, Literal
 from distill.commands.compare.contestants import Entry
 from distill.run.frozen_text import FrozenText
 from distill.run.verdict_record import CallEffects, Certain, Gain, Interval, Record, Row
-from speculative.measure.curves import CURVE_GAMMAS, calls_curve
 from speculative.measure.effects import effects_of_calls, paired_effects
 from speculative.measure.measured import HELD_OUT, How, Measured, Way
-from speculative.measure.metrics import alpha_with_interval
+from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve
 from speculative.measure.replay import survival_of
 from speculative.measure.token_scores import scored_gammas
 

@@ -11,7 +11,7 @@ import numpy as np
 from speculative.drafters.parallel import Drafting
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts, given_costs
-from speculative.measure.curves import CURVE_GAMMAS
+from speculative.measure.metrics import CURVE_GAMMAS
 from speculative.measure.replay import Blocks, expected_blocks, texts_of
 from speculative.measure.rival_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.token_scores import TokenScores

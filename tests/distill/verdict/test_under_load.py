@@ -25,7 +25,7 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.retrieval import Retrieval
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.full_batch import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
+from speculative.measure.load import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
 from speculative.measure.measured import DRAFT, EARLY_EXIT, LOOKAHEAD, LOOKUP, PAST, TARGET, TOGETHER, TREE
 from speculative.measure.replay import texts_of
 from speculative.measure.rival_replay import (

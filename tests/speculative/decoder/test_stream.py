@@ -12,9 +12,8 @@ from tiny_models import perturbed, prompts_of, texts, tiny_model
 
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 from speculative.decode import decode, generate
-from speculative.decoder.commit import STOP
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.decoder.responses import DecodeSettings, Timing
+from speculative.decoder.responses import STOP, DecodeSettings, Timing
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup

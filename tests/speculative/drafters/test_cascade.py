@@ -22,8 +22,7 @@ from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
-from speculative.drafters.jacobi import JacobiPool
-from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup import JacobiPool, PromptLookup
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot
 from speculative.rules.tree import TokenTree

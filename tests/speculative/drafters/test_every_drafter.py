@@ -11,8 +11,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.cascade import Cascade
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
-from speculative.drafters.jacobi import JacobiPool
-from speculative.drafters.lookup import PromptLookup
+from speculative.drafters.lookup import JacobiPool, PromptLookup
 from speculative.drafters.parallel import ParallelDrafter
 from speculative.drafters.retrieval import Datastore, Retrieval
 from speculative.rules.sampling import GREEDY, SamplingSettings

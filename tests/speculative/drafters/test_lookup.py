@@ -1,4 +1,4 @@
-"""Prompt lookup: what it proposes against a search by hand, and what decoding makes of it."""
+"""Prompt lookup against a search by hand, the pool of the target's own predictions against its definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from host_rows import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.drafters.lookup import PromptLookup, one_hot_proposal, proposal_width
+from speculative.drafters.lookup import JacobiPool, PromptLookup, one_hot_proposal, proposal_width
 from speculative.errors import UserError
 
 
@@ -54,3 +54,61 @@ def test_an_empty_range_of_ngrams_is_refused():
     for sizes in ((0, 0), (2, 3), (3, 0)):
         with pytest.raises(UserError, match="must be 1 <= min_ngram <= max_ngram"):
             PromptLookup(*sizes)
+
+
+Block = tuple[list[int], list[int], int]  # fed, predicted, accepted
+
+
+def expected_chain(blocks: list[Block], text: list[int], ngram: int, gamma: int) -> list[int]:
+    """The definition: all blocks so far read again, the latest n-gram of each token."""
+    pool: dict[int, list[int]] = {}
+    for fed, predicted, _ in blocks:
+        for place in range(len(fed)):
+            run = [predicted[place]]
+            while len(run) < ngram - 1 and fed[place + len(run) : place + len(run) + 1] == run[-1:]:
+                run.append(predicted[place + len(run)])
+            pool[fed[place]] = run
+    guesses = blocks[-1][1][blocks[-1][2] + 1 :] if blocks else []
+    chain: list[int] = []
+    while len(chain) < gamma:
+        last = (text + chain)[-1]
+        if last in pool:
+            chain += pool[last]
+        else:
+            chain.append(guesses[len(chain)] if len(chain) < len(guesses) else text[len(chain) % len(text)])
+    return chain[:gamma]
+
+
+@given(row_steps, st.integers(2, 5), st.integers(0, 6), st.randoms(use_true_random=False))
+def test_pooled_proposals_are_those_of_the_definition(steps, ngram, gamma, random):
+    rows = HostRows(JacobiPool(ngram), rows=4)
+    history: list[list[Block]] = [[] for _ in range(4)]
+    for step in steps:
+        rows.apply(step)
+        what, value = step
+        if what == "keep":
+            history = [history[row] for row in dict.fromkeys(row % len(history) for row in value)]
+        elif what == "admit":
+            history[value[0] % len(history)] = []
+        expected = [
+            expected_chain(history[row], text, ngram, gamma) if active else []
+            for row, (text, active) in enumerate(zip(rows.texts, rows.active, strict=True))
+        ]
+        assert rows.proposed(gamma) == expected
+        width = max(map(len, expected), default=0)
+        fed, predicted, accepted = [], [], []
+        for row, chain in enumerate(expected):
+            fed.append([rows.texts[row][-1], *chain, *[0] * (width - len(chain))])
+            # Often what was fed next, so that runs occur.
+            predicted.append(
+                [random.choice([*fed[-1][place + 1 : place + 2], random.randint(0, 3)]) for place in range(width + 1)]
+            )
+            accepted.append(random.randint(0, len(chain)))
+            if rows.active[row]:
+                history[row].append((fed[-1], predicted[-1], accepted[-1]))
+        rows.drafter.observe(np.array(fed), np.array(predicted), np.array(accepted))
+
+
+def test_an_ngram_without_a_continuation_is_refused():
+    with pytest.raises(UserError, match=r"ngram = 1: must be at least 2"):
+        JacobiPool(1)

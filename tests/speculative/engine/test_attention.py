@@ -8,8 +8,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.early_exit import EarlyExit, first_layers
-from speculative.engine import attention, cached_model
-from speculative.engine.attention import GROUPED, grouped_attention, grouped_queries
+from speculative.engine import cached_model, calls
+from speculative.engine.calls import GROUPED, grouped_attention, grouped_queries
 from speculative.rules.sampling import GREEDY
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def copies(monkeypatch):
         left.append(tuple(query.shape))
         return sdpa_attention_forward(module, query, *args, **kwargs)
 
-    monkeypatch.setattr(attention, "sdpa_attention_forward", spy)
+    monkeypatch.setattr(calls, "sdpa_attention_forward", spy)
     yield left
-    attention._folded_masks.clear()
+    calls._folded_masks.clear()
 
 
 def states(rows, heads, key_heads, queries, prefix, width, value_width=None, dtype=torch.float32):
@@ -77,10 +77,10 @@ def test_a_mask_is_folded_once_for_all_layers_and_once_for_rows_that_share_it():
     mask = ragged_mask(1, 3, 9, torch.float32).expand(5, -1, -1, -1)
     model = tiny_model()
     with grouped_queries(model, CPU):
-        folded = attention._folded_mask(mask, 2)
+        folded = calls._folded_mask(mask, 2)
         assert folded.stride(0) == 0
-        assert attention._folded_mask(mask, 2) is folded
-    assert not attention._folded_masks
+        assert calls._folded_mask(mask, 2) is folded
+    assert not calls._folded_masks
     assert folded.tolist() == torch.cat([mask, mask], 2).tolist()
 
 
@@ -101,7 +101,7 @@ def test_what_is_more_than_one_mask_for_all_heads_is_left_to_transformers(copies
 def test_decoding_gives_the_text_of_transformers_and_leaves_the_model_alone(kind, monkeypatch):
     called = []
     monkeypatch.setitem(
-        attention.AttentionInterface._global_mapping,
+        calls.AttentionInterface._global_mapping,
         GROUPED,
         lambda *args, **kwargs: called.append(args[1].shape[2]) or grouped_attention(*args, **kwargs),
     )
@@ -146,11 +146,11 @@ def test_models_with_a_way_of_their_own_keep_it(kind, overrides):
 
 
 def test_code_that_asks_for_sdpa_by_name_is_recognised():
-    assert attention._asks_for_sdpa("transformers.models.falcon.modeling_falcon")
-    assert not attention._asks_for_sdpa("transformers.models.llama.modeling_llama")
+    assert calls._asks_for_sdpa("transformers.models.falcon.modeling_falcon")
+    assert not calls._asks_for_sdpa("transformers.models.llama.modeling_llama")
     asking = ["if self.config._attn_implementation == 'sdpa':", 'config._attn_implementation in ("eager", "sdpa")']
-    assert all(attention.ASKS_FOR_SDPA.search(line) for line in asking)
-    assert not attention.ASKS_FOR_SDPA.search('attn_implementation: str = "sdpa"')
+    assert all(calls.ASKS_FOR_SDPA.search(line) for line in asking)
+    assert not calls.ASKS_FOR_SDPA.search('attn_implementation: str = "sdpa"')
 
 
 def test_a_fresh_prompt_is_read_without_a_mask(monkeypatch):

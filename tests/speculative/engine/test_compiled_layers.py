@@ -6,7 +6,7 @@ import torch
 from tiny_models import VOCAB, tiny_model
 
 from speculative.drafters.early_exit import first_layers
-from speculative.engine import compiled_layers, pool
+from speculative.engine import calls, memory
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.runners import COMPILED_GRAPH, Runner, make_runner, resolve_runner
 
@@ -27,10 +27,10 @@ def compilations(monkeypatch):
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(compiled_layers._call, dynamic=False, backend=backend)
-    monkeypatch.setattr(compiled_layers, "_compiled", lambda: compiled)
+    compiled = torch.compile(calls._call, dynamic=False, backend=backend)
+    monkeypatch.setattr(calls, "_compiled", lambda: compiled)
     monkeypatch.setattr(
-        pool, "make_runner", lambda kind: StaticRunner() if kind == COMPILED_GRAPH else make_runner(kind)
+        memory, "make_runner", lambda kind: StaticRunner() if kind == COMPILED_GRAPH else make_runner(kind)
     )
     yield graphs
     torch._dynamo.reset()
@@ -67,7 +67,7 @@ def test_layers_that_somebody_else_compiled_stay_so():
     model = tiny_model()
     kept = model.model.layers[0]._call_impl
     model.model.layers[0]._compiled_call_impl = kept
-    with compiled_layers.compiled_layers(first_layers(model, 1)):
+    with calls.compiled_layers(first_layers(model, 1)):
         assert model.model.layers[0]._compiled_call_impl is not kept
     assert model.model.layers[0]._compiled_call_impl is kept
     assert "_compiled_call_impl" not in vars(model.model.layers[1])

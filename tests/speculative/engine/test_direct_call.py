@@ -13,7 +13,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import cached_model
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.direct_call import PLAIN_DECODERS, DirectCall, _same, direct_call
+from speculative.engine.calls import PLAIN_DECODERS, DirectCall, _same, direct_call
 from speculative.rules.sampling import SamplingSettings
 
 

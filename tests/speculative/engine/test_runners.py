@@ -14,7 +14,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
-from speculative.engine import cached_model, pool
+from speculative.engine import cached_model, memory
 from speculative.engine.runners import GraphRunner, Recording, make_runner, resolve_runner
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -60,7 +60,7 @@ def recorded(monkeypatch):
         made.append(CpuGraphRunner() if kind == "graph" else make_runner(kind))
         return made[-1]
 
-    monkeypatch.setattr(pool, "make_runner", make)
+    monkeypatch.setattr(memory, "make_runner", make)
     monkeypatch.setattr(cached_model, "STATIC_PREFIX", 128)  # several prefixes in a short text
     return made
 
@@ -107,7 +107,7 @@ def test_what_a_reader_asks_for_comes_from_recorded_blocks_too(recorded, tmp_pat
     stream = generate(target, ModelDrafter(draft), PROMPTS, asked, batch_size=3, tokenizer=tokenizer, runner="graph")
     next(stream)
     stream.close()
-    assert pool.holds(target, 3, 32)
+    assert memory.holds(target, 3, 32)
 
 
 def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):

@@ -10,18 +10,23 @@ from speculative.decode import generate
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
 from speculative.errors import UserError
-from speculative.measure import full_batch
+from speculative.measure import load as load_module
 from speculative.measure.cost import StepCosts
-from speculative.measure.full_batch import (
+from speculative.measure.load import (
     DRAFTED,
     FOUND,
     PLAIN,
     FullBatch,
+    LoadCurve,
+    LoadStandings,
+    Roofline,
+    StepLine,
+    fit_line,
+    fit_roofline,
     full_batch_seconds,
     kind_shares,
     places_in,
 )
-from speculative.measure.load import LoadCurve, LoadStandings, Roofline, StepLine, fit_line, fit_roofline
 from speculative.measure.measured import TARGET
 
 # 10 ms fixed and 1 ms a token; the draft a tenth of both.
@@ -166,20 +171,20 @@ def test_every_row_says_something_in_every_block_that_is_timed(monkeypatch: pyte
         rows_said = said[-1][1]
         for event in generate(target, drafter, prompts, settings, **rest):
             rows_said.append(event.index)
-            assert event.finish_reason is None or len(rows_said) > rows * (full_batch.TIMED_BLOCKS - 1)
+            assert event.finish_reason is None or len(rows_said) > rows * (load_module.TIMED_BLOCKS - 1)
             yield event
 
-    monkeypatch.setattr(full_batch, "generate", watched)
+    monkeypatch.setattr(load_module, "generate", watched)
     settings = DecodeSettings(gamma=2, eos_ids=tuple(range(25)))
     draft = perturbed(target)
     both = full_batch_seconds(target, lambda: ModelDrafter(draft), texts, settings, rows, turns=2)
     for seconds_TB in both[:2]:
-        assert seconds_TB.shape == (2, full_batch.TIMED_BLOCKS - full_batch.WARM_UP)
+        assert seconds_TB.shape == (2, load_module.TIMED_BLOCKS - load_module.WARM_UP)
         assert seconds_TB.min() > 0.0
-    assert (both.kinds_TB == full_batch.DRAFTED).all()
+    assert (both.kinds_TB == load_module.DRAFTED).all()
     assert [gamma for gamma, _ in said] == [0, 2, 0, 2]
     for _, rows_said in said:
-        blocks = np.reshape(rows_said, (full_batch.TIMED_BLOCKS, rows))
+        blocks = np.reshape(rows_said, (load_module.TIMED_BLOCKS, rows))
         assert (np.sort(blocks, 1) == np.arange(rows)).all()
 
 
@@ -228,7 +233,7 @@ def test_the_kinds_of_the_timed_blocks_are_theirs_one_by_one() -> None:
         target, lambda: Scheduled(target), [([5, 6, 7], [8, 9, 10])], DecodeSettings(gamma=2), 3, turns=2
     )
     kinds = [PLAIN, DRAFTED, FOUND, FOUND | DRAFTED]
-    expected = [kinds[block % 4] for block in range(full_batch.WARM_UP, full_batch.TIMED_BLOCKS)]
+    expected = [kinds[block % 4] for block in range(load_module.WARM_UP, load_module.TIMED_BLOCKS)]
     assert timed.kinds_TB.tolist() == [expected, expected]
 
 

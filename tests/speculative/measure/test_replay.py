@@ -21,8 +21,7 @@ from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
 from speculative.measure import replay as replay_module
 from speculative.measure import token_scores as scores_module
-from speculative.measure.curves import rule_curve
-from speculative.measure.metrics import survival
+from speculative.measure.metrics import rule_curve, survival
 from speculative.measure.replay import (
     agreement_of,
     agreement_warning,
@@ -35,9 +34,8 @@ from speculative.measure.replay import (
     texts_of,
 )
 from speculative.measure.token_scores import TokenScores, score_responses, score_tokens, scored_gammas
-from speculative.rules.block_verify import verify_block
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, one_hot
-from speculative.rules.verify import verify
+from speculative.rules.verify import verify, verify_block
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.03)

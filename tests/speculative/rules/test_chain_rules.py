@@ -22,11 +22,9 @@ from table_models import (
 from torch.nn.functional import pad
 
 from speculative.errors import UserError
-from speculative.rules import block_verify
 from speculative.rules import verify as token_verify
-from speculative.rules.block_verify import verify_block
 from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, sample
-from speculative.rules.verify import draft_settings_for, residual_probs, verify, verify_greedy
+from speculative.rules.verify import draft_settings_for, residual_probs, verify, verify_block, verify_greedy
 
 V = 4
 RULES = [pytest.param(verify, id="token"), pytest.param(verify_block, id="block")]
@@ -37,7 +35,7 @@ PLAIN = SamplingSettings(1.0)
 @pytest.fixture
 def next_rows(monkeypatch):
     """The rows that the real functions draw their next tokens from."""
-    return recorded_rows(monkeypatch, token_verify, block_verify)
+    return recorded_rows(monkeypatch, token_verify)
 
 
 def block_rows(target, draft, gamma):

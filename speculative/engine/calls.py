@@ -1,0 +1,276 @@
+"""How a model is called on a cache: its heads attended in groups, its layers called directly, or compiled one by one.
+
+Query heads that share a key/value head are attended as one, so that nothing is copied. Given a mask, transformers' function for
+scaled dot product attention copies the keys and values of the whole prefix once for every query head of a group. Here a group's
+heads become further query tokens of their key/value head; only the mask, which has no head and no width, is repeated for them.
+
+Not used, because nothing of them can be tried without a CUDA device: `torch.nn.attention.varlen` (per-row lengths by
+`seqused_k` and no mask, but CUDA and half precision only, and it reads our (R, H, C, D) buffers in place only as pages of
+a whole row) and `flex_attention` (a compiled kernel and a block mask per shape; without `torch.compile` it computes all
+scores). cuDNN makes a plan for every new shape: on CUDA it is left out.
+
+On a CPU a third of a small draft's step is what a causal LM of transformers wraps around its layers (masks that are given
+already, options read from a config, records of outputs nobody asked for): plain decoders have their layers called directly.
+
+Compiled layers: one compilation of a shape serves all layers, however many. Called like this on a CPU, every layer pays for the
+checks that find its compiled code (the embedded pair: 50 tokens a second of CPU time, 46 plain, 62 compiled whole). In a captured
+graph there are no checks, and a deep model compiled whole takes minutes.
+
+Shapes: R rows, K rows of one call, V vocabulary, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
+"""
+
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.models import layer_stacks
+
+GROUPED = "understudy_grouped"  # Our name in transformers' table of attention functions.
+CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FOLDED_DEVICES = ("cpu", "cuda")  # transformers knows better where kernels take groups, or masks of one dtype only.
+ASKS_FOR_SDPA = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa")
+
+# Folded masks of the call under way, with the masks they were made of: all layers of a kind are given the same one.
+_folded_masks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_known_configs: weakref.WeakKeyDictionary[PreTrainedModel, list[PretrainedConfig]] = weakref.WeakKeyDictionary()
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """(R, Q, H, D) of queries (R, H, Q, D) over keys and values (R, N, P, D), to rounding as `sdpa_attention_forward`.
+
+    That function itself is called for what cannot be folded, needs no folding, or is more than queries, keys, values and
+    one additive mask (R, 1, Q, P) of all heads.
+    """
+    heads, queries, width = query.shape[1:]
+    groups = heads // key.shape[1]
+    mask = attention_mask
+    same_for_heads = queries == 1 if mask is None else mask.dim() == 4 and mask.shape[1] == 1
+    # The repeated mask of a long call is larger than the copies it spares.
+    short = queries == 1 or groups * queries <= 2 * heads * width
+    more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if groups == 1 or more or not (same_for_heads and short and query.device.type in FOLDED_DEVICES):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    folded = scaled_dot_product_attention(
+        query.reshape(query.shape[0], key.shape[1], groups * queries, width),
+        key,
+        value,
+        attn_mask=mask if mask is None or queries == 1 else _folded_mask(mask, groups),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return folded.reshape(query.shape[0], heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _folded_mask(mask_R1QP: torch.Tensor, groups: int) -> torch.Tensor:
+    known = None if torch.compiler.is_compiling() else _folded_masks.get((id(mask_R1QP), groups))
+    if known is not None:
+        return known[1]
+    own = mask_R1QP[:1] if mask_R1QP.stride(0) == 0 else mask_R1QP  # What rows share is repeated once.
+    folded = own.expand(-1, groups, -1, -1).reshape(own.shape[0], 1, -1, own.shape[3])
+    folded = folded.expand(mask_R1QP.shape[0], -1, -1, -1)
+    if not torch.compiler.is_compiling():
+        _folded_masks[id(mask_R1QP), groups] = mask_R1QP, folded
+    return folded
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+@contextmanager
+def grouped_queries(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Inside, the model (on this device) attends by `grouped_attention` where it would by `sdpa`; afterwards it is as it was.
+
+    A model that has its own way to attend, or asks for `sdpa` by name, is left as it is.
+    """
+    switched = [config for config in _switchable(model) if config._attn_implementation == "sdpa"]
+    try:
+        for config in switched:
+            config._attn_implementation = GROUPED
+        with sdpa_kernel(CUDA_BACKENDS) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        for config in switched:
+            config._attn_implementation = "sdpa"
+        _folded_masks.clear()
+
+
+def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Configs that the model's layers read; those of the lower half of a model are the whole model's."""
+    configs = _known_configs.get(model)
+    if configs is None:
+        own = {module: getattr(module, "config", None) for module in model.modules()}
+        held = {module: config for module, config in own.items() if isinstance(config, PretrainedConfig)}
+        dispatching = getattr(model, "_supports_attention_backend", False)
+        if not dispatching or any(_asks_for_sdpa(type(module).__module__) for module in held):
+            held = {}
+        configs = _known_configs[model] = list({id(config): config for config in held.values()}.values())
+    return configs
+
+
+@lru_cache(maxsize=64)
+def _asks_for_sdpa(module_name: str) -> bool:
+    """Whether a model's code does something else under another name than `sdpa` (Falcon, Gemma 4)."""
+    return ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module_name])) is not None
+
+
+# Embeddings, one rotary table, layers, norm, head and nothing else; others may look so and scale something in between.
+PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+# Whether a model's direct call gave the very logits of its own: asked once.
+_same: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+class DirectCall:
+    """The forward of one of `PLAIN_DECODERS` on a cache and a mask that are ready."""
+
+    def __init__(self, model: PreTrainedModel):
+        body: Any = model.base_model
+        head: Any = model.lm_head
+        self._model, self._head = model, head
+        self._embed, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
+        self._layers = list(body.layers)[: body.config.num_hidden_layers]
+
+    def __call__(
+        self,
+        ids_KQ: torch.Tensor,
+        positions_KQ: torch.Tensor,
+        mask_K1QP: torch.Tensor | None,
+        cache: Cache,
+        logits_kept: int,
+    ) -> torch.Tensor:
+        """Logits (K, logits_kept, V). Without a mask a query sees the whole prefix: of a single one that is right."""
+        hidden = self._embed(ids_KQ)
+        angles = self._rotary(hidden, position_ids=positions_KQ)
+        for layer in self._layers:
+            hidden = layer(
+                hidden, attention_mask=mask_K1QP, position_embeddings=angles, position_ids=positions_KQ,
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+        logits: torch.Tensor = self._head(self._norm(hidden)[:, -logits_kept:])
+        return logits
+
+    def checked(self, own: Callable[[], torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """The direct call's logits where it is known to give the bits of the model's own call, else the own call's.
+
+        The first time both are made; the own one last, so that what it writes is what the cache holds.
+        """
+        same = _same.get(self._model)
+        if same:
+            return self(*arguments)
+        if same is None:
+            try:
+                directly = self(*arguments)
+            except (
+                AttributeError,
+                IndexError,
+                TypeError,
+                ValueError,
+            ):  # Another release's layers may want something else.
+                directly = None
+            logits = own()
+            # NaN is the loop's to report, not a difference.
+            _same[self._model] = directly is not None and torch.equal(directly.nan_to_num(), logits.nan_to_num())
+            return logits
+        return own()
+
+
+def direct_call(model: PreTrainedModel) -> DirectCall | None:
+    """None for a model of another kind and one whose call somebody listens to or has replaced, as it is now."""
+    # A wrapper (peft's, a compiled model) has its model's config and does more than its model.
+    of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
+    if not of_transformers or model.config.model_type not in PLAIN_DECODERS:
+        return None
+    touched = any(
+        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None
+        for one in (model, model.base_model)
+    )
+    try:
+        return None if touched else DirectCall(model)
+    except AttributeError:  # Another release's names.
+        return None
+
+
+MOST_SHAPES = 256  # of all models of a process; Dynamo's own limit of 8 is met at once
+MODE = "max-autotune-no-cudagraphs"
+
+
+class _LayersCache:
+    """The cache as one layer is shown it: with a number in it, every layer would be compiled by itself."""
+
+    def __init__(self, whole: RaggedCache, index: int):
+        own = whole.layers[index]
+        assert isinstance(own, RaggedLayer)
+        self._whole, self._own = whole, own
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._own.update(key_states, value_states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+@contextmanager
+def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, each layer of the model runs compiled, on a RaggedCache; afterwards the model is as it was.
+
+    A model whose layers are not found in one list runs as it is.
+    """
+    stacks = layer_stacks(model)
+    layers = list(model.get_submodule(stacks[0]).children()) if len(stacks) == 1 else []
+    before = [vars(layer).get("_compiled_call_impl") for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            layer._compiled_call_impl = partial(_call_compiled, layer, index)
+        yield
+    finally:
+        for layer, implementation in zip(layers, before, strict=True):
+            del layer._compiled_call_impl
+            if implementation is not None:
+                layer._compiled_call_impl = implementation
+
+
+def _call_compiled(layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+    def shown(value: Any) -> Any:
+        return _LayersCache(value, index) if isinstance(value, RaggedCache) else value
+
+    return _compiled()(layer, *map(shown, args), **{name: shown(value) for name, value in kwargs.items()})
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """One function for every layer: it holds no model, and Dynamo remembers what it compiled by the function."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_SHAPES)
+    return torch.compile(_call, dynamic=False, mode=MODE)
+
+
+def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)
