@@ -6,7 +6,7 @@ response never holds the batch; when nobody waits, rows that are done are droppe
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
@@ -96,7 +96,7 @@ def generate(
     prompts: Sequence[Prompt],
     settings: DecodeSettings,
     **options: Unpack[Options],
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Decode prompts (key, token ids) and yield events as tokens commit; at most `batch_size` rows at a time.
 
     The text follows the target's distribution whatever the drafter (2211.17192); a response depends on (seed, key) and
@@ -219,7 +219,7 @@ class _Call:
         ]
         self.seats: list[_Seat | None] = [None] * self.rows
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """The stream; memory is taken with its first event."""
         if not self.prompts:
             return

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize, special
@@ -275,8 +275,11 @@ def full_batch_seconds(
         prompts = places_in(texts, load, room, rng)
         proposer = drafter()
         kinds = _kinds_of(proposer)
-        streams = (_stream(target, None, prompts, plain), _stream(target, proposer, prompts, drafted))
-        with contextlib.closing(streams[0]), contextlib.closing(streams[1]):
+        with contextlib.ExitStack() as ending:
+            streams = [
+                ending.enter_context(contextlib.closing(generate(target, who, prompts, asked, batch_size=load)))
+                for who, asked in ((None, plain), (proposer, drafted))
+            ]
             turns_of.append(_in_turn(streams, load, kinds))
     return FullBatch(*(np.array(part) for part in zip(*turns_of, strict=True)))
 
@@ -299,9 +302,7 @@ def _kinds_of(drafter: Drafter) -> list[int]:
     return kinds
 
 
-def _in_turn(
-    streams: tuple[Stream, Stream], load: int, kinds: Sequence[int]
-) -> tuple[list[float], list[float], list[int]]:
+def _in_turn(streams: Sequence[Stream], load: int, kinds: Sequence[int]) -> tuple[list[float], list[float], list[int]]:
     """Seconds of each timed block of both streams, and the kinds of the second's; who begins alternates."""
     seconds, of_kind = (list[float](), list[float]()), list[int]()
     for stream in streams:
@@ -334,9 +335,3 @@ def places_in(texts: Sequence[Text], count: int, room: int | None, rng: np.rando
         ids = [*prompt, *response[: int(place) - (int(ends[index]) - len(response))]]
         prompts.append((f"{number}", ids[:room]))
     return prompts
-
-
-def _stream(
-    target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], settings: DecodeSettings
-) -> Stream:
-    return cast(Stream, generate(target, drafter, prompts, settings, batch_size=len(prompts)))

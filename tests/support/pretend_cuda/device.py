@@ -27,11 +27,6 @@ class Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> "Event":
-        return event or Event()
-
     def synchronize(self) -> None:
         _wait_for("stream")
 
@@ -39,24 +34,18 @@ class Stream:
 class Event:
     """The host's clock, read when the event is recorded; asked whether it is done, it says no once, then yes.
 
-    Recorded inside a capture it is part of the graph if it is `external`, else only an order within it.
+    Recorded inside a capture it is only an order within it.
     """
 
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> None:
-        self._external = external
+    def __init__(self, enable_timing: bool = False) -> None:
         self._seconds: float | None = None
         self._place = 0
         self._answers: Iterator[bool] = itertools.repeat(True)
 
     def record(self, stream: Any = None) -> None:
         if Tape.current is None:
-            self._mark()
-        elif self._external:
-            Tape.current.add(self._mark)
-
-    def wait(self, stream: Any = None) -> None: ...
+            self._seconds, self._place = time.perf_counter(), TIMELINE.put()
+            self._answers = TIMELINE.answers(self._place)
 
     def synchronize(self) -> None:
         waited("event", SYNCHRONIZED)
@@ -71,10 +60,6 @@ class Event:
         if max(self._place, other._place) > TIMELINE.known:
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return 1e3 * (other._seconds - self._seconds)
-
-    def _mark(self) -> None:
-        self._seconds, self._place = time.perf_counter(), TIMELINE.put()
-        self._answers = TIMELINE.answers(self._place)
 
 
 def _wait_for(what: str) -> None:

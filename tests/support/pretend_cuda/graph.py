@@ -62,10 +62,6 @@ class Tape:
         self._calls.append((function, args, kwargs, [] if written else made))
         return out
 
-    def add(self, function: Callable[..., Any], *args: Any) -> None:
-        """A call that is made by replays only and is no kernel."""
-        self._calls.append((function, args, {}, []))
-
     def finish(self) -> None:
         """As if nothing had run."""
         for whole, before in self._before.values():

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretend_cuda.graph import Tape, tensors_of
 from pretend_cuda.ledger import LEDGER, READ, site
-from pretend_cuda.timeline import TIMELINE, is_pinned, pin
+from pretend_cuda.timeline import TIMELINE
 
 aten = torch.ops.aten
 CUDA, ANY_CUDA = torch.device("cuda:0"), torch.device("cuda")
@@ -128,7 +128,7 @@ class Room(TorchDispatchMode):
 
 
 class Doors(TorchFunctionMode):
-    """What does not reach the dispatcher: `cuda` for `cuda:0`, `torch.tensor(..., device=)`, `.cuda()`, pinning."""
+    """What does not reach the dispatcher: `cuda` for `cuda:0`, `torch.tensor(..., device=)`, `.cuda()`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,10 +136,6 @@ class Doors(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": CPU}).to(CUDA)
         if func is torch.Tensor.cuda:
             return args[0].to(CUDA)
-        if func is torch.Tensor.pin_memory:
-            return args[0] if is_pinned(args[0]) else pin(args[0].clone())
-        if func is torch.Tensor.is_pinned:
-            return is_pinned(args[0])
         args = tuple(_with_index(value) for value in args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _with_index(kwargs["device"])}
@@ -202,7 +198,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _copied(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
     if not ours:
         if not _is_cuda(kwargs.get("device")):
-            return pin(func(*args, **_without_place(kwargs))) if kwargs.get("pin_memory") else func(*args, **kwargs)
+            return func(*args, **kwargs)
         return _run(func, args, _without_place(kwargs))
     if func in READS:
         waited(str(func))
@@ -243,7 +239,9 @@ def _moved(func: Any, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Ten
         if not kwargs.get("non_blocking", False):
             waited("copy to the host")
             return values
-        return _downloaded(pin(torch.empty_like(values)), values)
+        _not_in_capture("a copy to the host")
+        LEDGER.downloads[site()] += 1
+        return TIMELINE.send(values)
     uploaded(not kwargs.get("non_blocking", False))
     return DeviceTensor(func(source, **_without_place(kwargs)).clone())
 
@@ -251,27 +249,10 @@ def _moved(func: Any, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Ten
 def _copied(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     if isinstance(destination, DeviceTensor):
         uploaded(not non_blocking)
-    elif non_blocking and is_pinned(destination) and destination.is_contiguous():
-        return _downloaded(destination, _host(source))
-    else:
+    else:  # Into memory that is not pinned.
         waited("copy to the host")
     _host(destination).copy_(_host(source))
     return destination
-
-
-def _downloaded(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """A copy to pinned memory that nobody waits for; in a capture, one by each replay."""
-    send = functools.partial(_send, destination, source, site())
-    if Tape.current is None:
-        send()
-    else:
-        Tape.current.add(send)
-    return destination
-
-
-def _send(destination: torch.Tensor, source: torch.Tensor, where: str) -> None:
-    LEDGER.downloads[where] += 1
-    TIMELINE.send(destination, source)
 
 
 def _indexed(args: Any) -> Any:

@@ -3,22 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-
-_PINNED: dict[int, StorageWeakRef] = {}
-
-
-def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """This host tensor's memory counts as pinned from now on."""
-    reference = StorageWeakRef(tensor.untyped_storage())
-    _PINNED[reference.cdata] = reference
-    return tensor
-
-
-def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether this host memory was made pinned."""
-    reference = _PINNED.get(tensor.untyped_storage()._cdata)
-    return reference is not None and not reference.expired()
 
 
 def spoiled(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,10 +13,9 @@ def spoiled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Timeline:
-    """The order of recorded events and of copies to pinned memory.
+    """The order of recorded events and of copies to the host that nobody waits for.
 
-    A copy arrives when the host learns that something behind it is done; until then its destination holds garbage. Memory that a
-    later copy is still on its way to stays garbage: the two would race.
+    A copy arrives when the host learns that something behind it is done; until then its destination holds garbage.
     """
 
     def __init__(self) -> None:
@@ -44,14 +27,13 @@ class Timeline:
         self.now += 1
         return self.now
 
-    @torch.inference_mode()  # Writes to anything, whatever mode the caller is in.
-    def send(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """A copy that nobody waits for: `source` as it is now, to `destination`."""
-        values = torch.empty_like(destination).copy_(source)
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Where these values will be."""
+        destination = spoiled(values)
         self._coming.append((self.put(), destination, values))
-        destination.copy_(spoiled(values))
+        return destination
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # Writes to anything, whatever mode the caller is in.
     def reach(self, place: int) -> None:
         """The host knows that everything up to this place is done."""
         self.known = max(self.known, place)
@@ -59,8 +41,6 @@ class Timeline:
         self._coming = [copy for copy in self._coming if copy[0] > place]
         for _, destination, values in here:
             destination.copy_(values)
-        for _, destination, values in self._coming:
-            destination.copy_(spoiled(values))
 
     def answers(self, place: int) -> Iterator[bool]:
         """What a query for this place says, one after the other: not yet, then always done."""
