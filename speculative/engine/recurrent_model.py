@@ -44,9 +44,6 @@ class _Row:
 class RecurrentModel:
     """The calls of `CachedModel`, except for token trees."""
 
-    cache = None  # Nothing that another model could share.
-    prefill_tokens = 0
-
     def __init__(self, model: PreTrainedModel, name: str, rows: int, capacity: int):
         self.model, self.name, self.device = model, name, model.device
         self.runner = Runner()
