@@ -44,19 +44,12 @@ class RuleCurves(Record):
     note: Text | None = Field(None, description="how the text was answered, and whose step times hold")
 
 
-class RefusedRule(Record):
-    """A rule that the frozen text has no law for."""
-
-    rule: str = Field(description="engine rule")
-    why: Text = Field(description="why it cannot be told")
-
-
 class Curves(Record):
     """Alpha, tau and speed over gamma."""
 
     gammas: list[int] = Field(description="0 to 32")
     rules: list[RuleCurves] = Field(description="under every rule that the text has a law for, the run's own first")
-    refused: list[RefusedRule] = Field([], description="the others")
+    refused: dict[str, Text] = Field({}, description="the others, and why the text has no law for them")
 
     def taus_at(self, gamma: int, way: str) -> dict[str, float]:
         """tau of a draft by rule at a gamma; what was not replayed is left out."""
@@ -208,15 +201,6 @@ class Calibration(Record):
     words: Text = Field(description="the advice in words")
 
 
-class TimedPrompt(Record):
-    """Tokens per second on one timed prompt."""
-
-    key: Text = Field(description="of the prompt")
-    tokens_per_second: dict[str, float] = Field(
-        description="by way, `target alone` among them; who lost early has fewer"
-    )
-
-
 class TokenSeen(Record):
     """A token of the view, and what both models held most probable at its place."""
 
@@ -287,7 +271,9 @@ class Result(Record):
     trained_on: list[Text] | None = Field(
         None, description="domains of the training prompts; null: nobody trained here"
     )
-    timed_prompts: list[TimedPrompt] | None = Field(None, description="speeds by prompt; null: not timed")
+    timed_prompts: dict[str, dict[str, float]] = Field(
+        {}, description="tokens/s by timed prompt and way, `target alone` among them; who lost early has fewer"
+    )
     token_view: TokenView | None = Field(None, description="some responses token by token")
     served: ServedRecord | None = Field(
         None,

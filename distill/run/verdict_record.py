@@ -44,8 +44,10 @@ class Record(BaseModel):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
             if cls.FORMAT is not None and isinstance(tree, dict) and tree.get("format") != cls.FORMAT:
+                made = tree.get("format", 1)
+                by = "0.1" if made == 1 else tree.get("version")
                 raise UserError(
-                    f"{path}: written by version {tree.get('version', '0.1')} of understudy (format {tree.get('format', 1)}); "
+                    f"{path}: written by version {by} of understudy (format {made}); "
                     f"version {VERSION} reads format {cls.FORMAT}: make it again in a new folder, or read it with that version"
                 )
             return cls.model_validate(tree)
@@ -89,8 +91,8 @@ class PerResponse(Record):
     blocks: list[float] | None = Field(None, description="expected at the judged gamma")
 
 
-class Numbers(Record):
-    """How a draft does on the held-out prompts. Null: only live decoding tells, and nothing was decoded."""
+class OnText(Record):
+    """How a draft does on a text. Null: only live decoding tells, and nothing was decoded."""
 
     alpha: float = Field(description="acceptance rate on the frozen text")
     alpha_ci: Interval | None = Field(None, description="its 95 % interval")
@@ -100,11 +102,6 @@ class Numbers(Record):
     survival: list[float] | None = Field(
         None, description="share of blocks whose first j tokens are all accepted, j from 1"
     )
-
-
-class OnText(Numbers):
-    """Numbers, and the text they are of."""
-
     prompts: int | None = Field(None, description="held-out prompts")
     tokens: int | None = Field(None, description="tokens of their frozen responses")
     replay: dict[int, float] = Field({}, description="tau by gamma, from the frozen text")

@@ -96,7 +96,5 @@ def gather_by_replay(question: Question, candidates: Sequence[Candidate], known:
     for one in candidates:
         if one.name not in judged:
             own = scores[question.rule][one.name]
-            judged[one.name] = Judgement.model_validate(
-                judge_by_replay(one.draft, question.frozen, question.settings, own)
-            )
+            judged[one.name] = judge_by_replay(one.draft, question.frozen, question.settings, own)
     return Evidence(question, tuple(candidates), scores, judged)

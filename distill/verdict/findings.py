@@ -17,13 +17,11 @@ from distill.run.result import (
     Curve,
     Curves,
     Disagreement,
-    RefusedRule,
     Result,
     RuleCurves,
     ServeCommand,
     SliceTable,
     TemperatureRow,
-    TimedPrompt,
     TokenView,
     WhereRow,
 )
@@ -112,18 +110,12 @@ def curves_of(evidence: Evidence) -> Curves:
             note = f"replayed from text answered at {sampling}{_costs_note(evidence, rule)}"
             rules.append(RuleCurves(rule=rule, ways=of, note=note))
     rules.sort(key=lambda entry: entry.rule != evidence.question.rule)
-    refused = [
-        RefusedRule(
-            rule=rule,
-            why="needs text that the target answered at temperature 0, and this run has none"
-            if rule == "greedy"
-            else "needs the probabilities of the target's text under the serving settings, and its server tells the model's own alone"
-            if "greedy-draft" in covered
-            else "needs text that the target sampled, and this run serves at temperature 0",
-        )
-        for rule in RULES
-        if rule not in covered
-    ]
+    lacking = "needs text that the target sampled, and this run serves at temperature 0"
+    if "greedy-draft" in covered:
+        lacking = "needs the probabilities of the target's text under the serving settings, and its server tells the model's own alone"
+    refused = {rule: lacking for rule in RULES if rule not in covered}
+    if "greedy" in refused:
+        refused["greedy"] = "needs text that the target answered at temperature 0, and this run has none"
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
 
 
@@ -172,14 +164,12 @@ def _where(evidence: Evidence) -> list[WhereRow]:
     return [WhereRow.model_validate(row, from_attributes=True) for row in rows]
 
 
-def _timed(evidence: Evidence) -> list[TimedPrompt] | None:
-    if evidence.contest is None:
-        return None
+def _timed(evidence: Evidence) -> dict[str, dict[str, float]]:
     rates: dict[str, dict[str, float]] = {}
-    for name, laps in evidence.contest.laps.items():
+    for name, laps in evidence.contest.laps.items() if evidence.contest else ():
         for key, lap in laps.items():
             rates.setdefault(key, {})[name] = lap.tokens_per_second
-    return [TimedPrompt(key=key, tokens_per_second=of_prompt) for key, of_prompt in rates.items()]
+    return rates
 
 
 def serve_commands(

@@ -6,6 +6,7 @@ from typing import Any
 from distill.config.sections import JudgeConfig
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
+from distill.run.verdict_record import Judgement
 from distill.training.module import DraftModule
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
@@ -24,10 +25,11 @@ def judge_by_replay(
     heldout: list[HeldoutResponse],
     settings: DecodeSettings,
     scores: Sequence[TokenScores] | None = None,
-) -> dict[str, Any]:
+) -> Judgement:
     """The numbers of a draft that need no target in memory: alpha and tau from frozen text, or from its scores."""
-    result = judge_frozen(draft, heldout, settings, scores=scores)
-    return {**result, "tau": result["replay"][settings.gamma], "gamma": settings.gamma, "live": False, "warnings": []}
+    found = judge_frozen(draft, heldout, settings, scores=scores)
+    known = {"tau": found["replay"][settings.gamma], "gamma": settings.gamma, "live": False, "warnings": []}
+    return Judgement.model_validate(found | known)
 
 
 class DraftJudge:
@@ -55,14 +57,14 @@ class DraftJudge:
         With judge.live: end, tau is replay's (`live` false) and there is nothing that only live decoding measures.
         """
         draft = self._draft(module)
-        by_rule: dict[str, Any] = {rule: self.judge(draft, rule) for rule in self.heldout}
-        taus = [(weight, judge_by_replay(draft, text, self.settings)["tau"]) for weight, text in self.others]
+        main, *rest = (self.judge(draft, rule) for rule in self.heldout)
+        taus = [(weight, judge_by_replay(draft, text, self.settings).tau) for weight, text in self.others]
         release()  # Training needs the memory until the next checkpoint is judged.
-        main = by_rule.pop(self.settings.rule)
-        score = main["tau"]
+        score = main.tau
         if taus:
             score = (score + sum(weight * tau for weight, tau in taus)) / (1.0 + sum(weight for weight, _ in taus))
-        return {"step": step, "score": score, **main, **by_rule}
+        others = {rule: one.record() for rule, one in zip(list(self.heldout)[1:], rest, strict=True)}
+        return {"step": step, "score": score} | main.record() | others
 
     def _draft(self, module: DraftModule) -> Draft:
         return Draft(as_exported(module.exported(), self.target), self.drafting)
@@ -76,18 +78,13 @@ class DraftJudge:
         alpha = sum(own.accept_probs(rule).sum() for own in scores) / tokens
         return {"alpha": float(alpha), "tau": float(tokens / expected_blocks_of(scores, rule, (gamma,)).sum())}
 
-    def judge(self, draft: Draft, rule: Rule) -> dict[str, Any]:
-        """All numbers of a draft under one rule."""
-        if self.judging.live == "checkpoint":
-            return self.judge_live(draft, rule)
-        settings = self.settings.under(rule, self.settings.gamma)
-        return judge_by_replay(draft, self.heldout[rule], settings)
-
-    def judge_live(self, draft: Draft, rule: Rule) -> dict[str, Any]:
-        """All numbers, live decoding of the held-out prompts included: it needs the target's weights."""
-        settings = self.settings.under(rule, self.settings.gamma)
-        result, _ = judge(self.target.model, draft, self.heldout[rule], settings, batch_size=self.judging.batch_size)
-        return {**result, "live": True}
+    def judge(self, draft: Draft, rule: Rule) -> Judgement:
+        """All numbers of a draft under one rule; live decoding of the held-out prompts needs the target's weights."""
+        settings, heldout = self.settings.under(rule, self.settings.gamma), self.heldout[rule]
+        if self.judging.live != "checkpoint":
+            return judge_by_replay(draft, heldout, settings)
+        found, _ = judge(self.target.model, draft, heldout, settings, batch_size=self.judging.batch_size)
+        return Judgement.model_validate(found | {"live": True})
 
     def headline(self, record: dict[str, Any]) -> str:
         """One line: alpha and tau with intervals, accepted/drafted; a warning when replay and live decoding part."""

@@ -217,7 +217,7 @@ def on_other(evidence: Evidence, other: OtherTarget) -> tuple[list[Measured], On
         offsets = one.draft.offsets(question.gamma)
         scores.append(score_tokens(one.draft.model, other.heldout, question.settings.sampling, offsets=offsets))
         judged = judge_by_replay(one.draft, other.heldout, question.settings, scores[-1])
-        rows.append(_row(evidence, one.name, Judgement.model_validate(judged), other.name, False))
+        rows.append(_row(evidence, one.name, judged, other.name, False))
     keys, (before, after) = [text.prompt for text in other.heldout], rows
     gain = effects_of(question, scores[1], scores[0], keys, question.looks).alpha
     told = (

@@ -118,52 +118,28 @@ def _where() -> list[dict[str, Any]]:
 
 def _measured(tau_live: float, share: float) -> list[dict[str, Any]]:
     """Judged rows of the drafts, then what was timed at 1, 4 and 16 requests."""
-    rows = []
-    for name, alpha in ALPHA.items():
-        live = tau_live if name == DRAFT else tau_of(alpha, GAMMA)
-        counted = (
-            {}
-            if name == SERVED
-            else {"tau_ci": _ends(live, 0.06), "accepted_per_drafted": share if name == DRAFT else 0.125}
-        )
-        how = {"alpha": "replay", "tau": "replay" if name == SERVED else "live"}
-        rows.append(
-            {
-                "way": name,
-                "gamma": GAMMA,
-                "alpha": alpha,
-                "alpha_ci": _ends(alpha, 0.011),
-                "tau": live,
-                **counted,
-                "how": how,
-            }
-        )
-    for load, alone in ((1, 128.0), (4, 410.0), (16, 900.0)):
-        rows.append(
-            {
-                "way": TARGET,
-                "concurrency": load,
-                "tokens_per_second": alone,
-                "speed_up": 1.0,
-                "how": {"speed_up": "timed"},
-            }
-        )
-        for way, gamma, at in (
-            (UNDISTILLED, 1, (0.9,)),
-            (DRAFT, 3, (1.36, 1.25, 0.92)),
-            (LOOKUP, 8, (1.2, 1.1, 0.9)),
-            (TOGETHER, 8, (1.3, 1.3)),
-        ):
-            speeds = dict(zip((1, 4, 16), at, strict=False))
-            if load not in speeds:
-                continue
-            faster = speeds[load]
-            more = (
-                {"ngrams": [3, 1]}
-                if way in (LOOKUP, TOGETHER)
-                else {"alpha": ALPHA[way], "alpha_ci": _ends(ALPHA[way], 0.011)}
-            )
-            more |= {"then_gamma": 3, "behind": DRAFT} if way == TOGETHER else {}
+    alphas: dict[str, dict[str, Any]] = {
+        name: {"alpha": alpha, "alpha_ci": _ends(alpha, 0.011)} for name, alpha in ALPHA.items()
+    }
+    live = {UNDISTILLED: (tau_of(ALPHA[UNDISTILLED], GAMMA), 0.125), DRAFT: (tau_live, share)}
+    rows: list[dict[str, Any]] = [
+        {"way": name, "gamma": GAMMA, "tau": tau, "tau_ci": _ends(tau, 0.06), "accepted_per_drafted": kept,
+         "how": {"alpha": "replay", "tau": "live"}}
+        for name, (tau, kept) in live.items()
+    ]  # fmt: skip
+    how = {"alpha": "replay", "tau": "replay"}
+    rows.insert(1, {"way": SERVED, "gamma": GAMMA, "tau": tau_of(ALPHA[SERVED], GAMMA), "how": how})
+    rows = [row | alphas[row["way"]] for row in rows]
+    for load, alone, *speeds in (
+        (1, 128.0, (UNDISTILLED, 1, 0.9), (DRAFT, 3, 1.36), (LOOKUP, 8, 1.2), (TOGETHER, 8, 1.3)),
+        (4, 410.0, (DRAFT, 3, 1.25), (LOOKUP, 8, 1.1), (TOGETHER, 8, 1.3)),
+        (16, 900.0, (DRAFT, 3, 0.92), (LOOKUP, 8, 0.9)),
+    ):
+        row = {"way": TARGET, "concurrency": load, "tokens_per_second": alone, "speed_up": 1.0}
+        rows.append(row | {"how": {"speed_up": "timed"}})
+        for way, gamma, faster in speeds:
+            more = alphas.get(way, {"ngrams": [3, 1]})
+            more = more | ({"then_gamma": 3, "behind": DRAFT} if way == TOGETHER else {})
             rows.append(
                 {
                     "way": way, "concurrency": load, "gamma": gamma, "tau": 1.2 + faster, "tokens_per_second": faster * alone,
@@ -254,7 +230,7 @@ def example_result(responses: int = 8) -> dict[str, Any]:
             "rules": [
                 {"rule": rule, "ways": {name: _curve(name, rule, tilt) for name in ALPHA}, "note": note} for rule, tilt, note in rules
             ],
-            "refused": [{"rule": "greedy", "why": "needs text that was answered at temperature 0"}],
+            "refused": {"greedy": "needs text that was answered at temperature 0"},
         },
         "slices": _slices(), "where": _where(),
         "disagreements": [
@@ -266,7 +242,7 @@ def example_result(responses: int = 8) -> dict[str, Any]:
         ],
         "calibration": {"bins": bins, "stop_below": 0.3, "words": "the draft is overconfident by 0.034 on average"},
         "trained_on": list(DOMAINS[:2]),
-        "timed_prompts": [{"key": row["key"], "tokens_per_second": {TARGET: 128.0, DRAFT: 150.0}} for row in live[:7]],
+        "timed_prompts": {row["key"]: {TARGET: 128.0, DRAFT: 150.0} for row in live[:7]},
         "token_view": _token_view(live, responses),
         "serve": [
             {"engine": "vLLM", "ok": True, "language": "bash", "note": "draft argmax by default", "command": f"vllm serve t --speculative-config '{config}'"},

@@ -51,8 +51,8 @@ def speed(view: View) -> Made:
     ]
     rules = rules_table(view)
     parts += [heading("Under each engine's rule"), rules] if rules.cells else []
-    refused = view.result.curves.refused if view.result.curves else []
-    parts += [fine(f"Rule {one.rule} is left out: {one.why}.") for one in refused]
+    refused = view.result.curves.refused if view.result.curves else {}
+    parts += [fine(f"Rule {rule} is left out: {why}.") for rule, why in refused.items()]
     parts += [heading("At other step times"), Piece("given", (given_words(view), view.given, given_table(view)))]
     return [*parts, figures(view, ("given", "predicted speed-up at these times"))]
 

@@ -259,7 +259,7 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
         ),
         (lambda r: r["verdict"]["measured"][0].update(tau="high"), r"key \S+\.tau holds something else \(.*number"),
         (lambda r: r.update(format=3), r"by version 0\.2\.0 of understudy \(format 3\); version 0\.2\.0 reads format 2: make it again"),
-        (lambda r: [r.pop(key) for key in ("format", "version")], r"written by version 0\.1 of understudy \(format 1\)"),
+        (lambda r: r.pop("format"), r"written by version 0\.1 of understudy \(format 1\)"),
     ],
 )  # fmt: skip
 def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[str, Any], tmp_path: Path) -> None:

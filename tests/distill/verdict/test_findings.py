@@ -81,7 +81,7 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
     verdict, first = result["verdict"], result["curves"]["rules"][0]
     assert first["rule"] == verdict["rule"] == "sample"
     assert [entry["rule"] for entry in result["curves"]["rules"]] == ["sample", "greedy-draft", "block", "greedy"]
-    assert result["curves"]["refused"] == []
+    assert result["curves"]["refused"] == {}
     of = first["ways"][DRAFT]
     assert of["gammas"] == list(range(33))
     np.testing.assert_allclose(of["tau"], [verdict["replay"][str(gamma)] for gamma in range(33)], rtol=1e-9)
@@ -95,7 +95,7 @@ def test_the_curves_of_the_runs_own_rule_are_the_verdicts(result: dict) -> None:
 
 
 def test_the_speed_up_is_pooled(result: dict) -> None:
-    rates = [row["tokens_per_second"] for row in result["timed_prompts"]]
+    rates = result["timed_prompts"].values()
     assert len(rates) == 2  # judge.speed_prompts
     rows = {row["way"]: row for row in result["verdict"]["measured"] if "speed_up" in row}
     ways = {UNDISTILLED, DRAFT, LOOKUP, PAST, TOGETHER}
