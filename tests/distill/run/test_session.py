@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distill.config.load import load_config
-from distill.run.session import context_limit, open_pair
+from distill.run.session import open_pair
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 
@@ -32,8 +32,3 @@ def test_what_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         open_pair(load_config(tiny_config, overrides), str(tiny_run), prompts, rule)  # type: ignore[arg-type]
-
-
-def test_the_smallest_known_limit_counts() -> None:
-    assert context_limit(None, 300, 200) == 200
-    assert context_limit(None, None) > 1 << 19

@@ -78,24 +78,19 @@ def records_are_of_the_scores(evidence: Evidence) -> None:
         assert (scores[0].confidence_mass_TC is not None) == (one is evidence.best)
 
 
-def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("live", [True, False])
+def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     config, target, candidates, frozen = pair
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
     question = Question(config.judge, settings, {"sample": frozen}, 100)
-    evidence = gather(question, target, line_up(question, target.model, candidates))
+    if live:
+        evidence = gather(question, target, line_up(question, target.model, candidates))
+    else:
+        evidence = gather_by_replay(question, candidates, {})
     assert [passes.over(frozen, one.draft.model) for one in candidates] == [{1}, {1}]
     records_are_of_the_scores(evidence)
-
-
-def test_by_replay_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, target, candidates, frozen = pair
-    passes = Passes(monkeypatch)
-    settings = decode_settings(config.serving, config.seed, target).under("sample", config.judge.gamma)
-    evidence = gather_by_replay(Question(config.judge, settings, {"sample": frozen}), candidates, {})
-    assert [passes.over(frozen, one.draft.model) for one in candidates] == [{1}, {1}]
-    records_are_of_the_scores(evidence)
-    assert evidence.judged[DRAFT].live is False
+    assert evidence.judged[DRAFT].live is live
 
 
 def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(

@@ -18,7 +18,6 @@ from distill.verdict.question import Question
 from distill.verdict.temperatures import PROMPTS, temperature_rows
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
-from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT
@@ -77,9 +76,3 @@ def test_not_asked_nothing_is_measured_and_asked_a_few_prompts_are(tiny_config: 
     assert temperature_rows(evidence, target) == []
     target, evidence = evidence_of(tiny_config, (0.0,), prompts=40)
     assert temperature_rows(evidence, target)[0].prompts == PROMPTS
-
-
-@pytest.mark.parametrize("wrong", ["[-1]", "[hot]", "[1000]"])
-def test_no_temperature_is_refused(tiny_config: Path, wrong: str) -> None:
-    with pytest.raises(UserError, match=r"judge\.temperatures"):
-        load_config(tiny_config, [f"judge.temperatures={wrong}"])
