@@ -18,24 +18,18 @@ from speculative.evaluate import judge
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import TOGETHER
 from speculative.measure.token_scores import TokenScores
-from speculative.rules.rule import Rule
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """judged: by candidate, live or by replay alone. scores and costs have `others` too: see `Field`. responses: of the live run
-    of the last candidate. contests: by concurrency, 1 first; loads: what the larger ones rest on. None or empty where the
-    target's weights are not here.
+@dataclass(frozen=True, kw_only=True)
+class Evidence(Field):
+    """judged: by candidate, live or by replay alone. responses: of the live run of the last candidate. contest: at one request;
+    loads: beyond. Without the target's weights there is none of these, and no costs.
     """
 
     question: Question
-    candidates: tuple[Candidate, ...]
-    scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
     judged: Mapping[str, Judgement]
-    responses: list[Response] | None = None
-    contests: tuple[Contest, ...] = ()
-    costs: Mapping[str, StepCosts] | None = None
-    others: tuple[Candidate, ...] = ()
+    responses: Sequence[Response] = ()
+    contest: Contest | None = None
     loads: Loads = field(default_factory=Loads)
 
     @property
@@ -44,13 +38,18 @@ class Evidence:
         return self.candidates[-1]
 
     @property
-    def contest(self) -> Contest | None:
-        """At one request; None where nothing was timed."""
-        return self.contests[0] if self.contests else None
+    def best_costs(self) -> StepCosts | None:
+        """Of its steps; None where nothing was timed."""
+        return self.costs.get(self.best.name)
+
+    @property
+    def contests(self) -> list[Contest]:
+        """By concurrency, 1 first."""
+        return [] if self.contest is None else [self.contest, *self.loads.contests]
 
     def own_scores(self, name: str) -> list[TokenScores]:
         """A candidate's scores on the text of the run's own rule."""
-        return list(self.scores[self.question.rule][name])
+        return self.scores[self.question.rule][name]
 
 
 def gather(
@@ -79,15 +78,12 @@ def gather(
                 scores=own[one.name],
             )  # fmt: skip
         judged[one.name] = Judgement.model_validate(record | {"step": one.step, "live": True})
-    ways, picked = (
-        ways_of(question, target.model, field),
-        [candidates[-1].name, TOGETHER, *(one.name for one in field.others)],
-    )
+    ways, best = ways_of(question, target.model, field), candidates[-1].name
+    picked = [best, TOGETHER, *(one.name for one in field.others), *question.judge.ways]
     with cpu_threads(question.judge.speed_threads):
-        contest = hold(question, target.model, ways, candidates[-1].name, [*picked, *question.judge.ways])
+        contest = hold(question, target.model, ways, best, picked)
         loads = held_at_loads(question, target.model, field, contest)
-    contests = (contest, *loads.contests)
-    return Evidence(question, candidates, field.scores, judged, responses, contests, field.costs, field.others, loads)
+    return Evidence(**vars(field), question=question, judged=judged, responses=responses, contest=contest, loads=loads)
 
 
 def gather_by_replay(question: Question, candidates: Sequence[Candidate], known: Mapping[str, Judgement]) -> Evidence:
@@ -97,4 +93,4 @@ def gather_by_replay(question: Question, candidates: Sequence[Candidate], known:
         if one.name not in judged:
             own = scores[question.rule][one.name]
             judged[one.name] = judge_by_replay(one.draft, question.frozen, question.settings, own)
-    return Evidence(question, tuple(candidates), scores, judged)
+    return Evidence(candidates=tuple(candidates), scores=scores, question=question, judged=judged)

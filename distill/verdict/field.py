@@ -1,6 +1,7 @@
 """Who is lined up for a contest: drafts scored on the text, their steps timed, and the ways to decode that follow."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,18 +38,18 @@ class Candidate:
     draft: Draft
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Field:
     """Which drafts are judged, scored and with step times. The last candidate is the one in question.
 
-    others: the draft in question otherwise, scored and timed too: drafting the other way, under a name of `WAYS`, where it can (by replay
-    and step times the slower one), and in fewer bytes. scores: by rule, by candidate; costs: by candidate.
+    scores: by rule, by candidate; costs: by candidate; both of the `others` too: the draft in question otherwise, drafting the
+    other way where it can (by replay and step times the slower one), under a name of `WAYS`, and in fewer bytes.
     """
 
     candidates: tuple[Candidate, ...]
-    others: tuple[Candidate, ...]
+    others: tuple[Candidate, ...] = ()
     scores: Mapping[Rule, Mapping[str, list[TokenScores]]]
-    costs: Mapping[str, StepCosts]
+    costs: Mapping[str, StepCosts] = dataclasses.field(default_factory=dict)
 
 
 def score_all(question: Question, candidates: Sequence[Candidate]) -> dict[Rule, dict[str, list[TokenScores]]]:
@@ -86,7 +87,8 @@ def line_up(
     costs[best.name] = costs.pop(chosen.name)
     for of_rule in scores.values():
         of_rule[best.name] = of_rule.pop(chosen.name)
-    return Field((*candidates[:-1], replace(chosen, name=best.name)), tuple(others), scores, costs)
+    best = replace(chosen, name=best.name)
+    return Field(candidates=(*candidates[:-1], best), others=tuple(others), scores=scores, costs=costs)
 
 
 def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> float:

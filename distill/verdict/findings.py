@@ -27,13 +27,12 @@ from distill.run.result import (
 )
 from distill.run.verdict_record import VERSION, Verdict
 from distill.verdict.evidence import Evidence
-from distill.verdict.verdict import best_timed_gamma
 from speculative.explain.calibration import calibration, stop_below
 from speculative.explain.disagreements import disagreements
 from speculative.explain.slices import slice_tables
 from speculative.explain.token_class import token_pieces
 from speculative.explain.where_helps import where_each_helps
-from speculative.measure.cost import StepCosts
+from speculative.measure.cost import best_gamma
 from speculative.measure.measured import TARGET
 from speculative.measure.metrics import CURVE_GAMMAS, RuleCurve, rule_curve
 from speculative.measure.race import Standings
@@ -66,7 +65,7 @@ def findings_of(
     slices = slice_tables(
         question.frozen, scores, rule=question.rule, pieces=pieces, entropies=seen.entropies if seen else None, best=best,
     )  # fmt: skip
-    costs = evidence.costs[best] if evidence.costs else None
+    costs = evidence.best_costs
     worst = disagreements(
         question.frozen, scores[best], rule=question.rule, gamma=question.gamma, tokenizer=tokenizer,
         seconds_per_block=costs.target_seconds * costs.block_price(question.gamma) if costs else None,
@@ -82,7 +81,7 @@ def findings_of(
         slices=[SliceTable.model_validate(table, from_attributes=True) for table in slices],
         where=_where(evidence),
         disagreements=[Disagreement.model_validate(row, from_attributes=True) for row in worst],
-        calibration=_calibration(evidence, verdict, costs),
+        calibration=_calibration(evidence),
         trained_on=trained_on,
         timed_prompts=_timed(evidence),
         token_view=seen.token_view if seen else None,
@@ -121,7 +120,7 @@ def curves_of(evidence: Evidence) -> Curves:
 
 def _with_speed(evidence: Evidence, name: str, curve: RuleCurve) -> Curve:
     """The curve with the predicted speed-up at every gamma; None beyond the timed ones."""
-    costs = evidence.costs[name] if evidence.costs else None
+    costs = evidence.costs.get(name)
     speeds = costs and [
         tau / costs.block_price(gamma) if gamma <= max(costs.verify_seconds) else None
         for gamma, tau in zip(curve.gammas, curve.tau, strict=True)
@@ -138,15 +137,15 @@ def _costs_note(evidence: Evidence, rule: str) -> str:
     )
 
 
-def _calibration(evidence: Evidence, verdict: Verdict, costs: StepCosts | None) -> Calibration:
-    scores = evidence.own_scores(evidence.best.name)
+def _calibration(evidence: Evidence) -> Calibration:
+    scores, costs = evidence.own_scores(evidence.best.name), evidence.best_costs
     found = calibration(evidence.question.frozen, scores, evidence.question.rule, name=evidence.best.name)
     if costs is None:
         words = f"{found.words}; no advice on a confidence stop: nothing was timed"
         return Calibration.model_validate(replace(found, words=words), from_attributes=True)
     gamma = evidence.question.gamma
     slope = (costs.verify_ratio(gamma) - 1.0) / gamma
-    _, speed_up = best_timed_gamma(verdict.replay, costs)  # 1 where none pays
+    _, speed_up = best_gamma(costs.timed(evidence.judged[evidence.best.name].replay), costs)  # 1 where none pays
     threshold, words = stop_below(
         scores, evidence.question.rule, cost_ratio=costs.cost_ratio, verify_slope=slope, speed_up=speed_up, parallel=costs.parallel,
     )  # fmt: skip

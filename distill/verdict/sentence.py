@@ -54,7 +54,7 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
         _fast(contest, draft), *learned, *(_beside(contest, name, draft) for name in others), *served,
         *(_at_load(one) for one in evidence.contests[1:]),
     ]  # fmt: skip
-    hopeless = advice(evidence.costs[draft]) if evidence.costs and not pays else None
+    hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
     return Conclusion(outcome, pays, headline_of(contest, run), [*facts, *([_line(hopeless[1])] if hopeless else [])])
 
 

@@ -29,7 +29,7 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
     distinct = list({one.prompt: one for one in evidence.question.frozen}.values())
     # Spread over the set, which is stored longest prompt first.
     chosen = [distinct[place] for place in np.linspace(0, len(distinct) - 1, min(PROMPTS, len(distinct))).astype(int)]
-    costs = evidence.costs[evidence.best.name] if evidence.costs else None
+    costs = evidence.best_costs
     for temperature in sorted(set(evidence.question.judge.temperatures)):
         sampling = _sampling(settings.sampling, temperature)
         rule: Rule = "greedy" if sampling.greedy else "sample"
@@ -44,9 +44,7 @@ def temperature_rows(evidence: Evidence, target: Target) -> list[TemperatureRow]
         taus = dict(zip(curve.gammas, curve.tau, strict=True))
         best: tuple[int | None, float | None] = (None, None)
         if costs is not None:
-            # Gammas beyond the measured ones would be guesses.
-            last = max(costs.verify_seconds)
-            best = best_gamma({gamma: tau for gamma, tau in taus.items() if gamma <= last}, costs)
+            best = best_gamma(costs.timed(taus), costs)
         repeated = repetition(texts)
         rows.append(
             TemperatureRow(

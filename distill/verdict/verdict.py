@@ -1,6 +1,6 @@
 """The verdict of a run, a view on its contests: draft against undistilled draft, paired, timed. Its shape: distill/run/verdict_record.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from distill.verdict.judge import judge_by_replay
 from distill.verdict.question import Question
 from distill.verdict.sentence import conclude
 from speculative.explain.repetition import repetition
-from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, near_best_gammas
+from speculative.measure.cost import StepCosts, break_even_alpha, near_best_gammas
 from speculative.measure.effects import paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
@@ -55,11 +55,6 @@ def describe_costs(costs: StepCosts, question: Question) -> Costs:
     )
 
 
-def best_timed_gamma(replay: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
-    """(best gamma, its predicted speed-up) among the gammas whose costs were measured or lie between."""
-    return best_gamma({gamma: tau for gamma, tau in replay.items() if gamma <= max(costs.verify_seconds)}, costs)
-
-
 def verdict_of(
     evidence: Evidence,
     *,
@@ -74,11 +69,10 @@ def verdict_of(
     """
     question, best = evidence.question, evidence.judged[evidence.best.name]
     names = [one.name for one in evidence.candidates]
-    costs = evidence.costs[evidence.best.name] if evidence.costs else None
+    costs = evidence.best_costs
     gain = _effects(evidence, UNDISTILLED) if UNDISTILLED in names else None
     against_served = _effects(evidence, SERVED) if SERVED in names else None
     said = conclude(evidence, gain, against_served)
-    taus = {gamma: tau for gamma, tau in best.replay.items() if costs and 1 <= gamma <= max(costs.verify_seconds)}
     repeated = Repetition.model_validate(repetition(question.frozen), from_attributes=True)
     elsewhere = [on_other(evidence, other) for other in others]
     measured = [
@@ -96,10 +90,7 @@ def verdict_of(
             for one in evidence.candidates
         ],
         run={str(one.concurrency): one.to_run() for one in evidence.contests},
-        pays=said.pays,
-        outcome=said.outcome,
-        headline=said.headline,
-        facts=facts,
+        **vars(said) | {"facts": facts},
         gain=gain,
         against_served=against_served,
         judgement=best.without_sums().model_copy(update={"domains": {}}),
@@ -108,7 +99,7 @@ def verdict_of(
         prompts=best.prompts or 0,
         tokens=best.tokens or 0,
         replay=best.replay,
-        best_gamma_range=near_best_gammas(taus, costs) if costs else None,
+        best_gamma_range=near_best_gammas(costs.timed(best.replay), costs) if costs else None,
         costs=describe_costs(costs, question) if costs is not None else None,
         latency=_latency(evidence),
         plain_wins_from=curve.plain_wins_from() if curve else None,

@@ -85,6 +85,10 @@ class StepCosts:
             return (seconds[-1] + slope * (gamma - gammas[-1])) / self.target_seconds
         return float(np.interp(gamma, gammas, seconds)) / self.target_seconds
 
+    def timed(self, taus: Mapping[int, float]) -> dict[int, float]:
+        """tau at the gammas that were timed or lie between: beyond them a speed-up would be a guess."""
+        return {gamma: tau for gamma, tau in taus.items() if gamma <= max(self.verify_seconds)}
+
     def block_price(self, gamma: int) -> float:
         """Of a drafted block, in target steps: gamma c + v."""
         return gamma * self.cost_ratio_at(gamma) + self.verify_ratio(gamma)

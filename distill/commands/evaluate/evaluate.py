@@ -26,11 +26,12 @@ from distill.verdict.evidence import gather
 from distill.verdict.field import Candidate, line_up
 from distill.verdict.findings import findings_of
 from distill.verdict.question import Question
-from distill.verdict.verdict import best_timed_gamma, verdict_of
+from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import Draft
 from speculative.drafters.parallel import DRAFTINGS
 from speculative.errors import UserError
 from speculative.evaluate import judge
+from speculative.measure.cost import best_gamma
 from speculative.measure.measured import DRAFT
 from speculative.measure.self_checks import self_checks
 from speculative.rules.rule import RULES, Rule
@@ -151,7 +152,8 @@ def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: P
                 scores=field.scores[rule][DRAFT],
             )  # fmt: skip
             by_gamma[gamma] = Judgement.model_validate(record)
-        best, _ = best_timed_gamma(by_gamma[chosen].replay, field.costs[DRAFT])
+        costs = field.costs[DRAFT]
+        best, _ = best_gamma(costs.timed(by_gamma[chosen].replay), costs)
         chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
     evidence = gather(replace(question, settings=pair.settings.under(rule, chosen)), target, field, log=log)
     by_gamma[chosen] = evidence.judged[DRAFT]

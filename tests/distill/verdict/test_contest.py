@@ -46,7 +46,7 @@ def asked(pair, history=True):
         JudgeConfig(speed_seconds=1e-6, speed_prompts=8), SETTINGS, {"greedy": frozen}, history=past if history else []
     )
     best = Candidate(BEST, "", 0, Draft(DRAFT))
-    return question, Field((best,), (), {"greedy": {BEST: scores}}, {BEST: COSTS})
+    return question, Field(candidates=(best,), scores={"greedy": {BEST: scores}}, costs={BEST: COSTS})
 
 
 def ways(pair, history=True):
@@ -121,7 +121,7 @@ def test_behind_the_lookup_stands_the_draft_that_needs_the_fewest_steps(pair):
     dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})
     both = {"greedy": {BEST: scores, "lighter": scores}}
     for costs, behind in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
-        lined = Field((best,), (replace(best, name="lighter"),), both, costs)
+        lined = Field(candidates=(best,), others=(replace(best, name="lighter"),), scores=both, costs=costs)
         assert {one.name: one.behind for one in ways_of(question, TARGET, lined) if one.behind} == {TOGETHER: behind}
 
 

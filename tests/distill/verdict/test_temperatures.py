@@ -35,11 +35,11 @@ def evidence_of(tiny_config: Path, temperatures: tuple[float, ...], draft=None, 
     settings = replace(decode_settings(config.serving, config.seed, target).under("sample", 3), eos_ids=())
     texts = [HeldoutResponse(f"key{place}", "code", [5 + place, 9], [7, 8], [0.0, 0.0]) for place in range(prompts)]
     return target, Evidence(
-        Question(JudgeConfig(temperatures=temperatures), settings, {"sample": [*texts, texts[0]]}),
+        question=Question(JudgeConfig(temperatures=temperatures), settings, {"sample": [*texts, texts[0]]}),
         candidates=(Candidate(DRAFT, "mine", 0, Draft(own)),),
         scores={},
         judged={},
-        costs=None if costs is None else {DRAFT: costs},
+        costs={} if costs is None else {DRAFT: costs},
     )
 
 

@@ -13,6 +13,7 @@ from distill.run.verdict_record import Judgement, Outcome, Verdict
 from distill.verdict.contest import Contest
 from distill.verdict.evidence import Evidence
 from distill.verdict.field import Candidate
+from distill.verdict.load import Loads
 from distill.verdict.question import Question
 from distill.verdict.verdict import looks_of, verdict_of
 from speculative.decoder.responses import DecodeSettings, Response
@@ -81,17 +82,15 @@ def evidence_of(
         "replay": {gamma: 1.0 + 0.2 * min(gamma, 6) for gamma in range(33)},
     }  # fmt: skip
     question = Question(JudgeConfig(), DecodeSettings(rule="sample", gamma=GAMMA), {"sample": texts}, looks=looks)
-    contests = []
-    if ratios is not None:
-        contests.append(contest_of(question, dict.fromkeys(names, ratios) | (free or {})))
-        contests += [contest_of(question, load, 8)] if load else []
+    contest = None if ratios is None else contest_of(question, dict.fromkeys(names, ratios) | (free or {}))
     return Evidence(
         question=question,
         candidates=tuple(Candidate(name, name, 0, MODEL) for name in names),
         scores={"sample": {name: scores[name] for name in names}},
         judged=dict.fromkeys(names, Judgement.model_validate(tree)),
-        contests=tuple(contests),
-        costs=dict.fromkeys(names, costs) if ratios is not None else None,
+        contest=contest,
+        loads=Loads((contest_of(question, load, 8),) if load else ()),
+        costs=dict.fromkeys(names, costs) if ratios is not None else {},
     )
 
 
