@@ -8,12 +8,8 @@ import typer
 
 from distill.config.command_line import Launcher, Overrides
 
-TargetVersion = Annotated[
-    str, typer.Option(help="what the log calls RUN's target; default: its fingerprint or its path")
-]
-AssumeSampling = Annotated[
-    bool, typer.Option("--assume-sampling", help="requests that do not tell their sampling settings had RUN's")
-]
+TargetVersion = Annotated[str, typer.Option(help="RUN's target in the log; default: fingerprint, path")]
+AssumeSampling = Annotated[bool, typer.Option("--assume-sampling", help="unknown sampling is RUN's")]
 Log = Annotated[Path, typer.Argument(help="directory that the gateway logs to")]
 
 
@@ -26,44 +22,29 @@ class GatewayOptions:
     understudy gateway --engine URL --engine URL2 --share .1 --draft-version v0001 --draft-version v0002 --log traffic/ --text
     """
 
-    engine: Annotated[
-        list[str], typer.Option(help="address of an engine, e.g. http://127.0.0.1:8001; again for more arms")
-    ]
+    engine: Annotated[list[str], typer.Option(help="address of an engine; again for more arms")]
     log: Annotated[Path, typer.Option(help="directory of the traffic's log; one gateway a directory")]
-    share: Annotated[
-        list[float] | None, typer.Option(help="of the conversations, for each engine behind the first")
-    ] = None
-    draft_version: Annotated[
-        list[str] | None, typer.Option(help="of each engine in turn, e.g. v0007; default: unknown")
-    ] = None
+    share: Annotated[list[float] | None, typer.Option(help="of the conversations; for each further engine")] = None
+    draft_version: Annotated[list[str] | None, typer.Option(help="of each engine in turn, e.g. v0007")] = None
     target_version: Annotated[str, typer.Option(help="of what all engines serve; written into each record")] = "unknown"
     plain_engine: Annotated[str, typer.Option(help="address of the same target without a draft, asked under load")] = ""
     shed_above: Annotated[int, typer.Option(help="requests in flight above which --plain-engine is asked", min=1)] = 64
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="port to listen on; 0: any that is free", min=0, max=65535)] = 8080
     api_key_env: Annotated[str, typer.Option(help="environment variable with the key that clients must send")] = ""
-    text: Annotated[bool, typer.Option("--text", help="keep token ids of prompts and responses (else hashes only)")] = (
+    text: Annotated[bool, typer.Option("--text", help="keep token ids of text, not hashes only")] = False
+    reservoir: Annotated[int, typer.Option(help="with --text: responses a slice whose text is kept", min=0)] = 10_000
+    retention_days: Annotated[float, typer.Option(help="with --text: days that text is kept", min=0)] = 30.0
+    exclude_tenant: Annotated[
+        list[str] | None, typer.Option(help="x-understudy-tenant whose requests are never logged; again for more")
+    ] = None
+    usage: Annotated[bool, typer.Option("--usage", help="ask for usage in streams, on which vLLM's counts ride")] = (
         False
     )
-    reservoir: Annotated[int, typer.Option(help="with --text: responses a slice whose text is kept", min=0)] = 10_000
-    retention_days: Annotated[
-        float, typer.Option(help="with --text: days until text is taken out of the log", min=0)
-    ] = 30.0
-    exclude_tenant: Annotated[
-        list[str] | None,
-        typer.Option(help="never log requests whose header x-understudy-tenant says this; again for more"),
-    ] = None
-    usage: Annotated[
-        bool, typer.Option("--usage", help="ask for usage in streams, on which vLLM's counts ride (clients see it)")
-    ] = False
-    sampling: Annotated[
-        str, typer.Option(help="the engines' defaults, e.g. temperature=0.7,top_p=0.8,top_k=20,min_p=0")
-    ] = ""
+    sampling: Annotated[str, typer.Option(help="the engines' defaults: temperature=0.7,top_p=0.8,..")] = ""
     max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1)] = 16 << 20
     max_connections: Annotated[int, typer.Option(help="clients at once; more get 503", min=1)] = 2048
-    idle_seconds: Annotated[
-        float, typer.Option(help="without a byte from the engine or to the client: ended", min=1)
-    ] = 300.0
+    idle_seconds: Annotated[float, typer.Option(help="seconds without a byte: ended", min=1)] = 300.0
 
 
 @dataclass(frozen=True)
@@ -71,9 +52,7 @@ class ShowOptions:
     """What came, by slice and draft version, and how much of what was drafted was accepted, over time."""
 
     log: Log
-    run: Annotated[
-        Path | None, typer.Option(help="run that made the served draft: is its acceptance as it was judged?")
-    ] = None
+    run: Annotated[Path | None, typer.Option(help="that made the draft: is it accepted as then?")] = None
     draft_version: Annotated[str, typer.Option(help="of --run; default: the version that served last")] = ""
     bins: Annotated[int, typer.Option(help="stretches of time, of one length", min=1, max=1000)] = 24
     plot: Annotated[Path | None, typer.Option(help="acceptance and requests over time, png or svg")] = None
@@ -88,18 +67,11 @@ class ExportTrafficOptions:
     """
 
     log: Log
-    run: Annotated[
-        Path, typer.Option(help="run whose target wrote the responses, at the settings of its serving section")
-    ]
+    run: Annotated[Path, typer.Option(help="whose target wrote the responses, at its `serving`")]
     to: Annotated[Path, typer.Option(help="folder to make: prompts/ and responses/train/ (docs/traffic.md)")]
     heldout: Annotated[int, typer.Option(help="prompts held out, of the latest fifth at most", min=2)] = 128
-    alike: Annotated[
-        int, typer.Option(help="at most so many requests with near-equal prompts, or of one conversation", min=1)
-    ] = 8
-    quota: Annotated[
-        list[str] | None,
-        typer.Option(help="at most so many training requests of a slice: 5000 for each, or code=2000; repeatable"),
-    ] = None
+    alike: Annotated[int, typer.Option(help="most near-equal prompts, or of one conversation", min=1)] = 8
+    quota: Annotated[list[str] | None, typer.Option(help="most to train on of each slice: 5000, or code=2000")] = None
     target_version: TargetVersion = ""
     assume_sampling: AssumeSampling = False
 
@@ -126,14 +98,9 @@ class RefreshOptions:
 
     run: Annotated[Path, typer.Argument(help="run folder of the first version of the draft that is served")]
     overrides: Overrides = None
-    traffic: Annotated[
-        Path | None,
-        typer.Option(help="the gateway's --log directory; without it the run's draft only becomes the first version"),
-    ] = None
+    traffic: Annotated[Path | None, typer.Option(help="the gateway's --log; without it v0001 is published")] = None
     drafts: Annotated[Path | None, typer.Option(help="folder of the draft's versions; default drafts/NAME")] = None
-    share: Annotated[
-        float, typer.Option(help="of the training prompts that are traffic; the rest is the run's own")
-    ] = 0.5
+    share: Annotated[float, typer.Option(help="of the training prompts that is traffic")] = 0.5
     probe_steps: Annotated[int, typer.Option(help="steps on fresh traffic that say whether there is headroom")] = 30
     margin: Annotated[float, typer.Option(help="alpha that an old slice may certainly not lose more of")] = 0.01
     false_alarms: Annotated[float, typer.Option(help="probability of any false alarm over the whole log")] = 0.01
@@ -144,12 +111,8 @@ class RefreshOptions:
     keep: Annotated[int, typer.Option(help="newest versions that stay; the current one and its parent do anyway")] = 5
     launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="tell the reasons and write nothing")] = False
-    force: Annotated[bool, typer.Option("--force", help="train whatever the reasons say; the gate still judges")] = (
-        False
-    )
-    approve: Annotated[
-        str, typer.Option(help="your name: what passes the gate, or has passed it and waits, becomes `current` at once")
-    ] = ""
+    force: Annotated[bool, typer.Option("--force", help="train all the same; the gate still judges")] = False
+    approve: Annotated[str, typer.Option(help="your name: what passed the gate is `current` at once")] = ""
 
 
 @dataclass(frozen=True)
@@ -164,29 +127,15 @@ class RolloutOptions:
     drafts: Annotated[Path, typer.Argument(help="folder of the draft's versions, drafts/NAME")]
     version: Annotated[str, typer.Argument(help="the version that is to be served, e.g. v0002")]
     log: Annotated[Path, typer.Option(help="log directory of the running gateway")]
-    engine_command: Annotated[
-        str, typer.Option(help="starts the new engine; {draft} and {port} are put in, no shell reads it")
-    ] = ""
-    engine_url: Annotated[
-        str, typer.Option(help="instead: an engine with the new draft that runs already, e.g. in Kubernetes")
-    ] = ""
+    engine_command: Annotated[str, typer.Option(help="starts the new engine, without a shell: {draft}, {port}")] = ""
+    engine_url: Annotated[str, typer.Option(help="instead: of an engine with it that runs already")] = ""
     port: Annotated[int, typer.Option(help="of the new engine; default: a free one", min=0, max=65535)] = 0
     share: Annotated[float, typer.Option(help="of the conversations, while the two are compared")] = 0.1
-    margin: Annotated[
-        float,
-        typer.Option(help="acceptance that the new draft may certainly not be lower by; 0: a certain gain is asked"),
-    ] = 0.0
+    margin: Annotated[float, typer.Option(help="fall in acceptance that is allowed; 0: a certain gain")] = 0.0
     slower: Annotated[float, typer.Option(help="certainly so much slower a token is too slow; 0.05: by 5 %")] = 0.05
-    false_alarms: Annotated[
-        float,
-        typer.Option(
-            help="chance that a draft as good as the old one is called worse while they are compared, or watched"
-        ),
-    ] = 0.05
+    false_alarms: Annotated[float, typer.Option(help="chance that one as good is called worse")] = 0.05
     requests: Annotated[int, typer.Option(help="of both engines at most; undecided then, it goes back", min=1)] = 20_000
     watch: Annotated[int, typer.Option(help="requests that are watched when all go to the new engine", min=0)] = 500
     start_timeout: Annotated[float, typer.Option(help="seconds until the new engine must answer")] = 900.0
-    drain: Annotated[
-        float, typer.Option(help="seconds that an engine gets for its last requests before it is ended")
-    ] = 30.0
+    drain: Annotated[float, typer.Option(help="seconds for the last requests of an engine")] = 30.0
     back: Annotated[bool, typer.Option("--back", help="take an unfinished rollout back")] = False

@@ -56,10 +56,8 @@ class SliceAlarm(Record):
         alarm = self.ringing
         if alarm is None:
             words = f"{where}accepted/drafted {self.rate:.3f} against {self.baseline:.3f} {change}"
-            past = "".join(
-                f"; it fell at request {one.since:,} and came back at {one.until:,}" for one in self.alarms[-1:]
-            )
-            return words + past
+            past = [f"; it fell at request {one.since:,} and came back at {one.until:,}" for one in self.alarms]
+            return words + "".join(past[-1:])
         when = f" ({self.time})" if self.time else ""
         words = (
             f"{where}accepted/drafted fell from {self.baseline:.3f} to {self.rate:.3f} {change} since request {alarm.since:,} of "
@@ -115,9 +113,8 @@ def alarm(log: TrafficLog, version: str, run: Path, false_alarms: float = 0.01, 
 def slice_alarm(part: Slice, baseline: Baseline, level: float, drop: float, seed: int = 0) -> SliceAlarm:
     """One slice under a chart of its own, which any false alarm crosses with probability ``level``."""
     served_2N = np.array([[record.accepted, record.drafted] for record in part.records]).T
-    judged_2P = np.array(
-        [[baseline.prompts[index].accepted, baseline.prompts[index].drafted] for index in part.prompts]
-    ).T
+    prompts = [baseline.prompts[index] for index in part.prompts]
+    judged_2P = np.array([[prompt.accepted, prompt.drafted] for prompt in prompts]).T
     pool = pool_of(judged_2P[0], judged_2P[1], baseline.gamma)
     found = monitor(pool, served_2N[0], served_2N[1], chart_for(pool, served_2N[1], level, drop, seed))
     since = next((alarm.since for alarm in found if alarm.until is None), 1)

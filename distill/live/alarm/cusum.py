@@ -115,9 +115,8 @@ def pool_of(accepted_P: np.ndarray, drafted_P: np.ndarray, gamma: float) -> Pool
     scale = float((residuals_P**2).sum() / (count - 1))
     scale = scale if scale > _NOTHING else 1.0
     root = math.sqrt(scale)
-    return Pool(
-        accepted_P, drafted_P, rate, within * scale, between * scale, drafted_P / (spread_P * root), residuals_P / root
-    )
+    information_P = drafted_P / (spread_P * root)
+    return Pool(accepted_P, drafted_P, rate, within * scale, between * scale, information_P, residuals_P / root)
 
 
 def cusum_path(increments_N: np.ndarray) -> np.ndarray:

@@ -115,9 +115,8 @@ class Gateway:
         self.metrics.shed.inc(shed and not arm.drafts)
         task = asyncio.current_task()
         assert task is not None
-        exchange = Exchange(
-            asked, arm, self._slice(asked.slice), scope, receive, send, arrived, began, task, moved=began
-        )
+        name = self._slice(asked.slice)
+        exchange = Exchange(asked, arm, name, scope, receive, send, arrived, began, task, moved=began)
         if asked.why_not:
             exchange.recorded = True
             if scope["method"] == "POST":

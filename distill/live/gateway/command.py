@@ -32,31 +32,19 @@ def gateway(options: GatewayOptions) -> None:
     flags, key = arms_of(options), _key(options.api_key_env)
     parse_sampling(options.sampling)  # refused here, before anything is there
     with listening(options.host, options.port) as listener:
-        writer = LogWriter(
-            options.log, text=options.text, sample_size=options.reservoir, retention_days=options.retention_days
-        )
+        writer = LogWriter(options.log, options.text, options.reservoir, options.retention_days)
         arms = _begin_with(options.log / ARMS, flags)
         app = Gateway(options, key, arms, writer).app()
         config = uvicorn.Config(
-            app,
-            http=BoundedProtocol,
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            limit_concurrency=_clients_for(options.max_connections),
-            timeout_graceful_shutdown=_GRACE_SECONDS,
-        )
+            app, http=BoundedProtocol, ws="none", lifespan="on", log_config=None, log_level="critical", access_log=False,
+            proxy_headers=False, server_header=False, date_header=False,
+            limit_concurrency=_clients_for(options.max_connections), timeout_graceful_shutdown=_GRACE_SECONDS,
+        )  # fmt: skip
         host, port = listener.getsockname()[:2]
         print(f"the gateway answers at http://{f'[{host}]' if ':' in host else host}:{port}, its log is {options.log}")
         for arm in arms.arms:
-            print(
-                f"  {arm.name}: {arm.url}, {f'share {arm.share:g}' if arm.drafts else 'under load'}, draft {arm.draft_version}"
-            )
+            when = f"share {arm.share:g}" if arm.drafts else "under load"
+            print(f"  {arm.name}: {arm.url}, {when}, draft {arm.draft_version}")
         sys.stdout.flush()
         uvicorn.Server(config).run(sockets=[listener])
 
@@ -69,13 +57,9 @@ def arms_of(options: GatewayOptions) -> Arms:
     """
     engines, shares, versions = options.engine, options.share or [], options.draft_version or []
     if len(engines) > len(_NAMES) or len(shares) != len(engines) - 1:
-        raise UserError(
-            f"--share: {len(shares)} for {len(engines)} engines; give one for each --engine behind the first"
-        )
+        raise UserError(f"--share: {len(shares)} for {len(engines)} engines; give one for each further --engine")
     if len(versions) > len(engines):
-        raise UserError(
-            f"--draft-version: {len(versions)} for {len(engines)} engines; at most one each, in their order"
-        )
+        raise UserError(f"--draft-version: {len(versions)} for {len(engines)} engines; at most one each, in order")
     versions = [*versions, *["unknown"] * (len(engines) - len(versions))]
     arms = [
         Arm(name, root_of(url), share, version, options.target_version)
@@ -109,9 +93,7 @@ def _begin_with(path: Path, flags: Arms) -> Arms:
     if path.exists():
         written = read_arms(path)
         if written.by != BY_FLAGS:
-            print(
-                f"{path}: the arms are those of {written.by}, not of the flags; delete the file to begin with the flags"
-            )
+            print(f"{path}: the arms are those of {written.by}; delete the file to begin with the flags")
             return written
     write_arms(path, flags)
     return flags

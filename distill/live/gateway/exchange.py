@@ -11,6 +11,9 @@ from distill.live.gateway.request import Asked
 from distill.live.gateway.tap import Tap
 from distill.live.traffic.record import FINISHES, TrafficRecord, keyed_hash
 
+_TEXT = ("prompt_tokens", "response_tokens", "prompt_ids", "response_ids")
+_COUNTS = ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")
+
 
 @dataclass(eq=False)
 class Exchange:
@@ -58,13 +61,8 @@ class Exchange:
             "finish": finish if finish in FINISHES else "unknown",
         }  # fmt: skip
         if tap is not None:
-            known |= {
-                key: getattr(tap, key) for key in ("prompt_tokens", "response_tokens", "prompt_ids", "response_ids")
-            }
-            counts = ("accepted", "drafted", "blocks", "accepted_B", "drafted_B")
+            known |= {key: getattr(tap, key) for key in _TEXT}
             with contextlib.suppress(ValueError):
-                return TrafficRecord(
-                    **known, **{key: getattr(tap.counts, key) for key in counts if tap.counts is not None}
-                )
+                return TrafficRecord(**known, **{key: getattr(tap.counts, key) for key in _COUNTS if tap.counts})
             tap.odd_counts = True
         return TrafficRecord(**known)

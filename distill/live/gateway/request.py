@@ -60,17 +60,15 @@ def read_request(
         record_id += f"-{keyed_hash(salt, 'caller', caller)[:16]}"
     parsed = _parse(body) if path in PATHS else None
     content = None if parsed is None else parsed.get("messages" if path == PATHS[0] else "prompt")
-    why_not = _why_not(path, headers, parsed, content, options.exclude_tenant or ()) or (
-        "large" if len(body) > LOGGED_BODY_BYTES else ""
-    )
+    why_not = _why_not(path, headers, parsed, content, options.exclude_tenant or ())
+    why_not = why_not or ("large" if len(body) > LOGGED_BODY_BYTES else "")
     sampling, constrained = None, False
     if parsed is not None and not why_not:
         sampling, constrained = _sampling(parsed, parse_sampling(options.sampling)), _constrained(parsed)
         body = _asking(parsed, body, options.text, options.usage)
     conversation = headers.get(CONVERSATION) or _conversation(content, body)
-    return Asked(
-        record_id or uuid.uuid4().hex, slice_name or ALL, why_not, content, conversation, sampling, constrained, body
-    )
+    record_id, slice_name = record_id or uuid.uuid4().hex, slice_name or ALL
+    return Asked(record_id, slice_name, why_not, content, conversation, sampling, constrained, body)
 
 
 @functools.cache

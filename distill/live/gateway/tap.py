@@ -91,10 +91,8 @@ class Tap:
                 self.response_ids += ids
         self.finish = finish or self.finish
         if (usage := event.get("usage")) is not None:
-            self.prompt_tokens, self.response_tokens = (
-                _count(usage, "prompt_tokens"),
-                _count(usage, "completion_tokens"),
-            )
+            self.prompt_tokens = _count(usage, "prompt_tokens")
+            self.response_tokens = _count(usage, "completion_tokens")
         if finish or not choices or usage is not None:
             self._last.append(event)
 

@@ -50,9 +50,7 @@ def run_config(run: Path) -> RunConfig:
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config = load_config(run / CONFIG)
     if config.data.responses == "reference":
-        raise UserError(
-            f"{run}: data.responses: reference; a refresh learns from the target's answers, train such a run first"
-        )
+        raise UserError(f"{run}: data.responses: reference; a refresh learns from the target's answers alone")
     return config
 
 

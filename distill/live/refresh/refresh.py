@@ -46,16 +46,8 @@ from speculative.errors import UserError
 TRAFFIC, PROBE = "traffic", "probe"
 FEWEST_PROMPTS = 24  # to train on; a probe of fewer tells nothing
 OWN_KEYS = (
-    "name",
-    "output",
-    "resume",
-    "target",
-    "serving",
-    "data.train",
-    "data.heldout",
-    "student.init",
-    "student.path",
-)
+    "name", "output", "resume", "target", "serving", "data.train", "data.heldout", "student.init", "student.path"
+)  # fmt: skip
 R = TypeVar("R", bound=Reason)
 # Options that decide what a refresh is: one that goes on must be asked for with the same.
 ASKED = ("share", "probe_steps", "margin", "false_alarms", "drop", "payback_days", "target_version", "assume_sampling")
@@ -132,9 +124,7 @@ def _usable_log(traffic: Path, target_version: str, home: Path) -> TrafficLog:
     log = read_traffic(traffic)
     texts = [record for record in log.records if record.response_ids]
     if not texts:
-        raise UserError(
-            f"{traffic}: {len(log.records):,} requests and no text of any: start the gateway with --text, which keeps token ids"
-        )
+        raise UserError(f"{traffic}: {len(log.records):,} requests and no text of any: start the gateway with --text")
     target = str(Store(home / RESPONSES / TRAINING).manifest()["target"])
     own = {target_version} if target_version else {target, run_config(home).target.path}
     others = sorted({record.target_version for record in texts} - own)
@@ -235,10 +225,8 @@ class _Refresh:
         """Whether to train; the reasons are told either way. Without an alarm the others are looked for only where asked to."""
         options = self.options
         if self.state.decision is None:
-            rung = self._reason(
-                "alarm", lambda: alarm(self.log, self.version, self.home, options.false_alarms, options.drop)
-            )
-            needed = rung.holds
+            asked = self.log, self.version, self.home, options.false_alarms, options.drop
+            needed = self._reason("alarm", lambda: alarm(*asked)).holds
             if needed or options.force or options.dry_run:
                 needed = self._worth_it() and needed
             missing = self.state.reasons.missing()
@@ -282,9 +270,7 @@ class _Refresh:
             made = export_traffic(asked)
             if made.train < FEWEST_PROMPTS:
                 why = "; ".join(f"{count:,} {reason}" for reason, count in made.left_out.items())
-                raise UserError(
-                    f"{traffic}: {made.train} requests to train on, {FEWEST_PROMPTS} are the fewest ({why})"
-                )
+                raise UserError(f"{traffic}: {made.train} requests to train on, fewer than {FEWEST_PROMPTS} ({why})")
             note_use(export, self.folder)
             self._keep(window=made)
         return export
@@ -301,10 +287,8 @@ class _Refresh:
 
     def _config(self) -> Path:
         """The training's config, written."""
-        student, options = student_of(self.served, self.home), self.options
-        return write_training(
-            self.home, student, self.folder / TRAFFIC, self.folder, options.share, options.overrides or []
-        )
+        student, asked = student_of(self.served, self.home), self.options.overrides or []
+        return write_training(self.home, student, self.folder / TRAFFIC, self.folder, self.options.share, asked)
 
     def _train(self) -> None:
         if (self.folder / VERDICT).exists():

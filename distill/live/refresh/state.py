@@ -115,9 +115,7 @@ def refresh_folder(
     folder = left[0] if left else _new_folder(stem, next_name(drafts), found)
     state = found[folder] if left else None
     if state is not None and version not in (state.parent, state.version):
-        raise UserError(
-            f"{folder}: a refresh of {state.parent} that did not end, and {version} is served now; delete it"
-        )
+        raise UserError(f"{folder}: a refresh of {state.parent} that did not end; {version} is served now: delete it")
     with locked(folder / LOCK, f"{folder}: another refresh is at work there; wait for it"):
         yield folder
 

@@ -132,8 +132,7 @@ def evidence_of_more(successes: Numbers, trials: Numbers, rate: float) -> Number
     rate: in (0, 1).
     """
     failures = np.asarray(trials) - np.asarray(successes)
-    log_tail = special.betaln(successes + 1.0, failures + 1.0) + np.log(
-        np.maximum(special.betaincc(successes + 1.0, failures + 1.0, rate), 1e-300)
-    )
+    beyond = special.betaincc(successes + 1.0, failures + 1.0, rate)
+    log_tail = special.betaln(successes + 1.0, failures + 1.0) + np.log(np.maximum(beyond, 1e-300))
     log_null = successes * np.log(rate) + (failures + 1.0) * np.log1p(-rate)
     return np.exp(np.minimum(log_tail - log_null, 700.0))[()]

@@ -104,11 +104,8 @@ def served_of(records: Iterable[TrafficRecord]) -> Served:
         told.append((sum(turn.accepted or 0 for turn in drafts), sum(turn.drafted or 0 for turn in drafts)))
         drafted += sum(turn.drafted or 0 for turn in drafts if turn.blocks)
         blocks += sum(turn.blocks or 0 for turn in drafts)
-        paces = [
-            math.log(turn.total_s / turn.response_tokens)
-            for turn in turns
-            if turn.finish in WHOLE and turn.total_s and turn.response_tokens
-        ]
+        whole = [(turn.total_s, turn.response_tokens) for turn in turns if turn.finish in WHOLE]
+        paces = [math.log(seconds / tokens) for seconds, tokens in whole if seconds and tokens]
         timed.append((sum(paces), len(paces)))
     return Served(
         sum(map(len, by_conversation.values())),

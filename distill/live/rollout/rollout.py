@@ -82,9 +82,8 @@ def rollout(options: RolloutOptions) -> int:
         try:
             return Rollout(options, version, state).run()
         except KeyboardInterrupt:
-            raise Interrupted(
-                f"{state.version} is {state.stage} and stays so; the same command goes on, with --back it takes it back"
-            ) from None
+            words = "the same command goes on, with --back it takes it back"
+            raise Interrupted(f"{state.version} is {state.stage} and stays so; {words}") from None
 
 
 class Rollout:
@@ -136,33 +135,27 @@ class Rollout:
         # A gateway may have been restarted meanwhile, with other flags.
         state.before = arms_before(self.arms_file.parent)
         self._check_models()
-        self._enter(
-            "comparing",
-            f"{state.engine.url} answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations",
-        )
+        told = f"answers behind {seconds:.0f} s and gets {state.share:.0%} of the conversations"
+        self._enter("comparing", f"{state.engine.url} {told}")
 
     def _wait(self) -> float:
         """Seconds until the engine answered."""
         start = time.monotonic()
         while not answers(self.state.engine.url):
             if self._has_died():
-                said = last_line(self._engine_log())
-                raise UserError(
-                    f"--engine-command: the engine ended before it answered: {said} (all in {self._engine_log()})"
-                )
+                log = self._engine_log()
+                raise UserError(f"--engine-command: it ended before it answered: {last_line(log)} (all in {log})")
             if time.monotonic() - start > self.options.start_timeout:
-                raise UserError(
-                    f"{self.state.engine.url} does not answer within --start-timeout {self.options.start_timeout:g} s"
-                )
+                within = f"--start-timeout {self.options.start_timeout:g} s"
+                raise UserError(f"{self.state.engine.url} does not answer within {within}")
             time.sleep(engines.POLL_SECONDS)
         return time.monotonic() - start
 
     def _check_models(self) -> None:
         """Raises UserError when a request for the old engine's model would be refused by the new one."""
         known = models(self.state.engine.url)
-        missing = {
-            name for arm in self.state.before.arms if arm.drafts and arm.share for name in models(arm.url)
-        } - known
+        asked = [arm.url for arm in self.state.before.arms if arm.drafts and arm.share]
+        missing = {name for url in asked for name in models(url)} - known
         if known and missing:
             raise UserError(
                 f"{self.state.engine.url}: serves {', '.join(sorted(known))}, and requests are for {', '.join(sorted(missing))}: start it with "
@@ -260,11 +253,9 @@ class Rollout:
     def _direct(self, share: float, alone: bool = False) -> bool:
         """Gives the new engine this share, the others what is left; whether that is new. ``alone``: the others are no longer named."""
         before = self.state.before
-        others = [
-            dataclasses.replace(arm, share=arm.share * (1 - share)) if arm.drafts else arm
-            for arm in before.arms
-            if not (alone and arm.drafts)
-        ]
+        left = [] if alone else [arm for arm in before.arms if arm.drafts]
+        others = [dataclasses.replace(arm, share=arm.share * (1 - share)) for arm in left]
+        others += [arm for arm in before.arms if not arm.drafts]
         target = next(arm for arm in before.arms if arm.drafts).target_version
         new = Arm(self.state.version, self.state.engine.url, share, self.state.version, target)
         arms = Arms(self._by(), (*others, new))
@@ -293,11 +284,9 @@ class Rollout:
         if time.monotonic() - self._told < TOLD_SECONDS:
             return
         self._told = time.monotonic()
-        more = (
-            ""
-            if decision.to_see is None or self.state.stage != "comparing"
-            else f"; {SEEN:g} shows in about {decision.to_see:,} requests"
-        )
+        more, to_see = "", decision.to_see
+        if to_see is not None and self.state.stage == "comparing":
+            more = f"; {SEEN:g} shows in about {to_see:,} requests"
         more += "" if gateway_runs(Path(self.state.log)) else "; no gateway runs"
         print(f"{time.strftime('%H:%M:%S')} {self.state.stage}: {decision.reason}{more}", flush=True)
 

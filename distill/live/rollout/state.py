@@ -90,7 +90,7 @@ def check_options(options: RolloutOptions) -> None:
             raise UserError(f"--{name} {value:g}: out of its range; give e.g. {example}")
     if bool(options.engine_command) == bool(options.engine_url) and not options.back:
         raise UserError(
-            "give --engine-command (what starts the new engine) or --engine-url (where it runs already), one of them"
+            "give --engine-command (it starts the new engine) or --engine-url (where one runs), one of them"
         )
     if options.engine_url and not is_address(options.engine_url):
         raise UserError(f"--engine-url {options.engine_url}: give an address such as http://127.0.0.1:8002")
@@ -109,9 +109,8 @@ def asked_version(options: RolloutOptions) -> Version:
 def check_same(state: State, options: RolloutOptions) -> None:
     """Raises UserError where an unfinished rollout is another one, which comes first, or there is no gateway to go on with."""
     if state.version != options.version:
-        raise UserError(
-            f"{options.drafts / STATE}: the rollout of {state.version} is not finished ({state.stage}); give it again, or with --back"
-        )
+        what = f"the rollout of {state.version} is not finished ({state.stage})"
+        raise UserError(f"{options.drafts / STATE}: {what}; give it again, or with --back")
     if Path(state.log) != options.log.resolve():
         raise UserError(f"--log {options.log}: {state.version} is being rolled out at {state.log}; give that")
     if not options.back:

@@ -91,10 +91,9 @@ def export_command(options: ExportTrafficOptions, console: Console) -> None:
     """Exports, and says what was left out and why."""
     made = export_traffic(options)
     lines = [f"note: {warning}" for warning in made.warnings]
-    lines += [
-        f"{made.requests:,} requests: {made.train:,} to train on ({made.train_tokens:,} tokens), {made.heldout:,} held out"
-    ]
-    lines += [f"  {train:,} and {held:,} of slice {name}" for name, (train, held) in made.slices.items()]
+    train = f"{made.train:,} to train on ({made.train_tokens:,} tokens)"
+    lines += [f"{made.requests:,} requests: {train}, {made.heldout:,} held out"]
+    lines += [f"  {own:,} and {held:,} of slice {name}" for name, (own, held) in made.slices.items()]
     lines += [f"  {count:,} left out: {why}" for why, count in made.left_out.items()]
     for line in [*lines, f"{made.folder}: prompts/ and responses/train/, for a run as docs/traffic.md says"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

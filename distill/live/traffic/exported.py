@@ -150,9 +150,8 @@ def forget_command(options: ForgetOptions, console: Console) -> None:
         UserError: no log there; a file that is damaged or cannot be written.
     """
     salt = read_salt(options.log)
-    lines = [
-        f"{options.log}: {forget(options.log, options.ids):,} lines removed; a keyed hash of each id is kept, and nothing else"
-    ]
+    removed = forget(options.log, options.ids)
+    lines = [f"{options.log}: {removed:,} lines removed; a keyed hash of each id is kept, and nothing else"]
     rows = {row_id(salt, one) for one in options.ids}
     for export in list_exports(options.log):
         folder = Path(export.folder)
@@ -160,9 +159,8 @@ def forget_command(options: ForgetOptions, console: Console) -> None:
         lines += [f"{folder}: an export that is no longer there: if it was moved or copied, delete it there"]
         if folder.is_dir():
             found = forget_exported(folder, rows)
-            lines[-1] = (
-                f"{folder}: {found} rows removed, prompts and responses" if found else f"{folder}: held nothing of it"
-            )
+            what = f"{found} rows removed, prompts and responses" if found else "held nothing of it"
+            lines[-1] = f"{folder}: {what}"
         for run in filter(Path.exists, map(Path, export.uses)):
             lines.append(
                 f"{run}: was trained from it and may hold copies: delete its prompts/, responses/ and rollouts/, and with held-out "

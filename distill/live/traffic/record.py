@@ -140,11 +140,7 @@ def from_line(line: bytes) -> TrafficRecord:
     except ValidationError as error:
         first = error.errors()[0]
         parts = first["loc"][: 2 if first["loc"][:1] == ("sampling",) else 1]
-        words = (
-            f"{first['msg']} (not {str(first['input'])[:100]!r})"
-            if parts
-            else first["msg"].removeprefix("Value error, ")
-        )
+        words = first["msg"].removeprefix("Value error, ") + (f" (not {str(first['input'])[:100]!r})" if parts else "")
         raise RecordError(": ".join(filter(None, (".".join(map(str, parts)), words)))) from error
 
 

@@ -64,10 +64,8 @@ def sweep(directory: Path, retention_days: float, reservoir: int | None, now: fl
         for line in path.read_bytes().splitlines(keepends=True):
             if (record := _with_text(line)) is not None and record.time >= oldest:
                 seen[record.slice].add(priority(salt, record.id))
-    kept = {
-        name: heapq.nsmallest(reservoir or len(places), places) if reservoir != 0 else []
-        for name, places in seen.items()
-    }
+    most = max(map(len, seen.values()), default=0) if reservoir is None else reservoir
+    kept = {name: heapq.nsmallest(most, places) for name, places in seen.items()}
     dropped = {name: places.difference(kept[name]) for name, places in seen.items()}
 
     def scrubbed(line: bytes) -> bytes:

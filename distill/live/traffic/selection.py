@@ -56,13 +56,8 @@ def _settings(sampling: Mapping[str, float | int | None]) -> tuple[float | None,
     """Comparable; at temperature 0 nothing else counts, and a top_k of -1 is off as 0 is."""
     if sampling.get("temperature") == 0:
         return (0,)
-    top_k = sampling.get("top_k")
-    return (
-        sampling.get("temperature"),
-        None if top_k is None else max(0, top_k),
-        sampling.get("top_p"),
-        sampling.get("min_p"),
-    )
+    temperature, top_k, top_p, min_p = map(sampling.get, ("temperature", "top_k", "top_p", "min_p"))
+    return temperature, None if top_k is None else max(0, top_k), top_p, min_p
 
 
 def groups_of(records: Sequence[TrafficRecord], texts: Sequence[str]) -> list[int]:

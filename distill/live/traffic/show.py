@@ -79,25 +79,18 @@ def show_traffic(options: ShowOptions, console: Console) -> Shown:
     lines = [f"{options.log}: {shown.requests:,} requests, {_moment(shown.since)} to {_moment(shown.until)} UTC"]
     lines += [f"note: {warning}" for warning in shown.warnings] + ([found.sentence] if found is not None else [])
     rate = Column("accepted/drafted", ".3f")
-    columns: list[Column | str] = [
-        "slice",
-        "draft",
-        Column("requests", ","),
-        Column("tokens", ","),
-        Column("text", ","),
-        rate,
-        Column("first token", ",.0f", " ms"),
-    ]
+    counts = [Column(name, ",") for name in ("requests", "tokens", "text")]
+    columns: list[Column | str] = ["slice", "draft", *counts, rate, Column("first token", ",.0f", " ms")]
     table = Table(columns, caption="[95 % interval] over requests; text: requests whose tokens are kept")
     for row in (*shown.slices, *shown.versions):
         first = None if row.first_token_s is None else 1000 * row.first_token_s
-        counts = row.requests, row.response_tokens, row.text
-        table.add(row.slice, row.draft_version, *counts, Cell(row.rate, row.ci), first)
-    over_time = [
-        (_moment(row.since), row.draft_version, row.requests, Cell(row.rate, row.ci)) for row in shown.over_time
-    ]
+        numbers = row.requests, row.response_tokens, row.text
+        table.add(row.slice, row.draft_version, *numbers, Cell(row.rate, row.ci), first)
+    over_time = Table(["from", "draft", Column("requests", ","), rate])
+    for row in shown.over_time:
+        over_time.add(_moment(row.since), row.draft_version, row.requests, Cell(row.rate, row.ci))
     console.print(table)
-    console.print(Table(["from", "draft", Column("requests", ","), rate], over_time))
+    console.print(over_time)
     for line in lines:
         console.print(line, highlight=False, markup=False)
     return shown
@@ -109,9 +102,7 @@ def _summary(log: TrafficLog, bins: int) -> Shown:
     since, until = (float(times[0]), float(times[-1])) if len(times) else (0.0, 0.0)
     edges = np.linspace(since, until, bins + 1)
     bin_N = np.clip(np.searchsorted(edges, times, side="right") - 1, 0, bins - 1)
-    versions = list(
-        dict.fromkeys(record.draft_version for record in records)
-    )  # in the order in which they first served
+    versions = list(dict.fromkeys(record.draft_version for record in records))  # as they first served
     over_time = []
     for number in np.unique(bin_N).tolist():
         here = [records[place] for place in np.flatnonzero(bin_N == number)]
@@ -132,9 +123,8 @@ def _summary(log: TrafficLog, bins: int) -> Shown:
 
 def _row(records: Sequence[TrafficRecord], name: str, version: str, span: tuple[float, float]) -> Traffic:
     counted = [record for record in records if accepts(record)]
-    accepted, drafted = (
-        np.array([getattr(one, key) for one in counted], dtype=np.float64) for key in ("accepted", "drafted")
-    )
+    accepted = np.array([one.accepted for one in counted], dtype=np.float64)
+    drafted = np.array([one.drafted for one in counted], dtype=np.float64)
     waits = [record.first_token_s for record in records if record.first_token_s is not None]
     return Traffic(
         slice=name, draft_version=version, requests=len(records), since=span[0], until=span[1],

@@ -54,9 +54,8 @@ class Samples:
 
     def reset(self, kept: Mapping[str, Sequence[str]]) -> None:
         """Begins anew from the priorities that a sweep left."""
-        self._largest_first = {
-            name: sorted(-int(place, 16) for place in places)[-(self.size or 0) :] for name, places in kept.items()
-        }
+        size = self.size or 0
+        self._largest_first = {name: sorted(-int(one, 16) for one in places)[-size:] for name, places in kept.items()}
 
 
 class LogWriter:
@@ -66,14 +65,9 @@ class LogWriter:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        text: bool = False,
-        sample_size: int | None = None,
-        retention_days: float = 30.0,
+        self, directory: Path, text: bool = False, sample_size: int | None = None, retention_days: float = 30.0,
         file_bytes: int = 64 << 20,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``sample_size``: texts kept a slice; None: all. A sweep at the start, after each ``file_bytes`` and every hour sees to that.
 
         Raises:
@@ -89,9 +83,7 @@ class LogWriter:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise UserError(
-                    f"{directory}: another gateway writes there; give this one a --log of its own"
-                ) from error
+                raise UserError(f"{directory}: another gateway writes there; give a --log of its own") from error
             self.salt = prepare_directory(directory)
             files = log_files(directory)
             self._number = int(files[-1].stem.removeprefix("log-")) if files else 1
@@ -157,9 +149,8 @@ class LogWriter:
         try:
             self._write(records)
         except (OSError, ValueError) as error:
-            self._say(
-                False, f"cannot be written ({getattr(error, 'strerror', None) or error}); serving goes on without a log"
-            )
+            why = getattr(error, "strerror", None) or error
+            self._say(False, f"cannot be written ({why}); serving goes on without a log")
             return False
         self._say(True, "is written again")
         return True
